@@ -1,0 +1,25 @@
+"""Everything a user can run into, each with its documented exit code."""
+
+
+class MegatrainError(Exception):
+    """Base of all errors that are reported as one line; `exit_code` is what the command returns."""
+
+    exit_code = 4
+
+
+class InputError(MegatrainError):
+    """Bad configuration, data, model or checkpoint: nothing was started or written."""
+
+    exit_code = 2
+
+
+class DoesNotFit(MegatrainError):
+    """The work needs more device or host memory than there is or than was allowed."""
+
+    exit_code = 3
+
+
+class RunFailed(MegatrainError):
+    """The run began and could not go on; the state is that of the last finished step."""
+
+    exit_code = 4
