@@ -1,0 +1,106 @@
+"""Training in plain PyTorch: what the engine must reproduce.
+
+Shapes: B rows, T tokens, V vocabulary. A step is a list of micro-batches, each a dictionary of
+int64 tensors [B, T].
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.trainer_pt_utils import get_parameter_names
+
+# The patterns of transformers.Trainer.get_decay_parameter_names (transformers 5.23).
+NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+# (rows, tokens) of each micro-batch of each step; the last one of a step has no mask.
+SHAPES = [[(2, 12), (3, 7), (1, 16)], [(1, 9), (2, 16), (2, 5)], [(3, 11), (1, 6), (2, 8)]]
+
+Step = list[dict[str, Tensor]]
+
+
+def make_steps(config: PreTrainedConfig, seed: int = 0) -> list[Step]:
+    """Three steps of three uneven micro-batches: right padding, ignored labels, one without mask.
+
+    Token ids keep clear of both ends of the vocabulary, where special tokens are.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [_micro_batch(config, *shape, i < len(step) - 1, generator) for i, shape in enumerate(step)]
+        for step in SHAPES
+    ]
+
+
+def _micro_batch(
+    config: PreTrainedConfig, rows: int, tokens: int, masked: bool, generator: torch.Generator
+) -> dict[str, Tensor]:
+    vocab = config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(10, vocab - 10, (rows, tokens), generator=generator)
+    labels = ids.clone()
+    labels[torch.rand(rows, tokens, generator=generator) < 0.2] = -100
+    labels[:, -2] = ids[:, -2]  # at least one labelled token before any padding of one token
+    if not masked:
+        return {"input_ids": ids, "labels": labels}
+    lengths = torch.randint(tokens // 2 + 1, tokens + 1, (rows,), generator=generator)
+    padding = torch.arange(tokens) >= lengths[:, None]
+    ids[padding] = getattr(config.get_text_config(decoder=True), "pad_token_id", None) or 0
+    labels[padding] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": (~padding).long()}
+
+
+def plain_training(
+    model: PreTrainedModel,
+    steps: list[Step],
+    lr: float = 1e-2,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    max_grad_norm: float = 1.0,
+) -> tuple[list[float], list[float]]:
+    """Train `model` in place with torch's AdamW; the loss and gradient norm of every step."""
+    model.train()
+    optimizer = _adamw(model, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    losses, norms = [], []
+    for step in steps:
+        losses.append(_accumulate(model, step))
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm, foreach=False)
+        norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return losses, norms
+
+
+def _accumulate(model: PreTrainedModel, step: Step) -> float:
+    """Gradients of the mean loss over all labelled tokens of the step; returns that loss."""
+    tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step)
+    total = 0.0
+    for batch in step:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits_BTV = model(**inputs, use_cache=False).logits.float()
+        loss = next_token_loss(logits_BTV, batch["labels"]) / tokens
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Summed cross entropy of each labelled token given the tokens before it."""
+    return nn.functional.cross_entropy(
+        logits_BTV[:, :-1].flatten(0, 1),
+        labels_BT[:, 1:].flatten(),
+        ignore_index=-100,
+        reduction="sum",
+    )
+
+
+def _adamw(model: PreTrainedModel, weight_decay: float, **options: object) -> torch.optim.AdamW:
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for n, p in named if n in decayed], "weight_decay": weight_decay},
+        {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, foreach=False, fused=False, **options)

@@ -1,0 +1,82 @@
+"""Data of the tiny models: small sizes by field name, and what single families need besides."""
+
+from typing import Any
+
+VOCAB = 128
+MIN_LAYERS = 3
+MAX_LAYERS = 6
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE = 32, 4, 2, 8, 64
+POSITIONS, WINDOW, CHUNK = 64, 6, 4
+EXPERTS, TOP_K = 4, 2
+
+# Text of the tests is drawn from ids 10 to VOCAB - 11, so that it never holds a special token.
+SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+LAYER_COUNTS = (
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
+    "num_decoder_layers num_encoder_layers num_blocks depth"
+).split()
+
+
+def _each(names: str, size: int) -> dict[str, int]:
+    return dict.fromkeys(names.split(), size)
+
+
+SIZES: dict[str, int] = {
+    **_each("vocab_size decoder_vocab_size vocab_size_per_layer_input audio_vocab_size", VOCAB),
+    **_each("hidden_size n_embd d_model embedding_dim embedding_size emb_dim dim_model", HIDDEN),
+    **_each("word_embed_proj_dim input_size lru_width attention_hidden_size", HIDDEN),
+    **_each("input_embedding_size output_embedding_size", HIDDEN),
+    **_each("intermediate_size ffn_dim d_inner dff dim_ff n_inner decoder_ffn_dim", WIDE),
+    **_each("encoder_ffn_dim ffn_hidden_size feed_forward_size intermediate_size_mlp", WIDE),
+    **_each("dense_intermediate_size", WIDE),
+    **_each("moe_intermediate_size expert_ffn_hidden_size shared_intermediate_size", 16),
+    **_each("shared_expert_intermediate_size shared_experts_intermediate_size", 16),
+    **_each("moe_shared_expert_intermediate_size prefix_dense_intermediate_size", 16),
+    **_each("num_attention_heads n_head n_heads attention_heads decoder_attention_heads", HEADS),
+    **_each("encoder_attention_heads num_decoder_attention_heads num_heads", HEADS),
+    **_each("num_encoder_attention_heads swa_num_attention_heads num_query_groups", HEADS),
+    **_each("num_key_value_heads num_kv_heads swa_num_key_value_heads", KV_HEADS),
+    **_each("head_dim d_head dim_head attention_head_size swa_head_dim attention_head_dim", 8),
+    **_each("kv_channels v_head_dim qk_nope_head_dim", HEAD_DIM),
+    **_each("qk_head_dim global_head_dim", 16),
+    **_each("qk_rope_head_dim rotary_dim", 4),
+    **_each("q_lora_rank kv_lora_rank o_lora_rank adapter_rank gated_norm_rank", 16),
+    **_each("index_n_heads indexer_n_heads", 2),
+    **_each("index_head_dim indexer_head_dim", HEAD_DIM),
+    **_each("index_topk index_topk_blocks index_block_size", CHUNK),
+    **_each("max_position_embeddings n_positions n_ctx max_seq_len context_length", POSITIONS),
+    **_each("max_target_positions max_source_positions model_max_length", POSITIONS),
+    **_each("original_max_position_embeddings", POSITIONS // 2),
+    **_each("sliding_window sliding_window_size window_size attention_window_size", WINDOW),
+    **_each("local_attention keep_window_size local_attention_window_len", WINDOW),
+    **_each("attention_chunk_size chunk_size mamba_chunk_size block_size", CHUNK),
+    **_each("num_experts num_local_experts n_routed_experts moe_num_experts", EXPERTS),
+    **_each("num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts", TOP_K),
+    **_each("n_group num_expert_group", 2),
+    **_each("topk_group", 1),
+    **_each("moe_latent_size", 16),
+    **_each("first_k_dense_replace num_dense_layers moe_layer_start_index", 1),
+    **_each("state_size ssm_state_size mamba_d_state", 8),
+    **_each("mamba_num_heads mamba_n_heads", HEADS),
+    **_each("mamba_d_head mamba_head_dim mamba_headdim", 16),
+    **_each("mamba_d_ssm", 64),
+    **_each("n_groups mamba_n_groups mamba_ngroups", 2),
+    **_each("time_step_rank mamba_dt_rank", 4),
+    **_each("linear_num_heads linear_num_key_heads", 2),
+    **_each("linear_num_value_heads", 4),
+    **_each("linear_head_dim linear_key_head_dim linear_value_head_dim", HEAD_DIM),
+    **_each("hidden_size_per_layer_input laurel_rank router_hidden_size d_rel", 8),
+    **_each("type_vocab_size", 2),
+    **_each("lsh_attn_chunk_length local_attn_chunk_length", CHUNK),
+    **_each("image_size", 16),
+    **_each("patch_size", 4),
+}
+
+# Arguments without which a configuration class has no default instance.
+CONSTRUCTOR: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+}
+
+OVERRIDES: dict[str, dict[str, Any]] = {}

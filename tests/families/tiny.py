@@ -1,0 +1,123 @@
+"""Tiny random models of every causal-LM family that transformers knows.
+
+The shrinker takes a family's default configuration, makes every size small and keeps every choice
+(activation, norm, tying, rotary kind, attention pattern) as the family ships it, so that the tiny
+model runs the same code as the real one. What the general rule gets wrong stands in OVERRIDES.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.families.sizes import (
+    CONSTRUCTOR,
+    LAYER_COUNTS,
+    MAX_LAYERS,
+    MIN_LAYERS,
+    OVERRIDES,
+    SIZES,
+    SPECIAL_TOKENS,
+    VOCAB,
+)
+
+NOISE = 0.05  # keeps projections that a class initialises to zero from hiding a wrong gradient
+
+# Families that plain PyTorch cannot train as a text-only causal language model on this machine.
+NOT_TRAINABLE: dict[str, str] = {}
+
+
+def families() -> list[str]:
+    """Model types of the 189 causal-LM families, in the order of transformers' own mapping."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(family: str) -> PreTrainedConfig:
+    """The family's default configuration with every size made small."""
+    kwargs = _shrunk(CONFIG_MAPPING[family], CONSTRUCTOR.get(family, {}))
+    _merge(kwargs, OVERRIDES.get(family, {}))
+    config = CONFIG_MAPPING[family](**kwargs)
+    config.use_cache = False
+    return config
+
+
+def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """A float32 model of `tiny_config(family)` with no parameter at a trivial value."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise, alpha=NOISE)
+    return model
+
+
+def _shrunk(cls: type[PreTrainedConfig], needed: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for `cls` that make it tiny; `needed` are arguments it cannot do without."""
+    default = cls(**needed)
+    kwargs: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        value = getattr(default, field.name, None)
+        if isinstance(value, PreTrainedConfig):
+            kwargs[field.name] = _shrunk(type(value), {})
+        elif field.name in cls.sub_configs:
+            continue  # left out by default (a tower that a text model does not need)
+        elif field.default is not None and value is not None:
+            kwargs |= _small(field.name, value)
+    _shrink_layers(cls, default, kwargs)
+    return kwargs
+
+
+def _small(name: str, value: Any) -> dict[str, Any]:
+    if name in SPECIAL_TOKENS:
+        return {name: SPECIAL_TOKENS[name]}
+    if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
+        return {name: VOCAB - 1 - sum(map(ord, name)) % 8}
+    if "drop" in name and isinstance(value, float):
+        return {name: 0.0}
+    if name in SIZES and not isinstance(value, (list, tuple, dict)):
+        return {name: min(value, SIZES[name])}
+    return {}
+
+
+def _shrink_layers(cls: type[PreTrainedConfig], default: Any, kwargs: dict[str, Any]) -> None:
+    """Cut the stack to a few layers, and every per-layer list to the same layers."""
+    names = [n for n in LAYER_COUNTS if n in {f.name for f in dataclasses.fields(cls)}]
+    for name in names:
+        kwargs[name] = MIN_LAYERS
+    if not names:
+        return
+    depth = getattr(default, names[0])
+    per_layer = {
+        field.name: list(value)
+        for field in dataclasses.fields(cls)
+        if isinstance(value := getattr(default, field.name, None), (list, tuple))
+        and len(value) == depth > 1
+    }
+    if not per_layer:
+        return
+    kept = _one_of_each_kind(list(zip(*per_layer.values(), strict=True)))
+    for name in names:
+        kwargs[name] = len(kept)
+    for name, values in per_layer.items():
+        kwargs[name] = [values[i] for i in kept]
+
+
+def _one_of_each_kind(kinds: list[Any]) -> list[int]:
+    """Indices of a short stack with each kind of layer (a row of `kinds`), in order."""
+    first = {str(kind): i for i, kind in reversed(list(enumerate(kinds)))}
+    kept = sorted(first.values())[:MAX_LAYERS]
+    spare = [i for i in range(len(kinds)) if i not in kept]
+    return sorted(kept + spare[: max(0, MIN_LAYERS - len(kept))])
+
+
+def _merge(into: dict[str, Any], changes: dict[str, Any]) -> None:
+    for name, value in changes.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
