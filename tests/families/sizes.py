@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from transformers import MusicgenDecoderConfig, MusicgenMelodyDecoderConfig
+
 VOCAB = 128
 MIN_LAYERS = 3
 MAX_LAYERS = 6
@@ -74,9 +76,123 @@ SIZES: dict[str, int] = {
     **_each("patch_size", 4),
 }
 
-# Arguments without which a configuration class has no default instance.
-CONSTRUCTOR: dict[str, dict[str, Any]] = {
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+_NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+
+# Families whose causal-LM class takes another configuration than the one the mapping names.
+CONFIG_CLASS = {
+    "musicgen": MusicgenDecoderConfig,
+    "musicgen_melody": MusicgenMelodyDecoderConfig,
 }
 
-OVERRIDES: dict[str, dict[str, Any]] = {}
+# Arguments without which a configuration class has no default instance.
+CONSTRUCTOR: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": _NO_LAYER_INPUTS},
+}
+
+_DOTS3_SLIDING = {
+    "swa_num_attention_heads": HEADS,
+    "swa_num_key_value_heads": HEADS,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 12,
+    "swa_v_head_dim": HEAD_DIM,
+}
+_QWEN4 = {
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "hc_lowrank": 8,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": HIDDEN,
+    "ngram_vocab_size_base": 100,
+    "heads_per_ngram": 2,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 1,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_DIM,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+    "eos_token_id": 2,
+}
+_GEMMA3N = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+    "intermediate_size": [WIDE] * 4,
+}
+
+# Where the general rule is not enough: shapes that must agree with each other, required choices
+# for which the class has no default, and switches without which a part would not be shown.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "blt": {
+        "vocab_size": 260,
+        "encoder_hash_byte_group_vocab": 64,
+        "patching_threshold": 0.0,
+        "patcher_config": {"vocab_size": 260},
+        "encoder_config": {"vocab_size": 260, "hidden_size_global": HIDDEN},
+        "decoder_config": {"vocab_size": 260, "hidden_size_global": HIDDEN},
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0}
+            for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": TOP_K, "first_k_dense_replace": 1},
+    "dots1": {
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": TOP_K,
+        "first_k_dense_replace": 1,
+    },
+    "dots3_note": {
+        "text_config": _DOTS3_SLIDING,
+        "vision_config": {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN},
+        "audio_config": {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN},
+    },
+    "dots3_note_text": _DOTS3_SLIDING,
+    "falcon_h1": {"mamba_d_head": 16},
+    "gemma3n_text": _GEMMA3N,
+    "gemma4": {"text_config": {"global_head_dim": 16}},
+    "gemma4_text": {"global_head_dim": 16},
+    "gemma4_unified": {"text_config": {"global_head_dim": 16}},
+    "gemma4_unified_text": {"global_head_dim": 16},
+    "gpt_neo": {
+        "num_layers": 4,
+        "attention_types": [[["global", "local"], 2]],
+        "attention_layers": ["global", "local"] * 2,
+    },
+    "gemma4_assistant": {"text_config": _NO_LAYER_INPUTS},
+    "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
+    "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "moe_topk": TOP_K},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "longcat_flash": {"head_dim": 4},
+    "mamba2": {"head_dim": 16},
+    "ministral": {"head_dim": HEAD_DIM},
+    "musicgen": {"num_codebooks": 1},
+    "musicgen_melody": {"num_codebooks": 1},
+    "nemotron": {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS},
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "local_attn_chunk_length": POSITIONS,
+        "lsh_attn_chunk_length": POSITIONS,
+    },
+    "roc_bert": {
+        "shape_vocab_size": VOCAB,
+        "shape_embed_dim": 8,
+        "pronunciation_vocab_size": VOCAB,
+        "pronunciation_embed_dim": 8,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["linear_attention"] * 2 + ["hybrid", "linear_attention"] * 2,
+    },
+}
