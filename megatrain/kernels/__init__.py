@@ -1,0 +1,42 @@
+"""Host kernels: the native library where it was built, the plain-torch reference otherwise.
+
+`MEGATRAIN_KERNELS=native` or `=reference` in the environment forces the choice.
+"""
+
+import logging
+import os
+from types import ModuleType
+
+from megatrain.errors import InputError
+from megatrain.kernels import reference
+
+_log = logging.getLogger(__name__)
+
+
+def _choose() -> tuple[ModuleType, str]:
+    wanted = os.environ.get("MEGATRAIN_KERNELS", "")
+    if wanted not in ("", "native", "reference"):
+        raise InputError(f"MEGATRAIN_KERNELS is {wanted!r}; set it to native or reference")
+    if wanted == "reference":
+        return reference, "reference (asked for)"
+    try:
+        from megatrain.kernels import native
+    except ImportError as error:
+        if wanted == "native":
+            raise InputError(f"MEGATRAIN_KERNELS is native, but {error}") from error
+        _log.warning("Using the slower reference kernels: no native library: %s", error)
+        return reference, f"reference (no native library: {error})"
+    return native, f"native ({native.instruction_set()})"
+
+
+_chosen, implementation = _choose()
+
+adamw = _chosen.adamw
+split = _chosen.split
+join = _chosen.join
+gather_rows = _chosen.gather_rows
+scatter_rows = _chosen.scatter_rows
+first_touch = _chosen.first_touch
+fill_zero = _chosen.fill_zero
+squared_norm = _chosen.squared_norm
+set_affinity = _chosen.set_affinity

@@ -1,0 +1,80 @@
+"""Argument checks shared by the reference and the native kernels: programming errors, by name."""
+
+import torch
+from torch import Tensor
+
+GRADIENTS = (torch.bfloat16, torch.float32)
+
+
+def tensor(
+    name: str, value: Tensor, dtypes: tuple[torch.dtype, ...] | None, size: int | None = None
+) -> None:
+    """Require a contiguous CPU tensor, of one of `dtypes`, of `size` elements.
+
+    Raises:
+        ValueError: it is not; the message names the argument.
+    """
+    if dtypes is not None and value.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} is {value.dtype}, expected {expected}")
+    if value.device.type != "cpu":
+        raise ValueError(f"{name} is on {value.device}, expected the CPU")
+    if not value.is_contiguous():
+        raise ValueError(f"{name} is not contiguous")
+    if size is not None and value.numel() != size:
+        raise ValueError(f"{name} has {value.numel()} elements, expected {size}")
+
+
+def planes(*, master: Tensor, weights: Tensor, remainder: Tensor) -> None:
+    """Require the three planes of a split master to agree.
+
+    Raises:
+        ValueError: one of them does not.
+    """
+    tensor("master", master, (torch.float32,))
+    tensor("weights", weights, (torch.bfloat16,), master.numel())
+    tensor("remainder", remainder, (torch.int16,), master.numel())
+
+
+def adamw_arguments(
+    weights: Tensor,
+    remainder: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    step: int,
+) -> None:
+    """Require an AdamW update's planes to agree and its step to count from 1.
+
+    Raises:
+        ValueError: they do not.
+    """
+    size = weights.numel()
+    if remainder is None:
+        tensor("weights (without a remainder)", weights, (torch.float32,))
+    else:
+        tensor("weights (with a remainder)", weights, (torch.bfloat16,))
+        tensor("remainder", remainder, (torch.int16,), size)
+    tensor("exp_avg", exp_avg, (torch.float32,), size)
+    tensor("exp_avg_sq", exp_avg_sq, (torch.float32,), size)
+    tensor("grad", grad, GRADIENTS, size)
+    if step < 1:
+        raise ValueError(f"step is {step}, the first update is 1")
+
+
+def rows(table: Tensor, row_ids: Tensor, rows_2d: Tensor) -> None:
+    """Require a [R, W] table, [N] ids and [N, W] rows of one 2- or 4-byte dtype.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    tensor("table", table, None)
+    tensor("row_ids", row_ids, (torch.int64,))
+    tensor("rows", rows_2d, (table.dtype,))
+    if table.element_size() not in (2, 4):
+        raise ValueError(f"table is {table.dtype}, expected a dtype of 2 or 4 bytes")
+    if table.dim() != 2 or rows_2d.shape != (row_ids.numel(), table.shape[-1]):
+        raise ValueError(
+            f"table {tuple(table.shape)}, row_ids {tuple(row_ids.shape)} and rows "
+            f"{tuple(rows_2d.shape)} do not fit: expected [R, W], [N] and [N, W]"
+        )

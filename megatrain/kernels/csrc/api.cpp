@@ -1,0 +1,146 @@
+// The C interface: pointers, sizes and scalars. The Python side has checked all arguments.
+#include <unistd.h>
+
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+using megatrain::AdamwArguments;
+using megatrain::Kernels;
+using megatrain::parallel_for;
+
+namespace {
+
+// Elements per range: large enough to hide the hand-out, small enough to balance busy cores.
+constexpr int64_t kGrain = 1 << 16;
+constexpr int64_t kGrainBytes = 1 << 20;
+
+bool supported(const char* name) {
+#if defined(MEGATRAIN_X86)
+    __builtin_cpu_init();
+    if (!std::strcmp(name, "avx512"))
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("fma");
+    if (!std::strcmp(name, "avx2"))
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return !std::strcmp(name, "baseline");
+}
+
+// Best first.
+std::vector<const Kernels*> all_kernels() {
+    return {
+#if defined(MEGATRAIN_X86)
+        &megatrain::avx512_kernels(),
+        &megatrain::avx2_kernels(),
+#endif
+        &megatrain::baseline_kernels(),
+    };
+}
+
+const Kernels* find_kernels(const char* name) {
+    for (const Kernels* kernels : all_kernels())
+        if ((name == nullptr || !std::strcmp(name, kernels->name)) && supported(kernels->name))
+            return kernels;
+    return nullptr;
+}
+
+const Kernels* chosen = find_kernels(nullptr);
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Raised with every change of the signatures below; native.py refuses another number.
+int megatrain_abi() { return 1; }
+
+const char* megatrain_instruction_set() { return chosen->name; }
+
+// For tests and benchmarks. Returns whether this machine has it.
+int megatrain_use_instruction_set(const char* name) {
+    const Kernels* kernels = find_kernels(name);
+    if (kernels != nullptr) chosen = kernels;
+    return kernels != nullptr;
+}
+
+int megatrain_set_affinity(const int* cores, int num_cores) {
+    return megatrain::set_affinity(cores, num_cores);
+}
+
+void megatrain_adamw(void* weights, int16_t* remainder, float* exp_avg, float* exp_avg_sq,
+                     const void* grad, int grad_is_bf16, int64_t size, float decay, float weight1,
+                     float beta2, float weight2, float root_correction2, float eps,
+                     float negative_step_size, float grad_scale, int threads) {
+    const AdamwArguments arguments = {
+        weights, remainder, exp_avg, exp_avg_sq, grad, decay, weight1, beta2, weight2,
+        root_correction2, eps, negative_step_size, grad_scale,
+    };
+    const auto kernel = remainder != nullptr
+        ? (grad_is_bf16 ? chosen->adamw_split_bf16 : chosen->adamw_split_fp32)
+        : (grad_is_bf16 ? chosen->adamw_whole_bf16 : chosen->adamw_whole_fp32);
+    parallel_for(size, kGrain, threads,
+                 [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
+}
+
+void megatrain_split(const float* master, uint16_t* weights, int16_t* remainder, int64_t size,
+                     int threads) {
+    parallel_for(size, kGrain, threads, [&](int64_t begin, int64_t end) {
+        chosen->split(master, weights, remainder, begin, end);
+    });
+}
+
+void megatrain_join(const uint16_t* weights, const int16_t* remainder, float* master, int64_t size,
+                    int threads) {
+    parallel_for(size, kGrain, threads, [&](int64_t begin, int64_t end) {
+        chosen->join(weights, remainder, master, begin, end);
+    });
+}
+
+void megatrain_gather_rows(const char* table, const int64_t* row_ids, char* out, int64_t num_rows,
+                           int64_t row_bytes, int threads) {
+    const int64_t grain = kGrainBytes / 8 / (row_bytes + 1) + 1;
+    parallel_for(num_rows, grain, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            std::memcpy(out + i * row_bytes, table + row_ids[i] * row_bytes, size_t(row_bytes));
+    });
+}
+
+void megatrain_scatter_rows(char* table, const int64_t* row_ids, const char* rows,
+                            int64_t num_rows, int64_t row_bytes, int threads) {
+    const int64_t grain = kGrainBytes / 8 / (row_bytes + 1) + 1;
+    parallel_for(num_rows, grain, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            std::memcpy(table + row_ids[i] * row_bytes, rows + i * row_bytes, size_t(row_bytes));
+    });
+}
+
+void megatrain_first_touch(volatile char* bytes, int64_t size, int threads) {
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    parallel_for(size, 64 * kGrainBytes, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i += page) bytes[i] = 0;
+    });
+}
+
+void megatrain_fill_zero(char* bytes, int64_t size, int threads) {
+    parallel_for(size, kGrainBytes, threads, [&](int64_t begin, int64_t end) {
+        std::memset(bytes + begin, 0, size_t(end - begin));
+    });
+}
+
+double megatrain_squared_norm(const void* values, int is_bf16, int64_t size, int threads) {
+    const auto kernel = is_bf16 ? chosen->squared_norm_bf16 : chosen->squared_norm_fp32;
+    std::vector<double> sums(size_t((size + megatrain::kNormBlock - 1) / megatrain::kNormBlock));
+    parallel_for(size, megatrain::kNormBlock, threads, [&](int64_t begin, int64_t end) {
+        sums[size_t(begin / megatrain::kNormBlock)] = kernel(values, begin, end);
+    });
+    double total = 0;
+    for (double sum : sums) total += sum;
+    return total;
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,52 @@
+// The kernels as one table of functions per instruction set; api.cpp chooses a table at run time.
+//
+// Every function works on the elements [begin, end) of whole arrays, so that a pool can share one
+// call out in ranges. Elementwise results do not depend on how the ranges are cut.
+#pragma once
+
+#include <cstdint>
+
+namespace megatrain {
+
+// All scalars are what torch's fp32 kernels see: computed in fp64, rounded to fp32 once.
+struct AdamwArguments {
+    void* weights;              // bf16 bits with a remainder, fp32 without
+    int16_t* remainder;         // null: weights are fp32
+    float* exp_avg;
+    float* exp_avg_sq;
+    const void* grad;           // bf16 bits or fp32
+    float decay;                // 1 - lr * weight_decay
+    float weight1;              // 1 - beta1
+    float beta2;
+    float weight2;              // 1 - beta2
+    float root_correction2;     // sqrt(1 - beta2^step)
+    float eps;
+    float negative_step_size;   // -lr / (1 - beta1^step)
+    float grad_scale;
+};
+
+// Elements summed into one fp64 number; the sums of the blocks are added in order, so that a norm
+// depends neither on the number of threads nor on the instruction set.
+constexpr int64_t kNormBlock = 1 << 14;
+
+struct Kernels {
+    const char* name;
+    void (*adamw_split_bf16)(const AdamwArguments&, int64_t begin, int64_t end);
+    void (*adamw_split_fp32)(const AdamwArguments&, int64_t begin, int64_t end);
+    void (*adamw_whole_bf16)(const AdamwArguments&, int64_t begin, int64_t end);
+    void (*adamw_whole_fp32)(const AdamwArguments&, int64_t begin, int64_t end);
+    void (*split)(const float* master, uint16_t* weights, int16_t* remainder, int64_t begin,
+                  int64_t end);
+    void (*join)(const uint16_t* weights, const int16_t* remainder, float* master, int64_t begin,
+                 int64_t end);
+    double (*squared_norm_bf16)(const void* values, int64_t begin, int64_t end);
+    double (*squared_norm_fp32)(const void* values, int64_t begin, int64_t end);
+};
+
+const Kernels& baseline_kernels();
+#if defined(MEGATRAIN_X86)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+#endif
+
+}  // namespace megatrain

@@ -1,0 +1,201 @@
+"""The kernels of `reference`, by the same names, from the C++ library in csrc/ through ctypes.
+
+The library knows only pointers, sizes and scalars, so one build serves every torch version. Calls
+release the interpreter lock and may come from several threads at once.
+"""
+
+import ctypes
+import importlib.util
+import math
+import os
+from ctypes import CDLL, POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels import check
+
+_ABI = 1
+"""The number that megatrain_abi() in csrc/api.cpp must return."""
+
+_P, _N, _T = c_void_p, c_int64, c_int
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "abi": (c_int, []),
+    "instruction_set": (c_char_p, []),
+    "use_instruction_set": (c_int, [c_char_p]),
+    "set_affinity": (c_int, [POINTER(c_int), c_int]),
+    "adamw": (None, [_P, _P, _P, _P, _P, c_int, _N, *[c_float] * 8, _T]),
+    "split": (None, [_P, _P, _P, _N, _T]),
+    "join": (None, [_P, _P, _P, _N, _T]),
+    "gather_rows": (None, [_P, _P, _P, _N, _N, _T]),
+    "scatter_rows": (None, [_P, _P, _P, _N, _N, _T]),
+    "first_touch": (None, [_P, _N, _T]),
+    "fill_zero": (None, [_P, _N, _T]),
+    "squared_norm": (c_double, [_P, c_int, _N, _T]),
+}
+
+
+def _find() -> Path:
+    """The library built into the source tree (`make native`), or else the installed one."""
+    beside = Path(__file__).with_name("_native.so")
+    if beside.exists():
+        return beside
+    spec = importlib.util.find_spec("megatrain.kernels._native")
+    if spec is None or spec.origin is None:
+        raise ImportError("it was not built; `make native` builds it where there is a compiler")
+    return Path(spec.origin)
+
+
+def _load() -> dict[str, ctypes._CFuncPtr]:
+    path = _find()
+    try:
+        library = CDLL(str(path))
+        functions = {name: library[f"megatrain_{name}"] for name in _SIGNATURES}
+    except (OSError, AttributeError) as error:
+        raise ImportError(f"{path} does not load: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        functions[name].restype, functions[name].argtypes = result, arguments
+    if (found := functions["abi"]()) != _ABI:
+        raise ImportError(f"{path} has interface {found}, not {_ABI}: build it again")
+    return functions
+
+
+_call = _load()
+
+
+def instruction_set() -> str:
+    """`avx512`, `avx2` or `baseline`: what the kernels use."""
+    return _call["instruction_set"]().decode()
+
+
+def use_instruction_set(name: str) -> bool:
+    """Switch to another instruction set, for tests and benchmarks.
+
+    Returns:
+        Whether this machine and this build have it; if not, nothing changes.
+    """
+    return bool(_call["use_instruction_set"](name.encode()))
+
+
+def set_affinity(cores: list[int] | None) -> None:
+    """Pin the pool's helper threads to these cores, in turn; None lets them run anywhere.
+
+    A kernel runs on the calling thread, which is never moved, and `threads - 1` helpers: leave the
+    cores of other busy threads out of the list.
+
+    Raises:
+        ValueError: the list is empty, names a core the process may not use, or this system cannot
+            pin threads.
+    """
+    if cores is None:
+        _call["set_affinity"](None, 0)
+        return
+    if not hasattr(os, "sched_getaffinity"):
+        raise ValueError("threads cannot be pinned to cores on this system")
+    allowed = os.sched_getaffinity(0)
+    if not cores or not set(cores) <= allowed:
+        raise ValueError(f"cores {cores} are not among those of the process, {sorted(allowed)}")
+    if not _call["set_affinity"]((c_int * len(cores))(*cores), len(cores)):
+        raise ValueError(f"the system refuses to pin threads to cores {cores}")
+
+
+def adamw(
+    weights: Tensor,
+    remainder: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    threads: int = 1,
+) -> None:
+    """See `reference.adamw`; the same bits in one pass over memory, 26 bytes per parameter."""
+    check.adamw_arguments(weights, remainder, exp_avg, exp_avg_sq, grad, step)
+    _call["adamw"](
+        weights.data_ptr(),
+        None if remainder is None else remainder.data_ptr(),
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
+        grad.data_ptr(),
+        grad.dtype == torch.bfloat16,
+        weights.numel(),
+        1 - lr * weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        math.sqrt(1 - beta2**step),
+        eps,
+        -(lr / (1 - beta1**step)),
+        grad_scale,
+        threads,
+    )
+
+
+def split(
+    master_fp32: Tensor, weights_bf16: Tensor, remainder_int16: Tensor, *, threads: int = 1
+) -> None:
+    """See `reference.split`."""
+    check.planes(master=master_fp32, weights=weights_bf16, remainder=remainder_int16)
+    _call["split"](
+        master_fp32.data_ptr(),
+        weights_bf16.data_ptr(),
+        remainder_int16.data_ptr(),
+        master_fp32.numel(),
+        threads,
+    )
+
+
+def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: int = 1) -> None:
+    """See `reference.join`."""
+    check.planes(master=master_fp32, weights=weights, remainder=remainder)
+    _call["join"](
+        weights.data_ptr(), remainder.data_ptr(), master_fp32.data_ptr(), weights.numel(), threads
+    )
+
+
+def gather_rows(
+    table_2d: Tensor, row_ids_int64: Tensor, out_2d: Tensor, *, threads: int = 1
+) -> None:
+    """See `reference.gather_rows`."""
+    _rows("gather_rows", table_2d, row_ids_int64, out_2d, threads)
+
+
+def scatter_rows(
+    table_2d: Tensor, row_ids_int64: Tensor, rows_2d: Tensor, *, threads: int = 1
+) -> None:
+    """See `reference.scatter_rows`."""
+    _rows("scatter_rows", table_2d, row_ids_int64, rows_2d, threads)
+
+
+def _rows(name: str, table: Tensor, row_ids: Tensor, rows: Tensor, threads: int) -> None:
+    check.rows(table, row_ids, rows)
+    row_bytes = table.shape[1] * table.element_size()
+    _call[name](
+        table.data_ptr(), row_ids.data_ptr(), rows.data_ptr(), row_ids.numel(), row_bytes, threads
+    )
+
+
+def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
+    """See `reference.first_touch`."""
+    check.tensor("bytes", bytes_uint8, (torch.uint8,))
+    _call["first_touch"](bytes_uint8.data_ptr(), bytes_uint8.numel(), threads)
+
+
+def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
+    """See `reference.fill_zero`."""
+    check.tensor("tensor", tensor, None)
+    _call["fill_zero"](tensor.data_ptr(), tensor.numel() * tensor.element_size(), threads)
+
+
+def squared_norm(tensor: Tensor, *, threads: int = 1) -> float:
+    """See `reference.squared_norm`; the same bits for every number of threads."""
+    check.tensor("tensor", tensor, check.GRADIENTS)
+    is_bf16 = tensor.dtype == torch.bfloat16
+    return _call["squared_norm"](tensor.data_ptr(), is_bf16, tensor.numel(), threads)

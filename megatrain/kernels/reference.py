@@ -1,0 +1,226 @@
+"""Every kernel in plain torch: what the native library must reproduce, and what runs without it.
+
+All functions work in place on flat contiguous CPU tensors of any length. They take the native
+functions' `threads` argument and leave the choice to torch, whose pool is a process-wide setting.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels import check
+
+_BLOCK = 1 << 18
+"""Elements worked on at a time, so that temporaries stay small beside a tile."""
+
+_PAGE_BYTES = 4096
+"""The smallest page of the supported systems: touching more often than needed does no harm."""
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    yield from zip(*(tensor.split(_BLOCK) for tensor in tensors), strict=True)
+
+
+def split(
+    master_fp32: Tensor, weights_bf16: Tensor, remainder_int16: Tensor, *, threads: int = 1
+) -> None:
+    """Take fp32 numbers apart into bf16 weights and a 16-bit remainder, without loss.
+
+    With `u` the 32 bits of a number, the weights are `(u + 0x8000) >> 16`: rounded to nearest, ties
+    away from zero because the remainder is signed; the remainder is the low half of `u`.
+    The largest finite numbers therefore stream as infinity and still join back exactly.
+
+    A NaN keeps its sign and the upper six bits of its payload, becomes quiet, and loses the
+    lower sixteen: its weight is a NaN, its remainder zero. Every other pattern is kept bit for bit.
+
+    Args:
+        master_fp32: [N] float32, read.
+        weights_bf16: [N] bfloat16, written.
+        remainder_int16: [N] int16, written.
+        threads: ignored here, torch's own setting counts.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, size or layout.
+    """
+    check.planes(master=master_fp32, weights=weights_bf16, remainder=remainder_int16)
+    for master, weights, remainder in _blocks(master_fp32, weights_bf16, remainder_int16):
+        _split_block(master, weights, remainder)
+
+
+def _split_block(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
+    is_nan = master.isnan()
+    bits = master.view(torch.int32)
+    # In int32 the sum wraps only for NaNs, and the narrowing to int16 keeps the low half.
+    rounded = (bits + 0x8000) >> 16
+    quiet = (bits >> 16) | 0x40
+    weights.view(torch.int16).copy_(torch.where(is_nan, quiet, rounded))
+    remainder.copy_(bits.masked_fill(is_nan, 0))
+
+
+def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: int = 1) -> None:
+    """Put bf16 weights and remainder together again: `fp32 = (weights << 16) + remainder`.
+
+    Args:
+        weights: [N] bfloat16, read.
+        remainder: [N] int16, read.
+        master_fp32: [N] float32, written.
+        threads: ignored here, torch's own setting counts.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, size or layout.
+    """
+    check.planes(master=master_fp32, weights=weights, remainder=remainder)
+    for high, low, master in _blocks(weights, remainder, master_fp32):
+        torch.add(high.view(torch.int16).int() << 16, low, out=master.view(torch.int32))
+
+
+def adamw(
+    weights: Tensor,
+    remainder: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    threads: int = 1,
+) -> None:
+    """One AdamW update of a range, operation for operation `torch.optim.AdamW(foreach=False)`.
+
+    Source: `_single_tensor_adam` in torch/optim/adam.py of torch 2.13. One operation is better
+    than there: the root is correctly rounded, where torch's CPU builds call MKL's, which is one
+    unit in the last place off for every fifth number.
+
+    Args:
+        weights: [N] bfloat16 (then `remainder` holds the rest of the master) or float32.
+        remainder: [N] int16, or None when `weights` is float32.
+        exp_avg: [N] float32, first moment.
+        exp_avg_sq: [N] float32, second moment.
+        grad: [N] bfloat16 or float32, read; multiplied by `grad_scale` in fp32 first.
+        lr: learning rate of this step.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay.
+        step: number of this update, the first is 1.
+        grad_scale: the clipping factor.
+        threads: ignored here, torch's own setting counts.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, size or layout, or `step` is below 1.
+    """
+    check.adamw_arguments(weights, remainder, exp_avg, exp_avg_sq, grad, step)
+    step_size = lr / (1 - beta1**step)
+    denominator = math.sqrt(1 - beta2**step)
+    low = weights if remainder is None else remainder
+    for w, r, m, v, raw in _blocks(weights, low, exp_avg, exp_avg_sq, grad):
+        param = w if remainder is None else torch.empty_like(m)
+        if remainder is not None:
+            join(w, r, param)
+        g = raw.float() * grad_scale
+        param.mul_(1 - lr * weight_decay)
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        param.addcdiv_(m, (_exact_sqrt(v) / denominator).add_(eps), value=-step_size)
+        if remainder is not None:
+            _split_block(param, w, r)
+
+
+def _exact_sqrt(values: Tensor) -> Tensor:
+    # No root of an fp32 number lies within four fp64 units of a midpoint between two fp32 numbers,
+    # so rounding an fp64 root that is off by less than one unit gives the nearest fp32 number.
+    return values.double().sqrt_().float()
+
+
+def gather_rows(
+    table_2d: Tensor, row_ids_int64: Tensor, out_2d: Tensor, *, threads: int = 1
+) -> None:
+    """`out[i] = table[row_ids[i]]`.
+
+    Args:
+        table_2d: [rows, width] of any 2- or 4-byte dtype, read.
+        row_ids_int64: [N] int64; the caller has checked that they lie inside the table.
+        out_2d: [N, width] of the table's dtype, written.
+        threads: ignored here, torch's own setting counts.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, shape or layout.
+    """
+    check.rows(table_2d, row_ids_int64, out_2d)
+    torch.index_select(table_2d, 0, row_ids_int64, out=out_2d)
+
+
+def scatter_rows(
+    table_2d: Tensor, row_ids_int64: Tensor, rows_2d: Tensor, *, threads: int = 1
+) -> None:
+    """`table[row_ids[i]] = rows[i]`; where an id comes twice, either of its rows may stay.
+
+    Args:
+        table_2d: [rows, width] of any 2- or 4-byte dtype, written.
+        row_ids_int64: [N] int64; the caller has checked that they lie inside the table.
+        rows_2d: [N, width] of the table's dtype, read.
+        threads: ignored here, torch's own setting counts.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, shape or layout.
+    """
+    check.rows(table_2d, row_ids_int64, rows_2d)
+    table_2d.index_copy_(0, row_ids_int64, rows_2d)
+
+
+def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
+    """Write a zero to one byte of every page, so that the system gives the pages out now.
+
+    Args:
+        bytes_uint8: [N] uint8, a fresh anonymous mapping.
+        threads: ignored here, torch's own setting counts.
+
+    Raises:
+        ValueError: the tensor has the wrong dtype or layout.
+    """
+    check.tensor("bytes", bytes_uint8, (torch.uint8,))
+    bytes_uint8[::_PAGE_BYTES].zero_()
+
+
+def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
+    """Set every byte of a tensor to zero.
+
+    Args:
+        tensor: any shape and dtype, contiguous.
+        threads: ignored here, torch's own setting counts.
+
+    Raises:
+        ValueError: the tensor is not a contiguous CPU tensor.
+    """
+    check.tensor("tensor", tensor, None)
+    tensor.zero_()
+
+
+def squared_norm(tensor: Tensor, *, threads: int = 1) -> float:
+    """Sum of squares, accumulated in fp64.
+
+    Args:
+        tensor: [N] bfloat16 or float32.
+        threads: ignored here, torch's own setting counts.
+
+    Returns:
+        The sum; the native kernel adds in another order and agrees to about 1e-13.
+
+    Raises:
+        ValueError: the tensor has the wrong dtype or layout.
+    """
+    check.tensor("tensor", tensor, (torch.bfloat16, torch.float32))
+    return math.fsum(
+        block.double().square().sum().item() for (block,) in _blocks(tensor.view(-1))
+    )
+
+
+def set_affinity(cores: list[int] | None) -> None:
+    """Nothing to pin here: torch's threads are not ours."""
