@@ -217,9 +217,7 @@ def squared_norm(tensor: Tensor, *, threads: int = 1) -> float:
         ValueError: the tensor has the wrong dtype or layout.
     """
     check.tensor("tensor", tensor, (torch.bfloat16, torch.float32))
-    return math.fsum(
-        block.double().square().sum().item() for (block,) in _blocks(tensor.view(-1))
-    )
+    return math.fsum(block.double().square().sum().item() for (block,) in _blocks(tensor.view(-1)))
 
 
 def set_affinity(cores: list[int] | None) -> None:

@@ -1,0 +1,58 @@
+# `make demo` and `make test` are all the set-up there is: each makes .venv when it is missing.
+PYTHON ?= python3
+CMAKE ?= cmake
+
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+STAMP := $(VENV)/.installed
+NATIVE := megatrain/kernels/csrc
+NATIVE_SOURCES := $(wildcard $(NATIVE)/*)
+
+# Tests run side by side, so each takes one torch thread.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8
+
+.PHONY: help demo test test-all check format bench-cpu native wheel models clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+demo: $(STAMP)  ## train, sample and look at a small model
+	$(RUN) megatrain.cli demo
+
+test: check  ## lint, types, structure and the tests that need no GPU
+	$(PYTEST) -m "not gpu and not exhaustive" --ignore tests/structure
+
+test-all: $(STAMP)  ## every model family and every exhaustive sweep
+	$(PYTEST) -m "exhaustive and not gpu"
+
+check: $(STAMP)  ## lint, format, types and structure
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(RUN) pytest -q tests/structure
+
+format: $(STAMP)  ## put the sources into the standard format
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+bench-cpu: $(STAMP)  ## the host kernels against their reference and torch's fused AdamW
+	$(RUN) benchmarks.kernels
+
+native:  ## build the native kernels into the source tree, without an installation
+	$(CMAKE) -S $(NATIVE) -B build/native -DCMAKE_BUILD_TYPE=Release
+	$(CMAKE) --build build/native --parallel
+	$(CMAKE) --install build/native --prefix .
+
+wheel: $(STAMP)  ## a wheel in dist/
+	$(RUN) pip wheel . --no-deps --wheel-dir dist
+
+models: $(STAMP)  ## regenerate docs/models.md by trying every family
+	$(RUN) tests.families.report
+
+clean:  ## remove what was built, and the environment
+	rm -rf build dist $(VENV) megatrain/kernels/_native.so
+
+$(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(RUN) pip install --quiet --editable '.[dev]'
+	touch $@

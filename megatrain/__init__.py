@@ -1,0 +1,3 @@
+"""Full-precision training of large language models, streamed from host memory."""
+
+__version__ = "0.1.0"
