@@ -15,10 +15,18 @@ EXPERTS, TOP_K = 4, 2
 # Text of the tests is drawn from ids 10 to VOCAB - 11, so that it never holds a special token.
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
-LAYER_COUNTS = (
-    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
-    "num_decoder_layers num_encoder_layers num_blocks depth"
-).split()
+LAYER_COUNTS = [
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "num_blocks",
+    "depth",
+]
 
 
 def _each(names: str, size: int) -> dict[str, int]:
@@ -84,6 +92,9 @@ CONFIG_CLASS = {
     "musicgen_melody": MusicgenMelodyDecoderConfig,
 }
 
+# Switches that make an encoder's decoder variant a causal language model.
+CHOICES: dict[str, Any] = {"is_decoder": True, "causal": True}
+
 # Arguments without which a configuration class has no default instance.
 CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": _NO_LAYER_INPUTS},
@@ -143,6 +154,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": TOP_K, "first_k_dense_replace": 1},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
+    },
     "dots1": {
         "n_routed_experts": EXPERTS,
         "n_shared_experts": 1,
@@ -168,9 +182,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "gemma4_assistant": {"text_config": _NO_LAYER_INPUTS},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
-    "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "moe_topk": TOP_K},
+    "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "moe_topk": TOP_K, "num_experts": EXPERTS},
+    "inkling2_text": {"n_layers_per_attn_res_block": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "longcat_flash": {"head_dim": 4},
+    "longcat_flash": {"head_dim": 4, "zero_expert_num": 2},
     "mamba2": {"head_dim": 16},
     "ministral": {"head_dim": HEAD_DIM},
     "musicgen": {"num_codebooks": 1},
@@ -179,7 +194,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {
-        "is_decoder": True,
         "axial_pos_embds": False,
         "local_attn_chunk_length": POSITIONS,
         "lsh_attn_chunk_length": POSITIONS,

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.families.sizes import (
+    CHOICES,
     CONFIG_CLASS,
     CONSTRUCTOR,
     HEADS,
@@ -32,10 +33,8 @@ NOISE = 0.05  # keeps projections that a class initialises to zero from hiding a
 # Families that plain PyTorch cannot train as a text-only causal language model on this machine.
 NOT_TRAINABLE: dict[str, str] = {
     "gemma3n": "its vision tower needs the optional package timm, which is not installed",
-    "gemma4_assistant": "drafts for another model: its forward demands that model's key-value states",
-    "gemma4_unified_assistant": (
-        "drafts for another model: its forward demands that model's key-value states"
-    ),
+    "gemma4_assistant": "a draft head: its forward demands another model's key-value states",
+    "gemma4_unified_assistant": "a draft head: its forward demands another model's key-value states",
 }
 
 
@@ -90,6 +89,8 @@ def _shrunk(cls: type[PreTrainedConfig], needed: dict[str, Any]) -> dict[str, An
 
 
 def _small(name: str, value: Any) -> dict[str, Any]:
+    if name in CHOICES:
+        return {name: CHOICES[name]}
     if name in SPECIAL_TOKENS:
         return {name: SPECIAL_TOKENS[name]}
     if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
