@@ -175,6 +175,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified": {"text_config": {"global_head_dim": 16}},
     "gemma4_unified_text": {"global_head_dim": 16},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared", "full"]},
     "gpt_neo": {
         "num_layers": 4,
         "attention_types": [[["global", "local"], 2]],

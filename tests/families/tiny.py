@@ -33,8 +33,8 @@ NOISE = 0.05  # keeps projections that a class initialises to zero from hiding a
 # Families that plain PyTorch cannot train as a text-only causal language model on this machine.
 NOT_TRAINABLE: dict[str, str] = {
     "gemma3n": "its vision tower needs the optional package timm, which is not installed",
-    "gemma4_assistant": "a draft head: its forward demands another model's key-value states",
-    "gemma4_unified_assistant": "a draft head: its forward demands another model's key-value states",
+    "gemma4_assistant": "a draft head: forward demands another model's key-value states",
+    "gemma4_unified_assistant": "a draft head: forward demands another model's key-value states",
 }
 
 
@@ -95,7 +95,7 @@ def _small(name: str, value: Any) -> dict[str, Any]:
         return {name: SPECIAL_TOKENS[name]}
     if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
         return {name: VOCAB - 1 - sum(map(ord, name)) % 8}
-    if "drop" in name and isinstance(value, float):
+    if ("drop" in name or "jitter" in name) and isinstance(value, float):
         return {name: 0.0}
     if name in SIZES and not isinstance(value, (list, tuple, dict)):
         return {name: min(value, SIZES[name])}
