@@ -1,0 +1,1 @@
+"""What a run and its machine look like from outside: metrics, progress, memory, environment."""

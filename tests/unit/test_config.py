@@ -1,0 +1,191 @@
+"""The run file: precedence, and one clear line for each mistake."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain import config
+from megatrain.errors import InputError
+from megatrain.placement import Placement
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MINIMAL = """
+model: {path: some/model}
+data: {kind: text, path: a.txt, sequence_length: 128}
+training: {steps: 10}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text: str = MINIMAL, *overrides: str) -> config.Config:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return config.load(path, overrides)
+
+    return load
+
+
+def test_overrides_beat_the_file_and_the_file_beats_the_defaults(load):
+    text = MINIMAL + "optimizer: {lr: 2e-4, eps: 1e-7}\n"
+    loaded = load(text, "optimizer.lr=3e-4", "optimizer.lr=5e-4")
+    assert loaded.optimizer.lr == 5e-4
+    assert loaded.optimizer.eps == 1e-7
+    assert loaded.optimizer.betas == [0.9, 0.95]
+
+
+def test_an_override_may_name_a_section_that_the_file_lacks(load):
+    loaded = load(MINIMAL, "engine.placement.slots=3", "output.folder=out")
+    assert loaded.engine.placement_value() == Placement(slots=3)
+    assert loaded.output.folder == "out"
+
+
+def test_the_resolved_file_loads_as_the_same_configuration(load):
+    loaded = load(MINIMAL, "schedule.options={num_cycles: 0.5}", "engine.placement.slots=3")
+    assert load(loaded.as_yaml()) == loaded
+
+
+@pytest.mark.parametrize("number", ["1e-5", "1.5e3", "2E+1", ".5e1", "-1e-3"])
+def test_exponents_are_numbers_as_in_yaml_1_2(number):
+    assert config.parse_yaml(number) == float(number)
+
+
+MISTAKES = [
+    # overrides, what the line must hold
+    (["optimizer.lrr=1"], "--set optimizer.lrr: unknown key; did you mean 'lr'?"),
+    (["training.lr=1"], "--set training.lr: unknown key; did you mean 'optimizer.lr'?"),
+    (["optimiser.lr=1"], "optimiser: unknown key; did you mean 'optimizer'?"),
+    (["data.zzz=1"], "--set data.zzz: unknown key; valid are kind, path, sequence_length"),
+    (["optimizer.lr=abc"], "--set optimizer.lr: should be a valid number, got 'abc'"),
+    (["optimizer.lr=-1"], "--set optimizer.lr: should be greater than 0, got -1"),
+    (["optimizer.lr=.nan"], "--set optimizer.lr: should be a finite number, got nan"),
+    (["optimizer.betas=[0.9]"], "--set optimizer.betas: "),
+    (["optimizer.betas=[0.9, 1.0]"], "--set optimizer.betas: should be less than 1, got 1.0"),
+    (["optimizer=5"], "--set optimizer: should be a mapping, got 5"),
+    (["data.sequence_length='8'"], "--set data.sequence_length: should be a valid integer"),
+    (["data.sequence_length=true"], "--set data.sequence_length: should be a valid integer"),
+    (["data.kind=images"], "--set data.kind: should be 'text' or 'chat', got 'images'"),
+    (["data.path=5"], "--set data.path: should be a valid string, got 5"),
+    (["data.eval_path=b", "data.eval_fraction=0.1"], "data: give eval_path or eval_fraction"),
+    (["training.epochs=1"], "training: give either steps or epochs"),
+    (["training.steps=null"], "training: give either steps or epochs"),
+    (["training.steps=0"], "--set training.steps: should be greater than 0, got 0"),
+    (["training.micro_batch_size=64"], "training: micro_batch_size is larger than batch_size"),
+    (["training.max_grad_norm=-1"], "--set training.max_grad_norm: should be greater than 0"),
+    (["schedule.name=cosin"], "--set schedule.name: unknown schedule 'cosin'; did you mean 'cos"),
+    (["schedule.warmup_steps=1", "schedule.warmup_ratio=0.1"], "schedule: give warmup_steps or"),
+    (["engine.device=gpu"], "--set engine.device: should be auto, cpu, cuda or cuda:N, got 'gpu'"),
+    (["engine.precision=fp16"], "--set engine.precision: should be 'bf16' or 'fp32', got 'fp16'"),
+    (["engine.placement=fast"], "--set engine.placement: should be 'auto', got 'fast'"),
+    (["engine.placement.slot=2"], "engine.placement: unknown key 'slot'; did you mean 'slots'?"),
+    (["engine.placement.slots=x"], "engine.placement: slots should be a valid integer, got 'x'"),
+    (["engine.placement.slots=0"], "engine.placement: slots is 0; it must be >= 1"),
+    (["model.config={model_type: llama}"], "model: give either path"),
+    (["model.path=null"], "model: give either path"),
+    (["model.path=null", "model.config={a: 1}"], "model: config needs a model_type"),
+    (["model.path=null", "model.config={model_type: llama}"], "model: a model with config needs a"),
+    (["optimizer"], "--set optimizer: write it as path.to.key=value"),
+    (["=3"], "--set =3: write it as path.to.key=value"),
+    (["optimizer..lr=3"], "--set optimizer..lr=3: write it as path.to.key=value"),
+    (["optimizer.lr=["], "--set optimizer.lr=[: line 1: not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), MISTAKES, ids=lambda value: str(value)[:50])
+def test_a_mistake_is_one_line_with_the_key_and_what_would_be_right(load, overrides, expected):
+    with pytest.raises(InputError) as caught:
+        load(MINIMAL, *overrides)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mistake_in_the_file_names_the_file(load, tmp_path):
+    with pytest.raises(InputError, match="unknown key; did you mean 'lr'") as caught:
+        load(MINIMAL + "optimizer: {lrr: 1}\n")
+    assert str(caught.value).startswith(f"{tmp_path / 'run.yaml'}: optimizer.lrr: ")
+
+
+def test_the_misspelt_key_is_named_before_the_one_it_leaves_missing(load):
+    with pytest.raises(InputError, match=r"data.sequence_lenght: unknown key.*\(and 1 more\)"):
+        load(MINIMAL.replace("sequence_length", "sequence_lenght"))
+
+
+FILES = {
+    "": "not a mapping",
+    "- 1": "not a mapping",
+    "just text": "not a mapping",
+    "a: [1": "line 1: not valid YAML: ",
+    "a: 1\na: 2": "line 2: not valid YAML: key 'a' is given twice",
+    "x: {b: 1, b: 2}": "line 1: not valid YAML: key 'b' is given twice",
+    "a: &x [1]\nb: [*x, *x]": "line 2: aliases are not supported",
+    "a: " + "[" * 5000: "line 1: nested too deep",
+    "a: " + "9" * 5000: "",
+    "a: 2001-99-99": "month must be in 1..12",
+    "? [a]\n: 1": "a key is not a name",
+    "a: !!python/object/apply:os.system [ls]": "could not determine a constructor",
+    "a: \x00": "not valid YAML",
+    "a: 1\n---\nb: 2": "expected a single document",
+    "x: 1 # " + "long " * 300_000: "larger than",
+}
+
+
+@pytest.mark.parametrize("text", FILES, ids=lambda text: text[:30])
+def test_a_hostile_or_broken_file_is_refused_in_one_line(load, text, tmp_path):
+    with pytest.raises(InputError) as caught:
+        load(text)
+    assert str(caught.value).startswith(str(tmp_path / "run.yaml"))
+    assert FILES[text] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00a", b"\x80abc"])
+def test_a_binary_file_is_refused(tmp_path, content):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(InputError):
+        config.load(path)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    with pytest.raises(InputError, match="No such file"):
+        config.load(tmp_path / "none.yaml")
+    with pytest.raises(InputError, match="Is a directory"):
+        config.load(tmp_path)
+
+
+@given(st.text(alphabet="ab:[]{}&*!|>-?'\" \n\t#%@`0.e,", max_size=60))
+def test_any_text_is_a_value_or_one_line(text):
+    try:
+        config.parse_yaml(text)
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+KEYS = st.sampled_from([*config.Config.model_fields, "optimiser", "lr", ""])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=4))
+def test_any_mapping_is_a_configuration_or_an_input_error_of_one_line(tree):
+    try:
+        config.validate(tree, "run.yaml")
+    except InputError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.name)
+def test_the_examples_are_valid(example):
+    config.load(example)
+
+
+def test_the_resolved_file_holds_every_key(load):
+    resolved = yaml.safe_load(load().as_yaml())
+    for name, field in config.Config.model_fields.items():
+        assert set(resolved[name]) == set(field.annotation.model_fields)

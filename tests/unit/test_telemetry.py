@@ -1,0 +1,148 @@
+"""Metrics that survive a full disk, progress lines, and what is known about machines."""
+
+import io
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from megatrain.telemetry import memory
+from megatrain.telemetry.console import TrainingProgress
+from megatrain.telemetry.curve import draw_loss
+from megatrain.telemetry.environment import environment
+from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
+from megatrain.telemetry.metrics import MetricsWriter, read_metrics
+from megatrain.units import GIB
+
+RECORD = {
+    "step": 1,
+    "loss": 2.5,
+    "grad_norm": 0.75,
+    "lr": 1e-4,
+    "tokens_per_second": 12345.6,
+    "model_tflops": 400.25,
+    "mfu": 0.4045,
+    "device_peak_bytes": 3 * GIB,
+    "host_bytes": 100 * GIB,
+}
+
+
+def test_metrics_are_on_disk_line_by_line(tmp_path):
+    writer = MetricsWriter(tmp_path / "m.jsonl")
+    writer.write(step=1, loss=2.0)
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "loss": 2.0}
+    writer.write(step=2, loss=float("nan"))
+    assert list(read_metrics(tmp_path / "m.jsonl"))[1] == {"step": 2, "loss": None}
+
+
+def test_a_second_writer_goes_on_where_the_first_ended(tmp_path):
+    for step in (1, 2):
+        writer = MetricsWriter(tmp_path / "m.jsonl")
+        writer.write(step=step)
+    assert [record["step"] for record in read_metrics(tmp_path / "m.jsonl")] == [1, 2]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_reported_once_and_never_stops_the_run(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.symlink_to("/dev/full")
+    said = []
+    writer = MetricsWriter(path, warn=said.append)
+    for step in range(3):
+        writer.write(step=step)
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+    path.unlink()  # room again, after a line was cut short
+    path.write_text('{"step": 2, "lo')
+    for step in (3, 4):
+        writer.write(step=step)
+    assert [record["step"] for record in read_metrics(path)] == [3, 4]
+
+
+def test_a_log_whose_folder_is_gone_does_not_stop_the_run(tmp_path):
+    said = []
+    writer = MetricsWriter(tmp_path / "gone" / "m.jsonl", warn=said.append)
+    writer.write(step=1)
+    writer.write(step=2)
+    assert len(said) == 1
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=40, soft_wrap=True)
+    with TrainingProgress(25, log_every=10, console=console) as progress:
+        for step in range(1, 26):
+            progress.step(RECORD | {"step": step})
+    lines = out.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    for part in ("loss 2.5000", "grad 0.75", "lr 0.0001", "12,346 tok/s", "400 TFLOPS"):
+        assert part in lines[0]
+    for part in ("MFU 40.5%", "device 3.0 GiB", "host 100.0 GiB", "ETA "):
+        assert part in lines[0]
+    assert "\x1b" not in out.getvalue()
+
+
+def test_progress_on_a_terminal_is_a_bar_with_an_eta():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, legacy_windows=False)
+    with TrainingProgress(25, log_every=10, console=console) as progress:
+        progress.step(RECORD | {"step": 5})
+        progress._live.refresh()
+    assert "5/25" in out.getvalue()
+    assert "ETA" in out.getvalue()
+    assert "loss 2.5000" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_only_a_gpu_that_is_listed_has_a_peak(name, peak):
+    assert bf16_peak_tflops(name) == peak
+
+
+def test_the_cpu_is_no_gpu():
+    assert find_gpu("cpu") is None
+
+
+def test_process_memory_sees_what_is_allocated():
+    before = memory.process_bytes()
+    block = bytearray(os.urandom(1 << 20) * 64)
+    assert memory.process_bytes() - before > 48 << 20
+    assert memory.peak_process_bytes() >= len(block)
+
+
+def test_the_host_limit_is_the_cgroups_where_that_is_smaller(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "_CGROUP_FILES", (str(tmp_path / "none"), str(limit)))
+    unlimited = memory.host_limit_bytes()
+    limit.write_text("max\n")
+    assert memory.host_limit_bytes() == unlimited
+    limit.write_text("1073741824\n")
+    assert memory.host_limit_bytes() == GIB
+
+
+def test_the_environment_is_plain_json_without_names_of_persons_or_hosts():
+    record = environment("cpu")
+    text = json.dumps(record)
+    assert record["packages"]["torch"]
+    assert os.uname().nodename not in text
+    assert os.path.expanduser("~") not in text
+
+
+def test_the_loss_curve_is_a_picture_even_of_an_empty_run(tmp_path):
+    records = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 2, "eval_loss": 1.5}]
+    for name, lines in (("a.png", records), ("b.png", [])):
+        draw_loss(lines, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
