@@ -54,7 +54,7 @@ def tiny_config(family: str) -> PreTrainedConfig:
 
 
 def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A float32 model of `tiny_config(family)` with no parameter at a trivial value."""
+    """A float32 model of `tiny_config(family)`; every layer has its own parameters and buffers."""
     torch.manual_seed(seed)
     config = tiny_config(family)
     if family in CONFIG_CLASS:
@@ -63,10 +63,11 @@ def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
+    saved = model.state_dict().keys()
+    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
     with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise, alpha=NOISE)
+        for tensor in [*model.parameters(), *buffers]:
+            tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=NOISE)
     return model
 
 
