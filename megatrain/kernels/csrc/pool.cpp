@@ -96,6 +96,9 @@ private:
     }
 
     void serve() {
+#if defined(__linux__)
+        pthread_setname_np(pthread_self(), "megatrain-pool");
+#endif
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
             Job* job = nullptr;

@@ -1,0 +1,289 @@
+"""Rows, norms, memory, threads and the choice between native and reference kernels."""
+
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import megatrain.kernels
+from tests.unit.kernel_cases import (
+    HYPER,
+    assert_same_bits,
+    gradient,
+    implementations,
+    instruction_set,  # noqa: F401  a fixture
+    native,
+    needs_native,
+    randn,
+    split_state,
+)
+
+PACKAGE = Path(megatrain.kernels.__file__).parents[1]
+
+
+@implementations
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16])
+@pytest.mark.parametrize("width", [1, 7, 64, 1001])
+def test_rows_are_gathered_and_scattered(kernels, dtype, width):
+    table = (randn(50 * width, 0) * 100).view(50, width).to(dtype)
+    ids = torch.tensor([3, 49, 0, 3, 17])
+    out = torch.empty(5, width, dtype=dtype)
+    kernels.gather_rows(table, ids, out, threads=2)
+    assert torch.equal(out, table[ids])
+    unique, rows = ids[1:], (randn(4 * width, 1) * 100).view(4, width).to(dtype)
+    expected = table.clone()
+    expected[unique] = rows
+    kernels.scatter_rows(table, unique, rows, threads=2)
+    assert torch.equal(table, expected)
+
+
+@implementations
+def test_many_rows(kernels):
+    table, ids = randn(40_000, 0).view(1000, 40), torch.randperm(1000)
+    out = torch.empty_like(table)
+    kernels.gather_rows(table, ids, out, threads=3)
+    assert torch.equal(out, table[ids])
+    back = torch.zeros_like(table)
+    kernels.scatter_rows(back, ids, out, threads=3)
+    assert torch.equal(back, table)
+
+
+@implementations
+def test_no_rows(kernels):
+    table, ids = torch.zeros(4, 3), torch.empty(0, dtype=torch.int64)
+    kernels.gather_rows(table, ids, torch.empty(0, 3))
+    kernels.scatter_rows(table, ids, torch.empty(0, 3))
+    assert not table.any()
+
+
+@implementations
+def test_wrong_rows_are_named(kernels):
+    table, ids = torch.zeros(4, 3), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.gather_rows(table, ids, torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="row_ids is torch.int32"):
+        kernels.gather_rows(table, ids.int(), torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="rows is torch.bfloat16"):
+        kernels.scatter_rows(table, ids, torch.zeros(2, 3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="2 or 4 bytes"):
+        kernels.scatter_rows(table.double(), ids, torch.zeros(2, 3).double())
+
+
+@implementations
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_squared_norm_is_accurate(kernels, dtype):
+    for size in [*range(40), 16_383, 16_384, 16_385, 100_003]:
+        values = (gradient(size, 1) if size else torch.empty(0)).to(dtype)
+        expected = values.double().square().sum().item()
+        assert kernels.squared_norm(values, threads=2) == pytest.approx(expected, rel=1e-13)
+
+
+@implementations
+def test_squared_norm_neither_overflows_nor_hides_bad_values(kernels):
+    assert kernels.squared_norm(torch.full((4,), 1e38)) == pytest.approx(4e76, rel=1e-6)
+    assert kernels.squared_norm(torch.tensor([1.0, float("inf")])) == float("inf")
+    assert kernels.squared_norm(torch.tensor([1.0, float("nan")])) != 0
+    assert str(kernels.squared_norm(torch.tensor([1.0, float("nan")]))) == "nan"
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_squared_norm_has_the_same_bits_everywhere(dtype):
+    values = gradient(300_001, 1).to(dtype)
+    found = {
+        (name, threads): native.squared_norm(values, threads=threads)
+        for name in ("baseline", "avx2", "avx512")
+        if native.use_instruction_set(name)
+        for threads in (1, 2, 3, 8)
+    }
+    assert len(set(found.values())) == 1, found
+
+
+@implementations
+def test_first_touch_makes_memory_resident(kernels):
+    num_bytes = 256 << 20
+    with mmap.mmap(-1, num_bytes) as mapping:
+        tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        before = psutil.Process().memory_info().rss
+        kernels.first_touch(tensor, threads=2)
+        grown = psutil.Process().memory_info().rss - before
+        assert grown > 0.95 * num_bytes
+        assert not tensor.any()
+        del tensor
+
+
+@implementations
+def test_fill_zero_fills_exactly(kernels):
+    tensor = torch.full((3_000_001,), 5, dtype=torch.int16)
+    kernels.fill_zero(tensor[1:-1], threads=3)
+    assert tensor[0] == tensor[-1] == 5
+    assert not tensor[1:-1].any()
+
+
+@needs_native
+def test_calls_from_several_threads_do_not_mix():
+    """Four Python threads, each training its own state through the one pool."""
+    size, steps = 300_001, 6
+    alone = split_state(size)
+    for step in range(1, steps + 1):
+        native.adamw(**alone, grad=gradient(size, step), **HYPER, step=step, threads=1)
+    states = [split_state(size) for _ in range(4)]
+
+    def train(state):
+        for step in range(1, steps + 1):
+            native.adamw(**state, grad=gradient(size, step), **HYPER, step=step, threads=3)
+
+    threads = [threading.Thread(target=train, args=(state,)) for state in states]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for state in states:
+        for plane in alone:
+            assert_same_bits(state[plane], alone[plane], plane)
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=PACKAGE.parent,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@needs_native
+def test_a_forked_child_has_a_pool_of_its_own():
+    code = """
+import os, torch
+from megatrain.kernels import native
+values = torch.ones(1 << 20)
+assert native.squared_norm(values, threads=4) == 1 << 20
+child = os.fork()
+if child == 0:
+    os._exit(0 if native.squared_norm(values, threads=4) == 1 << 20 else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert native.squared_norm(values, threads=4) == 1 << 20
+"""
+    run = run_python(code)
+    assert run.returncode == 0, run.stderr
+
+
+def pool_cores() -> dict[str, str]:
+    """The cores that each of the pool's threads may use, and the main thread's."""
+    cores = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        status = (task / "status").read_text()
+        allowed = status.split("Cpus_allowed_list:")[1].split("\n")[0].strip()
+        if name == "megatrain-pool" or task.name == str(os.getpid()):
+            cores[task.name] = allowed
+    return cores
+
+
+@needs_native
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be pinned here")
+def test_helpers_are_pinned_and_the_caller_is_not():
+    values, core = torch.ones(1 << 20), max(os.sched_getaffinity(0))
+    native.squared_norm(values, threads=3)
+    caller = pool_cores()[str(os.getpid())]
+    try:
+        native.set_affinity([core])
+        native.squared_norm(values, threads=4)
+        pinned = pool_cores()
+        assert pinned.pop(str(os.getpid())) == caller
+        assert len(pinned) >= 3
+        assert set(pinned.values()) == {str(core)}
+    finally:
+        native.set_affinity(None)
+    assert set(pool_cores().values()) == {caller}
+    with pytest.raises(ValueError, match="not among those of the process"):
+        native.set_affinity([100_000])
+    with pytest.raises(ValueError, match="not among those of the process"):
+        native.set_affinity([])
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_machine_with_a_compiler_has_the_native_kernels():
+    assert native is not None, "run `make native`, or install the package again"
+
+
+SAY = "from megatrain import kernels; print(kernels.implementation)"
+
+
+@needs_native
+def test_native_is_chosen_where_it_exists():
+    run = run_python(SAY, MEGATRAIN_KERNELS="")
+    assert run.stdout.strip() == f"native ({native.instruction_set()})"
+    assert run.stderr == ""
+
+
+def test_reference_can_be_asked_for():
+    run = run_python(SAY, MEGATRAIN_KERNELS="reference")
+    assert run.stdout.strip() == "reference (asked for)"
+    assert run.stderr == ""
+
+
+def test_an_unknown_choice_is_refused():
+    run = run_python(SAY, MEGATRAIN_KERNELS="fast")
+    assert run.stderr.strip().endswith(
+        "InputError: MEGATRAIN_KERNELS is 'fast'; set it to native or reference"
+    )
+
+
+@pytest.fixture
+def run_without_library(tmp_path):
+    """Runs code on a copy of the package that has no library, or a broken one."""
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "csrc")
+    shutil.copytree(PACKAGE / "kernels", tmp_path / "megatrain" / "kernels", ignore=ignored)
+    shutil.copy(PACKAGE / "errors.py", tmp_path / "megatrain")
+    (tmp_path / "megatrain" / "__init__.py").touch()
+    paths = [str(tmp_path), sysconfig.get_path("purelib")]
+
+    def run(code: str, library: bytes | None = None, choice: str = ""):
+        if library is not None:
+            (tmp_path / "megatrain" / "kernels" / "_native.so").write_bytes(library)
+        # -S keeps an editable installation from lending its library.
+        return subprocess.run(
+            [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {paths}; {code}"],
+            cwd=tmp_path,
+            env=os.environ | {"MEGATRAIN_KERNELS": choice},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def test_a_missing_library_is_said_once_and_replaced(run_without_library):
+    run = run_without_library(SAY)
+    reason = (
+        "no native library: it was not built; `make native` builds it where there is a compiler"
+    )
+    assert run.stdout.strip() == f"reference ({reason})"
+    assert run.stderr.strip() == f"Using the slower reference kernels: {reason}"
+
+
+def test_a_broken_library_is_said(run_without_library):
+    run = run_without_library(SAY, library=b"not a library")
+    assert run.stdout.startswith("reference (no native library: ")
+    assert "does not load" in run.stdout
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_native_asked_for_but_missing_is_refused(run_without_library):
+    run = run_without_library(SAY, choice="native")
+    assert run.returncode != 0
+    last_line = run.stderr.strip().splitlines()[-1]
+    assert "InputError: MEGATRAIN_KERNELS is native, but it was not built" in last_line

@@ -1,0 +1,203 @@
+"""The AdamW kernels: bit for bit torch's arithmetic, on every instruction set, length and form."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.kernels import reference
+from tests.unit.kernel_cases import (
+    HYPER,
+    assert_same_bits,
+    fuses_like_torch,
+    gradient,
+    implementations,
+    instruction_set,  # noqa: F401  a fixture
+    joined,
+    native,
+    needs_native,
+    randn,
+    split_state,
+    whole_state,
+)
+
+SIZES = [*range(71), 1 << 16, (1 << 16) + 1, 200_003]
+STATES = {"split": split_state, "whole": whole_state}
+
+
+def torch_adamw(size: int, steps: int, grad_scale: float, hyper: dict) -> dict[str, torch.Tensor]:
+    """The state after some steps of torch's own optimizer on the fp32 master."""
+    param = torch.nn.Parameter(randn(size, 0) * 0.02)
+    optimizer = torch.optim.AdamW(
+        [param],
+        lr=hyper["lr"],
+        betas=(hyper["beta1"], hyper["beta2"]),
+        eps=hyper["eps"],
+        weight_decay=hyper["weight_decay"],
+        foreach=False,
+    )
+    for step in range(1, steps + 1):
+        param.grad = gradient(size, step) * grad_scale
+        optimizer.step()
+    return {"weights": param.detach(), **optimizer.state[param]}
+
+
+@pytest.fixture
+def exact_roots(monkeypatch):
+    """Torch's optimizer with correctly rounded roots, which MKL's are not."""
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: x.double().sqrt_().float())
+
+
+@pytest.mark.parametrize("beta1", [0.9, 0.3])  # torch's lerp has a formula for either side of 0.5
+@pytest.mark.parametrize("grad_scale", [1.0, 0.37])
+def test_reference_is_torch_adamw_bit_for_bit(exact_roots, beta1, grad_scale):
+    hyper = HYPER | {"beta1": beta1}
+    size, steps = 10_007, 5
+    expected = torch_adamw(size, steps, grad_scale, hyper)
+    for make in STATES.values():
+        state = make(size)
+        for step in range(1, steps + 1):
+            grad = gradient(size, step)
+            reference.adamw(**state, grad=grad, **hyper, step=step, grad_scale=grad_scale)
+        master = state["weights"] if state["remainder"] is None else joined(state)
+        assert_same_bits(master, expected["weights"], "master")
+        assert_same_bits(state["exp_avg"], expected["exp_avg"], "exp_avg")
+        assert_same_bits(state["exp_avg_sq"], expected["exp_avg_sq"], "exp_avg_sq")
+
+
+def test_unpatched_torch_differs_by_its_roots_alone():
+    size, steps = 100_003, 5
+    expected = torch_adamw(size, steps, 1.0, HYPER)
+    state = whole_state(size)
+    for step in range(1, steps + 1):
+        reference.adamw(**state, grad=gradient(size, step), **HYPER, step=step)
+    assert_same_bits(state["exp_avg"], expected["exp_avg"], "exp_avg")
+    assert_same_bits(state["exp_avg_sq"], expected["exp_avg_sq"], "exp_avg_sq")
+    # No step is longer than twice the learning rate here. Each may round its root, its quotient
+    # and its sum otherwise: a few units of 2^-24 of the step, one of the weight.
+    longest = 2 * HYPER["lr"]
+    allowed = steps * (2**-22 * longest + 2**-23 * (expected["weights"].abs() + longest))
+    assert ((state["weights"] - expected["weights"]).abs() <= allowed).all()
+
+
+@needs_native
+@pytest.mark.parametrize("form", STATES)
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_native_is_the_reference_bit_for_bit(instruction_set, form, grad_dtype):  # noqa: F811
+    if not fuses_like_torch(instruction_set):
+        pytest.skip("torch fuses multiply-adds here; tested below without")
+    for size in SIZES:
+        found, expected = STATES[form](size), STATES[form](size)
+        for step in (1, 2, 3):
+            grad = gradient(size, step).to(grad_dtype)
+            arguments = dict(grad=grad, **HYPER, step=step, grad_scale=0.37)
+            native.adamw(**found, **arguments, threads=step)
+            reference.adamw(**expected, **arguments)
+        for plane in found:
+            if found[plane] is not None:
+                assert_same_bits(found[plane], expected[plane], f"{plane} of {size}")
+
+
+@needs_native
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch already runs without its AVX kernels, or has none",
+)
+def test_baseline_is_the_reference_where_torch_does_not_fuse():
+    name = "test_native_is_the_reference_bit_for_bit"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", name]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    root = Path(__file__).parents[2]
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+    assert "4 passed" in run.stdout, run.stdout
+
+
+@needs_native
+def test_hyperparameter_extremes_agree():
+    cases = [
+        {"weight_decay": 0.0},
+        {"eps": 0.0},
+        {"lr": 0.0},
+        {"beta1": 0.0},
+        {"beta2": 0.0},
+        {"beta1": 0.5},
+        {"beta2": 0.999999},
+    ]
+    if not fuses_like_torch(native.instruction_set()):
+        pytest.skip("torch does not fuse multiply-adds here")
+    for case in cases:
+        hyper = HYPER | case
+        found, expected = split_state(1009), split_state(1009)
+        for step in (1, 2, 1000):
+            grad = gradient(1009, step)
+            native.adamw(**found, grad=grad, **hyper, step=step, threads=2)
+            reference.adamw(**expected, grad=grad, **hyper, step=step)
+        for plane in found:
+            assert_same_bits(found[plane], expected[plane], f"{plane} with {case}")
+
+
+@implementations
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_gradient_streams_as_nan_and_stays_where_it_is(kernels, bad):
+    size = 100
+    state = split_state(size)
+    grad = gradient(size, 1)
+    grad[41] = bad
+    kernels.adamw(**state, grad=grad, **HYPER, step=1, threads=2)
+    expected = torch.zeros(size, dtype=torch.bool)
+    expected[41] = True
+    assert torch.equal(state["weights"].isnan(), expected)
+    assert torch.equal(joined(state).isnan(), expected)
+
+
+@implementations
+def test_small_steps_are_not_lost_to_bf16(kernels):
+    """200 steps at 1e-6: the split master goes where fp32 training goes, bf16 weights stay."""
+    size, hyper = 20_011, HYPER | {"lr": 1e-6, "weight_decay": 0.0}
+    split, whole = split_state(size), whole_state(size)
+    stalled, start = whole_state(size), whole_state(size)["weights"]
+    stalled["weights"] = start.bfloat16()
+    direction = randn(size, 7).sign()
+    for step in range(1, 201):
+        grad = (direction + 0.1 * randn(size, 100 + step)).bfloat16()
+        arguments = dict(grad=grad, **hyper, step=step)
+        kernels.adamw(**split, **arguments, threads=2)
+        kernels.adamw(**whole, **arguments, threads=2)
+        in_place = stalled | {"weights": stalled["weights"].float()}
+        kernels.adamw(**in_place, **arguments, threads=2)
+        stalled["weights"] = in_place["weights"].bfloat16()
+    assert_same_bits(joined(split), whole["weights"], "master")
+    travelled = (whole["weights"] - start).abs()
+    assert (travelled > 1.5e-4).all()
+    stuck = stalled["weights"] == start.bfloat16()
+    assert stuck[start.abs() > 1e-3].all()
+
+
+def arguments_with(**changes):
+    size = 16
+    arguments = split_state(size) | {"grad": torch.zeros(size)} | HYPER | {"step": 1}
+    return arguments | changes
+
+
+@implementations
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"weights": torch.zeros(16)}, "weights .* is torch.float32"),
+        ({"weights": torch.zeros(32, dtype=torch.bfloat16)[::2]}, "weights .* not contiguous"),
+        ({"remainder": None}, "weights .* is torch.bfloat16"),
+        ({"remainder": torch.zeros(15, dtype=torch.int16)}, "remainder has 15 elements"),
+        ({"exp_avg": torch.zeros(16).double()}, "exp_avg is torch.float64"),
+        ({"exp_avg_sq": torch.zeros(17)}, "exp_avg_sq has 17 elements"),
+        ({"grad": torch.zeros(16).half()}, "grad is torch.float16"),
+        ({"grad": torch.zeros(16, device="meta")}, "grad is on meta"),
+        ({"step": 0}, "step is 0"),
+    ],
+)
+def test_wrong_arguments_are_named(kernels, changes, message):
+    with pytest.raises(ValueError, match=message):
+        kernels.adamw(**arguments_with(**changes))

@@ -1,0 +1,172 @@
+"""The split master: every fp32 number goes out as bf16 and a remainder, and comes back itself."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.kernel_cases import (
+    assert_same_bits,
+    implementations,
+    instruction_set,  # noqa: F401  a fixture
+    native,
+    needs_native,
+    randn,
+)
+
+EXPONENTS = st.one_of(st.integers(0, 255), st.sampled_from([0, 1, 127, 254, 255]))
+UPPER = st.one_of(st.integers(0, 127), st.sampled_from([0, 1, 0x3F, 0x40, 0x7E, 0x7F]))
+LOWER = st.one_of(
+    st.integers(0, 0xFFFF), st.sampled_from([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
+)
+PATTERNS = st.builds(
+    lambda sign, exponent, upper, lower: sign << 31 | exponent << 23 | upper << 16 | lower,
+    st.integers(0, 1),
+    EXPONENTS,
+    UPPER,
+    LOWER,
+)
+
+NAMED = {
+    "zero": (0x00000000, 0x0000, 0),
+    "minus zero": (0x80000000, 0x8000, 0),
+    "one": (0x3F800000, 0x3F80, 0),
+    "infinity": (0x7F800000, 0x7F80, 0),
+    "minus infinity": (0xFF800000, 0xFF80, 0),
+    "smallest subnormal": (0x00000001, 0x0000, 1),
+    "largest subnormal": (0x007FFFFF, 0x0080, -1),
+    "largest finite, streams as infinity": (0x7F7FFFFF, 0x7F80, -1),
+    "tie, away from zero": (0x3F808000, 0x3F81, -32768),
+    "negative tie, away from zero": (0xBF808000, 0xBF81, -32768),
+    "just below a tie": (0x3F807FFF, 0x3F80, 32767),
+    "quiet NaN": (0x7FC00000, 0x7FC0, 0),
+    "NaN that rounding would make infinite": (0x7F800001, 0x7FC0, 0),
+    "NaN that rounding would make minus zero": (0x7FFFFFFF, 0x7FFF, 0),
+    "negative NaN that rounding would make zero": (0xFFFFFFFF, 0xFFFF, 0),
+    "NaN with a payload": (0x7F921234, 0x7FD2, 0),
+}
+
+
+def as_floats(patterns: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(patterns.view(np.int32)).view(torch.float32)
+
+
+def take_apart(kernels, patterns: np.ndarray, threads: int = 1):
+    """Weights, remainder and joined-again bits, as uint32, int16 and uint32 arrays."""
+    weights = torch.empty(patterns.size, dtype=torch.bfloat16)
+    remainder = torch.empty(patterns.size, dtype=torch.int16)
+    master = torch.empty(patterns.size)
+    kernels.split(as_floats(patterns), weights, remainder, threads=threads)
+    kernels.join(weights, remainder, master, threads=threads)
+    high = weights.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    return high, remainder.numpy(), master.view(torch.int32).numpy().view(np.uint32)
+
+
+def check_patterns(kernels, patterns: np.ndarray, threads: int = 1) -> None:
+    high, low, back = take_apart(kernels, patterns, threads)
+    is_nan = (patterns & 0x7FFFFFFF) > 0x7F800000
+    kept = ~is_nan
+    # The join is stated here once more, in 64-bit integers, so that two wrongs cannot cancel.
+    summed = ((high.astype(np.int64) << 16) + low).astype(np.uint32)
+    assert np.array_equal(summed[kept], patterns[kept])
+    assert np.array_equal(back[kept], patterns[kept])
+    high_is_nan = (high & 0x7FFF) > 0x7F80
+    assert np.array_equal(high_is_nan, is_nan)
+    quiet = (patterns | 0x00400000) & 0xFFFF0000
+    assert np.array_equal(back[is_nan], quiet[is_nan])
+    assert np.array_equal(high[is_nan], quiet[is_nan] >> 16)
+
+
+@implementations
+@given(st.lists(PATTERNS, min_size=1, max_size=70))
+def test_every_class_of_pattern_comes_back(kernels, patterns):
+    check_patterns(kernels, np.array(patterns, dtype=np.uint32))
+
+
+@implementations
+@pytest.mark.parametrize("name", NAMED)
+def test_named_patterns(kernels, name):
+    pattern, weight, remainder = NAMED[name]
+    high, low, _ = take_apart(kernels, np.array([pattern], dtype=np.uint32))
+    assert (hex(high[0]), int(low[0])) == (hex(weight), remainder)
+
+
+@implementations
+def test_sweep_of_patterns(kernels):
+    check_patterns(kernels, np.arange(0, 1 << 32, 4093, dtype=np.uint32))
+
+
+@implementations
+def test_every_lower_half_under_extreme_upper_halves(kernels):
+    uppers = [
+        0x0000,
+        0x007F,
+        0x0080,
+        0x3F80,
+        0x7F7F,
+        0x7F80,
+        0x7FBF,
+        0x7FFF,
+        0x8000,
+        0xFF80,
+        0xFFFF,
+    ]
+    low = np.arange(1 << 16, dtype=np.uint32)
+    check_patterns(kernels, np.concatenate([np.uint32(upper << 16) | low for upper in uppers]))
+
+
+@needs_native
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_all_patterns():
+    block = 1 << 24
+    for start in range(0, 1 << 32, block):
+        patterns = np.arange(start, start + block, dtype=np.int64).astype(np.uint32)
+        check_patterns(native, patterns, threads=2)
+
+
+@needs_native
+def test_tails_threads_and_instruction_sets(instruction_set):  # noqa: F811
+    generator = np.random.default_rng(0)
+    for size in [*range(71), (1 << 16) + 1, 300_001]:
+        patterns = generator.integers(0, 1 << 32, size, dtype=np.uint32)
+        for threads in (1, 2, 5):
+            check_patterns(native, patterns, threads)
+
+
+@needs_native
+def test_nothing_is_written_outside_the_range():
+    size, edge = 37, 8
+    weights = torch.full((size + 2 * edge,), 7.0, dtype=torch.bfloat16)
+    remainder = torch.full((size + 2 * edge,), 7, dtype=torch.int16)
+    inside = slice(edge, edge + size)
+    native.split(randn(size, 0), weights[inside], remainder[inside])
+    for plane in (weights, remainder):
+        assert (plane[:edge] == 7).all()
+        assert (plane[edge + size :] == 7).all()
+
+
+@implementations
+def test_splitting_what_was_joined_changes_nothing(kernels):
+    master = as_floats(np.arange(0, 1 << 32, 1_000_003, dtype=np.uint32))
+    planes = [torch.empty(master.numel(), dtype=d) for d in (torch.bfloat16, torch.int16)]
+    again = [torch.empty_like(plane) for plane in planes]
+    joined = torch.empty_like(master)
+    kernels.split(master, *planes)
+    kernels.join(*planes, joined)
+    kernels.split(joined, *again)
+    assert_same_bits(again[0], planes[0], "weights")
+    assert_same_bits(again[1], planes[1], "remainder")
+
+
+@implementations
+def test_wrong_planes_are_named(kernels):
+    master, weights = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
+    remainder = torch.zeros(8, dtype=torch.int16)
+    with pytest.raises(ValueError, match="master is torch.bfloat16"):
+        kernels.split(weights, weights, remainder)
+    with pytest.raises(ValueError, match="remainder has 7 elements"):
+        kernels.split(master, weights, remainder[:7])
+    with pytest.raises(ValueError, match="weights is torch.float32"):
+        kernels.join(master, remainder, master)
