@@ -1,0 +1,175 @@
+"""Conversations as tokens through the tokenizer's chat template; only replies are to predict.
+
+Where the template marks its replies with `{% generation %}`, these marks decide. Otherwise a reply
+is what the template adds between the conversation before it (with the prompt that asks for a reply)
+and the conversation with it: both must be the beginning of the whole text. Its end-of-turn token
+belongs to the reply; white space which the template writes after that does not.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.data.readers import Row, read_rows
+from megatrain.data.sources import Source
+from megatrain.data.text import Document, check_encodable
+from megatrain.data.tokenizer import check_ids
+from megatrain.errors import InputError
+
+Message = dict[str, Any]
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatEncoder:
+    """Tokenises rows of `messages` (and optional `tools`) with the chat template.
+
+    Raises:
+        InputError: the tokenizer has no chat template, or cannot say where a token came from.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
+        if not tokenizer.chat_template:
+            raise InputError(
+                "the tokenizer has no chat template, which chat data needs: use the tokenizer of "
+                "an instruct model, or add chat_template.jinja to its folder"
+            )
+        if not tokenizer.is_fast:
+            raise InputError(
+                "chat data needs a tokenizer with a tokenizer.json (a fast one): convert it"
+            )
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._added = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+
+    def documents(self, sources: Sequence[Source]) -> Iterator[Document]:
+        """All conversations in order; those without a reply as documents of no tokens.
+
+        Raises:
+            InputError: a source is unreadable, empty or malformed; the template refuses a row.
+        """
+        for index, source in enumerate(sources):
+            for number, row in read_rows(source, ["messages", "tools"]):
+                where = f"{source.name}:{number}"
+                ids, targets = self._encode(_messages(row, where), _tools(row, where), where)
+                check_ids(ids, self._vocab_size, where)
+                yield Document(index, number, ids, targets)
+
+    def _encode(
+        self, messages: list[Message], tools: list[Any] | None, where: str
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        if not any(m["role"] == "assistant" for m in messages):
+            return np.zeros(0, np.int32), np.zeros(0, bool)
+        if _MARKS.search(self._tokenizer.get_chat_template(tools=tools)):
+            ids, targets = self._by_marks(messages, tools, where)
+        else:
+            ids, targets = self._by_prefixes(messages, tools, where)
+        targets[:1] = False  # nothing comes before the first token to predict it from
+        return ids, targets
+
+    def _by_marks(
+        self, messages: list[Message], tools: list[Any] | None, where: str
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        encoded = self._apply(
+            messages, tools, where, tokenize=True, return_dict=True,
+            return_assistant_tokens_mask=True,
+        )  # fmt: skip
+        return np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], bool)
+
+    def _by_prefixes(
+        self, messages: list[Message], tools: list[Any] | None, where: str
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        whole = self._apply(messages, tools, where)
+        check_encodable(whole, where)
+        encoded = self._tokenizer(
+            whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        ids = np.array(encoded["input_ids"], np.int32)
+        starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
+        targets = np.zeros(len(ids), bool)
+        for turn, message in enumerate(messages):
+            if message["role"] == "assistant":
+                begin, end = self._span(whole, messages, turn, tools, where)
+                first, last = np.searchsorted(starts, (begin, end))
+                # What follows the closing special token is white space between two turns.
+                closing = np.searchsorted(starts, len(whole[:end].rstrip()))
+                if closing > first and int(ids[closing - 1]) in self._added:
+                    last = closing
+                targets[first:last] = True
+        return ids, targets
+
+    def _span(
+        self, whole: str, messages: list[Message], turn: int, tools: list[Any] | None, where: str
+    ) -> tuple[int, int]:
+        """Where in the whole text the reply `messages[turn]` begins and ends."""
+        if turn == 0:
+            raise InputError(f"{where}: the conversation starts with the assistant: drop that turn")
+        before = self._apply(messages[:turn], tools, where, add_generation_prompt=True)
+        upto = self._apply(messages[: turn + 1], tools, where)
+        if not (whole.startswith(upto) and upto.startswith(before)):
+            raise InputError(
+                f"{where}: the chat template does not leave the text up to message {turn + 1} as "
+                "it is when more follows, so replies cannot be told apart: mark them in the "
+                "template with {% generation %}, or give each reply a row of its own"
+            )
+        return len(before), len(upto)
+
+    def _apply(
+        self, messages: list[Message], tools: list[Any] | None, where: str, **options: Any
+    ) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=tools, **{"tokenize": False, **options}
+            )
+        except Exception as error:  # templates raise their own, and trip over what they get
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise InputError(f"{where}: the chat template refuses the row: {reason}") from error
+
+
+def _messages(row: Row, where: str) -> list[Message]:
+    if "messages" not in row:
+        names = ", ".join(list(row)[:12]) or "none"
+        raise InputError(f"{where}: no field 'messages': its fields are {names}")
+    messages = row["messages"]
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise InputError(f"{where}: 'messages' must be a non-empty list of objects")
+    return [_message(m, f"{where}: message {i}") for i, m in enumerate(messages, start=1)]
+
+
+def _message(message: object, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InputError(f"{where} must be an object, not {type(message).__name__}")
+    # Tables fill absent keys with null.
+    kept = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(kept.get("role"), str):
+        raise InputError(f"{where} has no 'role' (system, user, assistant or tool)")
+    if "content" not in kept and not kept.get("tool_calls"):
+        raise InputError(f"{where} has no 'content'")
+    if "content" in kept:
+        kept["content"] = _content(kept["content"], where)
+    return kept
+
+
+def _content(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else []
+    texts = [p.get("text") for p in parts if isinstance(p, Mapping)]
+    if not parts or len(texts) != len(parts) or not all(isinstance(t, str) for t in texts):
+        raise InputError(f"{where}: 'content' must be a string (or a list of text parts)")
+    return "".join(map(str, texts))
+
+
+def _tools(row: Row, where: str) -> list[Any] | None:
+    tools = row.get("tools")
+    if isinstance(tools, str):  # tables keep them as JSON, as each tool has another shape
+        try:
+            tools = json.loads(tools) if tools else None
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: 'tools' is not JSON: write it as a list") from error
+    if tools is not None and not isinstance(tools, list):
+        raise InputError(f"{where}: 'tools' must be a list of objects")
+    return tools or None

@@ -1,0 +1,185 @@
+"""Rows of tokens ready to train on, and the batches made of them."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+
+from megatrain.data.packing import Ints, Rows, Segments, fill_rows, fit_rows, split_rows
+from megatrain.data.sources import Kind
+from megatrain.data.store import TokenStore
+from megatrain.errors import InputError
+from megatrain.units import align
+
+MicroBatch = dict[str, torch.Tensor]
+Overlong = Literal["truncate", "drop", "error"]
+
+_WIDTH_MULTIPLE = 8  # of unpacked batches: what matrix units want
+_MAX_PLACES = 8  # named in one description
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How documents become rows of `sequence_length` tokens."""
+
+    kind: Kind
+    sequence_length: int
+    packing: bool
+    overlong: Overlong
+    pad_id: int
+
+    def arrange(self, documents: Segments) -> Rows:
+        """The rows of these documents, without those that have nothing to predict."""
+        if not self.packing:
+            rows = split_rows(documents, self.sequence_length)
+        elif self.kind == "text":
+            rows = fill_rows(documents, self.sequence_length)
+        else:
+            rows = fit_rows(documents, self.sequence_length)
+        if len(rows) == 0:
+            return rows
+        # The first token of a segment is not predicted, so a segment of one teaches nothing.
+        longest = np.maximum.reduceat(rows.segments.lengths, rows.first[:-1])
+        return rows.keep(longest > 1)
+
+
+class PackedDataset:
+    """Rows of at most `sequence_length` tokens; the tokens stay on disk, mapped.
+
+    Row order is fixed by the data and the seed. `fingerprint` is equal exactly when the rows are:
+    it follows from the tokens and settings, not from paths or times.
+    """
+
+    def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
+        self._store = store
+        self._documents = documents
+        self._layout = layout
+        self._part = part
+        self._rows = layout.arrange(documents)
+        if len(self._rows) == 0:
+            raise InputError(f"{store.names[0]}: no row with a token to predict: give more data")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def packing(self) -> bool:
+        """Whether rows may hold several documents (and all have the same length)."""
+        return self._layout.packing
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of everything that decides what the rows hold."""
+        layout = self._layout
+        parts = [self._store.digest, layout.kind, layout.sequence_length, layout.packing,
+                 layout.overlong, self._part]  # fmt: skip
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def row_lengths(self) -> Ints:
+        """[rows] tokens in each, padding not counted."""
+        return np.add.reduceat(self._rows.segments.lengths, self._rows.first[:-1])
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens in all rows, padding not counted."""
+        return int(self.row_lengths.sum())
+
+    @property
+    def fill(self) -> float:
+        """The share of the rows' room that holds tokens, 0 to 1."""
+        return self.num_tokens / (len(self) * self._layout.sequence_length)
+
+    def hold_out(self, fraction: float) -> tuple["PackedDataset", "PackedDataset"]:
+        """(train, evaluation): disjoint, and fixed by data and seed.
+
+        About `fraction` of the tokens (text; at most one document is cut) or conversations (chat)
+        go to the evaluation part.
+
+        Raises:
+            InputError: the fraction is not between 0 and 1, or leaves a part without rows.
+        """
+        if not 0 < fraction < 1:
+            raise InputError(f"the held-out fraction is {fraction}: it must be between 0 and 1")
+        documents = self._documents
+        if self._layout.kind == "text":
+            place = int(documents.lengths.sum() * (1 - fraction))
+            documents = documents.cut(np.array([place]))
+            split = int(np.searchsorted(np.cumsum(documents.lengths), place, side="right"))
+        else:
+            split = len(documents) - max(1, round(len(documents) * fraction))
+        return self._piece(documents[:split], f"train {fraction}"), self._piece(
+            documents[split:], f"evaluation {fraction}"
+        )
+
+    def batches(
+        self, rows_per_micro_batch: int, max_rows: int | None = None
+    ) -> Iterator[MicroBatch]:
+        """One pass over the (first `max_rows`) rows in their fixed order."""
+        count = len(self) if max_rows is None else min(max_rows, len(self))
+        for start in range(0, count, rows_per_micro_batch):
+            yield self.batch(range(start, min(start + rows_per_micro_batch, count)))
+
+    def batch(self, rows: Sequence[int]) -> MicroBatch:
+        """These rows as CPU int64 tensors of [rows, width].
+
+        input_ids, labels (-100: not predicted). Packed: width is `sequence_length`; position_ids
+        if a row holds several segments; padding is a segment of its own, because transformers
+        keeps segments apart only where no attention_mask is given. Unpacked: width is that of the
+        longest row; attention_mask if others are shorter.
+        """
+        width = self._width(rows)
+        shape = (len(rows), width)
+        input_ids = np.full(shape, self._layout.pad_id, np.int64)
+        labels = np.full(shape, -100, np.int64)
+        positions = np.tile(np.arange(width), (len(rows), 1))
+        for line, row in enumerate(rows):
+            start = 0
+            for begin, end in self._ranges(row):
+                stop = start + end - begin
+                input_ids[line, start:stop], labels[line, start:stop] = self._store.read(begin, end)
+                labels[line, start] = -100
+                positions[line, stop:] = np.arange(width - stop)
+                start = stop
+        batch = {"input_ids": input_ids, "labels": labels}
+        lengths = self.row_lengths[list(rows)]
+        if not self._layout.packing and (lengths < width).any():
+            batch["attention_mask"] = (np.arange(width) < lengths[:, None]).astype(np.int64)
+        elif self._layout.packing and (positions[:, -1] < width - 1).any():
+            batch["position_ids"] = positions
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def describe(self, row: int) -> str:
+        """Where the tokens of a row come from: `file:line`, and the token where a piece begins."""
+        segments = self._segments(row)
+        places = [
+            self._store.place(document) + (f" (from token {begin})" if begin else "")
+            for document, begin in zip(segments.document, segments.begin, strict=True)
+        ]
+        more = len(places) - _MAX_PLACES
+        return ", ".join(places[:_MAX_PLACES]) + (f" and {more} more" if more > 0 else "")
+
+    def _piece(self, documents: Segments, part: str) -> "PackedDataset":
+        return PackedDataset(self._store, documents, self._layout, f"{self._part}, {part}")
+
+    def _segments(self, row: int) -> Segments:
+        return self._rows.segments[slice(self._rows.first[row], self._rows.first[row + 1])]
+
+    def _ranges(self, row: int) -> Iterator[tuple[int, int]]:
+        """Where in the store the segments of a row lie."""
+        segments = self._segments(row)
+        origin = self._store.documents["begin"][segments.document]
+        yield from zip(
+            (origin + segments.begin).tolist(), (origin + segments.end).tolist(), strict=True
+        )
+
+    def _width(self, rows: Sequence[int]) -> int:
+        if self._layout.packing:
+            return self._layout.sequence_length
+        longest = int(self.row_lengths[list(rows)].max())
+        return min(align(longest, _WIDTH_MULTIPLE), self._layout.sequence_length)

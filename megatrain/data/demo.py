@@ -1,0 +1,89 @@
+"""Real text without a download: the Python standard library, and a tokenizer trained on it."""
+
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
+_ALPHABET = 256  # bytes, each of which is a token of its own
+# Not the library itself: installed packages, tests, tables, old or bundled programs.
+_LEFT_OUT = {
+    "__pycache__", "config", "dist-packages", "distutils", "encodings", "ensurepip", "idle_test",
+    "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "turtledemo",
+}  # fmt: skip
+
+
+def stdlib_corpus(max_bytes: int | None = None) -> list[Path]:
+    """The source files of the standard library beside the running interpreter, sorted by path.
+
+    Several megabytes of real code. With `max_bytes`, the first files that fit in it.
+
+    Raises:
+        InputError: this Python came without the sources of its library.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    chosen: list[Path] = []
+    total = 0
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts[:-1]
+        if any(part in _LEFT_OUT or part.startswith("config-") for part in parts):
+            continue
+        size = path.stat().st_size
+        if size and (max_bytes is None or total + size <= max_bytes):
+            chosen.append(path)
+            total += size
+    if not chosen:
+        raise InputError(
+            f"{root}: no Python sources there: use a Python with its library's .py files"
+        )
+    return chosen
+
+
+def train_bpe_tokenizer(
+    files: Sequence[Path], vocab_size: int, folder: str | Path
+) -> "PreTrainedTokenizerFast":
+    """Trains a byte-level BPE tokenizer on text files and saves it in `folder`.
+
+    The same files always give the same tokenizer. `END_OF_TEXT` ends documents and stands at their
+    beginning when the model generates from nothing; `PADDING` fills rows.
+
+    Raises:
+        InputError: the vocabulary is too small for all bytes, or a file cannot be read.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [END_OF_TEXT, PADDING]
+    if vocab_size < _ALPHABET + len(special):
+        raise InputError(
+            f"vocab_size is {vocab_size}: a byte-level tokenizer needs {_ALPHABET + len(special)}"
+        )
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(map(_read, files), trainer, length=len(files))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text: {error}") from error

@@ -1,0 +1,169 @@
+"""The endless sequence of training steps: a pure function of data, seed and position.
+
+Rows come in an order that depends on (seed, epoch) only, and a step takes the next `rows_per_step`
+of them, across the end of an epoch if need be. The number of rows taken is therefore the whole
+state, and neither workers nor micro-batch sizes can change what is learnt from.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from megatrain.data.dataset import MicroBatch, PackedDataset
+from megatrain.data.packing import Ints, shuffled
+from megatrain.errors import InputError
+
+Step = list[MicroBatch]
+
+
+class StepLoader:
+    """Endless iterator over steps, each a list of micro-batches.
+
+    Args:
+        dataset: the rows.
+        rows_per_step: rows of one optimizer step.
+        rows_per_micro_batch: rows that pass a layer together; the last of a step may have fewer.
+        seed: of the order of rows.
+        shuffle: False gives rows in the order of the data set, every epoch.
+        workers: steps prepared ahead, each by a thread; 0 prepares a step when it is asked for.
+
+    Raises:
+        InputError: a count is not positive, or the seed negative.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        *,
+        rows_per_step: int,
+        rows_per_micro_batch: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        workers: int = 0,
+    ) -> None:
+        if rows_per_step < 1 or rows_per_micro_batch < 1 or workers < 0 or seed < 0:
+            raise InputError(
+                f"rows_per_step {rows_per_step} and rows_per_micro_batch {rows_per_micro_batch} "
+                f"must be positive, workers {workers} and seed {seed} not negative"
+            )
+        self._dataset = dataset
+        self._rows_per_step = rows_per_step
+        self._rows_per_micro_batch = rows_per_micro_batch
+        self._seed = seed
+        self._shuffle = shuffle
+        self._resumed_at = (0, 0)  # (steps, rows) taken when rows_per_step became what it is
+        self._steps = 0
+        self._order = functools.lru_cache(maxsize=2)(self._epoch_order)
+        self._ahead: deque[Future[Step]] = deque()
+        self._workers = workers
+        self._pool = ThreadPoolExecutor(workers, "megatrain-data") if workers else None
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        if self._pool is None:
+            step = self._make(self._steps)
+        else:
+            while len(self._ahead) < self._workers:
+                self._ahead.append(self._pool.submit(self._make, self._steps + len(self._ahead)))
+            step = self._ahead[0].result()
+            self._ahead.popleft()
+        self._steps += 1
+        return step
+
+    @property
+    def epoch(self) -> float:
+        """Epochs taken so far, with fraction."""
+        return self._first_row(self._steps) / len(self._dataset)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every row has been taken once."""
+        return -(-len(self._dataset) // self._rows_per_step)
+
+    def state_dict(self) -> dict[str, int | str | bool]:
+        """The position after the steps handed out, as JSON can keep it."""
+        return {
+            "steps": self._steps,
+            "rows": self._first_row(self._steps),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "fingerprint": self._dataset.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Goes on where `state_dict` was taken; workers and rows per (micro-)step may differ.
+
+        Raises:
+            InputError: the state is malformed, or of other data or another seed.
+        """
+        expected = self.state_dict()
+        for name, value in expected.items():
+            found = state.get(name) if isinstance(state, Mapping) else None
+            if type(found) is not type(value) or (
+                isinstance(found, int) and not 0 <= found < 2**53
+            ):
+                raise InputError(f"the saved data position is damaged: {name} is {found!r:.60}")
+        if state["fingerprint"] != expected["fingerprint"]:
+            raise InputError(
+                "the data or its settings are not those of the saved run "
+                f"(fingerprint {state['fingerprint']:.40}, now {expected['fingerprint']}): "
+                "restore them, or start a new run"
+            )
+        for name in ("seed", "shuffle"):
+            if state[name] != expected[name]:
+                raise InputError(
+                    f"the saved run reads its data with {name} {state[name]}, this one with "
+                    f"{expected[name]}: set it back, or start a new run"
+                )
+        self._drop_ahead()
+        self._steps, rows = int(state["steps"]), int(state["rows"])  # type: ignore[call-overload]
+        self._resumed_at = (self._steps, rows)
+
+    def describe(self, step: int | None = None) -> str:
+        """Where the rows of a step (counted from 0; None: the last one taken) come from."""
+        step = max(self._steps - 1, 0) if step is None else step
+        rows = [row for micro_batch in self._plan(step) for row in micro_batch]
+        places = "; ".join(self._dataset.describe(row) for row in rows[:4])
+        more = f"; and {len(rows) - 4} more rows" if len(rows) > 4 else ""
+        return f"step {step}: {places}{more}"
+
+    def close(self) -> None:
+        """Ends the threads; the loader prepares steps on demand afterwards."""
+        if self._pool is not None:
+            self._drop_ahead()
+            self._pool.shutdown()
+            self._pool = None
+
+    def _drop_ahead(self) -> None:
+        while self._ahead:
+            self._ahead.pop().cancel()
+
+    def _make(self, step: int) -> Step:
+        return [self._dataset.batch(rows) for rows in self._plan(step)]
+
+    def _plan(self, step: int) -> list[list[int]]:
+        """The rows of each micro-batch of a step."""
+        first = self._first_row(step)
+        rows = [self._row(place) for place in range(first, first + self._rows_per_step)]
+        if not self._dataset.packing:
+            # Rows of like length together need less padding; the step's mean loss is the same.
+            rows.sort(key=lambda row: -self._dataset.row_lengths[row])
+        size = self._rows_per_micro_batch
+        return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+    def _first_row(self, step: int) -> int:
+        steps, rows = self._resumed_at
+        return rows + (step - steps) * self._rows_per_step
+
+    def _row(self, place: int) -> int:
+        epoch, offset = divmod(place, len(self._dataset))
+        return int(self._order(epoch)[offset])
+
+    def _epoch_order(self, epoch: int) -> Ints:
+        count = len(self._dataset)
+        return shuffled(count, 1, self._seed, epoch) if self._shuffle else np.arange(count)

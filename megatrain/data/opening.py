@@ -1,0 +1,155 @@
+"""From what a person names to a data set: find, tokenise (once), choose documents, arrange rows."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.data.chat import ChatEncoder
+from megatrain.data.dataset import Layout, Overlong, PackedDataset
+from megatrain.data.packing import Segments, shuffled
+from megatrain.data.sources import Kind, Source, find_files, load_hub
+from megatrain.data.store import Progress, TokenStore, open_store
+from megatrain.data.text import TextEncoder
+from megatrain.data.tokenizer import identity, pad_id
+from megatrain.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FORMAT = 1  # of the kept tokens: raise it when the same input gives other tokens
+_log = logging.getLogger("megatrain.data")
+
+
+def open_dataset(
+    source: str | Path | Sequence[str | Path],
+    *,
+    kind: Kind,
+    tokenizer: "PreTrainedTokenizerBase",
+    sequence_length: int,
+    cache_dir: str | Path,
+    packing: bool = True,
+    text_field: str = "text",
+    seed: int = 0,
+    vocab_size: int | None = None,
+    overlong: Overlong = "truncate",
+    hub_config: str | None = None,
+    hub_split: str = "train",
+    progress: Progress | None = None,
+) -> PackedDataset:
+    """Tokenises `source` (once: the tokens are kept in `cache_dir`) and arranges it in rows.
+
+    Args:
+        source: files, folders and globs (text of any suffix, .jsonl, .jsonl.gz, .parquet), or the
+            id of one hub data set.
+        kind: "text": documents, every token is learnt. "chat": rows of `messages`, the assistant's
+            tokens are learnt.
+        tokenizer: of transformers; chat data needs its chat template.
+        sequence_length: tokens in a row, at most (packed: exactly).
+        cache_dir: the folder for tokens; safe to delete between runs.
+        packing: several documents share a row without seeing one another; text is cut where a row
+            is full, conversations stay whole.
+        text_field: the JSONL field or table column which holds the document.
+        seed: decides which documents share rows and which are held out.
+        vocab_size: the model's; greater ids are refused.
+        overlong: what to do with conversations longer than a row. (Text is always split.)
+        hub_config: the configuration of a hub data set that has several.
+        hub_split: the split of a hub data set.
+        progress: called with the documents and tokens so far while tokenising.
+
+    Raises:
+        InputError: missing, unreadable, empty or malformed data, or a tokenizer that does not suit
+            it; names the file and line, and the remedy.
+    """
+    if sequence_length < 2:
+        raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
+    if seed < 0:
+        raise InputError(f"seed is {seed}: it must not be negative")
+    encoder: TextEncoder | ChatEncoder = (
+        TextEncoder(tokenizer, text_field, vocab_size)
+        if kind == "text"
+        else ChatEncoder(tokenizer, vocab_size)
+    )
+    sources = _sources(source, kind, hub_config, hub_split)
+    field = text_field if kind == "text" else "messages"
+    key = json.dumps([_FORMAT, kind, field, identity(tokenizer), vocab_size,
+                      [s.identity for s in sources]])  # fmt: skip
+    name = "tokens-" + hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+    store = open_store(
+        Path(cache_dir).expanduser() / name,
+        [s.name for s in sources],
+        lambda: encoder.documents(sources),
+        progress,
+    )
+    layout = Layout(kind, sequence_length, packing, overlong, pad_id(tokenizer, vocab_size))
+    return PackedDataset(store, _choose(store, layout, seed), layout, f"seed {seed}")
+
+
+def _sources(
+    source: str | Path | Sequence[str | Path], kind: Kind, hub_config: str | None, hub_split: str
+) -> Sequence[Source]:
+    files = find_files(source, kind)
+    if files is not None:
+        return files
+    name = source if isinstance(source, (str, Path)) else source[0]
+    return [load_hub(str(name), hub_config, hub_split)]
+
+
+def _choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
+    """The documents to learn from, shuffled, conversations not longer than a row."""
+    documents = store.documents
+    lengths = (documents["end"] - documents["begin"]).astype(np.int64)
+    learnable = documents["first_target"] >= 0
+    if layout.kind == "chat":
+        lengths = _shorten(store, lengths, learnable, layout)
+        learnable &= documents["first_target"] < lengths
+    _report_unlearnable(store, learnable, layout.kind)
+    order = shuffled(len(documents), 0, seed)
+    order = order[learnable[order]]
+    return Segments(order, np.zeros_like(order), lengths[order])
+
+
+def _shorten(
+    store: TokenStore, lengths: NDArray[np.int64], learnable: NDArray[np.bool_], layout: Layout
+) -> NDArray[np.int64]:
+    """Lengths after the rule for overlong conversations; 0 for dropped ones."""
+    limit = layout.sequence_length
+    overlong = np.flatnonzero(learnable & (lengths > limit))
+    if len(overlong) == 0:
+        return lengths
+    example = f"{store.place(overlong[0])} has {lengths[overlong[0]]}"
+    if layout.overlong == "error":
+        raise InputError(
+            f"{len(overlong)} conversations are longer than sequence_length {limit} ({example}): "
+            "raise it, or set overlong to truncate or drop"
+        )
+    done = "truncated" if layout.overlong == "truncate" else "dropped"
+    _log.warning(
+        "%s %d of %d conversations, which are longer than sequence_length %d (%s)",
+        done, len(overlong), len(lengths), limit, example,
+    )  # fmt: skip
+    lengths = lengths.copy()
+    lengths[overlong] = limit if layout.overlong == "truncate" else 0
+    return lengths
+
+
+def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], kind: Kind) -> None:
+    useless = np.flatnonzero(~learnable)
+    if len(useless) == 0:
+        return
+    what = "conversations" if kind == "chat" else "documents"
+    why = "no reply of the assistant inside a row" if kind == "chat" else "no text"
+    if len(useless) == len(learnable):
+        raise InputError(
+            f"all {len(learnable)} {what} have {why} (first: {store.place(useless[0])}): "
+            "there is nothing to learn from"
+        )
+    _log.warning(
+        "dropped %d of %d %s, which have %s (first: %s)",
+        len(useless), len(learnable), what, why, store.place(useless[0]),
+    )  # fmt: skip

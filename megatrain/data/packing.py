@@ -1,0 +1,126 @@
+"""Which ranges of which documents share a row; numbers only, no tokens are touched.
+
+A *segment* is a range of one document's tokens. A row is a run of segments which do not see one
+another: positions restart at each, and the first token of each is not predicted.
+"""
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+_WINDOW = 4096  # conversations fitted together: enough to fill rows, few enough to stay shuffled
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Ranges of documents, in order. document, begin, end: [n] int64, begin and end inside it."""
+
+    document: Ints
+    begin: Ints
+    end: Ints
+
+    @property
+    def lengths(self) -> Ints:
+        """[n] tokens of each."""
+        return self.end - self.begin
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __getitem__(self, index: slice | Ints | NDArray[np.bool_]) -> "Segments":
+        return Segments(self.document[index], self.begin[index], self.end[index])
+
+    def cut(self, places: Ints) -> "Segments":
+        """Cut further at `places`, offsets into all the tokens end to end."""
+        edges = np.concatenate([[0], np.cumsum(self.lengths)])
+        starts = np.unique(
+            np.concatenate([edges[:-1], places[(places > 0) & (places < edges[-1])]])
+        )
+        source = np.searchsorted(edges, starts, side="right") - 1
+        begin = self.begin[source] + starts - edges[source]
+        lengths = np.diff(np.concatenate([starts, edges[-1:]]))
+        return Segments(self.document[source], begin, begin + lengths)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of segments: row r is `segments[first[r]:first[r + 1]]`. first: [num_rows + 1] int64."""
+
+    segments: Segments
+    first: Ints
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    def keep(self, wanted: NDArray[np.bool_]) -> "Rows":
+        """Only the rows for which `wanted` [num_rows] is true."""
+        sizes = np.diff(self.first)
+        return Rows(self.segments[np.repeat(wanted, sizes)], _offsets(sizes[wanted]))
+
+
+def shuffled(count: int, *key: int) -> Ints:
+    """The numbers below `count` in an order which is a function of `key` (not negative) alone.
+
+    Raw Philox output is sorted because NumPy promises to never change it, unlike `permutation`.
+    """
+    random = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(count)
+    return np.argsort(random, kind="stable")
+
+
+def fill_rows(segments: Segments, row_length: int) -> Rows:
+    """Every row full but the last: segments follow one another and are cut where a row ends."""
+    total = int(segments.lengths.sum())
+    pieces = segments.cut(np.arange(0, total, row_length, dtype=np.int64))
+    starts = np.cumsum(pieces.lengths) - pieces.lengths
+    first = np.flatnonzero(starts % row_length == 0)
+    return Rows(pieces, np.append(first, len(pieces)))
+
+
+def fit_rows(segments: Segments, row_length: int) -> Rows:
+    """Whole segments only, each into the fullest row that has room (best-fit decreasing).
+
+    Fitted in windows of `_WINDOW`, so that long ones do not all come first.
+    Source: Ding et al., "Fewer Truncations Improve Language Modeling", 2024.
+    """
+    rows: list[list[int]] = []
+    lengths = segments.lengths
+    for start in range(0, len(segments), _WINDOW):
+        window = lengths[start : start + _WINDOW]
+        longest_first = start + np.argsort(-window, kind="stable")
+        rows += _best_fit(longest_first.tolist(), lengths, row_length)
+    order = np.array([s for row in rows for s in row], dtype=np.int64)
+    return Rows(segments[order], _offsets(np.array([len(row) for row in rows], dtype=np.int64)))
+
+
+def split_rows(segments: Segments, row_length: int) -> Rows:
+    """One segment a row; longer ones are cut into several rows."""
+    starts = np.cumsum(segments.lengths) - segments.lengths
+    inside = [np.arange(s + row_length, s + n, row_length, dtype=np.int64)
+              for s, n in zip(starts.tolist(), segments.lengths.tolist(), strict=True)
+              if n > row_length]  # fmt: skip
+    pieces = segments.cut(np.concatenate(inside)) if inside else segments
+    return Rows(pieces, np.arange(len(pieces) + 1, dtype=np.int64))
+
+
+def _best_fit(order: list[int], lengths: Ints, row_length: int) -> list[list[int]]:
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens free, row), sorted
+    for segment in order:
+        length = int(lengths[segment])
+        place = bisect.bisect_left(room, (length, -1))
+        if place < len(room):
+            free, row = room.pop(place)
+            rows[row].append(segment)
+        else:
+            free, row = row_length, len(rows)
+            rows.append([segment])
+        if free > length:
+            bisect.insort(room, (free - length, row))
+    return rows
+
+
+def _offsets(sizes: Ints) -> Ints:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

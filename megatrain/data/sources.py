@@ -1,0 +1,182 @@
+"""From what a person wrote (files, folders, globs, a hub id) to a sorted list of readable files."""
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatrain.errors import InputError
+
+Format = Literal["text", "jsonl", "parquet", "hub"]
+Kind = Literal["text", "chat"]
+
+_SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file to read. `named`: the person wrote this very path, so an empty one is an error."""
+
+    path: Path
+    format: Format
+    named: bool
+    size: int
+    mtime_ns: int
+
+    @property
+    def name(self) -> str:
+        """How errors and row descriptions call it."""
+        return str(self.path)
+
+    @property
+    def identity(self) -> tuple[str | int, ...]:
+        """What tells that the file is still the one which was read."""
+        return (str(self.path.absolute()), self.size, self.mtime_ns)
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """A data set of the hub, which `datasets` keeps in memory-mapped files of its own."""
+
+    name: str
+    rows: Any
+    format: Format = "hub"
+    named: bool = True
+
+    @property
+    def identity(self) -> tuple[str | int, ...]:
+        """What tells that the data set is still the one which was read."""
+        return (self.name, self.rows._fingerprint, len(self.rows))
+
+
+Source = SourceFile | HubSplit
+
+
+def load_hub(name: str, config: str | None, split: str) -> HubSplit:
+    """A hub data set through `datasets`: downloaded if there is a network, else from its cache.
+
+    Raises:
+        InputError: no such data set, configuration or split, or it cannot be reached.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            f"{name!r}: no such file, and hub data sets need the package datasets: install it"
+        ) from error
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # datasets raises whatever its many back ends do
+        raise InputError(
+            f"{name!r}: no such file or folder, nor a hub data set that can be loaded "
+            f"({_first_line(error)}): check the path, or fetch it once with a network"
+        ) from error
+    return HubSplit(f"{name}[{split}]", rows)
+
+
+def find_files(source: str | Path | Sequence[str | Path], kind: Kind) -> list[SourceFile] | None:
+    """The files that `source` names, without repetitions; None when it can only be a hub id.
+
+    Folders are searched in sorted order for everything but hidden files; links to folders inside
+    them are not followed, so a loop of links ends. Empty files are passed over unless named.
+
+    Raises:
+        InputError: a path is missing, unreadable, a broken or looping link, or not a plain file;
+            nothing fits; chat data is neither JSONL nor Parquet.
+    """
+    entries = [source] if isinstance(source, (str, Path)) else list(source)
+    if not entries:
+        raise InputError("the data has no path: name at least one file, folder or glob")
+    if len(entries) == 1 and _looks_like_hub_id(str(entries[0])):
+        return None
+    files: dict[Path, SourceFile] = {}
+    for entry in entries:
+        for file in _expand(str(entry), kind):
+            files.setdefault(file.path, file)
+    return list(files.values())
+
+
+def _looks_like_hub_id(text: str) -> bool:
+    known_file = Path(text).suffix in (*_SUFFIXES, ".txt", ".gz", ".json", ".py", ".md")
+    return not os.path.lexists(text) and not known_file and _HUB_ID.fullmatch(text) is not None
+
+
+def _expand(text: str, kind: Kind) -> list[SourceFile]:
+    path = Path(text).expanduser()
+    if not os.path.lexists(path) and any(mark in text for mark in "*?["):
+        paths: Iterator[Path] = iter(_glob(path))
+    elif stat.S_ISDIR(_status(path).st_mode):
+        paths = _walk(path)
+    else:
+        return [_named_file(path, kind)]
+    found = (_describe(p, named=False) for p in paths)
+    files = [f for f in found if f.size > 0 and (kind == "text" or f.format != "text")]
+    if not files:
+        wanted = "non-empty file" if kind == "text" else "non-empty .jsonl or .parquet file"
+        raise InputError(f"no {wanted} in {text!r}: check the path")
+    return files
+
+
+def _named_file(path: Path, kind: Kind) -> SourceFile:
+    file = _describe(path, named=True)
+    if kind == "chat" and file.format == "text":
+        raise InputError(f"{path}: chat data must be .jsonl, .jsonl.gz or .parquet: convert it")
+    if file.size == 0:
+        raise InputError(f"{path}: the file is empty: give one with data")
+    return file
+
+
+def _describe(path: Path, *, named: bool) -> SourceFile:
+    status = _status(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path}: not a plain file (a device or a pipe?): copy its data to a file")
+    return SourceFile(path, _format(path), named, status.st_size, status.st_mtime_ns)
+
+
+def _format(path: Path) -> Format:
+    name = path.name.lower()
+    return _SUFFIXES.get(Path(name.removesuffix(".gz")).suffix, "text")
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except FileNotFoundError as error:
+        what = "a link to nothing" if path.is_symlink() else "no such file or folder"
+        raise InputError(f"{path}: {what}: check the path") from error
+    except (OSError, ValueError) as error:  # loops of links, no permission, NUL in the name
+        raise InputError(f"{path}: cannot be read: {_reason(error)}") from error
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Files below `folder`, sorted, hidden ones left out."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename}: cannot be read: {_reason(error)}") from error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(n for n in folders if not n.startswith((".", "__pycache__")))
+        for name in sorted(n for n in names if not n.startswith(".")):
+            yield Path(parent, name)
+
+
+def _glob(pattern: Path) -> list[Path]:
+    magic = next(i for i, part in enumerate(pattern.parts) if any(m in part for m in "*?["))
+    base = Path(*pattern.parts[:magic])
+    try:
+        return sorted(p for p in base.glob(str(Path(*pattern.parts[magic:]))) if not p.is_dir())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{pattern}: not a usable pattern: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error)).lower()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,144 @@
+"""Tokenised documents on disk: written once, then only mapped, so that memory stays flat.
+
+A store is a folder of three files. `tokens.bin`: int32, all documents end to end; a token to
+predict is stored as it is, one that is only read as its bitwise complement (a negative number).
+`documents.bin`: one record per document. `meta.json`: the names of the sources, the counts, and a
+digest of both files. Flat files rather than Arrow tables because rows cut documents anywhere, and
+so that nothing but numpy is needed to train.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.data.text import Document
+from megatrain.errors import InputError
+
+Progress = Callable[[int, int], None]
+_log = logging.getLogger("megatrain.data")
+_TOKEN = np.dtype("<i4")
+# first_target: place in the document of the first token to predict, -1 if there is none
+_RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
+                    ("line", "<i8"), ("source", "<i4")])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Documents as mapped arrays: tokens [num_tokens] int32, documents [num_documents] records."""
+
+    names: list[str]
+    digest: str
+    tokens: NDArray[np.int32]
+    documents: NDArray[Any]
+
+    def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids and labels (-100 where there is nothing to predict) of a range of tokens, copied."""
+        stored = self.tokens[begin:end].astype(np.int64)
+        only_read = stored < 0
+        return np.where(only_read, ~stored, stored), np.where(only_read, -100, stored)
+
+    def place(self, document: int) -> str:
+        """`file:line` of a document."""
+        record = self.documents[document]
+        return f"{self.names[record['source']]}:{record['line']}"
+
+
+def open_store(
+    folder: Path,
+    names: list[str],
+    documents: Callable[[], Iterable[Document]],
+    progress: Progress | None = None,
+) -> TokenStore:
+    """The store in `folder`, made from `documents()` if it is not there whole already.
+
+    It appears under its name only when complete; processes that want the same one wait.
+
+    Raises:
+        InputError: the folder cannot be written, or whatever reading the documents raises.
+    """
+    from filelock import FileLock
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            store = _load(folder)
+            if store is None:
+                _build(folder, names, documents(), progress)
+                store = _load(folder)
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{folder.parent}: cannot keep tokens there: {reason}") from error
+    assert store is not None
+    return store
+
+
+def _load(folder: Path) -> TokenStore | None:
+    """What is in `folder`; None if there is nothing, or not all of it."""
+    if not folder.exists():
+        return None
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        documents = np.memmap(folder / "documents.bin", _RECORD, "r")
+        tokens = np.memmap(folder / "tokens.bin", _TOKEN, "r")
+        if (len(documents), len(tokens)) == (meta["num_documents"], meta["num_tokens"]):
+            return TokenStore(list(meta["names"]), str(meta["digest"]), tokens, documents)
+        problem = "files have the wrong size"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = str(error)
+    _log.warning("%s: kept tokens are damaged (%s): made again", folder, problem)
+    return None
+
+
+def _build(
+    folder: Path, names: list[str], documents: Iterable[Document], progress: Progress | None
+) -> None:
+    for left_over in folder.parent.glob(f"{folder.name}.part-*"):  # of a killed process
+        shutil.rmtree(left_over)
+    part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))
+    try:
+        meta = {"names": names, **_write(part, documents, progress)}
+        if not meta["num_tokens"]:
+            raise InputError(
+                f"{', '.join(names[:4])}: none of the {meta['num_documents']} rows has text, or a "
+                "reply of the assistant, to learn from"
+            )
+        (part / "meta.json").write_text(json.dumps(meta))
+        if folder.exists():
+            shutil.rmtree(folder)
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(
+    part: Path, documents: Iterable[Document], progress: Progress | None
+) -> dict[str, int | str]:
+    digest = hashlib.blake2b(digest_size=16)
+    num_documents = num_tokens = 0
+    with (part / "tokens.bin").open("wb") as tokens, (part / "documents.bin").open("wb") as index:
+        for document in documents:
+            size = len(document.ids)
+            targets = np.flatnonzero(document.targets)
+            first_target = int(targets[0]) if len(targets) else -1
+            stored = np.where(document.targets, document.ids, ~document.ids).astype(_TOKEN)
+            record = np.array(
+                (num_tokens, num_tokens + size, first_target, document.line, document.source),
+                _RECORD,
+            )
+            for file, array in ((tokens, stored), (index, record)):
+                data = array.tobytes()
+                file.write(data)
+                digest.update(data)
+            num_documents, num_tokens = num_documents + 1, num_tokens + size
+            if progress is not None:
+                progress(num_documents, num_tokens)
+    return {"num_documents": num_documents, "num_tokens": num_tokens, "digest": digest.hexdigest()}

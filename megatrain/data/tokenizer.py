@@ -1,0 +1,83 @@
+"""Loading a tokenizer, knowing it again, and refusing ids that its model does not have."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(
+    path_or_id: str | Path, *, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
+    """A tokenizer from a Hugging Face folder or hub id.
+
+    Raises:
+        InputError: there is none, it is broken, or it would run code that came with it.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(path_or_id).expanduser()
+    local = folder.is_dir()
+    if local and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise InputError(f"{folder}: no tokenizer in this folder: copy its tokenizer.json there")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder if local else path_or_id), trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # the Rust parser raises bare Exception
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        remedy = "check the files" if local else "check the name, or fetch it once with a network"
+        raise InputError(
+            f"cannot load a tokenizer from {str(path_or_id)!r}: {lines[0]} ({remedy})"
+        ) from error
+    if len(tokenizer) == 0:
+        raise InputError(f"{path_or_id}: the tokenizer has an empty vocabulary: check its files")
+    return tokenizer
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+
+
+def identity(tokenizer: Any) -> str:
+    """A digest that is equal when two tokenizers turn everything into the same ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    parts = [type(tokenizer).__name__, model, tokenizer.chat_template,
+             tokenizer.special_tokens_map, tokenizer.all_special_ids]  # fmt: skip
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def check_ids(ids: NDArray[np.int32], vocab_size: int | None, where: str) -> None:
+    """Refuses ids for which the model has no embedding.
+
+    Raises:
+        InputError: an id is negative or not below `vocab_size`.
+    """
+    if len(ids) == 0 or vocab_size is None:
+        return
+    worst = int(ids.max())
+    if worst >= vocab_size:
+        raise InputError(
+            f"{where}: token id {worst} is outside the model's vocabulary of {vocab_size}: "
+            "use the tokenizer that belongs to the model"
+        )
+
+
+def pad_id(tokenizer: Any, vocab_size: int | None) -> int:
+    """An id to fill rows with; its value is never learnt from, but the model must have it."""
+    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if candidate is not None and (vocab_size is None or candidate < vocab_size):
+            return int(candidate)
+    return 0
