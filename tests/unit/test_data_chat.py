@@ -1,0 +1,228 @@
+"""Chats become tokens of which exactly the assistant's are to predict."""
+
+import gzip
+import itertools
+import json
+import logging
+
+import numpy as np
+import pytest
+from data_cases import QWEN, chat_tokenizer, make_tokenizer, talk, write_jsonl
+
+from megatrain.data import open_dataset
+from megatrain.data.chat import ChatEncoder
+from megatrain.errors import InputError
+
+TWO_TURNS = talk("What is 12 + 30?", "It is 42.", "Thanks!", "You are welcome: naïve café ☕")
+REPLIES = {
+    "qwen": ["It is 42.<|im_end|>", "You are welcome: naïve café ☕<|im_end|>"],
+    "marked": ["It is 42.<|im_end|>", "You are welcome: naïve café ☕<|im_end|>"],
+    "llama3": ["It is 42.<|eot_id|>", "You are welcome: naïve café ☕<|eot_id|>"],
+    "mistral": ["It is 42.</s>", "You are welcome: naïve café</s>"],
+    "gemma": ["It is 42.<end_of_turn>", "You are welcome: naïve café<end_of_turn>"],
+}
+
+
+def encode(tokenizer, messages, tools=None):
+    return ChatEncoder(tokenizer, None)._encode(messages, tools, "chat.jsonl:1")
+
+
+def spoken(tokenizer, ids, targets):
+    """The text of each run of tokens to predict."""
+    runs = itertools.groupby(zip(ids.tolist(), targets.tolist(), strict=True), key=lambda t: t[1])
+    return [tokenizer.decode([i for i, _ in run]).strip() for wanted, run in runs if wanted]
+
+
+def dataset(tmp_path, tokenizer, rows, **options):
+    path = write_jsonl(tmp_path / "chat.jsonl", rows)
+    options = {"sequence_length": 256, "packing": False, **options}
+    return open_dataset(
+        path, kind="chat", tokenizer=tokenizer, cache_dir=tmp_path / "cache", **options
+    )
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_only_replies_with_their_end_of_turn_are_learnt(name):
+    tokenizer = chat_tokenizer(name)
+    messages = TWO_TURNS if name not in ("mistral", "gemma") else talk(
+        *(m["content"].replace(" ☕", "") for m in TWO_TURNS)
+    )  # fmt: skip
+    ids, targets = encode(tokenizer, messages)
+    whole = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert ids.tolist() == whole
+    assert spoken(tokenizer, ids, targets) == REPLIES[name]
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_the_prompt_at_inference_is_what_training_put_before_each_reply(name):
+    tokenizer = chat_tokenizer(name)
+    messages = talk("What is 12 + 30?", "It is 42.", "Thanks!", "You are welcome.")
+    ids, targets = encode(tokenizer, messages)
+    first_targets = np.flatnonzero(targets & ~np.roll(targets, 1))
+    for turn, first in zip((1, 3), first_targets, strict=True):
+        prompt = tokenizer.apply_chat_template(
+            messages[:turn], add_generation_prompt=True, return_dict=False
+        )
+        assert ids[:first].tolist() == prompt
+
+
+def test_marks_in_the_template_decide_over_prefixes():
+    # Only the marked template leaves the closing token out here, so prefixes would differ.
+    tokenizer = chat_tokenizer("marked")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content'] + '<|im_end|>' }}{% endgeneration %}{{",
+        "message['content'] }}{% endgeneration %}{{ '<|im_end|>' +",
+    )
+    assert spoken(tokenizer, *encode(tokenizer, TWO_TURNS))[0] == "It is 42."
+
+
+def test_a_reply_that_starts_with_white_space_of_the_header_is_not_refused():
+    tokenizer = chat_tokenizer("qwen")  # its header ends with a newline, which may merge
+    ids, targets = encode(tokenizer, talk("Hello", "\n\nIt is 42.", "a", "b"))
+    assert spoken(tokenizer, ids, targets) == ["It is 42.<|im_end|>", "b<|im_end|>"]
+
+
+def test_white_space_at_the_end_of_a_reply_is_learnt_before_its_end_of_turn():
+    tokenizer = chat_tokenizer("qwen")
+    ids, targets = encode(tokenizer, talk("Hello", "It is 42. \n"))
+    assert tokenizer.decode(ids[targets]) == "It is 42. \n<|im_end|>"
+
+
+def test_tools_reach_the_template_and_tool_calls_are_learnt(tmp_path):
+    tokenizer = chat_tokenizer("qwen")
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    messages = [
+        {"role": "user", "content": "What is the weather in Paris?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "21 degrees"},
+        {"role": "tool", "content": "sunny"},
+        {"role": "assistant", "content": "The weather is sunny."},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    for given in (tools, json.dumps(tools)):
+        data = dataset(
+            tmp_path, tokenizer, [{"messages": messages, "tools": given}], sequence_length=512
+        )
+        batch = data.batch([0])
+        text = tokenizer.decode(batch["input_ids"][0])
+        assert "# Tools" in text and '"name": "weather"' in text and "None" not in text
+        learnt = batch["input_ids"][0][batch["labels"][0] != -100].numpy()
+        assert tokenizer.decode(learnt).replace("\n", "") == (
+            '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call><|im_end|>'
+            "The weather is sunny.<|im_end|>"
+        )
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_remedy():
+    tokenizer = chat_tokenizer("thinking")
+    with pytest.raises(InputError, match=r"chat.jsonl:1.*message 2.*generation"):
+        encode(tokenizer, TWO_TURNS)
+    ids, targets = encode(tokenizer, TWO_TURNS[:2])  # a single reply is no problem
+    assert "It is 42.<|im_end|>" in spoken(tokenizer, ids, targets)[0]
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        (talk("a", "b", system="s"), "Conversation roles must alternate"),
+        ([{"role": "assistant", "content": "a"}], "starts with the assistant|must alternate"),
+    ],
+)
+def test_a_row_that_the_template_refuses_is_named(messages, problem):
+    with pytest.raises(InputError, match=f"chat.jsonl:1.*({problem})"):
+        encode(chat_tokenizer("mistral"), messages)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"conversations": []}, "no field 'messages': its fields are conversations"),
+        ({"messages": "hello"}, "must be a non-empty list"),
+        ({"messages": []}, "must be a non-empty list"),
+        ({"messages": ["hello"]}, "message 1 must be an object, not str"),
+        ({"messages": [{"content": "hello"}]}, "message 1 has no 'role'"),
+        ({"messages": [{"role": 1, "content": "hello"}]}, "message 1 has no 'role'"),
+        ({"messages": [{"role": "user"}]}, "message 1 has no 'content'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "message 1: 'content' must be a string"),
+        ({"messages": talk("a", "\ud800")}, "lone surrogate"),
+        ({"messages": talk("a", "b"), "tools": "{"}, "'tools' is not JSON"),
+        ({"messages": talk("a", "b"), "tools": {"a": 1}}, "'tools' must be a list"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            "'content' must be a string",
+        ),
+    ],
+)
+def test_malformed_rows_name_file_line_and_problem(tmp_path, row, problem):
+    rows = [{"messages": TWO_TURNS}, row]
+    with pytest.raises(InputError, match=rf"chat.jsonl:2.*{problem}") as caught:
+        dataset(tmp_path, chat_tokenizer("qwen"), rows)
+    assert "\n" not in str(caught.value)
+
+
+def test_text_parts_are_joined(tmp_path):
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "sea"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "42"}]
+    data = dataset(tmp_path, tokenizer := chat_tokenizer("qwen"), [{"messages": messages}])
+    assert "user\nHello sea<|im_end|>" in tokenizer.decode(data.batch([0])["input_ids"][0])
+
+
+def test_rows_without_a_reply_are_dropped_with_one_warning_or_refused_if_all(tmp_path, caplog):
+    silent = {"messages": talk("nobody answers")}
+    rows = [{"messages": TWO_TURNS}, silent, silent]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):  # the second time from the kept tokens
+            caplog.clear()
+            data = dataset(tmp_path, chat_tokenizer("qwen"), rows)
+            assert len(data) == 1
+            (message,) = (r.getMessage() for r in caplog.records)
+            assert "dropped 2 of 3 conversations" in message and "chat.jsonl:2" in message
+    with pytest.raises(InputError, match="none of the 2 rows"):
+        dataset(tmp_path, chat_tokenizer("qwen"), [silent, silent])
+
+
+def test_overlong_conversations_are_truncated_dropped_or_refused(tmp_path, caplog):
+    tokenizer = chat_tokenizer("qwen")
+    lasting = talk("a", "It is 42. " * 30)
+    late = talk("Tell me a short story about the sea. " * 30, "no")  # its reply is cut off whole
+    rows = [{"messages": TWO_TURNS}, {"messages": lasting}, {"messages": late}]
+    settings = {"sequence_length": 96, "packing": True}
+    with caplog.at_level(logging.WARNING):
+        data = dataset(tmp_path, tokenizer, rows, **settings)
+    assert data.row_lengths.max() == 96 and len(data) == 2
+    assert [r.getMessage()[:25] for r in caplog.records] == [
+        "truncated 2 of 3 conversa", "dropped 1 of 3 conversati",
+    ]  # fmt: skip
+    for row in range(2):
+        assert (data.batch([row])["labels"] != -100).any()
+    dropped = dataset(tmp_path, tokenizer, rows, overlong="drop", **settings)
+    assert len(dropped) == 1 and "chat.jsonl:1" in dropped.describe(0)
+    with pytest.raises(InputError, match=r"2 conversations are longer.*chat.jsonl:2 has \d+"):
+        dataset(tmp_path, tokenizer, rows, overlong="error", **settings)
+
+
+def test_chat_needs_a_template_that_can_be_traced(tmp_path):
+    with pytest.raises(InputError, match="no chat template"):
+        dataset(tmp_path, make_tokenizer(None), [{"messages": TWO_TURNS}])
+    path = tmp_path / "chat.txt"
+    path.write_text("hello")
+    with pytest.raises(InputError, match="must be .jsonl"):
+        open_dataset(path, kind="chat", tokenizer=make_tokenizer(QWEN), sequence_length=8,
+                     cache_dir=tmp_path)  # fmt: skip
+
+
+def test_chats_from_parquet_and_compressed_jsonl_equal_those_from_jsonl(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    tokenizer = chat_tokenizer("qwen")
+    rows = [{"messages": TWO_TURNS}, {"messages": talk("Thanks!", "It is 42.", system="sea")}]
+    plain = dataset(tmp_path, tokenizer, rows)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    with gzip.open(tmp_path / "chat.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    for name in ("chat.parquet", "chat.jsonl.gz"):
+        other = open_dataset(
+            tmp_path / name, kind="chat", tokenizer=tokenizer, sequence_length=256, packing=False,
+            cache_dir=tmp_path,
+        )  # fmt: skip
+        assert other.fingerprint == plain.fingerprint
