@@ -1,0 +1,189 @@
+"""Between a checkpoint's tensors and a model's parameters: transformers' own conversions.
+
+Checkpoints on the hub keep the names and layouts they were published with, for example one tensor
+per expert where the model class has one per layer. transformers describes the way between the two
+as renamings and converters (transformers.core_model_loading); here they are planned from names and
+shapes alone and then run for one parameter at a time, so that no second copy of the model exists.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from megatrain.errors import RunFailed
+from megatrain.model.shards import Described, Stored
+
+
+@dataclass
+class Recipe:
+    """How one target, or several from one converter, come out of stored tensors."""
+
+    target: str  # with a converter: the name its outputs are derived from
+    converter: WeightConverter | None
+    sources: list[tuple[str, Stored]]  # (the converter's pattern, tensor)
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory while it is built; merging needs its pieces and the result at once."""
+        stored = sum(stored.num_bytes for _, stored in self.sources)
+        return stored if self.converter is None else 2 * stored
+
+    def build(self, model: PreTrainedModel, load: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
+        """The finished tensors under the model's names; `load` gives a stored one's values."""
+        if self.converter is None:
+            return {self.target: load(self.sources[0][1])}
+        converter = deepcopy(self.converter)  # it collects tensors, and may be run again
+        for pattern, stored in self.sources:
+            converter.add_tensor(self.target, stored.name, pattern, load(stored))
+        built = converter.convert(self.target, model=model, config=model.config)
+        return {name: _one(value).contiguous() for name, value in built.items()}
+
+
+@dataclass
+class LoadPlan:
+    """All recipes of a checkpoint, and what it holds beyond them.
+
+    Attributes:
+        unexpected: tensors without a place in the model, by the name they would have there.
+        repeated: tensors which mean a parameter that another tensor already gives.
+    """
+
+    recipes: list[Recipe]
+    unexpected: dict[str, Stored]
+    repeated: list[Stored]
+
+
+def plan_load(model: PreTrainedModel, stored: Mapping[str, Stored]) -> LoadPlan:
+    """Match stored tensors with the model's names, as transformers' loading does.
+
+    Leaves the conversions that were used in `model._weight_conversions`, where transformers keeps
+    them to give the checkpoint its own layout back when it is saved.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    names = model.state_dict()
+    prefix = model.base_model_prefix
+
+    recipes: dict[str, Recipe] = {}
+    unexpected: dict[str, Stored] = {}
+    repeated: list[Stored] = []
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, names)
+        if target not in names and name in names:
+            target, pattern = rename_source_key(name, [], [], prefix, names)
+        if target not in names:
+            unexpected[target] = stored[name]
+        else:
+            converter = None if pattern is None else by_pattern[pattern]
+            recipe = recipes.setdefault(target, Recipe(target, converter, []))
+            if recipe.sources and (converter is None or recipe.converter is None):
+                repeated.append(stored[name])
+            else:
+                recipe.sources.append((pattern or "", stored[name]))
+    model._weight_conversions = [each for each in conversions if each.was_used()]
+    return LoadPlan(list(recipes.values()), unexpected, repeated)
+
+
+@dataclass(frozen=True)
+class ExportBatch:
+    """Checkpoint tensors that are made together.
+
+    Attributes:
+        inputs: the model's names, as `revert_weight_conversion` takes them.
+        dtype: of inputs and outputs.
+        outputs: what comes out, in the order in which `convert` returns it.
+        converted: False where the tensor is only renamed.
+    """
+
+    inputs: tuple[str, ...]
+    dtype: torch.dtype
+    outputs: tuple[Described, ...]
+    converted: bool
+
+    def convert(self, model: PreTrainedModel, values: dict[str, Tensor]) -> list[Tensor]:
+        """The outputs' values from those of the inputs."""
+        if not self.converted:
+            return list(values.values())
+        made = revert_weight_conversion(model, values)
+        return [_one(made[output.name]) for output in self.outputs]
+
+
+def plan_export(model: PreTrainedModel, metas: Mapping[str, Tensor]) -> list[ExportBatch]:
+    """How the model's tensors become those of a checkpoint in the layout it has on the hub.
+
+    Args:
+        model: tells the conversions.
+        metas: a meta tensor of shape and dtype for each name that is to be saved.
+
+    Raises:
+        RunFailed: transformers' conversion cannot be done one parameter at a time.
+    """
+    whole = revert_weight_conversion(model, dict(metas))
+    name_of = {id(meta): name for name, meta in metas.items()}
+    batches = [
+        ExportBatch((name_of[id(meta)],), meta.dtype, (_describe(name, meta),), converted=False)
+        for name, meta in whole.items()
+        if id(meta) in name_of
+    ]
+    renamed = {name for batch in batches for name in batch.inputs}
+    remaining = {name: meta for name, meta in metas.items() if name not in renamed}
+    converted = [_converted_batch(model, metas, group) for group in _groups(model, remaining)]
+    batches += converted
+    made = sorted((output.name, output.shape) for batch in batches for output in batch.outputs)
+    if made != sorted((name, tuple(_one(meta).shape)) for name, meta in whole.items()):
+        raise RunFailed(
+            f"{type(model).__name__} cannot be exported layer by layer: transformers converts "
+            "its weights all at once; save a checkpoint instead"
+        )
+    return batches
+
+
+def _converted_batch(
+    model: PreTrainedModel, metas: Mapping[str, Tensor], group: tuple[str, ...]
+) -> ExportBatch:
+    # Parameters that are merged share a dtype; the widest loses nothing.
+    dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
+    values = {name: metas[name].to(dtype) for name in group}
+    made = revert_weight_conversion(model, values)
+    outputs = tuple(_describe(name, _one(value)) for name, value in made.items())
+    return ExportBatch(group, dtype, outputs, converted=True)
+
+
+def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """Names that one converter takes together."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # transformers' rule for a model that was never loaded
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    converters = [
+        each.reverse_transform()
+        for each in reversed(conversions)
+        if isinstance(each, WeightConverter)
+    ]
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name in sorted(names, key=dot_natural_key):
+        matches = (converter.rename_source_key(name) for converter in converters)
+        groups[next((to for to, pattern in matches if pattern is not None), name)].append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def _describe(name: str, meta: Tensor) -> Described:
+    return Described(name, meta.dtype, tuple(meta.shape))
+
+
+def _one(value: Tensor | list[Tensor]) -> Tensor:
+    return value[0] if isinstance(value, list) else value

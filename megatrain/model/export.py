@@ -1,0 +1,262 @@
+"""Weights out: a Hugging Face folder, written shard by shard and put in place at once."""
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatrain.errors import InputError, RunFailed
+from megatrain.model.conversion import ExportBatch, plan_export
+from megatrain.model.shards import INDEX_FILE, SINGLE_FILE, Described, write_shard
+from megatrain.units import GIB, gib
+
+Values = Mapping[str, Callable[[], Tensor]]
+
+SHARD_FILE = "model-{:05d}-of-{:05d}.safetensors"
+# What an export replaces in a folder that it finds; all else there (tokenizer, notes) stays.
+REPLACED = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"|config\.json|generation_config\.json"
+)
+
+
+def write_weights(
+    folder: Path,
+    model: PreTrainedModel,
+    tensors: Values,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int = 5 * GIB,
+) -> None:
+    """Write config.json, generation_config.json and safetensors shards, as `save_pretrained` does.
+
+    Tied weights are written once and in the layout that the model has on the hub. One tensor is
+    held at a time (one layer's experts where they are split up), besides what `tensors` hold.
+
+    Args:
+        folder: made, or replaced as a whole; other files in it are kept. Readers see the old
+            folder or the new one; after a crash between two renames the old one is still beside
+            it under a hidden name, and the next export puts it back.
+        model: tells the configuration, names and shapes; its parameters are not read.
+        tensors: for each distinct parameter, by its first name, a function that gives its values
+            on the CPU. Persistent buffers may be among them; others are taken from the model.
+        dtype: of the parameters in the files. Those which the class wants in float32 at any
+            dtype, and buffers, keep theirs.
+        max_shard_bytes: a larger tensor gets a shard of its own.
+
+    Raises:
+        InputError: `folder` is a file.
+        RunFailed: not enough disk space, or the disk cannot be written; nothing is left behind.
+        ValueError: `tensors` lacks a name, or has one that the model does not know.
+    """
+    folder = Path(folder).resolve()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file; give a folder to export to")
+    saved = _saved_names(model, tensors)
+    metas = _metas(model, saved, dtype)
+    batches = _in_file_order(plan_export(model, metas), metas)
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        _prepare(folder, partial)
+        _check_space(folder, sum(each.num_bytes for batch in batches for each in batch.outputs))
+        _write_configs(partial, model, dtype)
+        values = _values(model, batches, lambda name: _value(model, tensors, saved[name]))
+        _write_shards(partial, model, batches, values, max_shard_bytes)
+        _keep_other_files(folder, partial)
+        _publish(partial, folder)
+    except OSError as error:
+        raise RunFailed(
+            f"{folder}: cannot export the model: {error.strerror or error}; nothing was written, "
+            "make room or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
+    """The names that are written, each with the first name of the same tensor."""
+    persistent = model.state_dict().keys()
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    buffers = [each for each in model.named_buffers() if each[0] in persistent]
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in parameters + buffers:
+        aliases.setdefault(id(tensor), []).append(name)
+    needed = {name for name, _ in model.named_parameters()}
+    known = {names[0] for names in aliases.values()}
+    if needed - tensors.keys() or tensors.keys() - known:
+        raise ValueError(f"names do not match: {sorted(needed ^ (tensors.keys() - known))[:3]}")
+    # The name that transformers expects is the one that others are tied to.
+    tied = model.all_tied_weights_keys
+    ignored = set(model._keys_to_ignore_on_save or ())
+    saved = {
+        next((n for n in names if n not in tied), names[0]): names[0] for names in aliases.values()
+    }
+    return {name: first for name, first in saved.items() if name not in ignored}
+
+
+def _metas(
+    model: PreTrainedModel, saved: Mapping[str, str], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Shape and file dtype of all that is written."""
+    in_float32 = [re.compile(each.replace("*", ".*")) for each in model._get_dtype_plan(dtype)]
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    metas = {}
+    for name in saved:
+        reference = model.get_parameter_or_buffer(name)
+        file_dtype = dtype if name in parameters else reference.dtype
+        if any(pattern.search(name) for pattern in in_float32):
+            file_dtype = torch.float32
+        metas[name] = torch.empty(reference.shape, dtype=file_dtype, device="meta")
+    return metas
+
+
+def _in_file_order(batches: list[ExportBatch], metas: Mapping[str, Tensor]) -> list[ExportBatch]:
+    """Wide elements first, which keeps every tensor of a shard aligned; then the model's order."""
+    position = {name: i for i, name in enumerate(metas)}
+    return sorted(batches, key=lambda each: (-each.dtype.itemsize, position[each.inputs[0]]))
+
+
+def _value(model: PreTrainedModel, tensors: Values, name: str) -> Tensor:
+    value = tensors[name]() if name in tensors else model.get_parameter_or_buffer(name)
+    if value.shape != model.get_parameter_or_buffer(name).shape:
+        raise ValueError(f"{name!r} was given with shape {list(value.shape)}")
+    return value.detach()
+
+
+def _values(
+    model: PreTrainedModel, batches: list[ExportBatch], value: Callable[[str], Tensor]
+) -> Iterator[Tensor]:
+    """All outputs of all batches in order, each made when it is asked for."""
+    for batch in batches:
+        yield from batch.convert(
+            model, {name: value(name).to(batch.dtype) for name in batch.inputs}
+        )
+
+
+def _write_configs(partial: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    # Written without transformers' strict check: a published configuration that has become
+    # questionable is no reason to lose a trained model.
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    for key in config.sub_configs:
+        if getattr(config, key, None) is not None:
+            getattr(config, key).dtype = dtype
+    config.to_json_file(partial / "config.json", use_diff=True)
+    if model.can_generate():
+        model.generation_config.to_json_file(partial / "generation_config.json")
+
+
+def _write_shards(
+    partial: Path,
+    model: PreTrainedModel,
+    batches: list[ExportBatch],
+    values: Iterator[Tensor],
+    max_shard_bytes: int,
+) -> None:
+    shards = _split([each for batch in batches for each in batch.outputs], max_shard_bytes)
+    if len(shards) == 1:
+        write_shard(partial / SINGLE_FILE, shards[0], values)
+        return
+    file_of: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = SHARD_FILE.format(number, len(shards))
+        write_shard(partial / file_name, shard, values)
+        file_of |= {described.name: file_name for described in shard}
+    total = sum(described.num_bytes for shard in shards for described in shard)
+    metadata = {"total_parameters": model.num_parameters(), "total_size": total}
+    index = {"metadata": metadata, "weight_map": file_of}
+    (partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _split(described: list[Described], max_shard_bytes: int) -> list[list[Described]]:
+    shards: list[list[Described]] = [[]]
+    size = 0
+    for each in described:
+        if shards[-1] and size + each.num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(each)
+        size += each.num_bytes
+    return shards
+
+
+def _prepare(folder: Path, partial: Path) -> None:
+    """An empty folder to write in, and what an earlier crash left put right."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    retired = _retired(folder)
+    if retired.exists() and not folder.exists():
+        retired.rename(folder)
+    for leftover in (retired, partial):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    partial.mkdir()
+
+
+def _check_space(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder.parent).free
+    if free < num_bytes:
+        raise RunFailed(
+            f"{folder}: the model takes {gib(num_bytes)} and the disk has {gib(free)} left; "
+            "nothing was written, make room or choose another folder"
+        )
+
+
+def _keep_other_files(folder: Path, partial: Path) -> None:
+    if not folder.exists():
+        return
+
+    def replaced(directory: str, names: Sequence[str]) -> list[str]:
+        at_top = Path(directory) == folder
+        return [name for name in names if at_top and REPLACED.fullmatch(name)]
+
+    shutil.copytree(
+        folder, partial, symlinks=True, ignore=replaced, copy_function=_link, dirs_exist_ok=True
+    )
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # not every file system has hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _retired(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Put `partial` at `folder`, on the disk for good."""
+    for path in partial.iterdir():
+        if path.is_file():
+            _sync(path)
+    _sync(partial)
+    retired = _retired(folder)
+    replacing = folder.exists()
+    if replacing:
+        folder.rename(retired)
+    try:
+        partial.rename(folder)
+    except OSError:
+        if replacing:
+            retired.rename(folder)
+        raise
+    _sync(folder.parent)
+    if replacing:
+        shutil.rmtree(retired)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,296 @@
+"""Safetensors shards: headers that are checked before they are believed, bytes read one by one.
+
+The safetensors library maps whole files, and mapped pages count as memory of the process. Here
+each tensor is read and written by itself, so a load or an export holds only what is in flight.
+Format: eight bytes of header length, a JSON header, the data without holes
+(https://huggingface.co/docs/safetensors).
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.units import MIB, align
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# The largest published index (a trillion parameters, expert by expert) is 15 MB; parsed JSON takes
+# some twenty times its text, and a hostile file must not take the memory.
+MAX_JSON_BYTES = 32 * MIB
+MAX_NAME_LENGTH = 1000
+MAX_DIMENSIONS = 16
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+DAMAGED = "the file is damaged, download or copy it again"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint: where its bytes lie."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # of its first byte in the file
+    num_bytes: int
+
+    def read(self) -> Tensor:
+        """Its values in memory of their own, on the CPU, in the file's dtype."""
+        return self.read_bytes(0, self.num_bytes).view(self.dtype).view(self.shape)
+
+    def read_bytes(self, offset: int, num_bytes: int) -> Tensor:
+        """A part of its bytes, uint8.
+
+        Raises:
+            InputError: the file became unreadable or shorter since its header was checked.
+        """
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        room = data.numpy().data
+        try:
+            with self.file.open("rb", buffering=0) as file:
+                file.seek(self.start + offset)
+                while len(room) > 0:  # one call reads 2 GiB at most
+                    count = file.readinto(room)
+                    if not count:
+                        raise InputError(f"{self.file}: it ends inside {self.name!r}; {DAMAGED}")
+                    room = room[count:]
+        except OSError as error:
+            raise InputError(f"{self.file}: cannot read {self.name!r}: {error.strerror}") from error
+        return data
+
+    def blank(self) -> Tensor:
+        """A meta tensor of its shape and dtype."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the safetensors checkpoint in a folder, found from the headers alone.
+
+    Raises:
+        InputError: no safetensors, or an index or a header which does not hold together.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return {stored.name: stored for stored in read_header(folder / SINGLE_FILE)}
+    if not (folder / INDEX_FILE).is_file():
+        raise InputError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}{_pickle_hint(folder)}")
+    file_of = _read_index(folder / INDEX_FILE)
+    found: dict[str, Stored] = {}
+    for file_name in dict.fromkeys(file_of.values()):
+        for stored in read_header(_shard(folder, file_name)):
+            if stored.name in found:
+                raise InputError(
+                    f"{stored.file}: {stored.name!r} is also in {found[stored.name].file.name}; "
+                    "each tensor may be stored once"
+                )
+            found[stored.name] = stored
+    for name, file_name in file_of.items():
+        if name not in found or found[name].file.name != PurePosixPath(file_name).name:
+            raise InputError(
+                f"{folder / file_name}: no tensor {name!r}, which {INDEX_FILE} places there; "
+                "index and shards are of different versions, download the model again"
+            )
+    return found
+
+
+def has_pickle_weights(folder: Path) -> bool:
+    """Whether a folder holds weights in torch's pickle format, which is never read."""
+    return any(True for pattern in ("*.bin", "*.pt", "*.pth") for _ in folder.glob(pattern))
+
+
+def _pickle_hint(folder: Path) -> str:
+    if not has_pickle_weights(folder):
+        return "; give a folder with safetensors weights"
+    return (
+        ", only pickle weights, which can run code and are never read; convert them with "
+        "transformers (from_pretrained, then save_pretrained) where you trust them"
+    )
+
+
+def _shard(folder: Path, file_name: str) -> Path:
+    relative = PurePosixPath(file_name)
+    if relative.is_absolute() or ".." in relative.parts or not file_name.isprintable():
+        raise InputError(f"{folder / INDEX_FILE}: shard {file_name!r} lies outside the folder")
+    if not (folder / file_name).is_file():
+        raise InputError(
+            f"{folder / file_name}: the shard is missing, {INDEX_FILE} names it; "
+            "the download is incomplete, fetch the model again"
+        )
+    return folder / file_name
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    content = read_json(path)
+    file_of = content.get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
+        raise InputError(f"{path}: no weight_map; {DAMAGED}")
+    for name, file_name in file_of.items():
+        if not isinstance(file_name, str) or not 0 < len(file_name) <= MAX_NAME_LENGTH:
+            raise InputError(f"{path}: the shard of {name!r} is not a file name; {DAMAGED}")
+    return file_of
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file that need not be honest.
+
+    Raises:
+        InputError: too large, not JSON, nested too deeply, a key twice, or not an object.
+    """
+    try:
+        if not path.is_file():
+            raise InputError(f"{path}: not a file")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise InputError(
+                f"{path}: larger than {MAX_JSON_BYTES // MIB} MiB, that cannot be right"
+            )
+        return _parse_object(path.read_bytes(), path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot read it: {error.strerror}") from error
+
+
+def _parse_object(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
+    except RecursionError as error:
+        raise InputError(f"{path}: its JSON is nested too deeply; {DAMAGED}") from error
+    except ValueError as error:  # not UTF-8, not JSON, a duplicate key, an endless number
+        raise InputError(f"{path}: its JSON cannot be read ({error}); {DAMAGED}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: its JSON is not an object; {DAMAGED}")
+    return content
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
+        raise ValueError(f"key {twice[:MAX_NAME_LENGTH]!r} is there twice")
+    if any(len(key) > MAX_NAME_LENGTH for key in content):
+        raise ValueError(f"a key is longer than {MAX_NAME_LENGTH} characters")
+    return content
+
+
+def read_header(path: Path) -> list[Stored]:
+    """The tensors of one shard in the order of their bytes.
+
+    Raises:
+        InputError: the header is no header, or does not describe exactly the bytes that follow.
+    """
+    try:
+        with path.open("rb") as file:
+            file_bytes = path.stat().st_size
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if header_bytes > min(file_bytes - 8, MAX_JSON_BYTES):
+                raise InputError(
+                    f"{path}: its first 8 bytes ask for a header of {header_bytes} bytes in a file "
+                    f"of {file_bytes}; it is truncated or not a safetensors file"
+                )
+            text = file.read(header_bytes)
+    except OSError as error:
+        raise InputError(f"{path}: cannot read it: {error.strerror}") from error
+    entries = _parse_object(text, path)
+    entries.pop("__metadata__", None)
+    data_start = 8 + header_bytes
+    tensors = [_entry(path, name, entry, data_start) for name, entry in entries.items()]
+    tensors.sort(key=lambda stored: (stored.start, stored.num_bytes))
+    _check_coverage(path, tensors, data_start, file_bytes)
+    return tensors
+
+
+def _entry(path: Path, name: str, entry: Any, data_start: int) -> Stored:
+    try:
+        dtype_name, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape[: MAX_DIMENSIONS + 1], first, last]
+    except (TypeError, KeyError, ValueError, IndexError) as error:
+        raise InputError(
+            f"{path}: {name!r} lacks a dtype, shape or data_offsets; {DAMAGED}"
+        ) from error
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise InputError(f"{path}: {name!r} has an impossible shape or offset; {DAMAGED}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise InputError(f"{path}: {name!r} has {len(shape)} dimensions; {DAMAGED}")
+    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
+        raise InputError(
+            f"{path}: {name!r} is stored as {str(dtype_name)[:40]}; only plain float weights can "
+            "be trained, use the unquantised model"
+        )
+    if last - first != prod(shape) * dtype.itemsize:
+        raise InputError(
+            f"{path}: {name!r} of shape {shape} and dtype {dtype_name} cannot have "
+            f"{last - first} bytes; {DAMAGED}"
+        )
+    return Stored(name, path, dtype, tuple(shape), data_start + first, last - first)
+
+
+def _check_coverage(path: Path, tensors: list[Stored], start: int, file_bytes: int) -> None:
+    """The tensors must lie end to end from the header to the end of the file."""
+    for stored in tensors:
+        if stored.start + stored.num_bytes > file_bytes:
+            raise InputError(
+                f"{path}: truncated, {stored.name!r} ends at byte "
+                f"{stored.start + stored.num_bytes} of {file_bytes}; fetch the file again"
+            )
+        if stored.start != start:
+            problem = "overlaps the tensor before it" if stored.start < start else "follows a hole"
+            raise InputError(f"{path}: {stored.name!r} {problem}; {DAMAGED}")
+        start += stored.num_bytes
+    if start != file_bytes:
+        raise InputError(f"{path}: {file_bytes - start} bytes belong to no tensor; {DAMAGED}")
+
+
+@dataclass(frozen=True)
+class Described:
+    """One tensor that is going to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_shard(path: Path, described: Sequence[Described], tensors: Iterable[Tensor]) -> None:
+    """One shard with `tensors`, taken one by one in the order of `described`.
+
+    Element sizes must not increase along `described`, so that each tensor is aligned.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+        ValueError: a tensor is not as described.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in described:
+        header[entry.name] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.num_bytes],
+        }
+        offset += entry.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(align(len(text), 8))
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry, tensor in zip(described, tensors, strict=False):
+            if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
+                raise ValueError(f"{entry.name!r} is not as announced in the header")
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,307 @@
+"""Weights in: from a safetensors checkpoint straight to wherever the caller keeps them."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from threading import Condition
+from types import SimpleNamespace
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatrain.errors import InputError
+from megatrain.model.conversion import Recipe, plan_load
+from megatrain.model.shards import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Stored,
+    has_pickle_weights,
+    read_json,
+    stored_tensors,
+)
+from megatrain.units import GIB, MIB
+
+Write = Callable[[str, Tensor], None]
+
+# What all threads together may have read and not yet handed over; a single larger tensor passes.
+IN_FLIGHT_BYTES = GIB
+COMPARED_BYTES = 16 * MIB
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def resolve_model(path_or_id: str | Path) -> Path:
+    """The folder of a model: a local one as it is, otherwise downloaded from the hub.
+
+    Raises:
+        InputError: no such folder or hub model, no access, no network, or only pickle weights.
+    """
+    folder = Path(os.path.expanduser(path_or_id))
+    if not folder.exists():
+        folder = _download(str(path_or_id))
+    if not folder.is_dir():
+        raise InputError(f"{path_or_id}: not a folder; give the model's folder or its hub id")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{path_or_id}: no config.json there, so it is not a model's folder")
+    has_weights = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
+    if not has_weights and has_pickle_weights(folder):
+        stored_tensors(folder)  # says why not and what to do
+    return folder
+
+
+def _download(model_id: str) -> Path:
+    try:
+        return Path(
+            snapshot_download(model_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_EXTRAS)
+        )
+    except HFValidationError as error:
+        raise InputError(f"{model_id}: no such folder, and not a hub id (owner/name)") from error
+    except GatedRepoError as error:
+        raise InputError(
+            f"{model_id}: its owner restricts access; accept the terms on its hub page, then log "
+            "in with `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise InputError(
+            f"{model_id}: no such folder and no such model on the hub; check the spelling, and "
+            "log in with `hf auth login` if it is private"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise InputError(
+            f"{model_id}: no such folder, not in the local cache, and the hub cannot be reached; "
+            "check the network or HF_HUB_OFFLINE, or give a local folder"
+        ) from error
+    except Exception as error:  # those of the HTTP library, which differs between versions
+        raise InputError(f"{model_id}: cannot download it: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def source_dtype(folder: Path) -> torch.dtype:
+    """The dtype a model was published in: what config.json says, else most of its bytes.
+
+    A folder without either is float32, as in transformers.
+
+    Raises:
+        InputError: an unreadable config.json or shard, or a dtype that is no plain float.
+    """
+    config = read_json(folder / "config.json")
+    nested = config.get("text_config")
+    for section in (config, nested if isinstance(nested, dict) else {}):
+        name = section.get("dtype") or section.get("torch_dtype")
+        if name is not None:
+            dtype = getattr(torch, str(name).removeprefix("torch."), None)
+            if dtype not in FLOATS:
+                raise InputError(f"{folder / 'config.json'}: dtype {name!r} is no float to train")
+            return dtype
+    if not (folder / SINGLE_FILE).is_file() and not (folder / INDEX_FILE).is_file():
+        return torch.float32
+    num_bytes = dict.fromkeys(FLOATS, 0)
+    for stored in stored_tensors(folder).values():
+        if stored.dtype in num_bytes:
+            num_bytes[stored.dtype] += stored.num_bytes
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype])
+
+
+def read_weights(
+    folder: Path, model: PreTrainedModel, write: Write, *, threads: int
+) -> tuple[str, ...]:
+    """Read every parameter and persistent buffer of `model` from the checkpoint in `folder`.
+
+    Everything that headers can tell is checked before the first write. Then `write(name, tensor)`
+    is called once for each distinct parameter and persistent buffer, from `threads` threads at a
+    time: `name` as in `named_parameters()` and `named_buffers()`, `tensor` on the CPU, contiguous,
+    of the model's shape, in the file's own dtype.
+
+    Args:
+        folder: holds model.safetensors, or shards and their index.
+        model: tells names, shapes and ties; its parameters may be on the meta device. Its
+            `_weight_conversions` is set as `from_pretrained` does.
+        write: takes the values; an exception from it ends the load and is raised again.
+        threads: how many tensors are read at once, within IN_FLIGHT_BYTES.
+
+    Returns:
+        Names which the model's class lets a checkpoint leave out, and this one does: they are
+        for the caller to initialise. Almost always empty.
+
+    Raises:
+        InputError: tensors missing, unknown, misshapen or not of a float dtype, or damaged files.
+    """
+    quantization = getattr(model.config, "quantization_config", None)
+    if quantization is not None:
+        raise InputError(f"{folder}: its weights are quantised; use the unquantised model")
+    references, first_name = _references(model)
+    plan = plan_load(model, stored_tensors(folder))
+    if plan.repeated:
+        again = plan.repeated[0]
+        raise InputError(f"{again.file}: {again.name!r} is stored again under another name")
+    built = _check_recipes(model, plan.recipes, references)
+    recipes = _without_tied_copies(plan.recipes, first_name)
+    missing = {first_name[name] for name in references} - {first_name[name] for name in built}
+    left_out = _check_complete(folder, model, missing, plan.unexpected)
+    _read_all(recipes, model, lambda name, tensor: write(first_name[name], tensor), threads)
+    return left_out
+
+
+def _references(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every name that a checkpoint may use, with its tensor and with that tensor's first name."""
+    saved = model.state_dict().keys()
+    named = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    references = {name: tensor for name, tensor in named if name in saved}
+    first: dict[int, str] = {}
+    for name, tensor in references.items():
+        first.setdefault(id(tensor), name)
+    return references, {name: first[id(tensor)] for name, tensor in references.items()}
+
+
+def _check_recipes(
+    model: PreTrainedModel, recipes: list[Recipe], references: Mapping[str, Tensor]
+) -> set[str]:
+    """Build everything on the meta device; returns the names that come out."""
+    built: set[str] = set()
+    for recipe in recipes:
+        stored = recipe.sources[0][1]
+        where = f"{stored.file}: {stored.name!r}"
+        if recipe.converter is not None:
+            where += f" (and {len(recipe.sources) - 1} others, which are merged or split)"
+        try:
+            outputs = recipe.build(model, Stored.blank)
+        except Exception as error:  # a converter's operations each fail in their own way
+            raise InputError(
+                f"{where} cannot become {recipe.target!r}: {_first_line(error)}; tensors "
+                "are missing or of a wrong shape"
+            ) from error
+        for name, tensor in outputs.items():
+            if name not in references or name in built:
+                raise InputError(f"{where} would give {name!r}, which is no parameter to be read")
+            _check_tensor(model, where, name, tensor, references[name])
+            built.add(name)
+    return built
+
+
+def _check_tensor(
+    model: PreTrainedModel, where: str, name: str, tensor: Tensor, reference: Tensor
+) -> None:
+    if tensor.shape != reference.shape:
+        raise InputError(
+            f"{where} has shape {list(tensor.shape)}, but {type(model).__name__} needs "
+            f"{list(reference.shape)} for {name!r}; weights and config.json do not belong together"
+        )
+    if reference.is_floating_point() and tensor.dtype not in FLOATS:
+        raise InputError(
+            f"{where} has dtype {str(tensor.dtype).removeprefix('torch.')}; only float weights "
+            "can be trained, use the unquantised model"
+        )
+    if not reference.is_floating_point() and tensor.dtype.is_floating_point:
+        raise InputError(f"{where} is a float, but {name!r} holds {reference.dtype}")
+
+
+def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -> list[Recipe]:
+    """One recipe for each distinct parameter; a second copy must say the same.
+
+    transformers reads a checkpoint whose copies differ as untied, whatever its config says; that
+    would be another model than the one that is being trained.
+    """
+    kept: dict[str, Recipe] = {}
+    for recipe in recipes:
+        first = first_name.get(recipe.target, recipe.target)
+        other = kept.setdefault(first, recipe)
+        if other is not recipe and not _same_values(other, recipe):
+            raise InputError(
+                f"{recipe.sources[0][1].file}: {recipe.target!r} and {other.target!r} are tied "
+                "in config.json, but their values differ; set tie_word_embeddings to false"
+            )
+    return list(kept.values())
+
+
+def _same_values(one: Recipe, other: Recipe) -> bool:
+    a, b = one.sources[0][1], other.sources[0][1]
+    if one.converter or other.converter or (a.dtype, a.num_bytes) != (b.dtype, b.num_bytes):
+        return False
+    return all(
+        torch.equal(a.read_bytes(offset, count), b.read_bytes(offset, count))
+        for offset in range(0, a.num_bytes, COMPARED_BYTES)
+        for count in [min(COMPARED_BYTES, a.num_bytes - offset)]
+    )
+
+
+def _check_complete(
+    folder: Path, model: PreTrainedModel, missing: set[str], unexpected: Mapping[str, Stored]
+) -> tuple[str, ...]:
+    """Refuse what the class does not declare ignorable; returns the missing that it does."""
+    report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(report)
+    if report.missing_keys:
+        raise InputError(
+            f"{folder}: {_some(report.missing_keys)} of {type(model).__name__} "
+            "missing; the weights are incomplete or config.json belongs to another model"
+        )
+    if report.unexpected_keys:
+        stored = unexpected[min(report.unexpected_keys)]
+        raise InputError(
+            f"{stored.file}: {_some({unexpected[name].name for name in report.unexpected_keys})} "
+            f"unknown to {type(model).__name__}; config.json belongs to another model"
+        )
+    return tuple(sorted(missing))
+
+
+def _some(names: set[str]) -> str:
+    if len(names) == 1:
+        return f"tensor {min(names)!r} is"
+    return f"{len(names)} tensors ({min(names)!r} the first) are"
+
+
+def _read_all(recipes: list[Recipe], model: PreTrainedModel, write: Write, threads: int) -> None:
+    room = _Room(IN_FLIGHT_BYTES)
+
+    def read(recipe: Recipe) -> None:
+        with room.taken(recipe.working_bytes):
+            for name, tensor in recipe.build(model, Stored.read).items():
+                write(name, tensor)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
+        reads = [pool.submit(read, recipe) for recipe in recipes]
+        try:
+            for finished in as_completed(reads):
+                finished.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class _Room:
+    """Bytes that threads share; one that asks for more than there is at all gets it alone."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._free = self._all = num_bytes
+        self._changed = Condition()
+
+    @contextmanager
+    def taken(self, num_bytes: int) -> Iterator[None]:
+        num_bytes = min(num_bytes, self._all)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= num_bytes)
+            self._free -= num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += num_bytes
+                self._changed.notify_all()
