@@ -188,6 +188,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "longcat_flash": {"head_dim": 4, "zero_expert_num": 2},
     "mamba2": {"head_dim": 16},
+    "minicpm3": {"dim_model_base": HIDDEN // 2},
     "ministral": {"head_dim": HEAD_DIM},
     "musicgen": {"num_codebooks": 1},
     "musicgen_melody": {"num_codebooks": 1},
