@@ -1,3 +1,41 @@
-"""Full-precision training of large language models, streamed from host memory."""
+"""MegaTrain: full-precision training of large language models on one GPU, from host memory."""
 
-__version__ = "0.1.0"
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed
+from megatrain.placement import Placement
+
+if TYPE_CHECKING:
+    from megatrain.engine import Engine, StepResult
+    from megatrain.optim import AdamW
+
+__all__ = [
+    "AdamW",
+    "DoesNotFit",
+    "Engine",
+    "InputError",
+    "MegatrainError",
+    "Placement",
+    "RunFailed",
+    "StepResult",
+    "__version__",
+]
+
+try:
+    __version__ = version("megatrain")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0.0.0"
+
+
+def __getattr__(name: str) -> Any:
+    # torch and transformers take seconds to import; a command that prints help needs neither.
+    if name in ("Engine", "StepResult"):
+        from megatrain import engine
+
+        return getattr(engine, name)
+    if name == "AdamW":
+        from megatrain.optim import AdamW
+
+        return AdamW
+    raise AttributeError(f"module 'megatrain' has no attribute {name!r}")

@@ -1,0 +1,36 @@
+"""Devices: where tensors are computed, and what orders the work on them."""
+
+import torch
+
+from megatrain.device.base import Buffer, Device
+from megatrain.device.cpu import CpuDevice
+from megatrain.device.trace import TraceDevice
+from megatrain.errors import InputError
+
+__all__ = ["Buffer", "CpuDevice", "Device", "TraceDevice", "open_device"]
+
+
+def open_device(name: str | None = None) -> Device:
+    """The device called `cpu`, `cuda` or `cuda:N`; None takes the GPU if there is one.
+
+    Raises:
+        InputError: no such device, or a GPU was demanded and there is none.
+    """
+    from megatrain.device import cuda
+
+    if name in (None, "auto"):
+        name = "cuda" if cuda.available() else "cpu"
+    try:
+        parsed = torch.device(str(name))
+    except RuntimeError as error:
+        raise InputError(f"no device {name!r}; write cpu, cuda or cuda:N") from error
+    if parsed.type == "cpu":
+        return CpuDevice()
+    if parsed.type != "cuda":
+        raise InputError(f"no device {name!r}; write cpu, cuda or cuda:N")
+    if not cuda.available():
+        raise InputError(
+            f"device {name!r} was asked for, but torch sees no GPU here; install a CUDA build of "
+            "torch and check nvidia-smi, or take device cpu"
+        )
+    return cuda.CudaDevice(parsed.index or 0)

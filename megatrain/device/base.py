@@ -1,0 +1,81 @@
+"""What the engine asks of a device: buffers, streams, events, and work that is put on streams.
+
+Streams run in order; two streams run at once unless an event orders them. Some streams are host
+threads (the optimizer's update, the gathering of embedding rows): the protocol does not tell them
+apart, so the same schedule runs on a GPU, in program order on the CPU, and on the trace device that
+only checks it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+COMPUTE = "compute"  # layers, in order
+COPY_IN = "copy in"  # host to device
+COPY_OUT = "copy out"  # device to host
+UPDATE = "update"  # a host thread: optimizer
+ROWS = "rows"  # a host thread: embedding rows in and out of the host planes
+HOST_STREAMS = (UPDATE, ROWS)
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """A named range of memory; `data` is flat (on the meta device where nothing is computed)."""
+
+    name: str
+    data: Tensor
+
+
+class Event(Protocol):
+    """A point in a stream: everything put on it before."""
+
+
+@runtime_checkable
+class Device(Protocol):
+    """A place to compute, with its streams. Sizes are in elements of `dtype`."""
+
+    kind: str
+    torch_device: torch.device
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        """Device memory, not initialised. Raises DoesNotFit."""
+
+    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+        """An exact-size host range of zeros. Raises DoesNotFit."""
+
+    def run(
+        self,
+        stream: str,
+        name: str,
+        work: Callable[[], Any],
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> Any:
+        """Put `work` on a stream; returns its result (None on host streams and on `trace`)."""
+
+    def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
+        """Put a copy of the first `numel` elements on a stream."""
+
+    def record(self, stream: str) -> Event:
+        """The point that `stream` has been filled up to."""
+
+    def wait(self, stream: str, event: Event | None, why: str) -> None:
+        """Later work of `stream` starts after `event` (at once if None); `why` names the wait."""
+
+    def synchronize(self, event: Event | None, why: str) -> None:
+        """Block the caller until `event` has passed. Raises RunFailed if a host stream died."""
+
+    def read(self, buffer: Buffer) -> list[float]:
+        """The numbers in a host buffer, as the caller sees them now (zeros on `trace`)."""
+
+    def seed(self, seed: int) -> None:
+        """Start the random numbers of work put on COMPUTE after this anew."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: `device_bytes`, `device_peak_bytes`, `device_total_bytes`."""
+
+    def close(self) -> None:
+        """Finish all streams and give the memory back."""

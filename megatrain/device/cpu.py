@@ -1,0 +1,60 @@
+"""The CPU as a device: real numbers, in program order."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatrain.device.base import Buffer
+from megatrain.device.ranges import host_range
+
+
+class _Passed:
+    """Every event of this device has passed when it is recorded."""
+
+
+class CpuDevice:
+    """Runs each piece of work at once, in the order in which it is put on any stream."""
+
+    kind = "cpu"
+    torch_device = torch.device("cpu")
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        return Buffer(name, torch.empty(numel, dtype=dtype))
+
+    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+        return Buffer(name, host_range(name, numel, dtype))
+
+    def run(
+        self,
+        stream: str,
+        name: str,
+        work: Callable[[], Any],
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> Any:
+        return work()
+
+    def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
+        to.data[:numel].copy_(source.data[:numel])
+
+    def record(self, stream: str) -> _Passed:
+        return _Passed()
+
+    def wait(self, stream: str, event: object | None, why: str) -> None:
+        return None
+
+    def synchronize(self, event: object, why: str) -> None:
+        return None
+
+    def read(self, buffer: Buffer) -> list[float]:
+        return buffer.data.tolist()
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def memory(self) -> dict[str, int]:
+        return {"device_bytes": 0, "device_peak_bytes": 0, "device_total_bytes": 0}
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,164 @@
+"""An NVIDIA GPU. The only file that says torch.cuda.
+
+Host streams are threads. A device stream waits for one through a counter in pinned memory
+(`cuStreamWaitValue32`), so the thread that launches kernels never blocks on an update.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer
+from megatrain.device.ranges import host_range
+from megatrain.device.worker import HostWorker
+from megatrain.errors import DoesNotFit, RunFailed
+from megatrain.units import gib
+
+_WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ, cyclic on 32 bits
+
+
+def available() -> bool:
+    """Whether torch sees a GPU."""
+    return torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class HostEvent:
+    """A host stream's counter has reached `count`."""
+
+    worker: HostWorker
+    count: int
+
+
+class CudaDevice:
+    """One GPU with a compute stream, two copy streams and two host threads."""
+
+    kind = "cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+        torch.cuda.init()
+        self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: torch.cuda.current_stream()}
+        self._counters = host_range("host stream counters", 64 * len(HOST_STREAMS), torch.int32)
+        self._pinned: list[Tensor] = []
+        self._pin("host stream counters", self._counters)
+        self._workers = {
+            name: HostWorker(name, self._counters[64 * i : 64 * i + 1])
+            for i, name in enumerate(HOST_STREAMS)
+        }
+        self._driver = ctypes.CDLL("libcuda.so.1")
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        try:
+            return Buffer(name, torch.empty(numel, dtype=dtype, device=self.torch_device))
+        except torch.cuda.OutOfMemoryError as error:
+            free, _ = torch.cuda.mem_get_info(self.torch_device)
+            raise DoesNotFit(
+                f"no device memory for {name}: {gib(numel * dtype.itemsize)} wanted, {gib(free)} "
+                "free; use fewer slots or smaller micro-batches"
+            ) from error
+
+    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+        flat = host_range(name, numel, dtype)
+        if pinned:
+            self._pin(name, flat)
+        return Buffer(name, flat)
+
+    def _pin(self, name: str, flat: Tensor) -> None:
+        num_bytes = max(flat.numel(), 1) * flat.dtype.itemsize
+        status = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), num_bytes, 0))
+        if status != 0:
+            raise DoesNotFit(
+                f"cannot pin {gib(num_bytes)} of host memory for {name} (CUDA error {status}); "
+                "raise the locked-memory limit (ulimit -l unlimited)"
+            )
+        self._pinned.append(flat)
+
+    def _stream(self, name: str) -> torch.cuda.Stream:
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.torch_device)
+        return self._streams[name]
+
+    def run(
+        self,
+        stream: str,
+        name: str,
+        work: Callable[[], Any],
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> Any:
+        if stream in self._workers:
+            return self._workers[stream].put(name, work)
+        with torch.cuda.stream(self._stream(stream)):
+            return work()
+
+    def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
+        with torch.cuda.stream(self._stream(stream)):
+            to.data[:numel].copy_(source.data[:numel], non_blocking=True)
+
+    def record(self, stream: str) -> Any:
+        if stream in self._workers:
+            worker = self._workers[stream]
+            return HostEvent(worker, worker.mark())
+        return self._stream(stream).record_event(torch.cuda.Event(blocking=True))
+
+    def wait(self, stream: str, event: Any | None, why: str) -> None:
+        if event is None:
+            return
+        if stream in self._workers:
+            self._workers[stream].put(why, lambda: self._block(event))
+        elif isinstance(event, HostEvent):
+            self._wait_for_counter(stream, event)
+        else:
+            self._stream(stream).wait_event(event)
+
+    def _wait_for_counter(self, stream: str, event: HostEvent) -> None:
+        if event.worker.passed(event.count):
+            return
+        status = self._driver.cuStreamWaitValue32_v2(
+            ctypes.c_void_p(self._stream(stream).cuda_stream),
+            ctypes.c_uint64(event.worker.counter.data_ptr()),
+            ctypes.c_uint32(event.count),
+            ctypes.c_uint(_WAIT_GREATER_OR_EQUAL),
+        )
+        if status != 0:
+            raise RunFailed(f"the driver refused a stream wait (cuStreamWaitValue32: {status})")
+
+    @staticmethod
+    def _block(event: Any) -> None:
+        if isinstance(event, HostEvent):
+            event.worker.wait(event.count)
+        else:
+            event.synchronize()
+
+    def synchronize(self, event: Any | None, why: str) -> None:
+        if event is not None:
+            self._block(event)
+        for worker in self._workers.values():
+            worker.check()
+
+    def read(self, buffer: Buffer) -> list[float]:
+        return buffer.data.tolist()
+
+    def seed(self, seed: int) -> None:
+        torch.cuda.manual_seed(seed)
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "device_bytes": torch.cuda.memory_reserved(self.torch_device),
+            "device_peak_bytes": torch.cuda.max_memory_reserved(self.torch_device),
+            "device_total_bytes": torch.cuda.mem_get_info(self.torch_device)[1],
+        }
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+        torch.cuda.synchronize(self.torch_device)
+        for flat in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+        self._pinned.clear()

@@ -1,0 +1,35 @@
+"""Host memory as exact-size anonymous mappings, first touched by all cores.
+
+Not torch's pinned allocator: that one rounds sizes up to powers of two and touches pages with one
+thread. A range lives as long as any tensor that views it.
+"""
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from megatrain import kernels
+from megatrain.errors import DoesNotFit
+from megatrain.units import gib
+
+
+def host_range(name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    """`numel` zeros of `dtype` in a mapping of their own, every page present.
+
+    Raises:
+        DoesNotFit: the system does not give the memory.
+    """
+    num_bytes = max(numel, 1) * dtype.itemsize
+    try:
+        mapping = mmap.mmap(-1, num_bytes)
+    except OSError as error:
+        raise DoesNotFit(
+            f"no host memory for {name}: {gib(num_bytes)} wanted ({error.strerror}); close other "
+            "programs or train a smaller model"
+        ) from error
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    flat = torch.frombuffer(mapping, dtype=torch.uint8)
+    kernels.first_touch(flat, threads=os.cpu_count() or 1)
+    return flat.view(dtype)[:numel]

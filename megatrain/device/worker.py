@@ -1,0 +1,76 @@
+"""A host thread that behaves like a stream: work in order, a counter that says how far it is."""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatrain.errors import MegatrainError, RunFailed
+
+
+class HostWorker:
+    """Runs work in the order it is put on; `counter` (pinned int32) counts the marks passed.
+
+    After an error no further work runs, but marks still pass, so that nothing waits for ever; the
+    error is raised by the next `check` on the caller's thread.
+    """
+
+    def __init__(self, name: str, counter: Tensor) -> None:
+        self.name, self.counter = name, counter
+        self._marks = 0
+        self._passed = 0
+        self._error: BaseException | None = None
+        self._queue: queue.SimpleQueue[Callable[[], Any] | int | None] = queue.SimpleQueue()
+        self._condition = threading.Condition()
+        self._thread = threading.Thread(target=self._loop, name=f"megatrain {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, name: str, work: Callable[[], Any]) -> None:
+        """Queue `work`; its result is dropped."""
+        self._queue.put(work)
+
+    def mark(self) -> int:
+        """Queue a mark and return the count at which it has passed."""
+        self._marks += 1
+        self._queue.put(self._marks)
+        return self._marks
+
+    def passed(self, count: int) -> bool:
+        return self._passed >= count
+
+    def wait(self, count: int) -> None:
+        """Block until mark `count` has passed."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._passed >= count)
+
+    def check(self) -> None:
+        """Raise the error that stopped this worker, if any."""
+        if self._error is None:
+            return
+        if isinstance(self._error, MegatrainError):
+            raise self._error
+        raise RunFailed(f"the {self.name} thread failed: {self._error}") from self._error
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, int):
+                self._pass(item)
+            elif self._error is None:
+                try:
+                    item()
+                except BaseException as error:
+                    self._error = error
+
+    def _pass(self, count: int) -> None:
+        with self._condition:
+            self._passed = count
+            # The device compares 32 bits cyclically (see cuda.py).
+            self.counter[0] = (count + 2**31) % 2**32 - 2**31
+            self._condition.notify_all()

@@ -1,0 +1,190 @@
+"""From a model to the parts of a step: tiles, store, weights, units."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from megatrain.device import Device
+from megatrain.engine.embedding import Embedding
+from megatrain.engine.saved import HostSaved, Saved
+from megatrain.engine.sink import Sink
+from megatrain.engine.step import Parts, TrainingParts
+from megatrain.engine.stream import Stream
+from megatrain.engine.units import Head, Layer, Prologue
+from megatrain.engine.update import Update
+from megatrain.model.build import emptied, empty_model, load_config
+from megatrain.model.init import initialise
+from megatrain.model.outline import Outline
+from megatrain.model.program import Program
+from megatrain.model.weights import read_weights, resolve_model
+from megatrain.optim import StreamedOptimizer
+from megatrain.placement import Placement
+from megatrain.store import Store, Tile
+from megatrain.tile import TileLayout
+
+# Cores left to the thread that launches work and to the data loader.
+_SPARE_CORES = 2
+
+Write = Callable[[str, Tensor], None]
+
+
+@dataclass
+class Source:
+    """A model's structure and how to fill its weights: `fill(write)` calls write(name, values)."""
+
+    model: PreTrainedModel
+    folder: Path | None
+    given: PreTrainedModel | None
+
+
+def open_source(
+    model: PreTrainedModel | PreTrainedConfig | str | Path, *, trust_remote_code: bool
+) -> Source:
+    """Structure of a model given as a module, a configuration, a folder or a hub id.
+
+    Raises:
+        InputError: it cannot be read or is not a causal language model.
+    """
+    if isinstance(model, PreTrainedConfig):
+        return Source(empty_model(model, trust_remote_code=trust_remote_code), None, None)
+    if isinstance(model, PreTrainedModel):
+        return Source(emptied(model), None, model)
+    folder = resolve_model(model)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    return Source(empty_model(config, trust_remote_code=trust_remote_code), folder, None)
+
+
+def tile_layouts(outline: Outline, groups: dict[str, int]) -> list[TileLayout]:
+    """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
+
+    `groups` gives each trainable parameter's optimizer group; all others are frozen.
+    """
+    shapes = {name: p.shape for name, p in outline.skeleton.model.named_parameters()}
+    unused = set(outline.unused)
+
+    def layout(name: str, names: list[str]) -> TileLayout:
+        return TileLayout(
+            name, [(n, shapes[n], None if n in unused else groups.get(n)) for n in names]
+        )
+
+    tiles = [
+        layout("embedding", [n for n in outline.gathered if n not in outline.epilogue]),
+        layout("prologue", outline.prologue),
+    ]
+    for visit, layer in enumerate(outline.layers):
+        own = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
+        tiles.append(layout(f"layer {visit}", own))
+    return [*tiles, layout("head", outline.epilogue), layout("unused", outline.unused)]
+
+
+def fill(source: Source, outline: Outline, store: Store, device: Device, seed: int) -> None:
+    """Bring every weight and persistent buffer to its place: read, copied, or drawn."""
+    write = _writer(store, source.model)
+
+    def draw(only: Any = None) -> None:
+        def start(part: int) -> None:
+            device.seed(hash((seed, part)) & (2**63 - 1))
+
+        initialise(outline, device.torch_device, start, write, only)
+
+    if source.folder is not None:
+        missing = read_weights(source.folder, source.model, write, threads=_threads())
+        if missing:
+            draw(missing)
+    elif source.given is None or next(source.given.parameters()).is_meta:
+        draw()
+    else:
+        for name, parameter in source.given.named_parameters():
+            write(name, parameter.detach().cpu())
+
+
+def _writer(store: Store, model: PreTrainedModel) -> Write:
+    places = {entry.name: (tile, entry) for tile, entry in store.entries()}
+    buffers = dict(model.named_buffers())
+
+    def write(name: str, values: Tensor) -> None:
+        if name in places:
+            tile, entry = places[name]
+            tile.write_master(entry, values)
+        else:
+            buffers[name].copy_(values)
+
+    return write
+
+
+def _threads() -> int:
+    return max(1, (os.cpu_count() or 1) - _SPARE_CORES)
+
+
+@dataclass
+class Assembly:
+    """Everything that `parts` is made of."""
+
+    device: Device
+    program: Program
+    store: Store
+    dtype: torch.dtype
+    placement: Placement
+
+    @property
+    def tiles(self) -> dict[str, Tile]:
+        return {tile.name: tile for tile in self.store.tiles}
+
+    def threads(self) -> int:
+        return self.placement.update_threads or _threads()
+
+    def streamed(self) -> Iterator[Tile]:
+        """Tiles that pass through the slots."""
+        return (t for t in self.store.tiles if t.name not in ("embedding", "unused"))
+
+    def stream(self) -> Stream:
+        numel = max(tile.layout.numel for tile in self.streamed())
+        placement = self.placement
+        return Stream(
+            self.device, placement.slots, placement.prefetch_distance, numel, self.dtype
+        )
+
+    def units(self, embedding: Embedding) -> tuple[list[Prologue | Layer], Head]:
+        device, program, tiles = self.device, self.program, self.tiles
+        layers = [
+            Layer(device, program, tiles[f"layer {visit}"], visit)
+            for visit in range(len(program.outline.layers))
+        ]
+        head = Head(device, program, tiles["head"], self.placement.head_tokens)
+        return [Prologue(device, program, tiles["prologue"], embedding), *layers], head
+
+    def embedding(self, sink: Sink | None) -> Embedding:
+        return Embedding(
+            self.device,
+            self.program.outline.gathered,
+            self.store.tiles,
+            self.tiles["head"],
+            self.dtype,
+            sink,
+            self.threads(),
+        )
+
+    def inference(self) -> Parts:
+        """Parts of a forward-only pass."""
+        embedding = self.embedding(None)
+        trunk, head = self.units(embedding)
+        return Parts(trunk, head, embedding, self.stream())
+
+    def training(self, optimizer: StreamedOptimizer, max_grad_norm: float | None) -> TrainingParts:
+        """Parts of a training step."""
+        device, placement, tiles = self.device, self.placement, self.store.tiles
+        update = Update(device, optimizer, max_grad_norm, self.threads(), len(tiles))
+        slabs = None if update.deferred else placement.slabs
+        sink = Sink(device, tiles, self.dtype, slabs, update.ready)
+        embedding = self.embedding(sink)
+        trunk, head = self.units(embedding)
+        saved: Saved | HostSaved = Saved(device)
+        if placement.boundaries == "host":
+            saved = HostSaved(device, placement.boundary_lanes)
+        return TrainingParts(trunk, head, embedding, self.stream(), saved, sink, update)

@@ -1,0 +1,116 @@
+"""The micro-batches of one optimizer step, checked and brought to the device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.loss import IGNORED, next_token_targets
+from megatrain.model.program import MicroBatch
+from megatrain.model.skeleton import Rows
+
+KEYS = ("input_ids", "attention_mask", "position_ids", "labels")
+
+
+@dataclass
+class Batch:
+    """One step's micro-batches.
+
+    Attributes:
+        micro: on the device.
+        num_labelled: positions with a target, over all micro-batches.
+        num_tokens: all positions, padding included.
+        unique_U: the distinct token ids (CPU); `micro[i].rows.index` points into it.
+        seed: makes the random numbers of this step.
+    """
+
+    micro: list[MicroBatch]
+    num_labelled: int
+    num_tokens: int
+    unique_U: Tensor
+    seed: int
+
+
+def prepare(
+    micro_batches: Sequence[Mapping[str, Tensor]],
+    device: torch.device,
+    vocab_size: int,
+    *,
+    labelled: bool,
+    seed: int,
+) -> Batch:
+    """Check CPU micro-batches and move them to `device`.
+
+    Raises:
+        InputError: no micro-batch, unknown keys, wrong shapes or types, ids outside the
+            vocabulary, or (with `labelled`) no position that has a target.
+    """
+    if not micro_batches:
+        raise InputError("a step needs at least one micro-batch; it got none")
+    for index, micro in enumerate(micro_batches):
+        _check(index, micro, vocab_size, labelled)
+    targets = [next_token_targets(m["labels"]) if labelled else None for m in micro_batches]
+    num_labelled = sum(int((t != IGNORED).sum()) for t in targets if t is not None)
+    if labelled and num_labelled == 0:
+        raise InputError("no token of this step has a label; check the data's labels (all -100)")
+    ids = torch.cat([m["input_ids"].reshape(-1) for m in micro_batches])
+    unique_U, index = torch.unique(ids, return_inverse=True)
+    lengths = [m["input_ids"].numel() for m in micro_batches]
+    parts = index.split(lengths)
+    padding = {int(token): position for position, token in enumerate(unique_U.tolist())}
+    moved = [
+        _moved(micro, target, part.view(micro["input_ids"].shape), padding, device)
+        for micro, target, part in zip(micro_batches, targets, parts, strict=True)
+    ]
+    return Batch(moved, num_labelled, len(ids), unique_U, seed)
+
+
+def _moved(
+    micro: Mapping[str, Tensor],
+    targets_BT: Tensor | None,
+    index_BT: Tensor,
+    padding: dict[int, int],
+    device: torch.device,
+) -> MicroBatch:
+    # A mask of ones says nothing, and lets transformers take the fast causal path.
+    inputs = {
+        key: micro[key].to(device)
+        for key in KEYS[:3]
+        if key in micro and not (key == "attention_mask" and bool(micro[key].all()))
+    }
+    rows = Rows(inputs["input_ids"], index_BT.to(device), {}, padding)
+    return MicroBatch(inputs, None if targets_BT is None else targets_BT.to(device), rows)
+
+
+def _check(index: int, micro: Mapping[str, Tensor], vocab_size: int, labelled: bool) -> None:
+    where = f"micro-batch {index}"
+    unknown = sorted(set(micro) - set(KEYS))
+    if unknown:
+        raise InputError(f"{where} has an unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
+    for key in ("input_ids", "labels") if labelled else ("input_ids",):
+        if key not in micro:
+            raise InputError(f"{where} has no {key}")
+    shape = micro["input_ids"].shape
+    if len(shape) != 2 or 0 in shape:
+        raise InputError(f"{where}: input_ids must be [rows, tokens], not {list(shape)}")
+    for key, value in micro.items():
+        if value.shape != shape or value.dtype != torch.int64 or value.device.type != "cpu":
+            raise InputError(
+                f"{where}: {key} is {list(value.shape)} {value.dtype} on {value.device}; it must "
+                f"be {list(shape)} torch.int64 on the cpu"
+            )
+    _check_ids(f"{where}: input_ids", micro["input_ids"], vocab_size)
+    if labelled:
+        labels = micro["labels"]
+        _check_ids(f"{where}: labels", labels[labels != IGNORED], vocab_size)
+
+
+def _check_ids(where: str, ids: Tensor, vocab_size: int) -> None:
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise InputError(
+            f"{where} holds token {int(outside[0])}, outside the model's vocabulary of "
+            f"{vocab_size}; use the model's own tokenizer"
+        )

@@ -1,0 +1,233 @@
+"""Embedding tables stay on the host: only the rows of a step's tokens cross the bus.
+
+Forward: the distinct rows are gathered by a host thread and copied in once per step. Backward:
+their gradients, summed in fp32 on the device, are copied out and scattered into the host gradient.
+A table tied to the head already has a dense gradient there; its rows come in, are added to, and go
+back, so that the norm is that of the sum.
+
+Legend: U distinct tokens of the step, D width of a table.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain import kernels
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS
+from megatrain.engine.batch import Batch
+from megatrain.engine.sink import Sink, Slab
+from megatrain.store import Tile
+from megatrain.tile import Entry
+
+
+@dataclass
+class _Table:
+    """One gathered table; `tied` if the head streams it as well."""
+
+    tile: Tile
+    entry: Entry
+    tied: bool
+
+    @property
+    def width(self) -> int:
+        return prod(self.entry.shape[1:])
+
+    def of(self, plane: Buffer) -> Tensor:
+        return self.entry.view(plane.data)
+
+
+class _Room:
+    """A table's rows of one step: on the device, their gradient sums, and on the host."""
+
+    def __init__(self, device: Device, name: str, dtype: torch.dtype) -> None:
+        self._device, self._name, self._dtype = device, name, dtype
+        self._capacity = 0
+
+    def grow(self, numel: int) -> None:
+        """Make room for `numel` elements; grown geometrically, so a run settles soon."""
+        if numel <= self._capacity:
+            return
+        self._capacity = max(numel, self._capacity * 3 // 2)
+        name, size, device = self._name, self._capacity, self._device
+        self.rows = device.empty(f"{name} rows", size, self._dtype)
+        self.sums = device.empty(f"{name} row gradients", size, torch.float32)
+        self.staged = device.host(f"{name} staged rows", size, self._dtype, pinned=True)
+        self.staging_free: Any = None
+
+
+class Embedding:
+    """Gathers rows for the prologue and takes their gradients back."""
+
+    def __init__(
+        self,
+        device: Device,
+        names: Sequence[str],
+        tiles: Sequence[Tile],
+        tied: Tile,
+        dtype: torch.dtype,
+        sink: Sink | None,
+        threads: int,
+    ) -> None:
+        """Args: `names` of the gathered tables; `tied` the head's tile."""
+        self._device, self._sink, self._threads = device, sink, threads
+        self._tables = [
+            _Table(tile, tile.layout.by_name[name], tile is tied)
+            for name in names
+            for tile in tiles
+            if name in tile.layout.by_name
+        ]
+        self._rooms = [_Room(device, table.entry.name, dtype) for table in self._tables]
+        self._dense: tuple[Slab, Any] | None = None
+
+    def completes(self, tile: Tile) -> bool:
+        """Whether a tile's gradient is complete only after `give`."""
+        return any(t.tile is tile and t.entry.group is not None for t in self._tables)
+
+    def fetch(self, batch: Batch) -> None:
+        """Start the rows' way to the device and hand them to every micro-batch."""
+        for table, room in zip(self._tables, self._rooms, strict=True):
+            numel = len(batch.unique_U) * table.width
+            room.grow(numel)
+            self._gather(table, room, table.tile.weights, table.tile.updated, batch.unique_U)
+            self._arrive(room, room.rows, numel)
+            rows_UD = room.rows.data[:numel].view(-1, table.width)
+            for micro in batch.micro:
+                micro.rows.tables[table.entry.name] = rows_UD
+
+    @property
+    def rows(self) -> list[Buffer]:
+        """What the prologue reads."""
+        return [room.rows for room in self._rooms]
+
+    @property
+    def sums(self) -> list[Buffer]:
+        """What the prologue's backward writes."""
+        return [room.sums for room in self._rooms]
+
+    def clear(self) -> None:
+        """Zero the sums of row gradients and their squares."""
+        assert self._sink is not None
+        squares = self._sink.squares
+        for table, room in zip(self._tables, self._rooms, strict=True):
+
+            def work(place: int = -1 if table.tied else table.tile.index, room: Any = room) -> None:
+                room.sums.data.zero_()
+                squares.data[place] = 0
+
+            self._device.run(COMPUTE, "clear rows", work, writes=[room.sums, squares])
+
+    def add(self, gradients: dict[str, Tensor]) -> None:
+        """Add one micro-batch's row gradients `[U, D]`, by table name (inside compute work)."""
+        for table, room in zip(self._tables, self._rooms, strict=True):
+            if table.entry.name in gradients:
+                gradient = gradients[table.entry.name].reshape(-1)
+                room.sums.data[: gradient.numel()].add_(gradient)
+
+    def hold(self, dense: tuple[Slab, Any]) -> None:
+        """The head's dense gradient of a tied table, landed at the event given."""
+        self._dense = dense
+
+    def give(self, batch: Batch) -> None:
+        """Send the row gradients to their tiles' gradients on the host."""
+        assert self._sink is not None
+        given: dict[int, tuple[Tile, Slab, Any]] = {}
+        for table, room in zip(self._tables, self._rooms, strict=True):
+            if table.entry.group is None:
+                continue
+            if table.tied:
+                assert self._dense is not None
+                slab, landed = self._dense
+                self._add_dense(table, room, slab, landed, batch.unique_U)
+            elif table.tile.index in given:
+                slab = given[table.tile.index][1]
+            else:
+                slab = self._cleared(table)
+            self._measure(table, room)
+            landed = self._scatter(table, room, slab, batch.unique_U)
+            given[table.tile.index] = (table.tile, slab, landed)
+        for tile, slab, landed in given.values():
+            self._sink.ready(tile, slab, landed)
+
+    def _gather(
+        self, table: _Table, room: _Room, plane: Buffer, after: Any, unique_U: Tensor
+    ) -> None:
+        """Rows of a host plane into the staging room, by a host thread."""
+        numel = len(unique_U) * table.width
+
+        def work() -> None:
+            out_UD = room.staged.data[:numel].view(-1, table.width)
+            kernels.gather_rows(table.of(plane), unique_U, out_UD, threads=self._threads)
+
+        self._device.wait(ROWS, after, "rows due")
+        self._device.wait(ROWS, room.staging_free, "staging free")
+        self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [room.staged])
+
+    def _arrive(self, room: _Room, to: Buffer, numel: int) -> None:
+        """Staged rows to the device; later compute work may read them."""
+        device = self._device
+        device.wait(COPY_IN, device.record(ROWS), "rows gathered")
+        device.wait(COPY_IN, device.record(COMPUTE), "row room free")
+        device.copy(COPY_IN, to, room.staged, numel)
+        room.staging_free = device.record(COPY_IN)
+        device.wait(COMPUTE, room.staging_free, "rows arrived")
+
+    def _cleared(self, table: _Table) -> Slab:
+        assert self._sink is not None
+        slab = self._sink.claim(table.tile, ROWS)
+        plane = slab.buffer.data[: table.tile.layout.trainable_numel]
+        self._device.run(
+            ROWS,
+            f"clear {slab.buffer.name}",
+            lambda: kernels.fill_zero(plane, threads=self._threads),
+            writes=[slab.buffer],
+        )
+        return slab
+
+    def _add_dense(
+        self, table: _Table, room: _Room, slab: Slab, landed: Any, unique_U: Tensor
+    ) -> None:
+        """Add the head's gradient of these rows to the sums, correcting the measured square."""
+        numel = len(unique_U) * table.width
+        self._gather(table, room, slab.buffer, landed, unique_U)
+        self._arrive(room, room.rows, numel)
+        assert self._sink is not None
+        squares = self._sink.squares
+
+        def work() -> None:
+            rows, sums = room.rows.data[:numel].float(), room.sums.data[:numel]
+            # |a + b|^2 - |a|^2, with a the dense rows already counted and b the new ones.
+            squares.data[-1] = torch.dot(sums, sums + 2 * rows)
+            sums.add_(rows)
+
+        self._device.run(COMPUTE, "add tied rows", work, [room.rows], [room.sums, squares])
+
+    def _measure(self, table: _Table, room: _Room) -> None:
+        """Round the sums for their way out; an untied table's square is taken here."""
+        assert self._sink is not None
+        squares = self._sink.squares
+
+        def work() -> None:
+            if not table.tied:
+                squares.data[table.tile.index] += torch.linalg.vector_norm(room.sums.data) ** 2
+            room.rows.data.copy_(room.sums.data)
+
+        self._device.run(COMPUTE, "measure rows", work, [room.sums], [room.rows, squares])
+
+    def _scatter(self, table: _Table, room: _Room, slab: Slab, unique_U: Tensor) -> Any:
+        device, numel = self._device, len(unique_U) * table.width
+
+        def work() -> None:
+            rows_UD = room.staged.data[:numel].view(-1, table.width)
+            plane = table.of(slab.buffer)
+            kernels.scatter_rows(plane, unique_U, rows_UD, threads=self._threads)
+
+        device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")
+        device.copy(COPY_OUT, room.staged, room.rows, numel)
+        device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")
+        device.run(ROWS, f"scatter {table.entry.name}", work, [room.staged], [slab.buffer])
+        return device.record(ROWS)

@@ -1,0 +1,231 @@
+"""The engine as its users see it."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from megatrain.device import Device, open_device
+from megatrain.engine.assemble import Assembly, fill, open_source, tile_layouts
+from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.saved import HostSaved
+from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
+from megatrain.errors import InputError
+from megatrain.model.export import write_weights
+from megatrain.model.outline import outline
+from megatrain.model.program import Program
+from megatrain.model.weights import source_dtype
+from megatrain.optim import AdamW, StreamedOptimizer
+from megatrain.placement import Placement
+from megatrain.store import Store
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MicroBatches = Sequence[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        loss: mean cross entropy over all labelled tokens of the step, before the update.
+        grad_norm: global 2-norm of the gradient, before clipping.
+        tokens: positions computed, padding included.
+        seconds: from the call to the end of the backward (the update may still be running).
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+
+
+class Engine:
+    """Trains a causal language model whose state rests in host memory.
+
+    Attributes:
+        config: the model's transformers configuration.
+        optimizer: a `torch.optim.Optimizer` whose groups can be scheduled; None for inference.
+        num_parameters: distinct parameters, frozen ones included.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PreTrainedConfig | str | Path,
+        *,
+        optimizer: AdamW | None = None,
+        max_grad_norm: float | None = 1.0,
+        precision: Literal["bf16", "fp32"] = "bf16",
+        placement: Placement | Literal["auto"] = "auto",
+        device: str | Device | None = None,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Open a model and bring its weights to host memory.
+
+        Args:
+            model: a transformers model (its weights are copied; on the meta device: drawn), a
+                configuration (weights drawn), a folder, or a hub id.
+            optimizer: None leaves out all that only training needs (2 bytes per parameter).
+            max_grad_norm: exact clipping of the global norm; None for none.
+            precision: what layers are computed in; masters and moments are fp32.
+            device: `cpu`, `cuda`, `cuda:N`, or a device; None takes the GPU if there is one.
+            seed: of weights drawn and of dropout.
+
+        Raises:
+            InputError: a model or argument that cannot be used; the message says why.
+            DoesNotFit: not enough host or device memory.
+        """
+        if precision not in DTYPES:
+            raise InputError(f"precision is {precision!r}; it must be bf16 or fp32")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise InputError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None")
+        source = open_source(model, trust_remote_code=trust_remote_code)
+        self._outline = outline(source.model)
+        self.config: PreTrainedConfig = source.model.config
+        self._dtype = _saved_dtype(source.folder, model)
+        self.optimizer = (
+            None if optimizer is None else StreamedOptimizer(optimizer, source.model)
+        )
+        groups = {} if self.optimizer is None else self.optimizer.group_of()
+        self.device = device if isinstance(device, Device) else open_device(device)
+        self.placement = default_placement(self.device) if placement == "auto" else placement
+        self._store = Store(
+            self.device,
+            tile_layouts(self._outline, groups),
+            DTYPES[precision],
+            train=optimizer is not None,
+        )
+        fill(source, self._outline, self._store, self.device, seed)
+        program = Program(self._outline, self.device.torch_device, DTYPES[precision])
+        assembly = Assembly(
+            self.device, program, self._store, DTYPES[precision], self.placement
+        )
+        self._program, self._seed, self._steps = program, seed, 0
+        self._parts: Parts = (
+            assembly.inference()
+            if self.optimizer is None
+            else assembly.training(self.optimizer, max_grad_norm)
+        )
+        self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids must be below this."""
+        return int(self.config.get_text_config(decoder=True).vocab_size)
+
+    def step(self, micro_batches: MicroBatches) -> StepResult:
+        """One optimizer step over all of `micro_batches`.
+
+        Args:
+            micro_batches: dictionaries of CPU int64 tensors `[B, T]`: `input_ids`, `labels`
+                (-100: none; the engine shifts them), and optionally `attention_mask` (1: token,
+                0: padding) and `position_ids`. B and T may differ between them.
+
+        Raises:
+            InputError: bad micro-batches, or an engine without optimizer.
+            RunFailed: loss or gradient norm is not finite; no weight has been changed.
+        """
+        if not isinstance(self._parts, TrainingParts) or self.optimizer is None:
+            raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
+        start = time.perf_counter()
+        self._program.train(True)
+        batch = self._prepare(micro_batches, labelled=True)
+        report = train_step(self._parts, batch)
+        self._steps += 1
+        self.optimizer.step()
+        seconds = time.perf_counter() - start
+        return StepResult(report.loss, report.grad_norm, batch.num_tokens, seconds)
+
+    def evaluate(self, micro_batches: MicroBatches) -> float:
+        """Mean cross entropy over all labelled tokens; changes no state, dropout is off."""
+        self._program.train(False)
+        batch = self._prepare(micro_batches, labelled=True)
+        losses = forward_only(
+            self._parts, batch, lambda head, slot, h: head.loss(slot, batch, h)
+        )
+        return float(torch.stack(losses).sum())
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""
+        self._program.train(False)
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        prepared = self._prepare([inputs], labelled=False)
+        return forward_only(
+            self._parts, prepared, lambda head, slot, h: head.logits(slot, prepared, h)
+        )[0]
+
+    def _prepare(self, micro_batches: MicroBatches, *, labelled: bool) -> Batch:
+        return prepare(
+            micro_batches,
+            self.device.torch_device,
+            self.vocab_size,
+            labelled=labelled,
+            seed=hash((self._seed, self._steps)),
+        )
+
+    def flush(self) -> None:
+        """Wait until every update that has been started is done."""
+        for tile in self._store.tiles:
+            self.device.synchronize(tile.updated, "version complete")
+
+    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every distinct parameter: Hugging Face name and fp32 master, on the CPU."""
+        self.flush()
+        for tile, entry in self._store.entries():
+            yield entry.name, tile.read_master(entry)
+
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write a Hugging Face folder in `dtype` (None: that of the model's source).
+
+        Raises:
+            RunFailed: it cannot be written; nothing is left behind.
+        """
+        self.flush()
+        model = self._outline.skeleton.model
+        masters = {
+            entry.name: (lambda tile=tile, entry=entry: tile.read_master(entry))
+            for tile, entry in self._store.entries()
+        }
+        write_weights(Path(folder), model, masters, dtype=dtype or self._dtype)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by place: host planes, gradients and boundaries; device memory now and at peak."""
+        sizes = {f"host_{k}_bytes": v for k, v in self._store.bytes_by_plane().items()}
+        if isinstance(self._parts, TrainingParts):
+            sizes["host_gradients_bytes"] = self._parts.sink.host_bytes
+            saved = self._parts.saved
+            sizes["host_boundaries_bytes"] = (
+                saved.host_bytes if isinstance(saved, HostSaved) else 0
+            )
+        return {**sizes, "host_bytes": sum(sizes.values()), **self.device.memory()}
+
+    def close(self) -> None:
+        """Finish what runs and give back pinned memory; the engine is not usable afterwards."""
+        self.device.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+
+def default_placement(device: Device) -> Placement:
+    """A placement that suits the kind of device."""
+    if device.kind == "cuda":
+        return Placement(slots=3)
+    return Placement(slots=1)
+
+
+def _saved_dtype(folder: Path | None, model: Any) -> torch.dtype:
+    if folder is not None:
+        return source_dtype(folder)
+    if isinstance(model, PreTrainedModel):
+        return next(model.parameters()).dtype
+    return getattr(model, "dtype", None) or torch.float32

@@ -1,0 +1,85 @@
+"""One training step. Read this first.
+
+Layer-major: every micro-batch passes a layer before the next layer's weights are used, so weights
+cross the bus twice per optimizer step however many micro-batches there are. What waits for what,
+where things are, and on which device: that is in `stream`, `saved`, `sink`, `embedding`, `update`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain.device import Buffer
+from megatrain.engine.batch import Batch
+from megatrain.engine.embedding import Embedding
+from megatrain.engine.saved import HostSaved, Saved
+from megatrain.engine.sink import Sink
+from megatrain.engine.stream import Stream
+from megatrain.engine.units import Head, Layer, Prologue, State
+from megatrain.engine.update import Report, Update
+
+
+@dataclass
+class Parts:
+    """What a step works with. `trunk` is the prologue and the layers, in order."""
+
+    trunk: list[Prologue | Layer]
+    head: Head
+    embedding: Embedding
+    stream: Stream
+
+
+@dataclass
+class TrainingParts(Parts):
+    """What a step that changes the weights needs besides."""
+
+    saved: Saved | HostSaved
+    sink: Sink
+    update: Update
+
+
+def train_step(parts: TrainingParts, batch: Batch) -> Report:
+    """Loss, gradients and the start of all updates of one optimizer step."""
+    stream, saved, sink, update = parts.stream, parts.saved, parts.sink, parts.update
+    stream.begin([*parts.trunk, parts.head, *reversed(parts.trunk)])
+    saved.begin(len(batch.micro))
+
+    h = forward(parts, batch, saved.put)
+
+    for head, weights in stream.visit([parts.head]):
+        room = sink.room(head.tile)
+        loss, dh = head.loss_and_vjp(weights, batch, h, room)
+        update.guard(loss)
+        tied = parts.embedding.completes(head.tile)
+        parts.embedding.hold(sink.put(room, complete=not tied))
+
+    for unit, weights in stream.visit(reversed(parts.trunk)):
+        room = sink.room(unit.tile)
+        dh = unit.vjp(weights, batch, saved.take(unit), dh, room)
+        sink.put(room)
+
+    parts.embedding.give(batch)
+    return update.finish(sink.squares)
+
+
+def forward(
+    parts: Parts, batch: Batch, keep: Callable[[Prologue | Layer, State], None]
+) -> State:
+    """All micro-batches through prologue and layers; `keep` sees each unit's input."""
+    parts.embedding.fetch(batch)
+    h: State = [{} for _ in batch.micro]
+    for unit, weights in parts.stream.visit(parts.trunk):
+        keep(unit, h)
+        h = unit.run(weights, batch, h)
+    return h
+
+
+def forward_only(
+    parts: Parts, batch: Batch, finish: Callable[[Head, Buffer, State], Any]
+) -> Any:
+    """The forward sweep alone, ended by `finish(head, weights, h)`: loss, logits, anything."""
+    parts.stream.begin([*parts.trunk, parts.head])
+    h = forward(parts, batch, lambda unit, h: None)
+    for head, weights in parts.stream.visit([parts.head]):
+        result = finish(head, weights, h)
+    return result

@@ -1,0 +1,298 @@
+"""What is visited in the sweeps: prologue, layers and head, put on the device's compute stream.
+
+Each takes the weights that the stream has brought and a list of activations, one entry per
+micro-batch, and knows how to run forward and backward for all micro-batches in turn.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE
+from megatrain.engine.batch import Batch
+from megatrain.engine.embedding import Embedding
+from megatrain.engine.sink import Room
+from megatrain.loss import chunked_loss, chunked_loss_gradients
+from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.model.skeleton import PROLOGUE, Ref, last_hidden, with_hidden
+from megatrain.store import Tile
+
+State = list[Activations]
+
+
+class Unit:
+    """The weights of one tile as a function.
+
+    Attributes:
+        tile: where its weights rest.
+        prefix: what the tile's parameter names have before the names that the function knows.
+    """
+
+    def __init__(self, device: Device, program: Program, tile: Tile, prefix: str = "") -> None:
+        self.device, self.program, self.tile, self.prefix = device, program, tile, prefix
+
+    def weights(self, slot: Buffer) -> dict[str, Tensor]:
+        """The tile's parameters by the function's names."""
+        return {
+            entry.name.removeprefix(self.prefix): entry.view(slot.data)
+            for entry in self.tile.layout.entries
+        }
+
+    def leaves(self, slot: Buffer) -> tuple[dict[str, Tensor], list[str]]:
+        """The parameters as autograd leaves, and the names of the trainable ones."""
+        weights = {name: view.detach() for name, view in self.weights(slot).items()}
+        names = [entry.name for entry in self.tile.layout.trainable]
+        for name in names:
+            weights[name.removeprefix(self.prefix)].requires_grad_()
+        return weights, names
+
+    def seed(self, batch: Batch, visit: int, index: int) -> None:
+        """Random numbers that depend on the place alone: a recomputed dropout is the same."""
+        self.device.seed(hash((batch.seed, visit, index)) & (2**63 - 1))
+
+
+class Prologue(Unit):
+    """From token ids to the first layer's arguments; the embedding rows come from `embedding`."""
+
+    visit = PROLOGUE
+    inputs: list[Ref] = []
+    fresh: list[Ref] = []
+
+    def __init__(
+        self, device: Device, program: Program, tile: Tile, embedding: Embedding
+    ) -> None:
+        super().__init__(device, program, tile)
+        self.embedding = embedding
+
+    def run(self, slot: Buffer, batch: Batch, h: State) -> State:
+        """The first activations of every micro-batch (`h` is not read: there are none)."""
+        reads = [slot, *self.embedding.rows]
+
+        def work(micro: MicroBatch) -> Activations:
+            with torch.enable_grad():  # what requires gradients here is an activation there
+                values = self.program.prologue(self._all_leaves(slot), _rows_as_leaves(micro))
+            return {ref: value.detach() for ref, value in values.items()}
+
+        out = []
+        for index, micro in enumerate(batch.micro):
+            self.seed(batch, self.visit, index)
+            out.append(
+                self.device.run(COMPUTE, "prologue", lambda micro=micro: work(micro), reads)
+            )
+        return out
+
+    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room | None) -> State:
+        """Gradients of the prologue's weights into `room`, of the rows into `embedding`."""
+        reads, writes = [slot, *self.embedding.rows], list(self.embedding.sums)
+        self.embedding.clear()
+        for index, micro in enumerate(batch.micro):
+            self.seed(batch, self.visit, index)
+            self.device.run(
+                COMPUTE,
+                "prologue backward",
+                lambda micro=micro, index=index: self._pull(slot, micro, dh[index], room),
+                reads,
+                writes + ([room.sums] if room else []),
+            )
+        return [{} for _ in batch.micro]
+
+    def _pull(self, slot: Buffer, micro: MicroBatch, dh: Activations, room: Room | None) -> None:
+        weights, names = self.leaves(slot)
+        with torch.enable_grad():
+            values = self.program.prologue({**self._all_leaves(slot), **weights}, micro)
+            tables = micro.rows.tables
+            pairs = [(values[ref], dh[ref]) for ref in dh if ref in values]
+            sources = [*tables.values(), *(weights[name] for name in names)]
+            if not pairs or not sources:
+                return
+            outputs, gradients = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
+        rows = dict(zip(tables, grads, strict=False))
+        self.embedding.add({name: g for name, g in rows.items() if g is not None})
+        if room is not None:
+            room.add(names, grads[len(tables) :])
+
+    def _all_leaves(self, slot: Buffer) -> dict[str, Tensor]:
+        return {n: w.detach().requires_grad_() for n, w in self.weights(slot).items()}
+
+
+def _rows_as_leaves(micro: MicroBatch) -> MicroBatch:
+    tables = micro.rows.tables
+    for name in tables:
+        tables[name] = tables[name].detach().requires_grad_()
+    return micro
+
+
+class Layer(Unit):
+    """One layer of the stack."""
+
+    def __init__(self, device: Device, program: Program, tile: Tile, visit: int) -> None:
+        outline = program.outline
+        super().__init__(device, program, tile, outline.layers[visit].name + ".")
+        self.visit = visit
+        self.inputs = outline.layers[visit].inputs
+        read = {ref for layer in outline.layers for ref in layer.inputs}
+        made = outline.outputs[visit - 1] if visit else outline.prologue_outputs
+        self.fresh = [ref for ref in made if ref in read]
+        later = [layer.inputs for layer in outline.layers[visit + 1 :]]
+        self.live = {ref for inputs in [*later, outline.epilogue_inputs] for ref in inputs}
+
+    def run(self, slot: Buffer, batch: Batch, h: State) -> State:
+        """The activations after this layer, of every micro-batch."""
+        out = []
+        for index, micro in enumerate(batch.micro):
+            self.seed(batch, self.visit, index)
+
+            def work(index: int = index, micro: MicroBatch = micro) -> Activations:
+                with torch.no_grad():
+                    made = self.program.layer(self.visit, self.weights(slot), micro, h[index])
+                kept = {ref: value for ref, value in h[index].items() if ref in self.live}
+                return {**kept, **made}
+
+            out.append(self.device.run(COMPUTE, f"layer {self.visit}", work, [slot]))
+        return out
+
+    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room | None) -> State:
+        """Recompute from `h`; gradients of the weights into `room`; returns those of the inputs."""
+        out = []
+        for index, values in enumerate(h):  # `h` is asked for its end, which frees its lanes
+            self.seed(batch, self.visit, index)
+            micro = batch.micro[index]
+
+            def work(
+                index: int = index, micro: MicroBatch = micro, values: Activations = values
+            ) -> Activations:
+                return self._pull(slot, micro, values, dh[index], room)
+
+            out.append(
+                self.device.run(
+                    COMPUTE,
+                    f"layer {self.visit} backward",
+                    work,
+                    [slot],
+                    [room.sums] if room else [],
+                )
+            )
+        return out
+
+    def _pull(
+        self, slot: Buffer, micro: MicroBatch, values: Activations, dh: Activations, room: Any
+    ) -> Activations:
+        weights, names = self.leaves(slot)
+        local = [name.removeprefix(self.prefix) for name in names]
+        inputs = {
+            ref: value.detach().requires_grad_(value.is_floating_point())
+            for ref, value in values.items()
+        }
+        pulled = [ref for ref in inputs if inputs[ref].requires_grad]
+        with torch.enable_grad():
+            made = self.program.layer(self.visit, weights, micro, inputs)
+        pairs = [(made[ref], dh[ref]) for ref in made if ref in dh and made[ref].requires_grad]
+        rest = {ref: gradient for ref, gradient in dh.items() if ref not in made}
+        if not pairs:
+            return rest
+        outputs, gradients = zip(*pairs, strict=True)
+        sources = [*(inputs[ref] for ref in pulled), *(weights[name] for name in local)]
+        grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
+        if room is not None:
+            room.add(names, grads[len(pulled) :])
+        return _add(rest, pulled, grads)
+
+
+def _add(total: Activations, refs: list[Ref], gradients: Iterable[Tensor | None]) -> Activations:
+    for ref, gradient in zip(refs, gradients, strict=False):
+        if gradient is not None:
+            total[ref] = total[ref] + gradient if ref in total else gradient
+    return total
+
+
+class Head(Unit):
+    """Epilogue and language-model head: from the last activations to loss or logits."""
+
+    def __init__(self, device: Device, program: Program, tile: Tile, tokens: int) -> None:
+        """Args: `tokens` whose logits exist at once."""
+        super().__init__(device, program, tile)
+        self.tokens = tokens
+
+    def loss_and_vjp(
+        self, slot: Buffer, batch: Batch, h: State, room: Room
+    ) -> tuple[list[Tensor], State]:
+        """Each micro-batch's share of the step's mean loss, and the activations' gradients."""
+        losses, dh = [], []
+        for index, micro in enumerate(batch.micro):
+
+            def work(index: int = index, micro: MicroBatch = micro) -> tuple[Tensor, Activations]:
+                return self._pull(slot, micro, h[index], batch.num_labelled, room)
+
+            result = self.device.run(COMPUTE, "head", work, [slot], [room.sums])
+            loss, gradients = result if result is not None else (None, None)
+            losses.append(loss)
+            dh.append(gradients)
+        return losses, dh
+
+    def _pull(
+        self, slot: Buffer, micro: MicroBatch, values: Activations, count: int, room: Room
+    ) -> tuple[Tensor, Activations]:
+        weights, names = self.leaves(slot)
+        parameters = [weights[name] for name in names]
+        inputs = {
+            ref: value.detach().requires_grad_(value.is_floating_point())
+            for ref, value in values.items()
+        }
+        pulled = [ref for ref in inputs if inputs[ref].requires_grad]
+        with torch.enable_grad():
+            output = self.program.epilogue(weights, micro, inputs)
+        hidden = last_hidden(output)
+        assert micro.targets is not None
+        loss, gradient = chunked_loss_gradients(
+            lambda chunk: self.program.logits(weights, micro, with_hidden(output, chunk)),
+            hidden.detach().reshape(-1, hidden.shape[-1]),
+            micro.targets.reshape(-1),
+            count,
+            self.tokens,
+            parameters,
+            lambda gradients: room.add(names, gradients),
+        )
+        sources = [*(inputs[ref] for ref in pulled), *parameters]
+        grads = torch.autograd.grad(hidden, sources, gradient.view_as(hidden), allow_unused=True)
+        room.add(names, grads[len(pulled) :])
+        return loss / count, _add({}, pulled, grads)
+
+    def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
+        """Each micro-batch's share of the mean loss, without gradients."""
+
+        def work(micro: MicroBatch, values: Activations) -> Tensor:
+            weights = self.weights(slot)
+            with torch.no_grad():
+                output = self.program.epilogue(weights, micro, values)
+                hidden = last_hidden(output)
+                assert micro.targets is not None
+                total = chunked_loss(
+                    lambda chunk: self.program.logits(weights, micro, with_hidden(output, chunk)),
+                    hidden.reshape(-1, hidden.shape[-1]),
+                    micro.targets.reshape(-1),
+                    self.tokens,
+                )
+            return total / batch.num_labelled
+
+        return [
+            self.device.run(COMPUTE, "head", lambda m=m, v=v: work(m, v), [slot])
+            for m, v in zip(batch.micro, h, strict=True)
+        ]
+
+    def logits(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
+        """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""
+
+        def work(micro: MicroBatch, values: Activations) -> Tensor:
+            weights = self.weights(slot)
+            with torch.no_grad():
+                output = self.program.epilogue(weights, micro, values)
+                return self.program.logits(weights, micro, output).float().cpu()
+
+        return [
+            self.device.run(COMPUTE, "head", lambda m=m, v=v: work(m, v), [slot])
+            for m, v in zip(batch.micro, h, strict=True)
+        ]

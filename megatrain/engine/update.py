@@ -1,0 +1,152 @@
+"""Tile updates: where the state rests, on a host stream, while the device computes."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain import kernels
+from megatrain.device import Device
+from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE
+from megatrain.engine.sink import Slab
+from megatrain.errors import RunFailed
+from megatrain.optim import StreamedOptimizer
+from megatrain.store import Tile
+
+# torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
+_CLIP_EPS = 1e-6
+
+
+class Report:
+    """Loss and gradient norm of a step, once they have reached the host."""
+
+    def __init__(self, loss: float, squares: Sequence[float]) -> None:
+        self.loss = loss
+        total = math.fsum(squares)
+        self.grad_norm = math.sqrt(total) if total >= 0 else math.nan
+
+    def check(self) -> None:
+        """Raises RunFailed if loss or norm is not finite."""
+        for name, value in (("loss", self.loss), ("gradient norm", self.grad_norm)):
+            if not math.isfinite(value):
+                raise RunFailed(
+                    f"the {name} is {value}: stopped before the update, weights and optimizer "
+                    "state are those of the last step; lower the learning rate or check the data"
+                )
+
+
+class Update:
+    """Starts each tile's update as soon as the rules allow.
+
+    With clipping that is after the backward, when the norm is known: updates then run in visiting
+    order under the next step's forward. Without, it is the moment a gradient has landed.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        optimizer: StreamedOptimizer,
+        max_grad_norm: float | None,
+        threads: int,
+        num_tiles: int,
+    ) -> None:
+        self._device, self._optimizer, self._threads = device, optimizer, threads
+        self._max_grad_norm = max_grad_norm
+        self._pending: list[tuple[Tile, Slab, Any]] = []
+        self._numbers = device.empty("report", num_tiles + 2, torch.float32)
+        self._landed = device.host("landed report", num_tiles + 2, torch.float32, pinned=True)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether updates wait for the global norm."""
+        return self._max_grad_norm is not None
+
+    def ready(self, tile: Tile, slab: Slab, landed: Any) -> None:
+        """A tile's gradient is complete in `slab` at `landed`."""
+        if self.deferred:
+            self._pending.append((tile, slab, landed))
+        else:
+            self._start(tile, slab, landed, 1.0)
+
+    def guard(self, losses: list[Tensor]) -> None:
+        """Send the loss out; when updates do not wait for the norm, none passes a bad loss."""
+        numbers, device = self._numbers, self._device
+
+        def note() -> None:
+            numbers.data[0] = torch.stack(losses).sum()
+
+        device.run(COMPUTE, "note loss", note, writes=[numbers])
+        if self.deferred:
+            return
+        device.wait(COPY_OUT, device.record(COMPUTE), "loss ready")
+        device.copy(COPY_OUT, self._landed, numbers, 1)
+        device.wait(UPDATE, device.record(COPY_OUT), "loss landed")
+
+        def check() -> None:
+            Report(float(self._landed.data[0]), []).check()
+
+        device.run(UPDATE, "check loss", check, [self._landed])
+
+    def finish(self, squares: Any) -> Report:
+        """Wait for the end of the backward; then start what had to wait for it.
+
+        Raises:
+            RunFailed: loss or norm is not finite (no update has been started), or a host thread
+                failed.
+        """
+        numbers, device = self._numbers, self._device
+        device.run(
+            COMPUTE, "note norm", lambda: numbers.data[1:].copy_(squares.data), [squares], [numbers]
+        )
+        device.wait(COPY_OUT, device.record(COMPUTE), "report ready")
+        device.copy(COPY_OUT, self._landed, numbers)
+        device.synchronize(device.record(COPY_OUT), "report landed")
+        loss, *measured = device.read(self._landed)
+        report = Report(loss, measured)
+        pending, self._pending = self._pending, []
+        report.check()
+        for tile, slab, landed in sorted(pending, key=lambda item: item[0].index):
+            self._start(tile, slab, landed, self._scale(report.grad_norm))
+        return report
+
+    def _scale(self, norm: float) -> float:
+        assert self._max_grad_norm is not None
+        return min(1.0, self._max_grad_norm / (norm + _CLIP_EPS))
+
+    def _start(self, tile: Tile, slab: Slab, landed: Any, scale: float) -> None:
+        self._device.wait(UPDATE, landed, "gradient landed")
+        tile.version += 1
+        groups = [dict(group) for group in self._optimizer.param_groups]
+        version = tile.version
+        self._device.run(
+            UPDATE,
+            f"update {tile.name}",
+            lambda: self._apply(tile, slab, groups, version, scale),
+            [slab.buffer],
+            [tile.weights, *tile.state],
+        )
+        tile.updated = slab.free = self._device.record(UPDATE)
+
+    def _apply(
+        self, tile: Tile, slab: Slab, groups: list[dict], version: int, scale: float
+    ) -> None:
+        assert tile.moments is not None
+        for index, start, stop in tile.layout.runs:
+            group = groups[index]
+            kernels.adamw(
+                tile.weights.data[start:stop],
+                None if tile.remainder is None else tile.remainder.data[start:stop],
+                tile.moments[0].data[start:stop],
+                tile.moments[1].data[start:stop],
+                slab.buffer.data[start:stop],
+                lr=float(group["lr"]),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=version,
+                grad_scale=scale,
+                threads=self._threads,
+            )

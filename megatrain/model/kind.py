@@ -1,0 +1,95 @@
+"""Templates: one stateless module per kind of layer, bound to streamed weights."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+# transformers numbers its layers for the key-value cache, which training does not use. The number
+# is no part of a kind unless the layer's forward reads it (see `reads_index`).
+INDEX_ATTRIBUTE = "layer_idx"
+
+
+@dataclass
+class Kind:
+    """Layers that compute the same function of their weights.
+
+    Attributes:
+        module: the template; parameters on the meta device, buffers real.
+        output_spec: what a call returns, as torch's pytree describes it.
+        example: the flat outputs of the structure run (zeros; shapes of PROBE_SHAPE tokens).
+    """
+
+    module: nn.Module
+    output_spec: Any = None
+    example: list[Any] = field(default_factory=list)
+
+    def call(
+        self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
+    ) -> list[Tensor | Any]:
+        """The layer's outputs as a flat list; the structure is remembered from the first call."""
+        output = functional_call(self.module, weights, args, kwargs)
+        leaves, self.output_spec = pytree.tree_flatten(output)
+        return leaves
+
+    def to(self, device: torch.device) -> None:
+        """Move the template's buffers."""
+        move_buffers(self.module, device)
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move every buffer of `module`, leaving meta parameters where they are."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = buffer.to(device)
+
+
+def template(layer: nn.Module) -> nn.Module:
+    """A copy of `layer` to bind weights to, without hooks or a replaced forward."""
+    clone = copy.deepcopy(layer)
+    clone.__dict__.pop("forward", None)
+    return clone
+
+
+def signature(layer: nn.Module, *, with_index: bool) -> tuple:
+    """What tells two kinds apart: classes, parameters and every plain attribute, recursively."""
+    parts: list[Any] = []
+    for path, module in layer.named_modules():
+        attributes = tuple(
+            (key, _fingerprint(value))
+            for key, value in sorted(module.__dict__.items())
+            if not key.startswith("_")
+            and key != "forward"
+            and (with_index or key != INDEX_ATTRIBUTE)
+        )
+        parameters = tuple(
+            (name, tuple(p.shape), p.requires_grad)
+            for name, p in module.named_parameters(recurse=False)
+        )
+        buffers = tuple((name, tuple(b.shape)) for name, b in module.named_buffers(recurse=False))
+        parts.append((path, type(module), attributes, parameters, buffers))
+    return tuple(parts)
+
+
+def _fingerprint(value: Any) -> Any:
+    if isinstance(value, (int, float, str, bool, type(None), torch.dtype)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_fingerprint(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _fingerprint(item)) for key, item in value.items())
+    # Configurations and functions are shared between the layers of a model: the same object, the
+    # same behaviour.
+    return id(value) if not callable(value) else getattr(value, "__qualname__", id(value))
+
+
+def without_index(module: nn.Module) -> nn.Module:
+    """`module`, its layer numbers removed in place: a forward that reads one then fails."""
+    for child in module.modules():
+        child.__dict__.pop(INDEX_ATTRIBUTE, None)
+    return module

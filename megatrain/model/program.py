@@ -1,0 +1,172 @@
+"""The computations of one model: prologue, layers, epilogue and head, each given its weights.
+
+Knows nothing of streams, slots or copies: tensors in, tensors out, one micro-batch at a time.
+Legend: B rows, T tokens of a row, D width, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from megatrain.model.kind import move_buffers
+from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
+from megatrain.model.skeleton import PROLOGUE, Call, Reached, Ref, Rows, stand_in
+
+Activations = dict[Ref, Tensor]
+Weights = Mapping[str, Tensor]
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch on the device.
+
+    Attributes:
+        inputs: `input_ids` `[B, T]` and, where given, `attention_mask`, `position_ids` `[B, T]`.
+        targets: `[B, T]` token that each position predicts, -100 for none.
+        rows: the step's embedding rows, as this micro-batch indexes them.
+        calls: the layers' arguments, known once the prologue has run.
+    """
+
+    inputs: dict[str, Tensor]
+    targets: Tensor | None
+    rows: Rows
+    calls: list[Call] = field(default_factory=list)
+
+
+class Program:
+    """A model's outline on one device in one compute dtype."""
+
+    def __init__(self, outline: Outline, device: torch.device, dtype: torch.dtype) -> None:
+        self.outline, self.device, self.dtype = outline, device, dtype
+        self.skeleton = outline.skeleton
+        move_buffers(self.skeleton.model, device)
+        for kind in {id(layer.kind): layer.kind for layer in outline.layers}.values():
+            kind.to(device)
+        self.buffers = [_own_buffers(layer) for layer in outline.layers]
+        self._outer = {
+            name: stand_in(p, device, dtype)
+            for name, p in self.skeleton.model.named_parameters()
+            if name in {*outline.prologue, *outline.epilogue, *outline.gathered}
+        }
+
+    def train(self, mode: bool) -> None:
+        """Training mode (dropout on) or evaluation mode, for the skeleton and all templates."""
+        self.skeleton.model.train(mode)
+        for layer in self.outline.layers:
+            layer.kind.module.train(mode)
+
+    def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
+        """What enters the layers as activations; records every layer's arguments in `batch`.
+
+        Outputs carry a graph if any of `weights` or `batch.rows.tables` requires gradients.
+        """
+        origin: dict[int, Ref] = {}
+        values: Activations = {}
+        calls: list[Call] = []
+        alive: list[Any] = []
+        shape = tuple(batch.inputs["input_ids"].shape)
+
+        def record(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+            visit = len(calls)
+            layer = self.outline.layers[visit]
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            alive.append(leaves)
+            for index, leaf in enumerate(leaves):
+                if not isinstance(leaf, Tensor) or index in layer.glue:
+                    continue
+                if id(leaf) not in origin and leaf.requires_grad:
+                    ref = Ref(PROLOGUE, len(values))
+                    origin[id(leaf)], values[ref] = ref, leaf
+                leaves[index] = origin.get(id(leaf), leaf)
+            calls.append(Call(leaves, spec))
+            if len(calls) == len(self.outline.layers):
+                raise Reached(None)
+            return self._placeholders(visit, shape, origin, alive, {})
+
+        self._run(record, weights, batch.inputs, batch.rows)
+        batch.calls = calls
+        return values
+
+    def layer(
+        self, visit: int, weights: Weights, batch: MicroBatch, values: Activations
+    ) -> Activations:
+        """The activations that layer `visit` makes of its inputs in `values`."""
+        args, kwargs = self._arguments(visit, batch, values)
+        layer = self.outline.layers[visit]
+        leaves = layer.kind.call({**self.buffers[visit], **weights}, args, kwargs)
+        return {ref: leaves[ref.leaf] for ref in self.outline.outputs[visit]}
+
+    def epilogue(self, weights: Weights, batch: MicroBatch, values: Activations) -> Any:
+        """The trunk's output (its hidden states `[B, T, D]` among others)."""
+        # No layer runs here, so no mask is needed; making one would wait for the device.
+        inputs = {k: v for k, v in batch.inputs.items() if k != "attention_mask"}
+        with self.skeleton.stop_at_trunk():
+            return self._run(self._replay(batch, values), weights, inputs, batch.rows)
+
+    def logits(self, weights: Weights, batch: MicroBatch, output: Any) -> Tensor:
+        """`[B, T, V]` of the hidden states in a trunk output."""
+        inputs = self.skeleton.inputs(batch.inputs)
+        return self.skeleton.head({**self._outer, **weights}, output, inputs)
+
+    def _arguments(self, visit: int, batch: MicroBatch, values: Activations) -> tuple[tuple, dict]:
+        call, glue = batch.calls[visit], self.outline.layers[visit].glue
+        if glue:
+            inputs, replay = batch.inputs, self._replay(batch, values, stop=visit)
+            found = pytree.tree_leaves(self._run(replay, {}, inputs, batch.rows))
+            leaves = [found[i] if i in glue else leaf for i, leaf in enumerate(call.leaves)]
+            call = Call(leaves, call.spec)
+        return call.arguments(values)
+
+    def _replay(self, batch: MicroBatch, values: Activations, stop: int | None = None) -> Any:
+        """A handler that gives the layers' real outputs where they are known."""
+        count = iter(range(len(self.outline.layers)))
+        shape = tuple(batch.inputs["input_ids"].shape)
+
+        def handler(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+            visit = next(count)
+            if visit == stop:
+                raise Reached((args, kwargs))
+            return self._placeholders(visit, shape, {}, [], values)
+
+        return handler
+
+    def _placeholders(
+        self, visit: int, shape: tuple, origin: dict[int, Ref], alive: list, values: Activations
+    ) -> Any:
+        """The outputs of a layer as the forward expects them: known values, or zeros."""
+        kind = self.outline.layers[visit].kind
+        leaves = []
+        for index, example in enumerate(kind.example):
+            ref = Ref(visit, index)
+            leaf = example
+            if ref in values:
+                leaf = values[ref]
+            elif isinstance(example, Tensor):
+                dtype = self.dtype if example.is_floating_point() else example.dtype
+                probe = example.shape[:2] == PROBE_SHAPE
+                real = (*shape, *example.shape[2:]) if probe else example.shape
+                leaf = torch.zeros((), device=self.device, dtype=dtype).expand(real)
+                origin[id(leaf)] = ref
+                alive.append(leaf)
+            leaves.append(leaf)
+        return pytree.tree_unflatten(leaves, kind.output_spec)
+
+    def _run(self, handler: Any, weights: Weights, inputs: Mapping, rows: Rows) -> Any:
+        outer = {**self._outer, **{k: w for k, w in weights.items() if k in self._outer}}
+        return self.skeleton.forward(handler, outer, self.skeleton.inputs(inputs), rows)
+
+
+def _own_buffers(layer: Layer) -> dict[str, Tensor]:
+    """The layer's buffers that differ from its template's."""
+    shared = dict(layer.kind.module.named_buffers())
+    return {
+        name: buffer
+        for name, buffer in layer.module.named_buffers()
+        if buffer.dtype != shared[name].dtype or not torch.equal(buffer, shared[name])
+    }
+
+

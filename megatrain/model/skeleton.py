@@ -1,0 +1,216 @@
+"""The model's own forward, with every layer replaced by a recorder.
+
+One run embeds, makes masks and rotary tables, and calls each recorder with exactly the arguments
+its layer would get. So no family needs code of its own: prologue, layer arguments, what runs
+between layers and the epilogue are all read off transformers' forward.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+PROLOGUE = -1  # the "visit" that what runs before the first layer counts as
+
+
+@dataclass(frozen=True, order=True)
+class Ref:
+    """An activation by its origin: output leaf `leaf` of visit `visit` (PROLOGUE: of none)."""
+
+    visit: int
+    leaf: int
+
+
+@dataclass
+class Call:
+    """One layer call: flat argument leaves; activations are Refs, all else is passed as it is."""
+
+    leaves: list[Any]
+    spec: Any
+
+    @property
+    def refs(self) -> list[Ref]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Ref)]
+
+    def arguments(self, values: Mapping[Ref, Tensor]) -> tuple[tuple, dict[str, Any]]:
+        """`(args, kwargs)` with each Ref replaced by its value."""
+        leaves = [values[leaf] if isinstance(leaf, Ref) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+class Reached(Exception):
+    """Raised by a recorder or the trunk to end a run of the forward; not an error."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
+@dataclass
+class Rows:
+    """The embedding rows of one optimizer step, gathered once for all its micro-batches.
+
+    Attributes:
+        ids: `[B, T]` the micro-batch's token ids on the device (identity decides what is gathered).
+        index: `[B, T]` position of each token in the tables below.
+        tables: per gathered parameter `[U, D]`, U the distinct tokens of the step.
+        padding: vocabulary id -> position, for embeddings with a padding index.
+    """
+
+    ids: Tensor
+    index: Tensor
+    tables: dict[str, Tensor]
+    padding: dict[int, int] = field(default_factory=dict)
+
+
+class _Lookup(TorchFunctionMode):
+    """Sends embedding lookups of gathered tables to the step's own small tables."""
+
+    def __init__(self, names: Mapping[int, str], rows: Rows | None, seen: list | None) -> None:
+        super().__init__()
+        self.names, self.rows, self.seen = names, rows, seen
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func is not F.embedding:
+            return func(*args, **kwargs)
+        ids, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
+        name = self.names.get(id(weight))
+        if self.seen is not None:
+            self.seen.append((weight, ids))
+        if name is None or self.rows is None or not _same(ids, self.rows.ids):
+            return func(*args, **kwargs)
+        padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
+        index = self.rows.index.view(ids.shape)
+        return F.embedding(
+            index,
+            self.rows.tables[name],
+            None if padding is None else self.rows.padding.get(int(padding)),
+        )
+
+
+def _same(ids: Tensor, batch_ids: Tensor) -> bool:
+    return ids.data_ptr() == batch_ids.data_ptr() and ids.numel() == batch_ids.numel()
+
+
+class Skeleton:
+    """Runs a model's forward without its layers.
+
+    Attributes:
+        model: the model; layer parameters on the meta device, buffers real.
+        visits: the layer modules in the order in which the forward calls them.
+        trunk: the outermost submodule that contains the stack and is called as a whole; what runs
+            after it is the language-model head.
+    """
+
+    def __init__(self, model: PreTrainedModel, stack: nn.ModuleList) -> None:
+        self.model = model
+        self.visits: list[nn.Module] = []
+        self.trunk: nn.Module = model
+        self.outputs: list[Callable[[Mapping[int, Any]], Any]] = []
+        self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
+        self._signature = inspect.signature(type(model).forward).parameters
+        for layer in stack:
+            self._replace(layer)
+
+    def _replace(self, layer: nn.Module) -> None:
+        def recorder(*args: Any, **kwargs: Any) -> Any:
+            assert self._handler is not None
+            return self._handler(layer, args, kwargs)
+
+        layer.forward = recorder  # type: ignore[method-assign]
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The keyword arguments of the model's forward for a micro-batch."""
+        kwargs: dict[str, Any] = {
+            key: batch[key]
+            for key in ("input_ids", "attention_mask", "position_ids")
+            if key in batch
+        }
+        if "use_cache" in self._signature:
+            kwargs["use_cache"] = False
+        if "return_dict" in self._signature:
+            kwargs["return_dict"] = True
+        return kwargs
+
+    def takes(self, argument: str) -> bool:
+        """Whether the model's forward has this argument by name."""
+        return argument in self._signature
+
+    def forward(
+        self,
+        handler: Callable[[nn.Module, tuple, dict], Any],
+        weights: Mapping[str, Tensor],
+        inputs: Mapping[str, Any],
+        rows: Rows | None = None,
+        seen: list | None = None,
+    ) -> Any:
+        """Run the model with `handler(layer, args, kwargs)` in place of each layer.
+
+        Returns what a `Reached` carries, or the model's own output if none is raised.
+        """
+        names = {id(weights[name]): name for name in rows.tables} if rows is not None else {}
+        self._handler = handler
+        try:
+            with _Lookup(names, rows, seen):
+                return functional_call(self.model, dict(weights), (), dict(inputs))
+        except Reached as reached:
+            return reached.result
+        finally:
+            self._handler = None
+
+    def head(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk."""
+        self.trunk.forward = lambda *args, **kwargs: output  # type: ignore[method-assign]
+        try:
+            result = functional_call(self.model, dict(weights), (), dict(inputs))
+        finally:
+            del self.trunk.forward
+        return result.logits if hasattr(result, "logits") else result[0]
+
+    def stop_at_trunk(self) -> "_TrunkEnd":
+        """Within this context, a run ends with the trunk's output."""
+        return _TrunkEnd(self.trunk)
+
+
+class _TrunkEnd:
+    def __init__(self, trunk: nn.Module) -> None:
+        self.trunk = trunk
+
+    def __enter__(self) -> None:
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            raise Reached(output)
+
+        self.hook = self.trunk.register_forward_hook(end)
+
+    def __exit__(self, *error: object) -> None:
+        self.hook.remove()
+
+
+def last_hidden(output: Any) -> Tensor:
+    """The hidden states `[B, T, D]` in a trunk's output."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def with_hidden(output: Any, hidden: Tensor) -> Any:
+    """A trunk output like `output` whose hidden states are `hidden`."""
+    if isinstance(output, Tensor):
+        return hidden
+    if isinstance(output, tuple):
+        return (hidden, *output[1:])
+    copied = type(output)(**dict(output))
+    copied[next(iter(output.keys()))] = hidden
+    return copied
+
+
+def stand_in(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros of a parameter's shape that take no memory, for weights a run does not use."""
+    return torch.zeros((), device=device, dtype=dtype).expand(parameter.shape)

@@ -1,0 +1,81 @@
+"""AdamW with decoupled weight decay: the user's settings, and torch's view of them.
+
+The arithmetic is in megatrain/kernels; it runs on a tile where the tile's state rests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
+
+from megatrain.errors import InputError
+
+# Patterns of parameter names without weight decay: those of transformers.Trainer (5.23).
+NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Settings of AdamW (Loshchilov and Hutter 2019), with torch.optim.AdamW's defaults for LLMs.
+
+    Attributes:
+        no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
+    """
+
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    no_decay: Sequence[str] = NO_DECAY
+
+    def __post_init__(self) -> None:
+        for name, value in (("lr", self.lr), ("eps", self.eps), ("decay", self.weight_decay)):
+            if not value >= 0:
+                raise InputError(f"AdamW {name} is {value}; it must not be negative")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"AdamW betas are {self.betas}; each must be in [0, 1)")
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """torch parameter groups of the trainable parameters: those that decay, those that do not.
+
+        The rule is transformers.Trainer's (`get_decay_parameter_names`).
+        """
+        decaying = set(get_parameter_names(model, [nn.LayerNorm], list(self.no_decay)))
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [(n, p) for n, p in named if n in decaying]},
+            {"params": [(n, p) for n, p in named if n not in decaying], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+
+class StreamedOptimizer(torch.optim.Optimizer):
+    """The engine's optimizer as torch knows optimizers: groups to read and to schedule.
+
+    Its parameters are names and shapes only; state rests in the tiles. `step` is called by
+    `Engine.step` and only counts, which is what torch's schedulers look at.
+    """
+
+    def __init__(self, settings: AdamW, model: nn.Module) -> None:
+        groups = settings.groups(model)
+        if not groups:
+            raise InputError("every parameter is frozen: there is nothing to train")
+        defaults = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+        super().__init__(groups, {**defaults, "weight_decay": settings.weight_decay})
+        self.num_steps = 0
+
+    def group_of(self) -> dict[str, int]:
+        """Index of each trainable parameter's group, by name."""
+        return {
+            name: index
+            for index, group in enumerate(self.param_groups)
+            for name in group["param_names"]
+        }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Count an optimizer step; the update itself is the engine's."""
+        self.num_steps += 1

@@ -1,0 +1,66 @@
+"""Placement: every choice of where state rests and how it is scheduled, as one frozen value.
+
+None of these choices changes a result: they trade memory for time (tests/race, tests/parity).
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from megatrain.errors import InputError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a model is spread over the tiers and streamed.
+
+    Attributes:
+        slots: device buffers for the weights of one tile each; 1 means no overlap of copies.
+        prefetch: tiles asked for ahead of the one in use, at most `slots - 1`; None: `slots - 1`.
+        slabs: host rooms for gradients in flight when not clipping; with clipping each tile has
+            its own, since no update may start before the global norm is known.
+        boundaries: where a layer's input waits for its backward: on the device or on the host.
+        boundary_lanes: boundary copies in flight at once, when they go to the host.
+        keep_layers: layers at the end of the stack whose graph is kept, not recomputed.
+        head_tokens: tokens whose logits exist at once.
+        compile: compile one forward and one backward per layer kind with torch.compile.
+        update_threads: host threads of the optimizer; None: all cores but two.
+    """
+
+    slots: int = 2
+    prefetch: int | None = None
+    slabs: int = 2
+    boundaries: Literal["device", "host"] = "device"
+    boundary_lanes: int = 4
+    keep_layers: int = 0
+    head_tokens: int = 4096
+    compile: bool = False
+    update_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "slabs", "boundary_lanes", "head_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"placement.{name} is {getattr(self, name)}; it must be >= 1")
+        if self.keep_layers < 0:
+            raise InputError(f"placement.keep_layers is {self.keep_layers}; it must be >= 0")
+        if self.prefetch is not None and not 0 <= self.prefetch < self.slots:
+            raise InputError(
+                f"placement.prefetch is {self.prefetch}; with {self.slots} slots it must be "
+                f"between 0 and {self.slots - 1}"
+            )
+        if self.boundaries not in ("device", "host"):
+            raise InputError(
+                f"placement.boundaries is {self.boundaries!r}; it must be 'device' or 'host'"
+            )
+
+    @property
+    def prefetch_distance(self) -> int:
+        return self.slots - 1 if self.prefetch is None else self.prefetch
+
+    def as_dict(self) -> dict[str, Any]:
+        """The placement as plain data, for logs and result files."""
+        return asdict(self)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The names of all choices, for messages about misspelt ones."""
+        return [field.name for field in fields(cls)]

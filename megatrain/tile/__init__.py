@@ -1,0 +1,5 @@
+"""Tiles: the parameters of one schedulable unit as one flat aligned range."""
+
+from megatrain.tile.layout import Entry, TileLayout
+
+__all__ = ["Entry", "TileLayout"]

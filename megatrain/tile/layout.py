@@ -1,0 +1,88 @@
+"""The flat layout of a tile: one list of offsets, the same in every plane.
+
+Trainable parameters come first, one contiguous run per optimizer group, frozen ones last; so the
+gradient and the moments cover a prefix, and the update is one kernel call per group.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatrain.units import align
+
+# Elements. 128 bf16 values are 256 bytes: every parameter starts on a boundary that the widest
+# device loads and the host's cache lines both like.
+ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter inside a tile: its Hugging Face name, shape, offset (elements) and group."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    group: int | None  # index of the optimizer's parameter group; None: frozen
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This parameter in a flat plane of its tile."""
+        return flat[self.offset : self.offset + self.numel].view(self.shape)
+
+
+class TileLayout:
+    """Where each parameter of a tile lies.
+
+    Attributes:
+        name: what the tile is, for messages and traces (`layer 3`, `embedding`, `head`).
+        entries: the parameters in storage order.
+        numel: length of the weights plane, in elements.
+        trainable_numel: length of the gradient and moment planes; a prefix of `numel`.
+        runs: `(group, start, stop)` of each contiguous run of one optimizer group.
+    """
+
+    def __init__(self, name: str, parameters: Iterable[tuple[str, torch.Size, int | None]]) -> None:
+        """Args: `parameters` as `(name, shape, group)`; group None means frozen."""
+        self.name = name
+        entries: list[Entry] = []
+        offset = 0
+        order = sorted(parameters, key=lambda p: (p[2] is None, p[2] or 0))
+        for parameter, shape, group in order:
+            entries.append(Entry(parameter, tuple(shape), offset, group))
+            offset = align(offset + entries[-1].numel, ALIGNMENT)
+        self.entries = tuple(entries)
+        self.numel = offset
+        self.runs = self._runs()
+        self.trainable_numel = self.runs[-1][2] if self.runs else 0
+        self.by_name = {entry.name: entry for entry in entries}
+
+    def _runs(self) -> list[tuple[int, int, int]]:
+        runs: list[tuple[int, int, int]] = []
+        for entry in self.entries:
+            if entry.group is None:
+                break
+            stop = align(entry.offset + entry.numel, ALIGNMENT)
+            if runs and runs[-1][0] == entry.group:
+                runs[-1] = (entry.group, runs[-1][1], stop)
+            else:
+                runs.append((entry.group, entry.offset, stop))
+        return runs
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, padding not counted."""
+        return sum(entry.numel for entry in self.entries)
+
+    @property
+    def trainable(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.group is not None)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Every parameter of the tile as a view of one of its full-length planes."""
+        return {entry.name: entry.view(flat) for entry in self.entries}
