@@ -1,0 +1,97 @@
+"""Run file and overrides together. Precedence: defaults < file < `--set path=value`.
+
+Every mistake is an InputError of one line that names the file, the key and, for a misspelt key,
+the nearest valid one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megatrain.config.schema import Config, Section, nearest, shown
+from megatrain.config.yaml_file import parse_yaml, read_yaml
+from megatrain.errors import InputError
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a run file and apply `overrides` (`path.to.key=value`, the value in YAML).
+
+    Raises:
+        InputError: the file cannot be read or is not a valid run file.
+    """
+    tree = read_yaml(Path(path))
+    overridden = [_apply_override(tree, text) for text in overrides]
+    return validate(tree, str(path), overridden)
+
+
+def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = ()) -> Config:
+    """`tree` as a Config; `source` and the `overridden` keys serve the message only.
+
+    Raises:
+        InputError: an unknown key, a wrong type or an impossible value.
+    """
+    try:
+        return Config.model_validate(dict(tree))
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        # An unknown key is the likeliest cause of the others (a misspelt one is also missing).
+        details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
+        others = len({tuple(_keys(detail)) for detail in details}) - 1
+        more = f" (and {others} more)" if others else ""
+        raise InputError(_describe(details[0], source, set(overridden)) + more) from error
+
+
+def _apply_override(tree: dict[str, Any], text: str) -> str:
+    """Set one `path.to.key=value` in `tree`; returns the path."""
+    path, equals, value = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise InputError(f"--set {text}: write it as path.to.key=value")
+    node = tree
+    for key in keys[:-1]:
+        if not isinstance(node.get(key), dict):
+            node[key] = {}
+        node = node[key]
+    try:
+        node[keys[-1]] = parse_yaml(value)
+    except ValueError as error:
+        raise InputError(f"--set {text}: {error}") from error
+    return path.strip()
+
+
+def _describe(detail: ErrorDetails, source: str, overridden: set[str]) -> str:
+    path = ".".join(_keys(detail))
+    place = f"--set {path}" if path in overridden else f"{source}: {path}" if path else source
+    if detail["type"] == "extra_forbidden":
+        return f"{place}: unknown key{_nearest_key(*_keys(detail))}"
+    if detail["type"] == "missing":
+        return f"{place}: missing"
+    if detail["type"] == "value_error":
+        return f"{place}: {detail['ctx']['error']}"
+    if detail["type"] == "model_type":
+        return f"{place}: should be a mapping, got {shown(detail['input'])}"
+    message = detail["msg"].removeprefix("Input ").replace("valid dictionary", "mapping")
+    return f"{place}: {message}, got {shown(detail['input'])}"
+
+
+def _keys(detail: ErrorDetails) -> list[str]:
+    """Section and key; what pydantic adds below (list index, arm of a union) is not in the file."""
+    return [str(item) for item in detail["loc"][:2]]
+
+
+def _nearest_key(first: str, second: str | None = None) -> str:
+    sections = {name: list(_section(name).model_fields) for name in Config.model_fields}
+    name = second or first
+    elsewhere = [f"{section}.{name}" for section, keys in sections.items() if name in keys]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]!r}?"
+    return nearest(name, sections[first] if second else list(sections))
+
+
+def _section(name: str) -> type[Section]:
+    annotation = Config.model_fields[name].annotation
+    assert isinstance(annotation, type) and issubclass(annotation, Section)
+    return annotation

@@ -1,0 +1,218 @@
+"""The sections of a run file, their defaults and what values are possible."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self, get_type_hints
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from megatrain.errors import InputError
+from megatrain.placement import Placement
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """One section of the run file; strict, so that `"8"` is not quietly taken for `8`."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+class ModelSection(Section):
+    """What is trained: a pretrained `path`, or a `config` to be randomly initialised."""
+
+    path: str | None = None
+    config: dict[str, Any] | None = None
+    tokenizer: str | None = None
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give either path (a hub id or a folder) or config (random start)")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("config needs a model_type, such as llama")
+        if self.config is not None and self.tokenizer is None:
+            raise ValueError("a model with config needs a tokenizer (a hub id or a folder)")
+        return self
+
+
+class DataSection(Section):
+    """What it is trained on; `megatrain.data` documents the formats."""
+
+    kind: Literal["text", "chat"]
+    path: str | list[str]
+    sequence_length: Annotated[int, Field(ge=2)]
+    eval_path: str | list[str] | None = None
+    eval_fraction: Fraction = 0.0
+    packing: bool = True
+    text_field: str = "text"
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    hub_config: str | None = None
+    hub_split: str = "train"
+    cache_dir: str | None = None
+
+    @model_validator(mode="after")
+    def _one_evaluation_source(self) -> Self:
+        if self.eval_path is not None and self.eval_fraction:
+            raise ValueError("give eval_path or eval_fraction, not both")
+        return self
+
+
+class OptimizerSection(Section):
+    """AdamW with decoupled weight decay."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    no_decay: Literal["norms_and_biases", "nothing"] = "norms_and_biases"
+
+
+class ScheduleSection(Section):
+    """Learning-rate schedule: a name known to `transformers.get_scheduler`, and its options."""
+
+    name: str = "cosine"
+    warmup_steps: Natural | None = None
+    warmup_ratio: Fraction | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        from transformers import SchedulerType
+
+        needs_metric = {"reduce_lr_on_plateau", "greedy"}
+        known = [s.value for s in SchedulerType if s.value not in needs_metric]
+        if name not in known:
+            raise ValueError(f"unknown schedule {name!r}{nearest(name, known)}")
+        return name
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError("give warmup_steps or warmup_ratio, not both")
+        if self.options and self.name in ("constant", "constant_with_warmup"):
+            raise ValueError(f"{self.name} takes no options")
+        return self
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Warm-up steps of a run of `total_steps`."""
+        if self.warmup_ratio is not None:
+            return round(self.warmup_ratio * total_steps)
+        return self.warmup_steps or 0
+
+
+class TrainingSection(Section):
+    """How long and in what portions. `batch_size` and `micro_batch_size` count rows."""
+
+    steps: Positive | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    batch_size: Positive = 16
+    micro_batch_size: Positive | None = None
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    eval_every: Positive | None = None
+    seed: Natural = 0
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give either steps or epochs")
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
+            raise ValueError("micro_batch_size is larger than batch_size")
+        return self
+
+
+class EngineSection(Section):
+    """Where and how the step is computed."""
+
+    precision: Literal["bf16", "fp32"] = "bf16"
+    device: str = "auto"
+    placement: Literal["auto"] | dict[str, Any] = "auto"
+
+    @field_validator("device")
+    @classmethod
+    def _device_name(cls, name: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", name):
+            raise ValueError(f"should be auto, cpu, cuda or cuda:N, got {shown(name)}")
+        return name
+
+    @field_validator("placement")
+    @classmethod
+    def _placement_fields(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+        if isinstance(value, dict):
+            _check_placement(value)
+        return value
+
+    def placement_value(self) -> Literal["auto"] | Placement:
+        """The placement as `Engine` takes it."""
+        return Placement(**self.placement) if isinstance(self.placement, dict) else "auto"
+
+
+class OutputSection(Section):
+    """Where the run is written: `folder`, or a new `runs/<name>-<time>` when it is null."""
+
+    folder: str | None = None
+    log_every: Positive = 10
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelSection
+    data: DataSection
+    training: TrainingSection
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    engine: EngineSection = EngineSection()
+    output: OutputSection = OutputSection()
+
+    def as_yaml(self) -> str:
+        """The resolved run file: every key, defaults included."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`; did you mean 'x'?`, or the valid names where none is near and they fit in a line."""
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; valid are {', '.join(known)}" if len(known) <= 16 else ""
+
+
+def shown(value: Any) -> str:
+    """A value as it appears in a message: its beginning when it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_placement(choices: dict[str, Any]) -> None:
+    """Placement checks values, not types; a run file needs both."""
+    hints = get_type_hints(Placement)
+    for name, value in choices.items():
+        if name not in hints:
+            raise ValueError(f"unknown key {name!r}{nearest(str(name), Placement.names())}")
+        try:
+            TypeAdapter(hints[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Input ")
+            raise ValueError(f"{name} {problem}, got {shown(value)}") from error
+    try:
+        Placement(**choices)
+    except InputError as error:
+        raise ValueError(str(error).removeprefix("placement.")) from error
