@@ -1,5 +1,6 @@
 """Real text without a download: the Python standard library, and a tokenizer trained on it."""
 
+import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 _ALPHABET = 256  # bytes, each of which is a token of its own
 # Not the library itself: installed packages, tests, tables, old or bundled programs.
 _LEFT_OUT = {
-    "__pycache__", "config", "dist-packages", "distutils", "encodings", "ensurepip", "idle_test",
+    "__pycache__", "dist-packages", "distutils", "encodings", "ensurepip", "idle_test",
     "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "turtledemo",
 }  # fmt: skip
 
@@ -28,12 +29,13 @@ def stdlib_corpus(max_bytes: int | None = None) -> list[Path]:
         InputError: this Python came without the sources of its library.
     """
     root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for parent, folders, names in os.walk(root):
+        folders[:] = [n for n in folders if n not in _LEFT_OUT and not n.startswith("config-")]
+        paths += [Path(parent, name) for name in names if name.endswith(".py")]
     chosen: list[Path] = []
     total = 0
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts[:-1]
-        if any(part in _LEFT_OUT or part.startswith("config-") for part in parts):
-            continue
+    for path in sorted(paths):
         size = path.stat().st_size
         if size and (max_bytes is None or total + size <= max_bytes):
             chosen.append(path)

@@ -159,8 +159,8 @@ def _walk(folder: Path) -> Iterator[Path]:
         raise InputError(f"{error.filename}: cannot be read: {_reason(error)}") from error
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(n for n in folders if not n.startswith((".", "__pycache__")))
-        for name in sorted(n for n in names if not n.startswith(".")):
+        folders[:] = sorted(filter(_visible, folders))
+        for name in sorted(filter(_visible, names)):
             yield Path(parent, name)
 
 
@@ -168,9 +168,14 @@ def _glob(pattern: Path) -> list[Path]:
     magic = next(i for i, part in enumerate(pattern.parts) if any(m in part for m in "*?["))
     base = Path(*pattern.parts[:magic])
     try:
-        return sorted(p for p in base.glob(str(Path(*pattern.parts[magic:]))) if not p.is_dir())
+        found = [p for p in base.glob(str(Path(*pattern.parts[magic:]))) if not p.is_dir()]
+        return sorted(p for p in found if all(map(_visible, p.relative_to(base).parts)))
     except (OSError, ValueError) as error:
         raise InputError(f"{pattern}: not a usable pattern: {_reason(error)}") from error
+
+
+def _visible(name: str) -> bool:
+    return not name.startswith(".") and name != "__pycache__"
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,220 @@
+"""The order of steps: endless, a function of the seed, and found again exactly."""
+
+import json
+import threading
+
+import pytest
+import torch
+from data_cases import make_tokenizer, write_jsonl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.data import StepLoader, open_dataset
+from megatrain.errors import InputError
+
+ROWS = 23
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    """The same documents packed (rows of equal length) and not."""
+    folder = tmp_path_factory.mktemp("loader")
+    texts = [{"text": f"Row {i}. " + "The sea was calm. " * (1 + i % 5)} for i in range(ROWS)]
+    path = write_jsonl(folder / "data.jsonl", texts)
+    return {
+        packing: open_dataset(path, kind="text", tokenizer=make_tokenizer(), sequence_length=64,
+                              cache_dir=folder, packing=packing)
+        for packing in (True, False)
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(datasets):
+    assert len(datasets[False]) == ROWS
+    return datasets[False]
+
+
+def loader(data, **options):
+    options = {"rows_per_step": 5, "rows_per_micro_batch": 2, "seed": 1, **options}
+    return StepLoader(data, **options)
+
+
+def rows_of(step):
+    """Every row of a step as its learnt tokens, which differ from row to row."""
+    return [
+        tuple(ids[labels != -100].tolist())
+        for batch in step
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
+
+
+def take(loader, steps):
+    return [rows_of(next(loader)) for _ in range(steps)]
+
+
+def equal(first, second):
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def test_every_epoch_has_every_row_once_in_another_order(data):
+    steps = loader(data, rows_per_step=1)
+    rows = [row for step in take(steps, 15 * ROWS) for row in step]
+    epochs = [rows[i : i + ROWS] for i in range(0, len(rows), ROWS)]
+    assert len(epochs[0]) == len(set(epochs[0])) == ROWS
+    assert all(set(epoch) == set(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
+    assert steps.epoch == 15
+    assert loader(data, rows_per_step=5).steps_per_epoch == 5
+
+
+def test_the_seed_decides_the_order_and_nothing_else_does(data):
+    expected = take(loader(data), 12)
+    assert take(loader(data), 12) == expected
+    assert take(loader(data, seed=2), 12) != expected
+    assert take(loader(data, shuffle=False), 12) != expected
+    for workers in (1, 3):
+        ahead = loader(data, workers=workers)
+        assert take(ahead, 12) == expected
+        ahead.close()
+    for size in (1, 5, 100):
+        assert take(loader(data, rows_per_micro_batch=size), 12) == expected
+
+
+def test_a_step_is_cut_into_micro_batches_of_rows_of_like_length(datasets):
+    step = next(loader(datasets[False], rows_per_step=9, rows_per_micro_batch=4))
+    assert [len(batch["input_ids"]) for batch in step] == [4, 4, 1]
+    widths = [batch["input_ids"].shape[1] for batch in step]
+    assert widths == sorted(widths, reverse=True)
+    packed = loader(datasets[True], rows_per_step=3, rows_per_micro_batch=2, shuffle=False)
+    rows = [*next(packed), *next(packed)]
+    direct = [datasets[True].batch(r) for r in ([0, 1], [2], [3, 4], [5])]
+    assert equal(rows, direct)  # packed rows keep their order
+
+
+def test_more_rows_in_a_step_than_there_are_goes_through_epochs(data):
+    (rows,) = take(loader(data, rows_per_step=2 * ROWS + 1), 1)
+    counts = sorted(rows.count(row) for row in set(rows))
+    assert counts == [2] * (ROWS - 1) + [3]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("done", [0, 1, 4, 7])
+def test_a_resumed_loader_goes_on_exactly(data, done, workers):
+    whole = loader(data)
+    expected = [next(whole) for _ in range(done + 6)]
+    first = loader(data, workers=workers)
+    for _ in range(done):
+        next(first)
+    state = json.loads(json.dumps(first.state_dict()))
+    first.close()
+    second = loader(data, workers=workers)
+    next(second)  # what it did before does not matter, nor what it prepared ahead
+    second.load_state_dict(state)
+    for step in expected[done:]:
+        assert equal(next(second), step)
+    assert second.epoch == whole.epoch
+    second.close()
+
+
+def test_a_resume_may_change_rows_per_step(data):
+    rows = [row for step in take(loader(data, rows_per_step=1), 40) for row in step]
+    first = loader(data, rows_per_step=4)
+    take(first, 3)
+    second = loader(data, rows_per_step=7)
+    second.load_state_dict(first.state_dict())
+    (found,) = take(second, 1)
+    assert sorted(found) == sorted(rows[12:19])
+    third = loader(data, rows_per_step=2)
+    third.load_state_dict(second.state_dict())
+    assert sorted(take(third, 1)[0]) == sorted(rows[19:21])
+    assert third.state_dict()["steps"] == 5 and third.state_dict()["rows"] == 21
+
+
+def test_descriptions_name_the_rows_of_a_step(data):
+    steps = loader(data, rows_per_step=3, workers=2)
+    for number in range(4):
+        lengths = [len(row) for row in rows_of(next(steps))]
+        described = steps.describe()
+        assert described == steps.describe(number) and described.startswith(f"step {number}: ")
+        lines = [int(place.rsplit(":", 1)[1]) for place in described.split(": ", 1)[1].split("; ")]
+        for line, length in zip(lines, lengths, strict=True):
+            alone = [r for r in range(len(data)) if data.describe(r).endswith(f"jsonl:{line}")]
+            assert data.row_lengths[alone[0]] == length + 1
+    steps.close()
+    assert "and 5 more rows" in loader(data, rows_per_step=9).describe(0)
+
+
+def test_other_data_settings_or_seed_are_refused_on_resume(datasets, tmp_path):
+    state = loader(datasets[False]).state_dict()
+    with pytest.raises(InputError, match=f"fingerprint {state['fingerprint']}, now"):
+        loader(datasets[True]).load_state_dict(state)
+    with pytest.raises(InputError, match="with seed 1, this one with 2"):
+        loader(datasets[False], seed=2).load_state_dict(state)
+    with pytest.raises(InputError, match="with shuffle True, this one with False"):
+        loader(datasets[False], shuffle=False).load_state_dict(state)
+
+
+@given(
+    name=st.sampled_from(["steps", "rows", "seed", "shuffle", "fingerprint"]),
+    value=st.one_of(
+        st.none(), st.floats(), st.text(), st.integers(max_value=-1), st.integers(2**53),
+        st.lists(st.integers()), st.booleans(),
+    ),
+)  # fmt: skip
+def test_hostile_positions_are_refused_and_change_nothing(data, name, value):
+    steps = loader(data)
+    good = steps.state_dict()
+    if name == "shuffle" and isinstance(value, bool):
+        value = not good["shuffle"]
+    with pytest.raises(InputError) as caught:
+        steps.load_state_dict({**good, name: value})
+    assert name in str(caught.value) or "fingerprint" in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert steps.state_dict() == good
+
+
+@pytest.mark.parametrize("state", [None, [], "state", {}, {"steps": 3}])
+def test_positions_that_are_no_positions_are_refused(data, state):
+    with pytest.raises(InputError, match="the saved data position is damaged"):
+        loader(data).load_state_dict(state)
+
+
+def test_a_failing_worker_is_reported_where_steps_are_taken(data, monkeypatch):
+    steps = loader(data, workers=2)
+    good = rows_of(next(steps))
+
+    def fail(_rows):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "batch", fail)
+        steps.load_state_dict(steps.state_dict())  # forget what was prepared
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="no room"):
+                next(steps)
+    assert steps.state_dict()["steps"] == 1
+    steps.load_state_dict(loader(data).state_dict())
+    assert rows_of(next(steps)) == good
+    steps.close()
+
+
+def test_threads_end_with_close(data):
+    before = threading.active_count()
+    steps = loader(data, workers=3)
+    next(steps)
+    assert threading.active_count() > before
+    steps.close()
+    steps.close()
+    assert threading.active_count() == before
+    assert rows_of(next(steps)) == take(loader(data), 2)[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"rows_per_step": 0}, {"rows_per_micro_batch": 0}, {"workers": -1}, {"seed": -1}]
+)
+def test_impossible_counts_are_refused(data, options):
+    with pytest.raises(InputError, match="must be positive"):
+        loader(data, **options)

@@ -1,0 +1,283 @@
+"""Rows hold every token once, and nothing is predicted from another document."""
+
+import logging
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from data_cases import TEXT, chat_tokenizer, make_tokenizer, talk, write_jsonl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.data import open_dataset, readers
+from megatrain.data.packing import Segments, fill_rows, fit_rows, shuffled, split_rows
+from megatrain.data.text import TextEncoder
+from megatrain.errors import InputError
+
+WORDS = TEXT.split()
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
+
+
+def documents(count=40):
+    """Texts of 1 to 45 words, all different."""
+    return [
+        " ".join([f"{i}", *(WORDS * 2)[i % 7 : i % 7 + 1 + (i * i) % 45]]) for i in range(count)
+    ]
+
+
+def open_text(tmp_path, texts, tokenizer=None, name="data.jsonl", **options):
+    path = write_jsonl(tmp_path / name, [{"text": t} for t in texts])
+    options = {"sequence_length": 32, "cache_dir": tmp_path / "cache", **options}
+    return open_dataset(path, kind="text", tokenizer=tokenizer or make_tokenizer(), **options)
+
+
+def segments_of(batch):
+    """(ids, labels) of each segment of a packed batch, by the positions that restart."""
+    positions = batch.get("position_ids")
+    for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
+        starts = [0]
+        if positions is not None:
+            starts = torch.nonzero(positions[row] == 0).flatten().tolist()
+        for begin, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            if positions is not None:
+                assert positions[row, begin:end].tolist() == list(range(end - begin))
+            yield ids[begin:end].tolist(), labels[begin:end].tolist()
+
+
+def segments_from(lengths):
+    number = np.arange(len(lengths))
+    return Segments(number, np.zeros_like(number), np.array(lengths))
+
+
+@given(LENGTHS, st.integers(2, 16), st.sampled_from([fill_rows, split_rows, fit_rows]))
+def test_every_token_is_in_one_row_and_no_row_is_too_long(lengths, row_length, arrange):
+    if arrange is fit_rows:
+        lengths = [min(n, row_length) for n in lengths]
+    rows = arrange(segments_from(lengths), row_length)
+    seen = [np.zeros(n, int) for n in lengths]
+    sizes = []
+    for first, last in zip(rows.first[:-1], rows.first[1:], strict=True):
+        row = rows.segments[slice(first, last)]
+        for document, begin, end in zip(row.document, row.begin, row.end, strict=True):
+            assert begin < end
+            seen[document][begin:end] += 1
+        sizes.append(int(row.lengths.sum()))
+    assert all((counts == 1).all() for counts in seen)
+    assert max(sizes) <= row_length
+    if arrange is fill_rows:
+        assert all(size == row_length for size in sizes[:-1])
+    if arrange is fit_rows:
+        assert len(rows.segments) == len(lengths)  # whole
+        # Two rows that would fit in one are a fault of the fitting.
+        assert len(sizes) < 2 or sum(sorted(sizes)[:2]) > row_length
+    if arrange is split_rows:
+        assert len(rows.segments) == len(rows)
+
+
+def test_fitting_wastes_little():
+    lengths = np.random.default_rng(0).lognormal(5, 0.8, 20_000).astype(int).clip(1, 2048)
+    rows = fit_rows(segments_from(lengths), 2048)
+    assert lengths.sum() / (len(rows) * 2048) > 0.99
+
+
+def test_the_order_never_changes_between_versions():
+    assert shuffled(10, 1, 0, 0).tolist() == [2, 0, 1, 4, 5, 6, 7, 8, 3, 9]
+    assert sorted(shuffled(1000, 0, 3).tolist()) == list(range(1000))
+    assert shuffled(1000, 0, 3).tolist() != shuffled(1000, 0, 4).tolist()
+
+
+@pytest.mark.parametrize("bos_first", [False, True])
+def test_packed_text_is_every_document_with_its_end_and_no_leak(tmp_path, bos_first):
+    tokenizer = make_tokenizer(bos_first=bos_first)
+    texts = documents()
+    data = open_text(tmp_path, texts, tokenizer)
+    expected = [[*tokenizer(t)["input_ids"], tokenizer.eos_token_id] for t in texts]
+    assert (expected[0][0] == tokenizer.bos_token_id) == bos_first
+    stream = []
+    for number, (ids, labels) in enumerate(s for b in data.batches(3) for s in segments_of(b)):
+        assert labels[0] == -100, number
+        if len(ids) == 1 or labels[1] != -100:  # the others are padding
+            assert labels[1:] == ids[1:]
+            stream += ids
+    ends = [i + 1 for i, token in enumerate(stream) if token == tokenizer.eos_token_id]
+    found = [stream[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    assert sorted(found) == sorted(expected) and found != expected  # all, and shuffled
+    assert data.num_tokens == sum(map(len, expected))
+    assert all("attention_mask" not in batch for batch in data.batches(3))
+
+
+def test_a_model_sees_packed_documents_exactly_as_it_sees_them_alone(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer("qwen")
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64,
+                         num_hidden_layers=2, num_attention_heads=4, head_dim=8)  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    rows = [{"messages": talk(f"What is {i}?", "It is 42. " * (i % 3 + 1))} for i in range(9)]
+    path = write_jsonl(tmp_path / "chat.jsonl", rows)
+    sums = []
+    for packing in (True, False):
+        data = open_dataset(path, kind="chat", tokenizer=tokenizer, sequence_length=200,
+                            cache_dir=tmp_path, packing=packing)  # fmt: skip
+        total, count = 0.0, 0
+        for batch in data.batches(2):
+            labels = batch.pop("labels")
+            with torch.no_grad():  # with a cache, transformers does not keep segments apart
+                logits = model(**batch, use_cache=False).logits[:, :-1]
+            total += torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+            ).item()
+            count += int((labels[:, 1:] != -100).sum())
+        sums.append((total, count))
+    assert "position_ids" in next(
+        open_dataset(path, kind="chat", tokenizer=tokenizer, sequence_length=200,
+                     cache_dir=tmp_path).batches(2)
+    )  # fmt: skip
+    assert sums[0][1] == sums[1][1] > 80
+    assert sums[0][0] == pytest.approx(sums[1][0], rel=1e-5)
+
+
+def test_unpacked_rows_are_padded_to_the_longest_in_steps_of_eight(tmp_path):
+    tokenizer = make_tokenizer()
+    data = open_text(tmp_path, documents(), tokenizer, packing=False, sequence_length=52)
+    widths = set()
+    for batch in data.batches(4):
+        lengths = [int((row != -100).sum()) + 1 for row in batch["labels"]]
+        width = batch["input_ids"].shape[1]
+        widths.add(width)
+        assert width == min(-(-max(lengths) // 8) * 8, 52)
+        assert "position_ids" not in batch
+        mask = batch.get("attention_mask", torch.ones_like(batch["labels"]))
+        assert mask.sum(1).tolist() == lengths
+        for row, length in enumerate(lengths):
+            assert mask[row, :length].all() and batch["labels"][row, 0] == -100
+            assert (batch["labels"][row, 1:length] == batch["input_ids"][row, 1:length]).all()
+            assert (batch["input_ids"][row, length:] == tokenizer.pad_token_id).all()
+    assert len(widths) > 2 and 52 in widths
+    full = open_text(tmp_path, [TEXT * 4], packing=False, sequence_length=40)
+    assert "attention_mask" not in full.batch([0])
+
+
+def test_batches_have_position_ids_only_when_a_row_has_several_segments(tmp_path):
+    data = open_text(tmp_path, [TEXT * 8], sequence_length=32)  # one long document
+    assert set(data.batch([0, 1])) == {"input_ids", "labels"}
+    assert "position_ids" in data.batch([0, len(data) - 1])  # the last row is padded
+    assert all(t.dtype == torch.int64 for t in data.batch([0, 1]).values())
+
+
+def test_long_documents_come_in_pieces_with_one_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "PIECE_BYTES", 100)
+    tokenizer = make_tokenizer(bos_first=True)
+    (tmp_path / "long.txt").write_text(TEXT * 3)
+    for path in (
+        tmp_path / "long.txt",
+        write_jsonl(tmp_path / "long.jsonl", [{"text": TEXT * 3}]),
+    ):
+        data = open_dataset(path, kind="text", tokenizer=tokenizer, sequence_length=64,
+                            cache_dir=tmp_path / "cache")  # fmt: skip
+        ids = np.concatenate([b["input_ids"].flatten() for b in data.batches(8)])
+        assert (ids == tokenizer.eos_token_id).sum() == (ids == tokenizer.bos_token_id).sum() == 1
+        kept = [i for i in ids.tolist() if i > 2]
+        assert len(tokenizer.decode(kept)) == len(TEXT * 3)
+        assert any("from token" in data.describe(r) for r in range(len(data)))
+
+
+def test_empty_documents_are_dropped_with_one_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        data = open_text(tmp_path, ["", "The sea", ""])
+    (record,) = caplog.records
+    assert "dropped 2 of 3 documents, which have no text (first: " in record.getMessage()
+    assert data.num_tokens == len(make_tokenizer()("The sea")["input_ids"]) + 1
+    with pytest.raises(InputError, match="none of the 2 rows has text"):
+        open_text(tmp_path, ["", ""])
+
+
+def test_the_fingerprint_follows_content_and_settings_not_paths_or_times(tmp_path):
+    texts = documents()
+    base = open_text(tmp_path, texts).fingerprint
+    (tmp_path / "elsewhere").mkdir()
+    moved = open_text(tmp_path / "elsewhere", texts, name="other.jsonl")
+    assert moved.fingerprint == base
+    os.utime(tmp_path / "data.jsonl", (1, 1))
+    assert open_text(tmp_path, texts).fingerprint == base
+    others = [
+        open_text(tmp_path, [*texts[:-1], texts[-1] + "!"]),
+        open_text(tmp_path, texts, seed=1),
+        open_text(tmp_path, texts, sequence_length=33),
+        open_text(tmp_path, texts, packing=False),
+        open_text(tmp_path, texts, make_tokenizer(bos_first=True)),
+        *open_text(tmp_path, texts).hold_out(0.2),
+        *open_text(tmp_path, texts).hold_out(0.3),
+    ]
+    assert len({base, *(other.fingerprint for other in others)}) == len(others) + 1
+
+
+def test_tokens_are_made_once_and_again_when_damaged_or_changed(tmp_path, monkeypatch, caplog):
+    made = []
+    original = TextEncoder.documents
+    monkeypatch.setattr(TextEncoder, "documents", lambda *a: made.append(1) or original(*a))
+    first = open_text(tmp_path, documents())
+
+    def again(**options):
+        options = {"sequence_length": 32, **options}
+        return open_dataset(tmp_path / "data.jsonl", kind="text", tokenizer=make_tokenizer(),
+                            cache_dir=tmp_path / "cache", **options)  # fmt: skip
+
+    assert again().fingerprint == first.fingerprint
+    assert again(sequence_length=64, seed=3).num_tokens == first.num_tokens
+    assert len(made) == 1
+    (store,) = (tmp_path / "cache").glob("tokens-*/")
+    for count, damaged in enumerate(("tokens.bin", "documents.bin", "meta.json"), start=2):
+        os.truncate(store / damaged, 40)
+        with caplog.at_level(logging.WARNING):
+            assert again().fingerprint == first.fingerprint
+        assert caplog.text.count("damaged") == count - 1 and len(made) == count
+    os.utime(tmp_path / "data.jsonl", ns=(0, 10**18))  # so its content may have changed
+    assert again().fingerprint == first.fingerprint and len(made) == 5
+
+
+def test_leftovers_of_a_killed_run_are_removed(tmp_path):
+    open_text(tmp_path, documents())
+    (store,) = (tmp_path / "cache").glob("tokens-*/")
+    shutil.rmtree(store)
+    left_over = store.parent / f"{store.name}.part-killed"
+    left_over.mkdir()
+    open_dataset(tmp_path / "data.jsonl", kind="text", tokenizer=make_tokenizer(),
+                 sequence_length=32, cache_dir=tmp_path / "cache")  # fmt: skip
+    assert store.exists() and not left_over.exists()
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_the_held_out_part_is_disjoint_fixed_and_of_the_asked_size(tmp_path, kind):
+    if kind == "text":
+        rows = [{"text": t} for t in documents(200)]
+    else:
+        rows = [{"messages": talk(f"What is {i}?", f"It is {i}.")} for i in range(200)]
+    path = write_jsonl(tmp_path / "data.jsonl", rows)
+    data = open_dataset(path, kind=kind, tokenizer=chat_tokenizer("qwen"), sequence_length=64,
+                        cache_dir=tmp_path)  # fmt: skip
+    train, held_out = data.hold_out(0.1)
+    assert train.num_tokens + held_out.num_tokens == data.num_tokens
+    assert held_out.num_tokens / data.num_tokens == pytest.approx(0.1, abs=0.02)
+    again = data.hold_out(0.1)[1]
+    assert again.fingerprint == held_out.fingerprint
+    assert [torch.equal(a["input_ids"], b["input_ids"]) for a, b in
+            zip(again.batches(2), held_out.batches(2), strict=True)]  # fmt: skip
+    places = [{part.describe(row) for row in range(len(part))} for part in (train, held_out)]
+    if kind == "chat":
+        lines = [{p for row in part for p in row.split(", ")} for part in places]
+        assert not lines[0] & lines[1] and len(lines[0] | lines[1]) == 200
+
+
+def test_a_single_document_can_be_held_out_in_part(tmp_path):
+    data = open_text(tmp_path, [TEXT * 10])
+    train, held_out = data.hold_out(0.25)
+    assert len(train) > len(held_out) > 1
+    for fraction in (0, 1, -0.5):
+        with pytest.raises(InputError, match="must be between 0 and 1"):
+            data.hold_out(fraction)
+    with pytest.raises(InputError, match="no row with a token to predict"):
+        data.hold_out(1e-9)

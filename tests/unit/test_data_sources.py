@@ -1,0 +1,302 @@
+"""Whatever lies on the disk: rows with their place, or one clear line."""
+
+import gzip
+import json
+import os
+import tracemalloc
+
+import pytest
+from data_cases import make_tokenizer, write_jsonl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatrain.data import load_tokenizer, open_dataset, readers
+from megatrain.data.sources import SourceFile, find_files
+from megatrain.errors import InputError
+
+GOOD = json.dumps({"text": "The sea was calm."}).encode() + b"\n"
+
+
+def open_text(source, tmp_path, **options):
+    options = {"tokenizer": make_tokenizer(), "sequence_length": 16, **options}
+    return open_dataset(source, kind="text", cache_dir=tmp_path / "cache", **options)
+
+
+def as_source(path):
+    (file,) = find_files(path, "text")
+    return file
+
+
+def test_folders_are_read_in_order_without_hidden_empty_or_linked_ones(tmp_path):
+    root = tmp_path / "corpus"
+    for name in ("b.py", "a/z.txt", "a/y.jsonl", ".hidden", ".git/c.py", "__pycache__/d.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(GOOD)
+    (root / "empty.py").touch()
+    (root / "a" / "loop").symlink_to(root)
+    names = [str(f.path.relative_to(root)) for f in find_files(root, "text")]
+    assert names == ["b.py", "a/y.jsonl", "a/z.txt"]
+    assert [f.format for f in find_files(root, "text")] == ["text", "jsonl", "text"]
+    assert [f.path.name for f in find_files(root, "chat")] == ["y.jsonl"]
+    globbed = find_files([f"{root}/**/*.py", str(root / "b.py"), root / "a"], "text")
+    assert [f.path.name for f in globbed] == ["b.py", "y.jsonl", "z.txt"]
+
+
+def test_paths_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    os.mkfifo(tmp_path / "pipe")
+    for name, problem in {
+        "gone.txt": "no such file or folder",
+        "empty.txt": "is empty",
+        "folder": "no non-empty file in",
+        "*.parquet": "no non-empty file in",
+        "a": "symbolic link",
+        "dangling": "a link to nothing",
+        "pipe": "not a plain file",
+        "nul\0": "null",
+        "x" * 300 + ".txt": "too long",
+    }.items():
+        with pytest.raises(InputError, match=problem) as caught:
+            find_files(tmp_path / name, "text")
+        assert name[:100] in str(caught.value).replace("\\x00", "\0")
+    with pytest.raises(InputError, match="no path"):
+        find_files([], "text")
+
+    def deny(*_args, **_options):
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(os, "scandir", deny)
+    with pytest.raises(InputError, match=r"cannot be read: permission denied"):
+        find_files(tmp_path, "text")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": "a"', "not JSON"),
+        (b"hello", "not JSON"),
+        (b"[1, 2]", "must be a JSON object, this is a list"),
+        (b'"text"', "must be a JSON object, this is a str"),
+        (b'{"body": "a", "id": 3}', "no field 'text': its fields are body, id"),
+        (b'{"text": 3}', "field 'text' must be a string, not int"),
+        (b'{"text": null}', "must be a string, not NoneType"),
+        (b'{"text": "\\ud800"}', "lone surrogate"),
+        (b'{"text": "caf\xe9"}', r"not UTF-8: byte 0xe9 at byte offset 44"),
+        (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "not usable JSON"),
+        (b'{"text": "' + b"a" * 400 + b'"}', "longer than"),
+    ],
+)
+def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, monkeypatch, line, problem):
+    if problem == "longer than":
+        monkeypatch.setattr(readers, "MAX_LINE_BYTES", 300)
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(GOOD + b"\n" + line + b"\n" + GOOD)
+    with pytest.raises(InputError, match=rf"data.jsonl:3: .*{problem}") as caught:
+        open_text(path, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache").glob("tokens-*/"))  # nothing half-written
+
+
+def test_an_endless_line_is_refused_without_reading_it_all(tmp_path):
+    path = tmp_path / "zeros.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    tracemalloc.start()
+    with pytest.raises(InputError, match=r"zeros.jsonl:1: the line is longer than 32 MiB"):
+        open_text(path, tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 4 * readers.MAX_LINE_BYTES
+    tracemalloc.stop()
+
+
+def test_odd_but_valid_jsonl_is_read(tmp_path):
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(
+        b"\xef\xbb\xbf" + GOOD + b"\r\n  \n" + b'{"text": "x", "text": "The last key wins."}\r\n'
+        b'{"text": "no newline at the end \\u0000 \\ud83d\\ude00"}'
+    )
+    rows = list(readers.read_rows(as_source(path), ["text"]))
+    assert [number for number, _ in rows] == [1, 4, 5]
+    assert rows[1][1]["text"] == "The last key wins." and rows[2][1]["text"].endswith("\0 😀")
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"a\nb\ncaf\xe9 is not UTF-8", "byte 0xe9 at byte offset 7"),
+        (b"a" * 700 + b"\xff", "byte 0xff at byte offset 700"),
+        (b"ends in the middle of \xe2\x82", "byte 0xe2 at byte offset 22"),
+        ("UTF-16".encode("utf-16-le"), "NUL at byte offset 1"),
+    ],
+)
+def test_text_that_is_not_utf8_is_refused_with_the_offset(tmp_path, monkeypatch, data, problem):
+    path = tmp_path / "text.txt"
+    path.write_bytes(data)
+    for piece in (256 * 1024, 64):
+        monkeypatch.setattr(readers, "PIECE_BYTES", piece)
+        with pytest.raises(InputError, match=rf"text.txt: .*{problem}"):
+            list(readers.read_text(as_source(path)))
+
+
+@given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+def test_pieces_of_a_text_file_are_the_text_whatever_their_size(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("pieces") / "t.txt"
+    path.write_bytes(b"x" + text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "PIECE_BYTES", 5)
+        pieces = list(readers.read_text(as_source(path)))
+    assert "".join(p.text for p in pieces) == "x" + text
+    assert [p.first for p in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [p.last for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    lines = [("x" + text)[: sum(len(q.text) for q in pieces[:i])] for i in range(len(pieces))]
+    assert [p.line for p in pieces] == [1 + before.count("\n") for before in lines]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@given(
+    data=st.one_of(
+        st.binary(max_size=200),
+        st.lists(st.binary(max_size=30), max_size=5).map(b"\n".join),
+        st.recursive(
+            st.none() | st.integers() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+        ).map(lambda value: json.dumps({"text": value}).encode()),
+    ),
+    suffix=st.sampled_from([".txt", ".jsonl", ".jsonl.gz", ".parquet"]),
+)
+def test_any_bytes_are_read_or_refused_with_the_file_name(tmp_path, data, suffix):
+    path = tmp_path / f"fuzz{suffix}"
+    path.write_bytes(data)
+    file = SourceFile(path, as_format(suffix), True, len(data), 0)
+    try:
+        if file.format == "text":
+            assert "".join(p.text for p in readers.read_text(file)).encode() in (data, data[3:])
+        else:
+            assert all(isinstance(row, dict) for _, row in readers.read_rows(file, ["text"]))
+    except InputError as error:
+        assert file.name in str(error) and "\n" not in str(error)
+
+
+def as_format(suffix):
+    return {".txt": "text", ".parquet": "parquet"}.get(suffix, "jsonl")
+
+
+def test_broken_compression_is_named(tmp_path):
+    packed = gzip.compress(GOOD * 1000)
+    for name, data in {
+        "cut": packed[:-20],
+        "not": GOOD,
+        "flipped": packed[:20] + b"x" * 30,
+    }.items():
+        path = tmp_path / f"{name}.jsonl.gz"
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=rf"{name}.jsonl.gz: cannot be read: \w+"):
+            list(readers.read_rows(as_source(path), ["text"]))
+
+
+def test_a_named_file_of_blank_lines_is_empty(tmp_path):
+    path = tmp_path / "blank.jsonl"
+    path.write_text("\n\n")
+    with pytest.raises(InputError, match=r"blank.jsonl: no rows"):
+        open_text(path, tmp_path)
+    (tmp_path / "good.jsonl").write_bytes(GOOD)
+    assert len(open_text(f"{tmp_path}/*.jsonl", tmp_path)) == 1
+
+
+def test_parquet_problems_are_named(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "table.parquet"
+    parquet.write_table(pyarrow.table({"body": ["a"], "text": [1]}), path)
+    with pytest.raises(InputError, match=r"table.parquet: no column 'story': its columns are body"):
+        open_text(path, tmp_path, text_field="story")
+    with pytest.raises(InputError, match=r"table.parquet:1: field 'text' must be a string"):
+        open_text(path, tmp_path)
+    assert len(open_text(path, tmp_path, text_field="body")) == 1
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(InputError, match=r"table.parquet: not a readable Parquet file"):
+        open_text(path, tmp_path, text_field="body")
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
+    with pytest.raises(InputError, match=r"table.parquet: no rows"):
+        open_text(path, tmp_path)
+
+
+def test_hub_data_sets_come_through_datasets(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"body": ["The sea was calm.", "Thanks!"], "id": [1, 2]})
+    asked = []
+
+    def load(*args, **options):
+        asked.append((args, options))
+        return table
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    options = {"hub_config": "plain", "hub_split": "validation", "text_field": "body"}
+    data = open_text("someone/stories", tmp_path, **options)
+    assert asked == [(("someone/stories", "plain"), {"split": "validation"})]
+    assert "someone/stories[validation]:2" in data.describe(0)
+    with pytest.raises(InputError, match="no column 'text': its columns are body, id"):
+        open_text("someone/stories", tmp_path)
+
+
+def test_an_unreachable_hub_data_set_may_also_be_a_wrong_path(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def load(*_args, **_options):
+        raise ConnectionError("Couldn't reach 'someone/stories' on the Hub\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(InputError, match=r"'someone/stories': no such file.*Couldn't reach") as err:
+        open_text("someone/stories", tmp_path)
+    assert "\n" not in str(err.value)
+
+
+def test_tokenizers_are_loaded_or_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_tokenizer().save_pretrained(tmp_path / "good")
+    assert load_tokenizer(tmp_path / "good")("The sea")["input_ids"]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match="no tokenizer in this folder"):
+        load_tokenizer(tmp_path / "model")
+    for content in ("{", '{"version": "1.0"}', "[]"):
+        (tmp_path / "good" / "tokenizer.json").write_text(content)
+        with pytest.raises(InputError, match="cannot load a tokenizer from .*good") as caught:
+            load_tokenizer(tmp_path / "good")
+        assert "\n" not in str(caught.value)
+
+
+def test_ids_outside_the_vocabulary_are_refused_with_their_place(tmp_path):
+    tokenizer = make_tokenizer()
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "The sea was calm."}])
+    worst = max(tokenizer("The sea was calm.")["input_ids"])
+    with pytest.raises(InputError, match=rf"a.jsonl:2: token id {worst} .* vocabulary of {worst}"):
+        open_text(path, tmp_path, vocab_size=worst)
+    assert len(open_text(path, tmp_path, vocab_size=worst + 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"sequence_length": 1}, "sequence_length is 1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"tokenizer": "no eos"}, "no end-of-sequence token"),
+    ],
+)
+def test_unusable_settings_are_refused(tmp_path, options, problem):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea"}])
+    if "tokenizer" in options:
+        options = {"tokenizer": make_tokenizer(eos=None)}
+    with pytest.raises(InputError, match=problem):
+        open_text(path, tmp_path, **options)
+
+
+def test_an_unwritable_cache_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea"}])
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(InputError, match="cache: cannot keep tokens there"):
+        open_text(path, tmp_path)
