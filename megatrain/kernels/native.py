@@ -4,12 +4,13 @@ The library knows only pointers, sizes and scalars, so one build serves every to
 release the interpreter lock and may come from several threads at once.
 """
 
-import ctypes
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from ctypes import CDLL, POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,15 +48,17 @@ def _find() -> Path:
     return Path(spec.origin)
 
 
-def _load() -> dict[str, ctypes._CFuncPtr]:
+def _load() -> dict[str, Callable[..., Any]]:
     path = _find()
+    functions: dict[str, Callable[..., Any]] = {}
     try:
         library = CDLL(str(path))
-        functions = {name: library[f"megatrain_{name}"] for name in _SIGNATURES}
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = library[f"megatrain_{name}"]
+            function.restype, function.argtypes = result, arguments
+            functions[name] = function
     except (OSError, AttributeError) as error:
         raise ImportError(f"{path} does not load: {error}") from error
-    for name, (result, arguments) in _SIGNATURES.items():
-        functions[name].restype, functions[name].argtypes = result, arguments
     if (found := functions["abi"]()) != _ABI:
         raise ImportError(f"{path} has interface {found}, not {_ABI}: build it again")
     return functions

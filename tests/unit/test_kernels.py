@@ -171,7 +171,9 @@ values = torch.ones(1 << 20)
 assert native.squared_norm(values, threads=4) == 1 << 20
 child = os.fork()
 if child == 0:
-    os._exit(0 if native.squared_norm(values, threads=4) == 1 << 20 else 1)
+    right = native.squared_norm(values, threads=4) == 1 << 20
+    helpers = len(os.listdir("/proc/self/task")) - 1 if os.path.exists("/proc/self/task") else 3
+    os._exit(0 if right and helpers == 3 else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert native.squared_norm(values, threads=4) == 1 << 20
 """
