@@ -1,0 +1,108 @@
+"""Imports go one way, and each device and heavy library stays behind its door."""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.structure.source_tree import LEVELS, MODULES, ROOT, imports, level_of, own_imports, parse
+
+CUDA_FILE = "megatrain.device.cuda"
+
+LAZY = {
+    "pydantic": {"config"},
+    "datasets": {"data"},
+    "pyarrow": {"data"},
+    "typer": {"cli"},
+    "rich": {"cli", "telemetry", "train"},
+    "matplotlib": {"telemetry"},
+    "pynvml": {"telemetry"},
+}
+"""Packages that the engine must work without, and the only parts which may import them."""
+
+
+def test_every_part_has_a_level():
+    missing = {name for name in MODULES if level_of(name) is None}
+    assert not missing, f"no level for {missing}: see LEVELS in source_tree.py"
+
+
+def test_imports_go_downwards():
+    wrong = []
+    for name, path in MODULES.items():
+        for target, line in own_imports(path):
+            same_part = name.split(".")[1:2] == target.split(".")[1:2]
+            # The version is all that the parts may take from the top.
+            if same_part or target == "megatrain":
+                continue
+            if level_of(target) >= level_of(name):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_version_is_taken_from_the_top():
+    wrong = []
+    for path in MODULES.values():
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ImportFrom) and node.module == "megatrain":
+                for alias in node.names:
+                    if f"megatrain.{alias.name}" not in MODULES and alias.name != "__version__":
+                        wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {alias.name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_no_import_cycles():
+    graph = {
+        name: {target for target, _ in own_imports(path)} - {"megatrain", name}
+        for name, path in MODULES.items()
+        if name != "megatrain"
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def says_torch_cuda(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch"
+    if isinstance(node, ast.ImportFrom) and node.module == "torch":
+        return any(alias.name == "cuda" for alias in node.names)
+    if isinstance(node, ast.Import):
+        return any(alias.name.startswith("torch.cuda") for alias in node.names)
+    return isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch.cuda")
+
+
+def test_torch_cuda_appears_in_one_file():
+    found = {name for name, path in MODULES.items() if any(map(says_torch_cuda, walk(path)))}
+    assert found == {CUDA_FILE}
+
+
+def walk(path):
+    return ast.walk(parse(path))
+
+
+def test_optional_packages_stay_in_their_parts():
+    wrong = []
+    for name, path in MODULES.items():
+        part = name.split(".")[1] if "." in name else ""
+        for target, line in imports(path):
+            package = target.split(".")[0]
+            if package in LAZY and part not in LAZY[package]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {package}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_engine_imports_without_configuration_and_data_libraries():
+    blocked = dict.fromkeys(["pydantic", "datasets", "pyarrow", "typer", "rich", "matplotlib"])
+    code = f"import sys; sys.modules.update({blocked}); import megatrain; megatrain.Engine"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_level_table_has_no_part_twice():
+    parts = [part for level in LEVELS for part in level]
+    assert len(parts) == len(set(parts))

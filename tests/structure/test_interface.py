@@ -1,0 +1,84 @@
+"""The public names, and a README whose every command exists."""
+
+import re
+from collections.abc import Iterator
+
+import typer
+
+import megatrain
+import megatrain.errors
+from megatrain.cli.app import app
+from tests.structure.source_tree import ROOT
+
+MAX_README_LINES = 200
+COMMANDS = typer.main.get_command(app).commands
+EXIT_CODES = {"MegatrainError": 4, "InputError": 2, "DoesNotFit": 3, "RunFailed": 4}
+SUPPORTED = ["train", "export", "generate", "bench"]
+"""The commands that the interface promises."""
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def make_targets() -> set[str]:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return set(re.findall(r"^([a-z][a-z-]*):(?!=)", makefile, flags=re.MULTILINE))
+
+
+def readme_commands() -> Iterator[list[str]]:
+    """The words of every command line in the README's code blocks, and of every inline command."""
+    text = readme()
+    for block in re.findall(r"^```.*?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            yield line.removeprefix("$ ").split("#")[0].split()
+    for inline in re.findall(r"`((?:megatrain|make) [^`\n]+)`", text):
+        yield inline.split()
+
+
+def test_the_public_names_exist():
+    for name in ("Engine", "AdamW", "Placement", "__version__"):
+        assert getattr(megatrain, name) is not None
+        assert name in megatrain.__all__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", megatrain.__version__)
+    for name in megatrain.__all__:
+        assert hasattr(megatrain, name), name
+
+
+def test_errors_have_their_exit_codes():
+    for name, code in EXIT_CODES.items():
+        error = getattr(megatrain.errors, name)
+        assert error.exit_code == code
+        assert issubclass(error, megatrain.errors.MegatrainError)
+
+
+def test_the_promised_commands_exist():
+    assert set(SUPPORTED) <= set(COMMANDS)
+
+
+def test_the_readme_is_short():
+    assert len(readme().splitlines()) <= MAX_README_LINES
+
+
+def test_readme_commands_exist():
+    wrong = []
+    for words in readme_commands():
+        if words[:1] == ["megatrain"] and words[1:2] and words[1] not in COMMANDS:
+            wrong.append(" ".join(words))
+        if words[:1] == ["make"]:
+            wrong += [f"make {word}" for word in words[1:] if word not in make_targets()]
+    assert not wrong, wrong
+
+
+def test_every_command_is_in_the_readme():
+    shown = {tuple(words[:2]) for words in readme_commands()}
+    missing = [name for name in COMMANDS if ("megatrain", name) not in shown]
+    assert not missing, f"not in the README: {missing}"
+    for target in ("demo", "test"):
+        assert ("make", target) in shown
+
+
+def test_makefile_targets_say_what_they_do():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in make_targets():
+        assert re.search(rf"^{target}:.*## \S", makefile, flags=re.MULTILINE), target
