@@ -85,13 +85,14 @@ def tile_layouts(outline: Outline, groups: dict[str, int]) -> list[TileLayout]:
 
 def fill(source: Source, outline: Outline, store: Store, device: Device, seed: int) -> None:
     """Bring every weight and persistent buffer to its place: read, copied, or drawn."""
-    write = _writer(store, source.model)
+    write = _writer(store, source.model, threads=1)  # one of many readers at a time
 
     def draw(only: Any = None) -> None:
         def start(part: int) -> None:
             device.seed(hash((seed, part)) & (2**63 - 1))
 
-        initialise(outline, device.torch_device, start, write, only)
+        wide = _writer(store, source.model, threads=_threads())
+        initialise(outline, device.torch_device, start, wide, only)
 
     if source.folder is not None:
         missing = read_weights(source.folder, source.model, write, threads=_threads())
@@ -104,14 +105,14 @@ def fill(source: Source, outline: Outline, store: Store, device: Device, seed: i
             write(name, parameter.detach().cpu())
 
 
-def _writer(store: Store, model: PreTrainedModel) -> Write:
+def _writer(store: Store, model: PreTrainedModel, *, threads: int) -> Write:
     places = {entry.name: (tile, entry) for tile, entry in store.entries()}
     buffers = dict(model.named_buffers())
 
     def write(name: str, values: Tensor) -> None:
         if name in places:
             tile, entry = places[name]
-            tile.write_master(entry, values)
+            tile.write_master(entry, values, threads)
         else:
             buffers[name].copy_(values)
 
@@ -135,6 +136,10 @@ class Assembly:
     @property
     def tiles(self) -> dict[str, Tile]:
         return {tile.name: tile for tile in self.store.tiles}
+
+    def __post_init__(self) -> None:
+        if self.placement.compile:
+            self.program.compile()
 
     def threads(self) -> int:
         return self.placement.update_threads or _threads()
@@ -180,8 +185,12 @@ class Assembly:
         """Parts of a training step."""
         device, placement, tiles = self.device, self.placement, self.store.tiles
         update = Update(device, optimizer, max_grad_norm, self.threads(), len(tiles))
-        slabs = None if update.deferred else placement.slabs
-        sink = Sink(device, tiles, self.dtype, slabs, update.ready)
+        # A gradient that waits, for the norm or for the rows of a tied table, waits in its own slab.
+        outline = self.program.outline
+        tied = any(name in outline.epilogue for name in outline.gathered)
+        held = [self.tiles["head"]] if tied else []
+        waiting = tiles if update.deferred else held
+        sink = Sink(device, tiles, self.dtype, placement.slabs, waiting, update.ready)
         embedding = self.embedding(sink)
         trunk, head = self.units(embedding)
         saved: Saved | HostSaved = Saved(device)

@@ -219,7 +219,7 @@ class Engine:
 def default_placement(device: Device) -> Placement:
     """A placement that suits the kind of device."""
     if device.kind == "cuda":
-        return Placement(slots=3)
+        return Placement(slots=3, compile=True)
     return Placement(slots=1)
 
 

@@ -36,8 +36,9 @@ class Room:
         pairs = [
             (self.views[n], g) for n, g in zip(names, gradients, strict=True) if g is not None
         ]
-        for total, gradient in pairs:
-            total.add_(gradient)
+        if pairs:
+            totals, parts = zip(*pairs, strict=True)
+            torch._foreach_add_(totals, parts)
 
 
 @dataclass
@@ -62,20 +63,25 @@ class Sink:
         device: Device,
         tiles: Sequence[Tile],
         dtype: torch.dtype,
-        slabs: int | None,
+        slabs: int,
+        own: Sequence[Tile],
         ready: Callable[[Tile, Slab, Any], None],
     ) -> None:
-        """Args: `slabs` shared rooms for gradients in flight; None gives each tile its own."""
+        """Args: `own` tiles have a host slab each; the others share `slabs` of them."""
         self._device, self.ready = device, ready
-        self._own_slabs = slabs is None
         numel = max(tile.layout.trainable_numel for tile in tiles)
         self._lanes = _lanes(device, numel, dtype)
         self._turn = 0
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
-        self._slabs = _slabs(device, tiles, numel, dtype, slabs)
+        self._own = _own_slabs(device, own, dtype)
+        count = slabs if len(self._own) < len(tiles) else 0
+        self._shared = [
+            Slab(device.host(f"slab {i}", numel, dtype, pinned=True)) for i in range(count)
+        ]
         self._claimed = 0
-        self.host_bytes = sum(slab.buffer.data.nbytes for slab in self._slabs)
+        every = [*self._own.values(), *self._shared]
+        self.host_bytes = sum(slab.buffer.data.nbytes for slab in every)
 
     def room(self, tile: Tile) -> Room:
         """Zeroed fp32 sums for a tile's gradient."""
@@ -115,9 +121,9 @@ class Sink:
 
     def claim(self, tile: Tile, stream: str) -> Slab:
         """The slab for a tile's gradient; `stream` may write it after this."""
-        if self._own_slabs:
-            return self._slabs[tile.index]
-        slab = self._slabs[self._claimed % len(self._slabs)]
+        if tile.index in self._own:
+            return self._own[tile.index]
+        slab = self._shared[self._claimed % len(self._shared)]
         self._claimed += 1
         self._device.wait(stream, slab.free, "slab free")
         return slab
@@ -125,20 +131,14 @@ class Sink:
 
 def _lanes(device: Device, numel: int, dtype: torch.dtype) -> list[_Lane]:
     if dtype == torch.float32:
-        own = [device.empty(f"gradient sums {i}", numel, torch.float32) for i in range(LANES)]
-        return [_Lane(sums, sums) for sums in own]
+        each = [device.empty(f"gradient sums {i}", numel, torch.float32) for i in range(LANES)]
+        return [_Lane(sums, sums) for sums in each]
     shared = device.empty("gradient sums", numel, torch.float32)
     return [_Lane(shared, device.empty(f"outgoing {i}", numel, dtype)) for i in range(LANES)]
 
 
-def _slabs(
-    device: Device, tiles: Sequence[Tile], numel: int, dtype: torch.dtype, count: int | None
-) -> list[Slab]:
-    if count is None:
-        layouts = [tile.layout for tile in tiles]
-        lengths = [layout.trainable_numel for layout in layouts]
-        buffers = planes(device, "gradient", layouts, lengths, dtype, pinned=True)
-        return [Slab(buffer) for buffer in buffers]
-    return [Slab(device.host(f"slab {i}", numel, dtype, pinned=True)) for i in range(count)]
-
-
+def _own_slabs(device: Device, tiles: Sequence[Tile], dtype: torch.dtype) -> dict[int, Slab]:
+    layouts = [tile.layout for tile in tiles]
+    lengths = [layout.trainable_numel for layout in layouts]
+    buffers = planes(device, "gradient", layouts, lengths, dtype, pinned=True)
+    return {tile.index: Slab(buffer) for tile, buffer in zip(tiles, buffers, strict=True)}

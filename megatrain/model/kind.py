@@ -1,6 +1,7 @@
 """Templates: one stateless module per kind of layer, bound to streamed weights."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +28,23 @@ class Kind:
     module: nn.Module
     output_spec: Any = None
     example: list[Any] = field(default_factory=list)
+    compiled: dict[bool, Callable[..., Any]] = field(default_factory=dict)
 
     def call(
         self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
     ) -> list[Tensor | Any]:
         """The layer's outputs as a flat list; the structure is remembered from the first call."""
-        output = functional_call(self.module, weights, args, kwargs)
+        function = self.compiled.get(torch.is_grad_enabled(), self._apply)
+        output = function(weights, args, kwargs)
         leaves, self.output_spec = pytree.tree_flatten(output)
         return leaves
+
+    def _apply(self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        return functional_call(self.module, weights, args, kwargs)
+
+    def compile(self) -> None:
+        """Compile the call, apart for the forward alone and for the forward of a backward."""
+        self.compiled = {False: torch.compile(self._apply), True: torch.compile(self._apply)}
 
     def to(self, device: torch.device) -> None:
         """Move the template's buffers."""

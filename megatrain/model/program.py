@@ -59,6 +59,11 @@ class Program:
         for layer in self.outline.layers:
             layer.kind.module.train(mode)
 
+    def compile(self) -> None:
+        """Compile the templates (torch.compile), once per kind; layers of a kind share the code."""
+        for kind in {id(layer.kind): layer.kind for layer in self.outline.layers}.values():
+            kind.compile()
+
     def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
         """What enters the layers as activations; records every layer's arguments in `batch`.
 

@@ -1,0 +1,115 @@
+"""The engine on a real GPU: the same numbers as on the CPU, the same bits whatever the schedule."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatrain import AdamW, Engine, Placement
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 512
+
+
+def model(*, tied: bool = False, layers: int = 6) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def steps(count: int, *, uneven: bool = True) -> list[list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, 64), (1, 48), (3, 32)] if uneven else [(2, 64), (2, 64)]
+
+    def micro(shape: tuple[int, int]) -> dict[str, Tensor]:
+        ids = torch.randint(VOCAB, shape, generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+    return [[micro(shape) for shape in shapes] for _ in range(count)]
+
+
+def train(
+    device: str, batches: list, *, tied: bool = False, lr: float = 1e-3, **options
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses, gradient norms and final masters."""
+    with Engine(model(tied=tied), optimizer=AdamW(lr=lr), device=device, **options) as engine:
+        results = [engine.step(batch) for batch in batches]
+        masters = {name: master.clone() for name, master in engine.named_masters()}
+    return [r.loss for r in results], [r.grad_norm for r in results], masters
+
+
+def update_error(got: dict[str, Tensor], wanted: dict[str, Tensor], tied: bool) -> float:
+    """Largest distance of a parameter, relative to the norm of its whole update."""
+    before = dict(model(tied=tied).named_parameters())
+    return max(
+        float((got[n] - wanted[n]).norm() / (wanted[n] - before[n].detach()).norm()) for n in wanted
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_fp32_equals_the_cpu(tied: bool, clip: float | None) -> None:
+    batches = steps(3)
+    options = {"precision": "fp32", "tied": tied, "max_grad_norm": clip}
+    losses, norms, masters = train("cuda", batches, placement=Placement(slots=3), **options)
+    cpu_losses, cpu_norms, cpu_masters = train("cpu", batches, **options)
+    assert losses == pytest.approx(cpu_losses, rel=1e-5)
+    assert norms == pytest.approx(cpu_norms, rel=1e-4)
+    assert update_error(masters, cpu_masters, tied) < 2e-3  # fp32 sums in another order
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bf16_is_the_cpu_within_bf16_noise(tied: bool) -> None:
+    batches = steps(3)
+    losses, norms, _ = train("cuda", batches, placement=Placement(slots=3), tied=tied)
+    cpu_losses, cpu_norms, _ = train("cpu", batches, tied=tied)
+    assert losses == pytest.approx(cpu_losses, rel=2e-3)
+    assert norms == pytest.approx(cpu_norms, rel=2e-2)
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_schedule_changes_no_bit(clip: float | None, tied: bool) -> None:
+    batches = steps(4)
+    options = {"tied": tied, "max_grad_norm": clip}
+    wanted = train("cuda", batches, placement=Placement(slots=1), **options)
+    placements = [
+        Placement(slots=slots, prefetch=prefetch, boundaries=boundaries, boundary_lanes=lanes)
+        for slots, boundaries, lanes in itertools.product((2, 4), ("device", "host"), (1, 4))
+        for prefetch in (0, slots - 1)
+    ]
+    for placement in placements:
+        losses, norms, masters = train("cuda", batches, placement=placement, **options)
+        assert losses == wanted[0], placement
+        assert norms == wanted[1], placement
+        assert all(torch.equal(masters[n], wanted[2][n]) for n in masters), placement
+
+
+def test_compiled_is_eager_within_bf16_noise() -> None:
+    batches = steps(6, uneven=False)
+    eager = train("cuda", batches, placement=Placement(slots=3))
+    compiled = train("cuda", batches, placement=Placement(slots=3, compile=True))
+    assert compiled[0] == pytest.approx(eager[0], rel=2e-3)
+    assert compiled[1] == pytest.approx(eager[1], rel=2e-2)
+
+
+def test_memory_does_not_grow_over_200_steps() -> None:
+    batches = steps(8)
+    with Engine(model(), optimizer=AdamW(lr=1e-3), device="cuda") as engine:
+        for index in range(40):
+            engine.step(batches[index % 8])
+        settled = engine.memory()
+        for index in range(160):
+            engine.step(batches[index % 8])
+        assert engine.memory() == settled

@@ -1,0 +1,79 @@
+"""Runs the engine's own step on the trace device."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import torch
+from transformers import LlamaConfig
+
+from megatrain import AdamW, Placement
+from megatrain.device import TraceDevice
+from megatrain.engine.assemble import Assembly, open_source, tile_layouts
+from megatrain.engine.batch import prepare
+from megatrain.engine.step import forward_only, train_step
+from megatrain.model.outline import outline
+from megatrain.model.program import Program
+from megatrain.optim import StreamedOptimizer
+from megatrain.store import Store
+
+STEPS = 3  # enough for every slot, lane and slab to be used again
+
+
+@functools.cache
+def tiny_program(tied: bool) -> tuple[Program, StreamedOptimizer]:
+    """Five layers: more than any number of slots tried."""
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=5,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    model = open_source(config, trust_remote_code=False).model
+    program = Program(outline(model), torch.device("cpu"), torch.bfloat16)
+    return program, StreamedOptimizer(AdamW(), model)
+
+
+def schedules() -> Iterator[dict]:
+    """Every schedule the engine can choose, as arguments of `trace`."""
+    for slots, boundaries, clip, tied, precision in itertools.product(
+        (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
+    ):
+        for prefetch in range(slots):
+            for lanes in (1, 3) if boundaries == "host" else (1,):
+                placement = Placement(
+                    slots=slots, prefetch=prefetch, boundaries=boundaries, boundary_lanes=lanes
+                )
+                yield {
+                    "placement": placement,
+                    "max_grad_norm": clip,
+                    "tied": tied,
+                    "precision": precision,
+                }
+
+
+def trace(
+    placement: Placement,
+    max_grad_norm: float | None,
+    tied: bool,
+    precision: str = "bf16",
+    without: frozenset[str] = frozenset(),
+) -> TraceDevice:
+    """The device after a few steps and an evaluation of uneven micro-batches."""
+    device = TraceDevice(without=without)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    program, optimizer = tiny_program(tied)
+    layouts = tile_layouts(program.outline, optimizer.group_of())
+    store = Store(device, layouts, dtype, train=True)
+    parts = Assembly(device, program, store, dtype, placement).training(optimizer, max_grad_norm)
+    micro_batches = [
+        {"input_ids": torch.ones(rows, 4).long(), "labels": torch.ones(rows, 4).long()}
+        for rows in (2, 1, 3)
+    ]
+    batch = prepare(micro_batches, torch.device("cpu"), 32, labelled=True, seed=0)
+    for _ in range(STEPS):
+        train_step(parts, batch)
+        forward_only(parts, batch, lambda head, slot, h: head.loss(slot, batch, h))
+    return device
