@@ -75,13 +75,26 @@ class DataSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW with decoupled weight decay."""
+    """AdamW with decoupled weight decay.
+
+    `no_decay`: patterns of names that do not decay, besides LayerNorms; null: norms and biases.
+    """
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    no_decay: Literal["norms_and_biases", "nothing"] = "norms_and_biases"
+    no_decay: list[str] | None = None
+
+    @field_validator("no_decay")
+    @classmethod
+    def _patterns(cls, patterns: list[str] | None) -> list[str] | None:
+        for pattern in patterns or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return patterns
 
 
 class ScheduleSection(Section):

@@ -65,6 +65,7 @@ MISTAKES = [
     (["optimizer.lr=.nan"], "--set optimizer.lr: should be a finite number, got nan"),
     (["optimizer.betas=[0.9]"], "--set optimizer.betas: "),
     (["optimizer.betas=[0.9, 1.0]"], "--set optimizer.betas: should be less than 1, got 1.0"),
+    (["optimizer.no_decay=['[']"], "--set optimizer.no_decay: '[' is not a regular expression"),
     (["optimizer=5"], "--set optimizer: should be a mapping, got 5"),
     (["data.sequence_length='8'"], "--set data.sequence_length: should be a valid integer"),
     (["data.sequence_length=true"], "--set data.sequence_length: should be a valid integer"),

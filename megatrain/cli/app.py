@@ -1,0 +1,129 @@
+"""Commands and their options. Nothing heavy is imported before a command runs.
+
+Exit codes: 0 done, 2 bad configuration or input, 3 does not fit, 4 run failed.
+"""
+
+import logging
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from megatrain.cli.bench import bench
+from megatrain.errors import MegatrainError, RunFailed
+
+
+class ReportingGroup(TyperGroup):
+    """Turns errors into one line on stderr and the documented exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command; `--debug` adds the traceback to the line."""
+        try:
+            return super().invoke(ctx)
+        except (MegatrainError, OSError) as error:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            message = " ".join(str(error).split()) or type(error).__name__
+            print(f"megatrain: error: {message}", file=sys.stderr)
+            code = error.exit_code if isinstance(error, MegatrainError) else RunFailed.exit_code
+            raise typer.Exit(code) from error
+        except KeyboardInterrupt as error:
+            print("megatrain: interrupted", file=sys.stderr)
+            raise typer.Exit(130) from error  # 128 + SIGINT, the shells' convention
+
+
+app = typer.Typer(
+    cls=ReportingGroup,
+    help="Full-precision training of large language models on one GPU, from host memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(bench, name="bench")
+
+
+Precision = Literal["bf16", "fp32"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@app.callback()
+def common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options that come before the command."""
+    logging.basicConfig(format="megatrain: %(message)s", level=logging.WARNING)
+    logging.getLogger("megatrain").setLevel(logging.INFO)
+
+
+@app.command()
+def train(
+    run: Annotated[Path, typer.Argument(help="The run file (YAML).")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Override a key; may be repeated."),
+    ] = None,
+) -> None:
+    """Train a model as a run file says."""
+    from megatrain import config
+    from megatrain.train.loop import train as train_run
+
+    outcome = train_run(config.load(run, overrides or []), run.stem)
+    print(f"{outcome.steps} steps done; the model is in {outcome.folder / 'model'}")
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="Folder of a finished run, or of a model.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty.")],
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Dtype of the tensors; as they are by default.")
+    ] = None,
+) -> None:
+    """Write a finished run's model as a Hugging Face folder."""
+    from megatrain.train.export import export as export_model
+
+    export_model(run, out, dtype)
+    print(f"{out}")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A run's folder, a model folder, or a hub id.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest.")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens up to this.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    precision: Annotated[Precision, typer.Option(help="Compute dtype.")] = "bf16",
+) -> None:
+    """Continue a text, streaming the layers.
+
+    There is no key-value cache: each token costs one pass over all tokens before it.
+    """
+    from megatrain.cli.generate import Sampling, generate_from
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    generate_from(model, prompt, sampling, device=device, precision=precision)
+
+
+@app.command()
+def demo(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Override a key of the demo's run file."),
+    ] = None,
+) -> None:
+    """Train a small model on Python's own library.
+
+    Then sample from it, and show where the memory was. Nothing is downloaded.
+    """
+    from megatrain.cli.demo import run_demo
+
+    run_demo(overrides or [])

@@ -1,0 +1,223 @@
+"""`megatrain bench CASE`: measurements that carry what is needed to repeat them."""
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+import yaml
+
+from megatrain.cli.shapes import SHAPES, qwen2_config
+from megatrain.errors import InputError
+from megatrain.placement import Placement
+from megatrain.telemetry.environment import environment
+from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
+from megatrain.telemetry.memory import peak_process_bytes
+from megatrain.units import gib
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatrain.engine import Engine
+
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+def _known_shape(name: str) -> str:
+    if name not in SHAPES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(SHAPES)}")
+    return name
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """What one measurement of the training step did."""
+
+    shape: str
+    layers: int | None
+    sequences: int
+    sequence_length: int
+    micro_batch: int
+    max_grad_norm: float | None
+    precision: Literal["bf16", "fp32"]
+    device: str
+    placement: dict[str, Any] | None
+    warmup: int
+    steps: int
+    seed: int
+
+
+@bench.callback()
+def cases() -> None:
+    """Measure one case and write the result as JSON."""
+
+
+@bench.command()
+def step(
+    shape: Annotated[
+        str,
+        typer.Option(callback=_known_shape, help=f"Size of Qwen2.5: {', '.join(SHAPES)}."),
+    ],
+    sequences: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step.")] = 96,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 16,
+    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
+    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute dtype.")] = "bf16",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    placement: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="One choice of the placement; repeatable."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Only so many layers.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 5,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+) -> None:
+    """Time whole training steps on random tokens: model TFLOPS, memory, spread."""
+    case = StepCase(
+        shape=shape,
+        layers=layers,
+        sequences=sequences,
+        sequence_length=sequence_length,
+        micro_batch=micro_batch,
+        max_grad_norm=max_grad_norm or None,
+        precision=precision,
+        device=device,
+        placement=_parse_placement(placement or []),
+        warmup=warmup,
+        steps=steps,
+        seed=seed,
+    )
+    result = measure_step(case)
+    print(_summary(result))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def measure_step(case: StepCase) -> dict[str, Any]:
+    """Build the model of `case`, run its steps and return the result as plain JSON values."""
+    started = time.perf_counter()
+    engine = _build(case)
+    try:
+        build_seconds = time.perf_counter() - started
+        times, losses = _timed_steps(engine, case)
+        tokens = case.sequences * case.sequence_length
+        return {
+            "benchmark": "step",
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": _commit(),
+            "case": asdict(case),
+            "parameters": engine.num_parameters,
+            "tokens_per_step": tokens,
+            "build_seconds": build_seconds,
+            "step_seconds": times,
+            "losses": losses,
+            **_statistics(times[case.warmup :], tokens, engine.num_parameters),
+            **_utilisation(engine, case),
+            "memory": engine.memory(),
+            "host_peak_bytes": peak_process_bytes(),
+            "host_bytes_per_parameter": peak_process_bytes() / engine.num_parameters,
+            "environment": environment(str(engine.device.torch_device)),
+        }
+    finally:
+        engine.close()
+
+
+def _build(case: StepCase) -> "Engine":
+    from megatrain.engine import Engine
+    from megatrain.optim import AdamW
+
+    config = qwen2_config(case.shape, max(case.sequence_length, 32768))
+    if case.layers is not None:
+        config.num_hidden_layers = case.layers
+        config.layer_types = config.layer_types[: case.layers]
+    return Engine(
+        config,
+        optimizer=AdamW(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        max_grad_norm=case.max_grad_norm,
+        precision=case.precision,
+        placement="auto" if case.placement is None else Placement(**case.placement),
+        device=None if case.device == "auto" else case.device,
+        seed=case.seed,
+    )
+
+
+def _timed_steps(engine: "Engine", case: StepCase) -> tuple[list[float], list[float]]:
+    """Seconds and loss of every step, those of the warm-up first."""
+    times, losses = [], []
+    for index in range(case.warmup + case.steps):
+        micro_batches = _random_step(case, engine.config.vocab_size, case.seed + index)
+        started = time.perf_counter()
+        losses.append(float(engine.step(micro_batches).loss))
+        times.append(time.perf_counter() - started)
+    return times, losses
+
+
+def _random_step(case: StepCase, vocab_size: int, seed: int) -> "list[dict[str, Tensor]]":
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.sequences, case.sequence_length)
+    ids_BT = torch.randint(vocab_size, shape, generator=generator)
+    return [{"input_ids": part, "labels": part} for part in ids_BT.split(case.micro_batch)]
+
+
+def _statistics(times: Sequence[float], tokens: int, parameters: int) -> dict[str, Any]:
+    median = statistics.median(times)
+    return {
+        "count": len(times),
+        "median_seconds": median,
+        "min_seconds": min(times),
+        "max_seconds": max(times),
+        "tokens_per_second": tokens / median,
+        "model_tflops": 6 * parameters * tokens / median / 1e12,
+    }
+
+
+def _utilisation(engine: "Engine", case: StepCase) -> dict[str, Any]:
+    gpu = find_gpu(str(engine.device.torch_device))
+    known = gpu is not None and case.precision == "bf16"
+    return {"bf16_peak_tflops": bf16_peak_tflops(gpu.name) if gpu and known else None}
+
+
+def _summary(result: dict[str, Any]) -> str:
+    peak = result["bf16_peak_tflops"]
+    mfu = f", MFU {result['model_tflops'] / peak:.1%}" if peak else ""
+    return (
+        f"{result['case']['shape']}, {result['tokens_per_step']} tokens a step: "
+        f"{result['median_seconds']:.3f} s (median of {result['count']}, "
+        f"{result['min_seconds']:.3f} to {result['max_seconds']:.3f}), "
+        f"{result['model_tflops']:.4g} model TFLOPS{mfu}; "
+        f"device {gib(result['memory']['device_peak_bytes'])}, "
+        f"host {gib(result['host_peak_bytes'])} "
+        f"({result['host_bytes_per_parameter']:.2f} bytes a parameter)"
+    )
+
+
+def _parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
+    parsed = {}
+    for choice in choices:
+        name, equals, value = choice.partition("=")
+        if not equals or name not in Placement.names():
+            valid = ", ".join(Placement.names())
+            raise InputError(f"--placement {choice}: write NAME=VALUE with NAME one of {valid}")
+        parsed[name] = yaml.safe_load(value)
+    return parsed or None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this file is in, if it is in one."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

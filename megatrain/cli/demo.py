@@ -1,0 +1,86 @@
+"""`megatrain demo`: a small model on Python's own source files, start to finish, no download."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import megatrain
+from megatrain import config
+from megatrain.cli.generate import Sampling, generate_from
+from megatrain.data import stdlib_corpus, train_bpe_tokenizer
+from megatrain.errors import InputError
+from megatrain.telemetry.metrics import read_metrics
+from megatrain.train.folders import METRICS, whole_folder
+from megatrain.train.loop import Outcome, train
+from megatrain.units import MIB
+
+CORPUS = Path("runs/demo-data/corpus")
+TOKENIZER = Path("runs/demo-data/tokenizer")
+CORPUS_BYTES = 12 * MIB
+VOCAB_SIZE = 4096
+PROMPTS = ("def read_", "class ")
+
+
+def run_demo(overrides: Sequence[str]) -> None:
+    """Corpus, tokenizer, training, loss curve, samples, memory; all below `runs/`.
+
+    Raises:
+        InputError: an override cannot be used.
+    """
+    run_file = config.load(_run_file(), overrides)
+    _write_corpus_and_tokenizer()
+    outcome = train(run_file, "demo")
+    print(f"\nloss     {loss_curve(outcome.folder)}   ({outcome.folder / 'loss.png'})\n")
+    for prompt in PROMPTS:
+        print(f"--- sampled from the model, prompt {prompt!r}")
+        generate_from(
+            str(outcome.folder),
+            prompt,
+            Sampling(max_new_tokens=96, temperature=0.6),
+            device=run_file.engine.device,
+            precision=run_file.engine.precision,
+        )
+    print_memory(outcome)
+    print(f"\nThe run is in {outcome.folder}; more of it:")
+    print(f"  megatrain generate {outcome.folder} --prompt 'import ' --precision fp32")
+
+
+def _run_file() -> Path:
+    """`examples/demo.yaml`: inside an installed package, or beside it in a checkout."""
+    package = Path(megatrain.__file__).parent
+    for folder in (package, package.parent):
+        path = folder / "examples" / "demo.yaml"
+        if path.is_file():
+            return path
+    raise InputError("examples/demo.yaml is missing from this installation")
+
+
+def _write_corpus_and_tokenizer() -> None:
+    """Once; later demos use what is there."""
+    files = stdlib_corpus(CORPUS_BYTES)
+    if not CORPUS.exists():
+        with whole_folder(CORPUS) as folder:
+            for number, path in enumerate(files):
+                shutil.copyfile(path, folder / f"{number:04d}-{path.stem}.txt")
+    if not TOKENIZER.exists():
+        print(f"training a tokenizer on {len(files)} files of the standard library")
+        with whole_folder(TOKENIZER) as folder:
+            train_bpe_tokenizer(sorted(CORPUS.iterdir()), VOCAB_SIZE, folder)
+
+
+def loss_curve(folder: Path, width: int = 60) -> str:
+    """The training losses of a run as a line of blocks, with the first and the last one."""
+    losses = [record["loss"] for record in read_metrics(folder / METRICS) if record.get("loss")]
+    if not losses:
+        return "none"
+    shown = losses[:: -(-len(losses) // width)]
+    low, high = min(shown), max(shown)
+    blocks = "▁▂▃▄▅▆▇█"
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0
+    bars = "".join(blocks[round((loss - low) * scale)] for loss in shown)
+    return f"{losses[0]:.3f} {bars} {losses[-1]:.3f}"
+
+
+def print_memory(outcome: Outcome) -> None:
+    print(outcome.memory)

@@ -1,0 +1,54 @@
+"""Model shapes for benchmarks: the Qwen2.5 family, from its published config.json files.
+
+https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json and its siblings.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Config
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What differs between the sizes."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool
+
+
+SHAPES = {
+    "toy": Shape(256, 704, 4, 4, 2, 4096, tied=True),  # no published model: for a quick look
+    "0.5b": Shape(896, 4864, 24, 14, 2, 151936, tied=True),
+    "1.5b": Shape(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "3b": Shape(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "7b": Shape(3584, 18944, 28, 28, 4, 152064, tied=False),
+    "14b": Shape(5120, 13824, 48, 40, 8, 152064, tied=False),
+    "32b": Shape(5120, 27648, 64, 40, 8, 152064, tied=False),
+    "72b": Shape(8192, 29568, 80, 64, 8, 152064, tied=False),
+}
+
+
+def qwen2_config(name: str, max_positions: int = 32768) -> "Qwen2Config":
+    """The transformers configuration of a shape in `SHAPES`."""
+    from transformers import Qwen2Config
+
+    shape = SHAPES[name]
+    return Qwen2Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=shape.tied,
+        dtype="bfloat16",
+    )

@@ -1,0 +1,1 @@
+"""A whole run: from the run file to the model folder."""

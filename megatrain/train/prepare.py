@@ -1,0 +1,156 @@
+"""Everything a run needs, built from its configuration, cheapest checks first."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
+
+from megatrain.config import Config, DataSection
+from megatrain.data import PackedDataset, Step, StepLoader, load_tokenizer, open_dataset
+from megatrain.engine import Engine
+from megatrain.errors import InputError
+from megatrain.optim import NO_DECAY, AdamW
+from megatrain.train.model_config import check_sequence_length, model_config
+
+# Enough rows to keep a large GPU busy, few enough for the activations of one layer on a small one.
+TOKENS_PER_MICRO_BATCH = 16384
+
+
+@dataclass
+class Job:
+    """A run ready to start; whoever holds it closes it."""
+
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+    loader: StepLoader
+    evaluation: Step
+    schedule: LRScheduler
+    total_steps: int
+
+    def close(self) -> None:
+        """Stop the loader's thread and give all memory back."""
+        self.loader.close()
+        self.engine.close()
+
+
+def prepare(config: Config) -> Job:
+    """Read tokenizer, data and model, and build the engine; nothing is written.
+
+    Raises:
+        InputError: a part of the configuration, data or model that cannot be used.
+        DoesNotFit: more memory is needed than there is.
+    """
+    tokenizer = load_tokenizer(
+        config.model.tokenizer or str(config.model.path),
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    hf_config = model_config(config.model, tokenizer)
+    check_sequence_length(hf_config, config.data.sequence_length)
+    vocab_size = hf_config.get_text_config(decoder=True).vocab_size
+    training, evaluation = _datasets(config, tokenizer, vocab_size)
+    rows = _rows_per_micro_batch(config)
+    loader = StepLoader(
+        training,
+        rows_per_step=config.training.batch_size,
+        rows_per_micro_batch=rows,
+        seed=config.training.seed,
+        workers=2,
+    )
+    total_steps = config.training.steps or math.ceil(
+        (config.training.epochs or 0) * loader.steps_per_epoch
+    )
+    engine = _engine(config, hf_config)
+    return Job(
+        tokenizer=tokenizer,
+        engine=engine,
+        loader=loader,
+        evaluation=list(evaluation.batches(rows)) if evaluation else [],
+        schedule=_schedule(config, engine, total_steps),
+        total_steps=total_steps,
+    )
+
+
+def _datasets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> tuple[PackedDataset, PackedDataset | None]:
+    """Training and evaluation rows, the latter from their own files or held out."""
+    data = config.data
+    seed = config.training.seed
+    training = _open(data, data.path, tokenizer, vocab_size, seed)
+    if data.eval_path is not None:
+        return training, _open(data, data.eval_path, tokenizer, vocab_size, seed)
+    if not data.eval_fraction:
+        return training, None
+    return training.hold_out(data.eval_fraction)
+
+
+def _open(
+    data: DataSection,
+    path: str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    seed: int,
+) -> PackedDataset:
+    return open_dataset(
+        path,
+        kind=data.kind,
+        tokenizer=tokenizer,
+        sequence_length=data.sequence_length,
+        cache_dir=data.cache_dir or _default_cache(),
+        packing=data.packing,
+        text_field=data.text_field,
+        seed=seed,
+        vocab_size=vocab_size,
+        overlong=data.overlong,
+        hub_config=data.hub_config,
+        hub_split=data.hub_split,
+    )
+
+
+def _default_cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "megatrain" / "tokens"
+
+
+def _rows_per_micro_batch(config: Config) -> int:
+    if config.training.micro_batch_size is not None:
+        return config.training.micro_batch_size
+    fitting = max(1, TOKENS_PER_MICRO_BATCH // config.data.sequence_length)
+    return min(fitting, config.training.batch_size)
+
+
+def _schedule(config: Config, engine: Engine, total_steps: int) -> LRScheduler:
+    schedule = config.schedule
+    try:
+        return get_scheduler(
+            schedule.name,
+            engine.optimizer,
+            num_warmup_steps=schedule.num_warmup_steps(total_steps),
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=dict(schedule.options),
+        )
+    except (TypeError, ValueError) as error:
+        raise InputError(f"schedule: {schedule.name} cannot be set up: {error}") from error
+
+
+def _engine(config: Config, hf_config: PreTrainedConfig) -> Engine:
+    optimizer = config.optimizer
+    return Engine(
+        hf_config if config.model.path is None else config.model.path,
+        optimizer=AdamW(
+            lr=optimizer.lr,
+            betas=(optimizer.betas[0], optimizer.betas[1]),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            no_decay=NO_DECAY if optimizer.no_decay is None else optimizer.no_decay,
+        ),
+        max_grad_norm=config.training.max_grad_norm,
+        precision=config.engine.precision,
+        placement=config.engine.placement_value(),
+        device=None if config.engine.device == "auto" else config.engine.device,
+        seed=config.training.seed,
+        trust_remote_code=config.model.trust_remote_code,
+    )

@@ -1,0 +1,51 @@
+"""A tiny model, a little text and a run file that trains in seconds on the CPU."""
+
+import json
+from pathlib import Path
+
+import yaml
+
+SENTENCES = ["the cat sat on the mat", "a dog ran to the cat", "the mat was on the dog"]
+
+
+def write_rows(path: Path, rows: int) -> Path:
+    """A JSONL file of short documents."""
+    lines = [json.dumps({"text": f"{SENTENCES[i % 3]} {i}"}) for i in range(rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def tiny_llama(**changes) -> dict:
+    """A model small enough to train in a moment, as the `config` of a run file."""
+    return {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    } | changes
+
+
+def write_run_file(folder: Path, tokenizer: Path) -> Path:
+    """A valid run file for a tiny model: 6 steps of 4 rows in 2 micro-batches."""
+    tree = {
+        "model": {"config": tiny_llama(), "tokenizer": str(tokenizer)},
+        "data": {
+            "kind": "text",
+            "path": str(write_rows(folder / "rows.jsonl", 120)),
+            "sequence_length": 32,
+            "eval_fraction": 0.1,
+            "cache_dir": str(folder / "cache"),
+        },
+        "optimizer": {"lr": 0.01},
+        "training": {"steps": 6, "batch_size": 4, "micro_batch_size": 2, "eval_every": 3},
+        "schedule": {"name": "linear", "warmup_steps": 2},
+        "engine": {"precision": "fp32", "device": "cpu"},
+        "output": {"folder": str(folder / "run"), "log_every": 2},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path

@@ -1,0 +1,50 @@
+"""The step benchmark: its shapes are the published ones and its result can be repeated."""
+
+import json
+
+import pytest
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM
+
+from megatrain.cli.shapes import qwen2_config
+
+# Parameters of the published checkpoints (the safetensors metadata on huggingface.co/Qwen).
+PARAMETERS = {
+    "0.5b": 494_032_768,
+    "1.5b": 1_543_714_304,
+    "3b": 3_085_938_688,
+    "7b": 7_615_616_512,
+    "14b": 14_770_033_664,
+    "32b": 32_763_876_352,
+    "72b": 72_706_203_648,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shape_has_the_parameters_of_the_published_model(name):
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(qwen2_config(name))
+    model.tie_weights()
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+
+
+def test_a_measurement_carries_what_repeats_it(megatrain, tmp_path):
+    result = megatrain(
+        *["bench", "step", "--shape", "toy", "--layers", 1, "--device", "cpu"],
+        *["--precision", "fp32", "--sequences", 2, "--sequence-length", 8, "--micro-batch", 1],
+        *["--warmup", 1, "--steps", 2, "--output", tmp_path / "results" / "step.json"],
+    )
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "results" / "step.json").read_text())
+    assert written["count"] == 2
+    assert len(written["step_seconds"]) == 3
+    assert written["min_seconds"] <= written["median_seconds"] <= written["max_seconds"]
+    assert written["case"]["sequences"] == 2
+    layer = (
+        256 * (2 * 256 + 2 * 128 + 3 * 704) + (256 + 2 * 128) + 2 * 256
+    )  # matrices, biases, norms
+    assert written["parameters"] == layer + 4096 * 256 + 256
+    expected = 6 * written["parameters"] * 16 / written["median_seconds"] / 1e12
+    assert written["model_tflops"] == pytest.approx(expected)
+    assert written["environment"]["packages"]["torch"]
+    assert "model TFLOPS" in result.stdout

@@ -1,0 +1,153 @@
+"""What a user can get wrong: one line, the documented exit code, nothing half-written."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def assert_refused(result, expected, code=2):
+    lines = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("megatrain: error: ")
+    assert expected in lines[0]
+    assert result.exit_code == code
+    assert "Traceback" not in result.stderr
+
+
+MISTAKES = {
+    "misspelt key": (["optimizer.lrr=1"], "optimizer.lrr: unknown key; did you mean 'lr'?"),
+    "wrong type": (["training.steps=many"], "training.steps: should be a valid integer"),
+    "negative rate": (["optimizer.lr=-1"], "optimizer.lr: should be greater than 0"),
+    "no layers": (["model.config.num_hidden_layers=0"], "num_hidden_layers: should be a positive"),
+    "layers as text": (["model.config.num_hidden_layers=two"], "num_hidden_layers: should be a"),
+    "misspelt field": (
+        ["model.config.hiden_size=8"],
+        "hiden_size: unknown field; did you mean 'hid",
+    ),
+    "unknown type": (["model.config.model_type=lama"], "unknown type 'lama'; did you mean 'llama'"),
+    "no such tokenizer": (["model.tokenizer=/none/there"], "cannot load a tokenizer from"),
+    "too long": (["data.sequence_length=65"], "65 is longer than the model allows (64"),
+    "no such data": (["data.path=none.txt"], "none.txt"),
+    "bad schedule options": (["schedule.options={bad: 1}"], "schedule: linear cannot be set up"),
+    "small vocabulary": (["model.config.vocab_size=20"], "20"),
+    "bad placement": (["engine.placement.slots=0"], "engine.placement: slots is 0"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_in_the_run_file(megatrain, run_file, tmp_path, case):
+    overrides, expected = MISTAKES[case]
+    options = [part for override in overrides for part in ("--set", override)]
+    assert_refused(megatrain("train", run_file, *options), expected)
+    assert not (tmp_path / "run").exists()
+
+
+DATA = {
+    "empty": ("", "empty"),
+    "malformed line": ('{"text": "a"}\n{"text": \n', "bad.jsonl:2"),
+    "no such field": ('{"words": "a"}\n', "bad.jsonl:1"),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_a_mistake_in_the_data(megatrain, run_file, tmp_path, case):
+    content, expected = DATA[case]
+    (tmp_path / "bad.jsonl").write_text(content)
+    result = megatrain("train", run_file, "--set", f"data.path={tmp_path / 'bad.jsonl'}")
+    assert_refused(result, expected)
+    assert not (tmp_path / "run").exists()
+
+
+def test_chat_rows_without_an_assistant_have_nothing_to_learn(megatrain, run_file, tmp_path):
+    row = {"messages": [{"role": "user", "content": "hello"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    overrides = ["data.kind=chat", f"data.path={tmp_path / 'chat.jsonl'}"]
+    options = [part for override in overrides for part in ("--set", override)]
+    assert megatrain("train", run_file, *options).exit_code == 2
+
+
+def test_a_finished_run_is_never_overwritten(megatrain, run_file, tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    assert_refused(megatrain("train", run_file), "holds a finished run; choose another folder")
+
+
+def test_a_folder_with_other_files_is_not_written_into(megatrain, run_file, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    assert_refused(megatrain("train", run_file), "is not empty; choose another folder")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+def test_a_missing_run_file(megatrain):
+    assert_refused(megatrain("train", "none.yaml"), "none.yaml: cannot be read: No such file")
+
+
+def test_no_gpu_where_one_was_demanded(megatrain, run_file, monkeypatch):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    result = megatrain("train", run_file, "--set", "engine.device=cuda")
+    assert result.exit_code == 2
+    assert "cuda" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["trian"], ["train"], ["train", "a", "b"], ["export", "a"], ["bench", "step", "--shape", "8b"],
+     ["generate", "m"], ["generate", "m", "--prompt", "a", "--precision", "fp8"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_wrong_usage_is_exit_code_2(megatrain, arguments):
+    result = megatrain(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
+
+
+def test_a_wrong_placement_for_the_benchmark(megatrain):
+    result = megatrain("bench", "step", "--shape", "0.5b", "--placement", "slot=2")
+    assert_refused(result, "--placement slot=2: write NAME=VALUE with NAME one of slots, prefetch")
+
+
+def test_export_of_what_is_no_model_and_into_what_is_not_empty(megatrain, tmp_path):
+    assert_refused(megatrain("export", tmp_path, "out"), "no finished model there")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert_refused(megatrain("export", tmp_path, tmp_path / "model"), "is not empty")
+    assert not (tmp_path / "out").exists()
+
+
+def test_debug_adds_the_traceback(megatrain):
+    result = megatrain("--debug", "train", "none.yaml")
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "megatrain: error: none.yaml" in result.stderr
+
+
+def test_help_comes_at_once_and_without_torch():
+    code = (
+        "import sys, time; started = time.perf_counter()\n"
+        "from typer.testing import CliRunner\n"
+        "from megatrain.cli.app import app\n"
+        "result = CliRunner().invoke(app, ['--help'])\n"
+        "assert result.exit_code == 0 and 'train' in result.stdout\n"
+        "print(time.perf_counter() - started)\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'datasets', 'matplotlib'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 2  # 0.15 s on an idle machine
+
+
+def test_a_bug_shows_its_traceback_and_ends_with_4():
+    code = (
+        "import megatrain.config\n"
+        "megatrain.config.load = lambda *_: 1 / 0\n"
+        "import sys; sys.argv = ['megatrain', 'train', 'x']\n"
+        "from megatrain.cli import main; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 4
+    assert "ZeroDivisionError" in done.stderr

@@ -1,0 +1,198 @@
+"""A whole run on the CPU: what it writes, that it learns, and how it stops."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from cli_cases import tiny_llama
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from megatrain.telemetry.metrics import read_metrics
+
+
+def sets(**overrides):
+    """`{"a__b": 1}` as `--set a.b=1`."""
+    pairs = [f"{key.replace('__', '.')}={json.dumps(v)}" for key, v in overrides.items()]
+    return [part for pair in pairs for part in ("--set", pair)]
+
+
+def test_a_run_leaves_all_it_promises(trained):
+    folder, result = trained
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.yaml", "environment.json", "metrics.jsonl", "loss.png", "model"}
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "environment.json").read_text())["packages"]["torch"]
+    assert "6 steps done" in result.stdout
+    assert "step 6/6" in result.stdout
+
+
+def test_metrics_hold_every_step_and_every_evaluation(trained):
+    folder, _ = trained
+    records = list(read_metrics(folder / "metrics.jsonl"))
+    steps = [record for record in records if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in records if "eval_loss" in record] == [3, 6]
+    # Linear schedule: two steps of warm-up from 0 to 0.01, then down to 0 after the last one.
+    assert [record["lr"] for record in steps] == pytest.approx(
+        [0, 0.005, 0.01, 0.0075, 0.005, 0.0025]
+    )
+    for record in steps:
+        assert math.isfinite(record["loss"])
+        assert record["grad_norm"] > 0
+        assert record["tokens"] == 4 * 32
+        assert record["host_bytes"] > 0
+        assert record["mfu"] is None
+        rate = record["tokens"] / record["seconds"]
+        assert record["tokens_per_second"] == pytest.approx(rate, rel=1e-3)
+
+
+def test_the_resolved_config_repeats_the_run_bit_for_bit(megatrain, trained, tmp_path):
+    folder, _ = trained
+    again = tmp_path / "again"
+    result = megatrain("train", folder / "config.yaml", *sets(output__folder=str(again)))
+    assert result.exit_code == 0, result.output
+    first, second = (weights(path / "model") for path in (folder, again))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+
+
+def test_the_model_folder_is_one_that_transformers_loads(trained):
+    folder, _ = trained
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    batch = tokenizer("the cat sat on the mat", return_tensors="pt")
+    loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+    assert loss < math.log(len(tokenizer)) - 0.5  # an untrained model knows nothing: ln(V)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_pretrained_model_keeps_its_dtype(megatrain, run_file, tmp_path, tokenizer_folder, dtype):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    config = AutoConfig.for_model(**tiny_llama(vocab_size=len(tokenizer)))
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    tree = yaml.safe_load(run_file.read_text())
+    tree["model"] = {"path": str(source)}
+    run_file.write_text(yaml.safe_dump(tree))
+    result = megatrain("train", run_file, *sets(training__steps=1))
+    assert result.exit_code == 0, result.output
+    before, after = weights(source), weights(tmp_path / "run" / "model")
+    assert {name: value.dtype for name, value in before.items()} == {
+        name: value.dtype for name, value in after.items()
+    }
+    assert str(AutoConfig.from_pretrained(tmp_path / "run" / "model").dtype) == f"torch.{dtype}"
+
+
+def test_chat_with_epochs_and_no_evaluation(megatrain, run_file, tmp_path, tokenizer_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "chat-tokenizer")
+    row = {
+        "messages": [
+            {"role": "user", "content": "where is the cat"},
+            {"role": "assistant", "content": "on the mat"},
+        ]
+    }
+    (tmp_path / "chat.jsonl").write_text((json.dumps(row) + "\n") * 12)
+    overrides = {
+        "model__tokenizer": str(tmp_path / "chat-tokenizer"),
+        "data__kind": "chat",
+        "data__path": str(tmp_path / "chat.jsonl"),
+        "data__packing": False,
+        "data__sequence_length": 64,
+        "data__eval_fraction": 0,
+        "training__steps": None,
+        "training__epochs": 2,
+    }
+    result = megatrain("train", run_file, *sets(**overrides))
+    assert result.exit_code == 0, result.output
+    records = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]  # 12 rows, 4 a step, twice
+    assert records[-1]["epoch"] == 2
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_rows(
+    megatrain, run_file, tmp_path, tokenizer_folder
+):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    config = AutoConfig.for_model(**tiny_llama(vocab_size=len(tokenizer)))
+    model = AutoModelForCausalLM.from_config(config)
+    model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    tree = yaml.safe_load(run_file.read_text())
+    tree["model"] = {"path": str(tmp_path / "source")}
+    run_file.write_text(yaml.safe_dump(tree))
+    result = megatrain("train", run_file)
+    assert result.exit_code == 4
+    (line,) = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert "step 1: " in line
+    assert "rows.jsonl:" in line
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "model" not in left and not any(name.startswith(".") for name in left)
+
+
+def test_ctrl_c_ends_the_run_after_the_step_and_keeps_the_model(run_file, tmp_path):
+    command = [sys.executable, "-m", "megatrain.cli", "train", str(run_file)]
+    command += [*sets(training__steps=100000, training__eval_every=None, output__log_every=1)]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "stopping after this step" in err
+    assert "stopped by Ctrl-C after step" in out
+    weights(tmp_path / "run" / "model")
+
+
+def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):
+    folder, _ = trained
+    out = tmp_path / "exported"
+    assert megatrain("export", folder, out, "--dtype", "bfloat16").exit_code == 0
+    before, after = weights(folder / "model"), weights(out)
+    assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before)
+    assert AutoConfig.from_pretrained(out).dtype == torch.bfloat16
+    options = ["--prompt", "the cat", "--max-new-tokens", "5", "--device", "cpu"]
+    texts = [
+        megatrain("generate", path, *options, "--precision", "fp32", "--temperature", "0")
+        for path in (folder, folder / "model")
+    ]
+    assert texts[0].exit_code == 0, texts[0].output
+    assert texts[0].stdout.startswith("the cat")
+    assert texts[0].stdout == texts[1].stdout
+
+
+def test_greedy_generation_is_what_transformers_generates(megatrain, trained):
+    folder, _ = trained
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    batch = tokenizer("the cat", return_tensors="pt")
+    expected = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    options = ["--prompt", "the cat", "--max-new-tokens", "8", "--temperature", "0"]
+    result = megatrain("generate", folder, *options, "--device", "cpu", "--precision", "fp32")
+    assert result.stdout.strip() == tokenizer.decode(expected[0], skip_special_tokens=True).strip()
+
+
+def test_tokens_are_cached_outside_of_the_run(megatrain, run_file, tmp_path):
+    result = megatrain("train", run_file, *sets(training__steps=1, data__cache_dir=None))
+    assert result.exit_code == 0, result.output
+    assert any((tmp_path / "xdg" / "megatrain").rglob("*"))
