@@ -44,20 +44,24 @@ class Source:
 
 
 def open_source(
-    model: PreTrainedModel | PreTrainedConfig | str | Path, *, trust_remote_code: bool
+    model: PreTrainedModel | PreTrainedConfig | str | Path,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
 ) -> Source:
     """Structure of a model given as a module, a configuration, a folder or a hub id.
 
     Raises:
         InputError: it cannot be read or is not a causal language model.
     """
-    if isinstance(model, PreTrainedConfig):
-        return Source(empty_model(model, trust_remote_code=trust_remote_code), None, None)
     if isinstance(model, PreTrainedModel):
         return Source(emptied(model), None, model)
-    folder = resolve_model(model)
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    return Source(empty_model(config, trust_remote_code=trust_remote_code), folder, None)
+    folder = None if isinstance(model, PreTrainedConfig) else resolve_model(model)
+    config = model if folder is None else load_config(folder, trust_remote_code=trust_remote_code)
+    empty = empty_model(
+        config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+    )
+    return Source(empty, folder, None)
 
 
 def tile_layouts(outline: Outline, groups: dict[str, int]) -> list[TileLayout]:
@@ -151,9 +155,7 @@ class Assembly:
     def stream(self) -> Stream:
         numel = max(tile.layout.numel for tile in self.streamed())
         placement = self.placement
-        return Stream(
-            self.device, placement.slots, placement.prefetch_distance, numel, self.dtype
-        )
+        return Stream(self.device, placement.slots, placement.prefetch_distance, numel, self.dtype)
 
     def units(self, embedding: Embedding) -> tuple[list[Prologue | Layer], Head]:
         device, program, tiles = self.device, self.program, self.tiles

@@ -65,6 +65,7 @@ class Engine:
         device: str | Device | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
     ) -> None:
         """Open a model and bring its weights to host memory.
 
@@ -76,6 +77,7 @@ class Engine:
             precision: what layers are computed in; masters and moments are fp32.
             device: `cpu`, `cuda`, `cuda:N`, or a device; None takes the GPU if there is one.
             seed: of weights drawn and of dropout.
+            attn_implementation: any that transformers knows; None leaves it the choice.
 
         Raises:
             InputError: a model or argument that cannot be used; the message says why.
@@ -85,7 +87,9 @@ class Engine:
             raise InputError(f"precision is {precision!r}; it must be bf16 or fp32")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InputError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None")
-        source = open_source(model, trust_remote_code=trust_remote_code)
+        source = open_source(
+            model, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+        )
         self._outline = outline(source.model)
         self.config: PreTrainedConfig = source.model.config
         self._dtype = _saved_dtype(source.folder, model)

@@ -23,15 +23,23 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         raise InputError(f"cannot read the model configuration in {folder}: {reason}") from error
 
 
-def empty_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def empty_model(
+    config: PreTrainedConfig,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
     """The causal-LM class of `config` with meta parameters and real buffers, in training mode.
 
     Raises:
         InputError: transformers has no causal language model for this configuration.
     """
+    chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code, **chosen
+            )
     except (ValueError, ImportError, TypeError, AttributeError) as error:
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"cannot build a {config.model_type} causal model: {reason}") from error

@@ -27,14 +27,10 @@ def model_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> P
         InputError: it cannot be read, or has unknown fields or impossible values.
     """
     if section.config is not None:
-        config = _written_out(dict(section.config), tokenizer)
-    else:
-        assert section.path is not None
-        folder = resolve_model(section.path)
-        config = load_config(folder, trust_remote_code=section.trust_remote_code)
-    if section.attn_implementation is not None:
-        config._attn_implementation = section.attn_implementation
-    return config
+        return _written_out(dict(section.config), tokenizer)
+    assert section.path is not None
+    folder = resolve_model(section.path)
+    return load_config(folder, trust_remote_code=section.trust_remote_code)
 
 
 def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> None:

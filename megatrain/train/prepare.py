@@ -153,4 +153,5 @@ def _engine(config: Config, hf_config: PreTrainedConfig) -> Engine:
         device=None if config.engine.device == "auto" else config.engine.device,
         seed=config.training.seed,
         trust_remote_code=config.model.trust_remote_code,
+        attn_implementation=config.model.attn_implementation,
     )

@@ -32,6 +32,7 @@ MISTAKES = {
     "no such data": (["data.path=none.txt"], "none.txt"),
     "bad schedule options": (["schedule.options={bad: 1}"], "schedule: linear cannot be set up"),
     "small vocabulary": (["model.config.vocab_size=20"], "20"),
+    "unknown attention": (["model.attn_implementation=fast"], "fast"),
     "bad placement": (["engine.placement.slots=0"], "engine.placement: slots is 0"),
 }
 

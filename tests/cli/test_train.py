@@ -62,6 +62,19 @@ def test_the_resolved_config_repeats_the_run_bit_for_bit(megatrain, trained, tmp
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_the_attention_implementation_reaches_the_model(megatrain, run_file, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    used = []
+    eager = modeling_llama.eager_attention_forward
+    monkeypatch.setattr(
+        modeling_llama, "eager_attention_forward", lambda *a, **k: used.append(1) or eager(*a, **k)
+    )
+    chosen = sets(model__attn_implementation="eager", training__steps=1, data__packing=False)
+    assert megatrain("train", run_file, *chosen).exit_code == 0
+    assert used
+
+
 def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
 
