@@ -1,0 +1,206 @@
+"""The host kernels against their plain-torch reference and torch's own AdamW, in one run.
+
+    python -m benchmarks.kernels [--threads 2] [--params 64000000] [--rounds 15]
+
+The cases take turns, so that a machine that slows down slows all of them. Prints a table and
+writes benchmarks/results/kernels-<machine>.json.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain import kernels
+from megatrain.kernels import native, reference
+from megatrain.telemetry.environment import environment, usable_cores
+
+RESULTS = Path(__file__).parent / "results"
+HYPER = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time; `bytes_per_param` counts each operand read and each result written."""
+
+    name: str
+    bytes_per_param: int
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds of one call over all parameters, and what follows."""
+
+    name: str
+    bytes_per_param: int
+    median_s: float
+    fastest_s: float
+    slowest_s: float
+    count: int
+    gparam_per_s: float
+    gbyte_per_s: float
+
+
+def split_planes(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and remainder of a master [N]."""
+    weights = torch.empty(master.numel(), dtype=torch.bfloat16)
+    remainder = torch.empty(master.numel(), dtype=torch.int16)
+    kernels.split(master, weights, remainder, threads=usable_cores())
+    return weights, remainder
+
+
+def torch_optimizer(master: Tensor, grad: Tensor, fused: bool) -> torch.optim.Optimizer:
+    """Torch's AdamW over one fp32 parameter [N] with its gradient in place."""
+    parameter = torch.nn.Parameter(master.clone())
+    parameter.grad = grad
+    return torch.optim.AdamW(
+        [parameter],
+        lr=HYPER["lr"],
+        betas=(HYPER["beta1"], HYPER["beta2"]),
+        weight_decay=HYPER["weight_decay"],
+        fused=fused,
+        foreach=False,
+    )
+
+
+def adamw_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
+    """One AdamW update: torch's two, native in its three forms, reference."""
+    size = master.numel()
+    grad_bf16 = grad_fp32.bfloat16()
+    weights, remainder = split_planes(master)
+    exp_avg, exp_avg_sq = torch.zeros(size), torch.zeros(size)
+    whole = master.clone()
+
+    arguments: dict[str, Any] = {**HYPER, "step": 10, "grad_scale": 0.5, "threads": threads}
+    moments = (exp_avg, exp_avg_sq)
+    split_bf16 = (weights, remainder, *moments, grad_bf16)
+    whole_bf16, whole_fp32 = (whole, None, *moments, grad_bf16), (whole, None, *moments, grad_fp32)
+    fused, plain = (torch_optimizer(master, grad_fp32, fused=fused) for fused in (True, False))
+    return [
+        Case("torch AdamW, fused, fp32", 28, fused.step),
+        Case(
+            "native, split master, bf16 grad", 26, partial(native.adamw, *split_bf16, **arguments)
+        ),
+        Case("native, fp32 master, bf16 grad", 26, partial(native.adamw, *whole_bf16, **arguments)),
+        Case("native, fp32 master, fp32 grad", 28, partial(native.adamw, *whole_fp32, **arguments)),
+        Case("torch AdamW, not fused, fp32", 28, plain.step),
+        Case(
+            "reference, split master, bf16 grad",
+            26,
+            partial(reference.adamw, *split_bf16, **arguments),
+        ),
+    ]
+
+
+def other_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
+    """The kernels beside the update."""
+    planes = split_planes(master)
+    grad_bf16 = grad_fp32.bfloat16()
+    cases = []
+    for name, module in (("native", native), ("reference", reference)):
+        split = partial(module.split, master, *planes, threads=threads)
+        join = partial(module.join, *planes, master, threads=threads)
+        norm = partial(module.squared_norm, grad_bf16, threads=threads)
+        cases += [
+            Case(f"{name} split", 8, split),
+            Case(f"{name} join", 8, join),
+            Case(f"{name} squared norm, bf16", 2, norm),
+        ]
+    return cases
+
+
+def measure(cases: list[Case], size: int, rounds: int) -> list[Result]:
+    """Time every case once a round, after one round to warm up."""
+    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
+    for _ in range(rounds + 1):
+        for case in cases:
+            start = time.perf_counter()
+            case.run()
+            seconds[case.name].append(time.perf_counter() - start)
+    return [summary(case, seconds[case.name][1:], size) for case in cases]
+
+
+def summary(case: Case, seconds: list[float], size: int) -> Result:
+    """Median, spread and rates of a case."""
+    median = statistics.median(seconds)
+    return Result(
+        name=case.name,
+        bytes_per_param=case.bytes_per_param,
+        median_s=round(median, 5),
+        fastest_s=round(min(seconds), 5),
+        slowest_s=round(max(seconds), 5),
+        count=len(seconds),
+        gparam_per_s=round(size / median / 1e9, 3),
+        gbyte_per_s=round(size * case.bytes_per_param / median / 1e9, 1),
+    )
+
+
+def commit() -> str:
+    """The commit that is measured, marked where tracked files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    run = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+    return run.stdout.strip() or "unknown"
+
+
+def table(results: list[Result]) -> str:
+    """The results as text, medians first."""
+    lines = [
+        f"{'case':<42}{'median ms':>10}{'spread ms':>16}{'Gparam/s':>10}{'B/param':>9}{'GB/s':>7}"
+    ]
+    for r in results:
+        spread = f"{r.fastest_s * 1e3:.1f}..{r.slowest_s * 1e3:.1f}"
+        lines.append(
+            f"{r.name:<38}{r.median_s * 1e3:>10.1f}{spread:>16}"
+            f"{r.gparam_per_s:>10.3f}{r.bytes_per_param:>9}{r.gbyte_per_s:>7.1f}"
+        )
+    return "\n".join(lines)
+
+
+def machine_name(machine: dict[str, Any]) -> str:
+    """`amd-epyc-2-cores`: the part of a file name that says where."""
+    words = re.sub(r"\(.*?\)|@.*|processor|cpu", " ", str(machine["cpu"]).lower())
+    return "-".join([*re.findall(r"[a-z0-9]+", words), str(machine["usable_cores"]), "cores"])
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description="Measure the host kernels.")
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--params", type=int, default=64_000_000)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    master, grad = torch.randn(options.params) * 0.02, torch.randn(options.params)
+    cases = adamw_cases(master, grad, options.threads) + other_cases(master, grad, options.threads)
+    results = measure(cases, options.params, options.rounds)
+    machine = environment("cpu")
+    record = {
+        "case": {"params": options.params, "threads": options.threads, "rounds": options.rounds},
+        "kernels": kernels.implementation,
+        "commit": commit(),
+        "machine": machine,
+        "results": [asdict(result) for result in results],
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"kernels-{machine_name(machine)}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(f"{kernels.implementation}, {options.threads} threads, {options.params:,} parameters")
+    print(table(results))
+    print(f"written: {path.name}")
+
+
+if __name__ == "__main__":
+    main()
