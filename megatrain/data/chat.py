@@ -108,7 +108,8 @@ class ChatEncoder:
         if turn == 0:
             raise InputError(f"{where}: the conversation starts with the assistant: drop that turn")
         before = self._apply(messages[:turn], tools, where, add_generation_prompt=True)
-        upto = self._apply(messages[: turn + 1], tools, where)
+        is_last = turn + 1 == len(messages)
+        upto = whole if is_last else self._apply(messages[: turn + 1], tools, where)
         if not (whole.startswith(upto) and upto.startswith(before)):
             raise InputError(
                 f"{where}: the chat template does not leave the text up to message {turn + 1} as "

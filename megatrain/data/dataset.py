@@ -62,7 +62,10 @@ class PackedDataset:
         self._part = part
         self._rows = layout.arrange(documents)
         if len(self._rows) == 0:
-            raise InputError(f"{store.names[0]}: no row with a token to predict: give more data")
+            raise InputError(
+                f"{store.names[0]}: no row with a token to predict ({part}): give more data, or "
+                "hold out another fraction"
+            )
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -26,6 +26,8 @@ def load_tokenizer(
 
     folder = Path(path_or_id).expanduser()
     local = folder.is_dir()
+    if not local and (folder.exists() or str(path_or_id).startswith(("/", ".", "~"))):
+        raise InputError(f"{folder}: no such folder: give the one that holds tokenizer.json")
     if local and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise InputError(f"{folder}: no tokenizer in this folder: copy its tokenizer.json there")
     try:

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from data_cases import make_tokenizer, write_jsonl
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import StepLoader, open_dataset
@@ -157,6 +157,7 @@ def test_other_data_settings_or_seed_are_refused_on_resume(datasets, tmp_path):
         loader(datasets[False], shuffle=False).load_state_dict(state)
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(["steps", "rows", "seed", "shuffle", "fingerprint"]),
     value=st.one_of(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from data_cases import TEXT, chat_tokenizer, make_tokenizer, talk, write_jsonl
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import open_dataset, readers
@@ -51,6 +51,7 @@ def segments_from(lengths):
     return Segments(number, np.zeros_like(number), np.array(lengths))
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(2, 16), st.sampled_from([fill_rows, split_rows, fit_rows]))
 def test_every_token_is_in_one_row_and_no_row_is_too_long(lengths, row_length, arrange):
     if arrange is fit_rows:
