@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -47,8 +48,8 @@ def write_weights(
         model: tells the configuration, names and shapes; its parameters are not read.
         tensors: for each distinct parameter, by its first name, a function that gives its values
             on the CPU. Persistent buffers may be among them; others are taken from the model.
-        dtype: of the parameters in the files. Those which the class wants in float32 at any
-            dtype, and buffers, keep theirs.
+        dtype: of the model in the files. Parameters that its class keeps in float32 whatever
+            the model's dtype stay so, and buffers keep their own.
         max_shard_bytes: a larger tensor gets a shard of its own.
 
     Raises:
@@ -105,16 +106,28 @@ def _metas(
     model: PreTrainedModel, saved: Mapping[str, str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Shape and file dtype of all that is written."""
+    parameter_dtypes = _parameter_dtypes(model, dtype)
     in_float32 = [re.compile(each.replace("*", ".*")) for each in model._get_dtype_plan(dtype)]
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     metas = {}
     for name in saved:
         reference = model.get_parameter_or_buffer(name)
-        file_dtype = dtype if name in parameters else reference.dtype
+        file_dtype = parameter_dtypes.get(name, reference.dtype)
         if any(pattern.search(name) for pattern in in_float32):
             file_dtype = torch.float32
         metas[name] = torch.empty(reference.shape, dtype=file_dtype, device="meta")
     return metas
+
+
+def _parameter_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Each parameter's dtype where transformers holds this model in `dtype`.
+
+    Some classes make a few parameters (decay rates, routers) in float32 whatever the model's.
+    """
+    with init_empty_weights(include_buffers=True):
+        twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    made = {name: each.dtype for name, each in twin.named_parameters(remove_duplicate=False)}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return {name: made.get(name, dtype) for name in names}
 
 
 def _in_file_order(batches: list[ExportBatch], metas: Mapping[str, Tensor]) -> list[ExportBatch]:
@@ -124,9 +137,10 @@ def _in_file_order(batches: list[ExportBatch], metas: Mapping[str, Tensor]) -> l
 
 
 def _value(model: PreTrainedModel, tensors: Values, name: str) -> Tensor:
-    value = tensors[name]() if name in tensors else model.get_parameter_or_buffer(name)
-    if value.shape != model.get_parameter_or_buffer(name).shape:
-        raise ValueError(f"{name!r} was given with shape {list(value.shape)}")
+    reference = model.get_parameter_or_buffer(name)
+    value = tensors[name]() if name in tensors else reference
+    if value.shape != reference.shape or value.is_floating_point() != reference.is_floating_point():
+        raise ValueError(f"{name!r} was given as {value.dtype} of shape {list(value.shape)}")
     return value.detach()
 
 

@@ -7,6 +7,7 @@ Format: eight bytes of header length, a JSON header, the data without holes
 """
 
 import json
+import mmap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_JSON_BYTES = 32 * MIB
 MAX_NAME_LENGTH = 1000
 MAX_DIMENSIONS = 16
+OWN_MAPPING_BYTES = 4 * MIB  # below two huge pages a mapping costs more than it saves
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
@@ -60,7 +62,7 @@ class Stored:
         Raises:
             InputError: the file became unreadable or shorter since its header was checked.
         """
-        data = torch.empty(num_bytes, dtype=torch.uint8)
+        data = _room_for(num_bytes)
         room = data.numpy().data
         try:
             with self.file.open("rb", buffering=0) as file:
@@ -77,6 +79,20 @@ class Stored:
     def blank(self) -> Tensor:
         """A meta tensor of its shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def _room_for(num_bytes: int) -> Tensor:
+    """Uninitialised bytes; large ones as a mapping of their own.
+
+    The C library would keep freed blocks of some 30 MB for each thread, and it hands out small
+    pages: on a 2-core machine a thread read 1.0 GB/s into those and 3.2 GB/s into huge ones.
+    """
+    if num_bytes < OWN_MAPPING_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from threading import Condition
+from threading import Condition, Event
 from types import SimpleNamespace
 
 import torch
@@ -250,8 +250,8 @@ def _check_complete(
     model._adjust_missing_and_unexpected_keys(report)
     if report.missing_keys:
         raise InputError(
-            f"{folder}: {_some(report.missing_keys)} of {type(model).__name__} "
-            "missing; the weights are incomplete or config.json belongs to another model"
+            f"{folder}: {_some(report.missing_keys)} missing from the checkpoint of a "
+            f"{type(model).__name__}; it is incomplete or config.json belongs to another model"
         )
     if report.unexpected_keys:
         stored = unexpected[min(report.unexpected_keys)]
@@ -271,18 +271,29 @@ def _some(names: set[str]) -> str:
 def _read_all(recipes: list[Recipe], model: PreTrainedModel, write: Write, threads: int) -> None:
     room = _Room(IN_FLIGHT_BYTES)
 
+    def deliver(recipe: Recipe) -> None:
+        for name, tensor in recipe.build(model, Stored.read).items():
+            write(name, tensor)
+
+    failed = Event()
+
     def read(recipe: Recipe) -> None:
         with room.taken(recipe.working_bytes):
-            for name, tensor in recipe.build(model, Stored.read).items():
-                write(name, tensor)
+            if failed.is_set():
+                return
+            try:
+                deliver(recipe)  # a call of its own, so that nothing of it outlives the room
+            except BaseException:
+                failed.set()
+                raise
 
     with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
         reads = [pool.submit(read, recipe) for recipe in recipes]
         try:
             for finished in as_completed(reads):
                 finished.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException:  # Ctrl-C included
+            failed.set()
             raise
 
 

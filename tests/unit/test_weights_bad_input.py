@@ -1,0 +1,368 @@
+"""Every damaged, hostile or foreign checkpoint: one clear line, before anything is written."""
+
+import json
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import errors as hub_errors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatrain.errors import InputError
+from megatrain.model import weights
+from megatrain.model.shards import read_header, read_json, stored_tensors
+from megatrain.model.weights import read_weights, resolve_model, source_dtype
+from tests.unit.weights_cases import blank, entry, saved_model, write_raw
+
+EMBED = "model.embed_tokens.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def refusal(folder: Path, model: PreTrainedModel) -> str:
+    """The message with which a folder is refused, without one tensor written."""
+    with pytest.raises(InputError) as caught:
+        read_weights(
+            folder, blank(model), lambda name, _: pytest.fail(f"{name} was written"), threads=2
+        )
+    message = str(caught.value)
+    assert "\n" not in message and str(folder) in message
+    return message
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda t: t.pop(UP),
+            rf"tensor '{UP}' is missing from the checkpoint of a LlamaForCausalLM; it is inc",
+        ),
+        (
+            lambda t: [t.pop(UP), t.pop("model.norm.weight")],
+            rf"2 tensors \('{UP}' the first\) are missing from the checkpoint of",
+        ),
+        (
+            lambda t: t.update({"model.extra": torch.zeros(2)}),
+            r"model\.safetensors: tensor 'model.extra' is unknown to LlamaForCausalLM",
+        ),
+        (
+            lambda t: t.update({UP: t[UP].T.contiguous()}),
+            rf"model\.safetensors: '{UP}' has shape .* LlamaForCausalLM needs .* do not belong",
+        ),
+        (
+            lambda t: t.update({UP: t[UP].to(torch.int8)}),
+            rf"'{UP}' has dtype int8; only float weights can be trained",
+        ),
+        (
+            lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}),
+            rf"'{UP}' is stored as F8_E4M3; only plain float weights",
+        ),
+        (
+            lambda t: t.update({UP.removeprefix("model."): t[UP].clone()}),
+            rf"'{UP}' is stored again under another name",
+        ),
+    ],
+    ids=["missing", "two missing", "unexpected", "shape", "integer", "fp8", "twice"],
+)
+def test_tensors_that_do_not_fit(
+    change: Callable[[dict[str, Tensor]], None], said: str, tmp_path: Path
+) -> None:
+    model = saved_model("llama", tmp_path)
+    edit(tmp_path, change)
+    with pytest.raises(InputError, match=said):
+        raise InputError(refusal(tmp_path, model))
+
+
+def test_a_missing_expert(tmp_path: Path) -> None:
+    model = saved_model("qwen3_moe", tmp_path)
+    name = "model.layers.1.mlp.experts.1.up_proj.weight"
+    edit(tmp_path, lambda tensors: tensors.pop(name))
+    message = refusal(tmp_path, model)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in message and "missing" in message
+
+
+def test_a_misshapen_expert(tmp_path: Path) -> None:
+    model = saved_model("mixtral", tmp_path)
+    name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    edit(tmp_path, lambda tensors: tensors.update({name: tensors[name].T.contiguous()}))
+    message = refusal(tmp_path, model)
+    assert "model.layers.0.mlp.experts.down_proj" in message and "wrong shape" in message
+
+
+def test_tied_weights_that_differ(tmp_path: Path) -> None:
+    model = saved_model("gemma", tmp_path)
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": t[EMBED] + 1}))
+    message = refusal(tmp_path, model)
+    assert "tied in config.json, but their values differ; set tie_word_embeddings" in message
+
+
+def test_a_quantised_model(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    assert "quantised" in refusal(tmp_path, model)
+
+
+def sharded(folder: Path) -> tuple[PreTrainedModel, Path, dict[str, Any]]:
+    model = saved_model("llama", folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="50KB")
+    index = folder / "model.safetensors.index.json"
+    return model, index, json.loads(index.read_text())
+
+
+def test_a_truncated_shard(tmp_path: Path) -> None:
+    model, _, content = sharded(tmp_path)
+    shard = tmp_path / content["weight_map"][UP]
+    os.truncate(shard, shard.stat().st_size - 100)
+    message = refusal(tmp_path, model)
+    assert f"{shard.name}: truncated, '" in message and "fetch the file again" in message
+    os.truncate(shard, 5)
+    assert f"{shard.name}: its first 8 bytes" in refusal(tmp_path, model)
+
+
+def test_a_shard_that_shrinks_during_the_load(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path)
+    stored = stored_tensors(tmp_path)[UP]
+    os.truncate(stored.file, stored.start + 10)
+    with pytest.raises(InputError, match=rf"it ends inside '{UP}'"):
+        stored.read()
+    assert model is not None
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    model, _, content = sharded(tmp_path)
+    (tmp_path / content["weight_map"][UP]).unlink()
+    message = refusal(tmp_path, model)
+    assert content["weight_map"][UP] in message and "the download is incomplete" in message
+
+
+def test_a_shard_without_its_tensor(tmp_path: Path) -> None:
+    model, index, content = sharded(tmp_path)
+    other = next(
+        file for file in content["weight_map"].values() if file != content["weight_map"][UP]
+    )
+    index.write_text(json.dumps({"weight_map": content["weight_map"] | {UP: other}}))
+    assert f"{other}: no tensor '{UP}'" in refusal(tmp_path, model)
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    model, index, content = sharded(tmp_path)
+    save_file({UP: torch.zeros(1)}, tmp_path / "again.safetensors")
+    index.write_text(json.dumps({"weight_map": content["weight_map"] | {"x": "again.safetensors"}}))
+    assert "is also in" in refusal(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "escape", ["../outside.safetensors", "/etc/passwd", "a/../../b", "a\u202eb", "..", "a\0b"]
+)
+def test_an_index_that_leaves_the_folder(escape: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model, index, content = sharded(folder)
+    save_file({UP: torch.zeros(1)}, tmp_path / "outside.safetensors")
+    index.write_text(json.dumps({"weight_map": content["weight_map"] | {UP: escape}}))
+    assert f"shard {escape!r} lies outside the folder" in refusal(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"{", "its JSON cannot be read"),
+        (b"\xff\xfe", "its JSON cannot be read"),
+        (b"[1]", "its JSON is not an object"),
+        (b"{}", "no weight_map"),
+        (b'{"weight_map": {"a": 3}}', "the shard of 'a' is not a file name"),
+        (b'{"weight_map": {"a": ""}}', "the shard of 'a' is not a file name"),
+        (b'{"weight_map": {"a": "x", "a": "y"}}', "key 'a' is there twice"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"weight_map": ' + b"9" * 5000 + b"}", "its JSON cannot be read"),
+        (b'{"' + b"a" * 2000 + b'": 1}', "longer than 1000 characters"),
+    ],
+)
+def test_a_broken_index(text: bytes, said: str, tmp_path: Path) -> None:
+    model, index, _ = sharded(tmp_path)
+    index.write_bytes(text)
+    message = refusal(tmp_path, model)
+    assert f"{index.name}: " in message and said in message and len(message) < 1000
+
+
+def test_a_huge_json_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(2**40)  # sparse
+    with pytest.raises(InputError, match="larger than 32 MiB"):
+        read_json(tmp_path / "config.json")
+
+
+def test_a_json_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(InputError, match="not a file"):
+        source_dtype(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "length", "said"),
+    [
+        (b"", b"", None, r"its JSON cannot be read"),
+        (b"", b"", 2**63, r"ask for a header of 9223372036854775808 bytes in a file of 8"),
+        (b"{}", b"", 2**32, r"ask for a header of 4294967296 bytes"),
+        (b"[]", b"", None, r"its JSON is not an object"),
+        (b'{"a":' * 10_000, b"", None, r"nested too deeply"),
+        (b'{"a":{},"a":{}}', b"", None, r"key 'a' is there twice"),
+        ({"a": 1}, b"", None, r"'a' lacks a dtype, shape or data_offsets"),
+        ({"a": {"dtype": "F32", "shape": [1]}}, b"", None, r"'a' lacks"),
+        ({"a": entry(0, 4) | {"data_offsets": [0]}}, b"1234", None, r"'a' lacks"),
+        ({"a": entry(0, 4) | {"shape": None}}, b"1234", None, r"'a' lacks"),
+        ({"a": entry(0, 4) | {"shape": "1"}}, b"1234", None, r"'a' has an impossible shape"),
+        ({"a": entry(0, 4) | {"shape": [True]}}, b"1234", None, r"'a' has an impossible shape"),
+        ({"a": entry(0, 4) | {"shape": [-1, -1]}}, b"1234", None, r"'a' has an impossible shape"),
+        ({"a": entry(0, 4) | {"shape": [1] * 99}}, b"1234", None, r"'a' has 99 dimensions"),
+        ({"a": entry(-4, 0, [1])}, b"1234", None, r"'a' has an impossible shape or offset"),
+        ({"a": entry(0, 4, [2])}, b"1234", None, r"'a' of shape \[2\] and dtype F32 cannot have 4"),
+        ({"a": entry(4, 0, [1])}, b"1234", None, r"'a' of shape .* cannot have -4 bytes"),
+        ({"a": entry(0, 2**62, [2**60])}, b"1234", None, r"truncated, 'a' ends at byte"),
+        ({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12), None, r"'b' overlaps the tensor before"),
+        ({"a": entry(0, 4), "b": entry(8, 12)}, bytes(12), None, r"'b' follows a hole"),
+        ({"a": entry(0, 4)}, bytes(8), None, r"4 bytes belong to no tensor"),
+        ({"a": entry(0, 4, dtype="F4")}, b"1234", None, r"'a' is stored as F4; only plain float"),
+        ({"a": entry(0, 4) | {"dtype": ["F32"]}}, b"1234", None, r"'a' is stored as \['F32'\]"),
+    ],
+)
+def test_a_hostile_header(
+    header: Any, data: bytes, length: int | None, said: str, tmp_path: Path
+) -> None:
+    path = write_raw(tmp_path / "model.safetensors", header, data, length)
+    with pytest.raises(InputError, match=said) as caught:
+        stored_tensors(tmp_path)
+    message = str(caught.value)
+    assert str(path) in message and "\n" not in message and len(message) < 500
+
+
+def test_a_header_of_a_terabyte_takes_no_memory(tmp_path: Path) -> None:
+    path = write_raw(tmp_path / "model.safetensors", b"{}", b"", 2**39)
+    os.truncate(path, 2**40)  # sparse: the length itself is no lie
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InputError, match="ask for a header of"):
+        read_header(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_damage_is_an_input_error_or_harmless(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    header = {"__metadata__": {"format": "pt"}, "a": entry(0, 8), "b": entry(8, 12, [1, 1])}
+    path = write_raw(tmp_path_factory.getbasetemp() / "damaged.safetensors", header, bytes(12))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(content) - 1))
+        content[position] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    try:
+        tensors = read_header(path)
+    except InputError as error:
+        assert "\n" not in str(error)
+    else:
+        for stored in tensors:
+            assert stored.read().shape == stored.shape
+
+
+def model_folder(folder: Path, *names: str) -> Path:
+    folder.mkdir()
+    for name in ("config.json", *names):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder(tmp_path / "m")
+    assert resolve_model(folder) == folder and resolve_model(str(folder)) == folder
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model("~/m") == folder
+
+
+def test_pickle_weights_are_refused(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m", "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"only pickle weights.*never read; convert them"):
+        resolve_model(folder)
+    with pytest.raises(InputError, match="only pickle weights"):
+        stored_tensors(folder)
+    (folder / "model.safetensors").write_text("")
+    assert resolve_model(folder) == folder
+
+
+def test_folders_that_are_no_models(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no config.json"):
+        resolve_model(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="not a folder"):
+        resolve_model(tmp_path / "file")
+    with pytest.raises(InputError, match="no such folder, and not a hub id"):
+        resolve_model(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="no model.safetensors and no model.safetensors.index"):
+        stored_tensors(tmp_path)
+
+
+class _Response:
+    headers: dict[str, str] = {}  # noqa: RUF012
+    request = None
+    status_code = 404
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (hub_errors.LocalEntryNotFoundError("x"), "the hub cannot be reached; check the network"),
+        (
+            hub_errors.OfflineModeIsEnabled("offline mode\nis on"),
+            "cannot download it: offline mode",
+        ),
+        (OSError(28, "No space left on device"), "cannot download it: .*No space left"),
+        (RuntimeError(), "cannot download it: RuntimeError"),
+        (hub_errors.RepositoryNotFoundError, "no such model on the hub; check the spelling"),
+        (hub_errors.GatedRepoError, "restricts access; accept the terms"),
+    ],
+)
+def test_the_hub_refuses(error: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(error, type):
+        error = error("many\nlines", response=_Response())
+
+    def download(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(weights, "snapshot_download", download)
+    with pytest.raises(InputError, match=f"^owner/name: .*{said}") as caught:
+        resolve_model("owner/name")
+    assert "\n" not in str(caught.value)
+
+
+def test_never_downloads_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder(tmp_path / "m")
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        weights, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or str(folder)
+    )
+    assert resolve_model("owner/name") == folder
+    assert not any(
+        pattern.endswith(("bin", "pt", "pth", "*")) for pattern in asked["allow_patterns"]
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "no_grad", 7])
+def test_a_dtype_that_cannot_be_trained(dtype: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": dtype}))
+    with pytest.raises(InputError, match=r"config\.json: dtype .* is no float to train"):
+        source_dtype(tmp_path)

@@ -1,0 +1,220 @@
+"""Weights come in once, exactly, and without a second copy of the model."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from megatrain.model import weights
+from megatrain.model.build import empty_model
+from megatrain.model.export import write_weights
+from megatrain.model.weights import read_weights, source_dtype
+from tests.unit.weights_cases import (
+    FAMILIES,
+    assert_same,
+    blank,
+    kept_tensors,
+    read_all,
+    saved_model,
+    values_of,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reads_what_transformers_wrote(family: str, tmp_path: Path) -> None:
+    model = saved_model(family, tmp_path)
+    assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
+
+
+def test_reads_experts_one_tensor_each(tmp_path: Path) -> None:
+    model = saved_model("qwen3_moe", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    each = [name for name in stored if ".experts.1.down_proj" in name]
+    assert each, "the checkpoint must have the layout of the hub"
+    fused = read_all(tmp_path, blank(model))["model.layers.1.mlp.experts.down_proj"]
+    assert torch.equal(fused[1], stored["model.layers.1.mlp.experts.1.down_proj.weight"])
+
+
+def test_reads_experts_already_fused(tmp_path: Path) -> None:
+    model = saved_model("mixtral", tmp_path)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert any(name.endswith("gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
+    assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
+
+
+def test_reads_shards(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
+
+
+def test_reads_a_checkpoint_of_the_base_model(tmp_path: Path) -> None:
+    model = saved_model("gemma", tmp_path)  # tied, so the base model is all there is
+    model.model.save_pretrained(tmp_path)
+    assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "model.safetensors")
+    assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
+
+
+def test_keeps_the_dtype_of_the_file(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path, torch.bfloat16)
+    got = read_all(tmp_path, blank(model.float()))
+    assert {tensor.dtype for tensor in got.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("stored_as", ["both", "alias only"])
+def test_tied_weights_may_be_stored_under_either_name(stored_as: str, tmp_path: Path) -> None:
+    model = saved_model("gemma", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if stored_as == "alias only":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
+
+
+def test_tensors_the_class_ignores_are_no_mistake(tmp_path: Path) -> None:
+    model = saved_model("deepseek_v3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    extra = {
+        "model.layers.61.eh_proj.weight": torch.zeros(2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2),
+    }
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
+
+
+def test_says_which_tensors_may_be_left_out(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    empty = blank(model)
+    empty._keys_to_ignore_on_load_missing = {r"model\.norm"}
+    names: list[str] = []
+    left_out = read_weights(tmp_path, empty, lambda name, _: names.append(name), threads=2)
+    assert left_out == ("model.norm.weight",)
+    assert "model.norm.weight" not in names and len(names) == len(kept_tensors(model)) - 1
+
+
+def test_reads_from_as_many_threads_as_asked(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path)
+    together = threading.Barrier(3, timeout=20)
+    first = iter(range(3))
+
+    def write(name: str, tensor: Tensor) -> None:
+        if next(first, None) is not None:
+            together.wait()  # breaks unless three writes are under way at once
+
+    read_weights(tmp_path, blank(model), write, threads=3)
+
+
+def test_a_failing_write_ends_the_load(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path)
+    calls: list[str] = []
+
+    def write(name: str, tensor: Tensor) -> None:
+        calls.append(name)
+        raise MemoryError("no room for it")
+
+    with pytest.raises(MemoryError, match="no room"):
+        read_weights(tmp_path, blank(model), write, threads=1)
+    assert len(calls) == 1, "what was still to be read must be dropped"
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_in_flight_tensors_share_a_budget(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved_model(family, tmp_path)
+    largest = max(t.numel() * t.element_size() for t in kept_tensors(model).values())
+    monkeypatch.setattr(weights, "IN_FLIGHT_BYTES", 3 * largest)
+    lock, held, most = threading.Lock(), [0], [0]
+
+    def write(name: str, tensor: Tensor) -> None:
+        num_bytes = tensor.numel() * tensor.element_size()
+        with lock:
+            held[0] += num_bytes
+            most[0] = max(most[0], held[0])
+        threading.Event().wait(0.002)
+        with lock:
+            held[0] -= num_bytes
+
+    read_weights(tmp_path, blank(model), write, threads=16)
+    assert 0 < most[0] <= 3 * largest
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_stays_far_below_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, vocab_size=8000
+    )
+    model = empty_model(config)
+    values = {
+        name: (lambda shape=p.shape: torch.ones(shape, dtype=torch.bfloat16))
+        for name, p in model.named_parameters()
+    }
+    checkpoint = 2 * model.num_parameters()
+    assert checkpoint > 200e6
+    with _PeakMemory() as writing:
+        write_weights(tmp_path / "a", model, values, dtype=torch.bfloat16, max_shard_bytes=10**8)
+    monkeypatch.setattr(weights, "IN_FLIGHT_BYTES", 2**25)
+    with _PeakMemory() as reading:
+        read_weights(tmp_path / "a", model, lambda name, tensor: None, threads=4)
+    assert writing.extra_bytes < checkpoint / 4
+    assert reading.extra_bytes < checkpoint / 3
+
+
+class _PeakMemory:
+    """Growth of the resident set at its peak, mapped files included."""
+
+    def __enter__(self) -> "_PeakMemory":
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        self._before = self._kib("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.extra_bytes = 1024 * (self._kib("VmHWM") - self._before)
+
+    def _kib(self, key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_source_dtype_is_what_the_config_says(key: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({key: "bfloat16"}))
+    assert source_dtype(tmp_path) == torch.bfloat16
+
+
+def test_source_dtype_of_a_nested_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"dtype": "float16"}}))
+    assert source_dtype(tmp_path) == torch.float16
+
+
+def test_source_dtype_falls_back_on_most_bytes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert source_dtype(tmp_path) == torch.float32
+    tensors = {"a": torch.zeros(9, dtype=torch.bfloat16), "b": torch.zeros(2), "c": torch.zeros(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert source_dtype(tmp_path) == torch.bfloat16
+
+
+def test_values_survive_in_every_dtype(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path / "a")
+    for dtype in (torch.float16, torch.float64):
+        wanted = {name: tensor.to(dtype) for name, tensor in kept_tensors(model).items()}
+        write_weights(tmp_path / "b", blank(model), values_of(wanted), dtype=dtype)
+        assert_same(read_all(tmp_path / "b", blank(model)), wanted)

@@ -1,0 +1,255 @@
+"""Weights go out as transformers would write them, whole or not at all."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from megatrain.errors import InputError, RunFailed
+from megatrain.model import export
+from megatrain.model.export import write_weights
+from megatrain.model.shards import stored_tensors
+from megatrain.model.weights import read_weights, source_dtype
+from tests.unit.weights_cases import FAMILIES, blank, kept_tensors, saved_model, values_of
+
+
+def layout(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (each.dtype, each.shape) for name, each in stored_tensors(folder).items()}
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2**30, 60_000])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_save_pretrained(family: str, max_shard_bytes: int, tmp_path: Path) -> None:
+    model = saved_model(family, tmp_path / "wanted")
+    values = values_of(kept_tensors(model))
+    write_weights(
+        tmp_path / "a",
+        blank(model),
+        values,
+        dtype=torch.float32,
+        max_shard_bytes=max_shard_bytes,
+    )
+    assert layout(tmp_path / "a") == layout(tmp_path / "wanted")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "a" / name).read_text() == (tmp_path / "wanted" / name).read_text()
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "a", output_loading_info=True, dtype="auto"
+    )
+    assert not any(report.values())
+    wanted = model.state_dict()
+    assert loaded.dtype == torch.float32 and loaded.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_equals_what_transformers_loads_from_the_source(family: str, tmp_path: Path) -> None:
+    saved_model(family, tmp_path / "old", torch.bfloat16)
+    source = AutoModelForCausalLM.from_pretrained(tmp_path / "old", dtype="auto")
+    source.save_pretrained(tmp_path / "source")
+    masters = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in kept_tensors(source).items()
+    }
+    write_weights(tmp_path / "a", blank(source.float()), values_of(masters), dtype=torch.bfloat16)
+    assert layout(tmp_path / "a") == layout(tmp_path / "source")
+    assert source_dtype(tmp_path / "a") == torch.bfloat16
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="auto").state_dict()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype="auto").state_dict()
+    for name, tensor in again.items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
+
+
+def test_parameters_of_float32_classes_keep_their_precision(tmp_path: Path) -> None:
+    model = saved_model("zamba", tmp_path / "wanted")  # its decay rates are float32 in any model
+    name = next(name for name in kept_tensors(model) if name.endswith("A_log"))
+    write_weights(
+        tmp_path / "a", blank(model), values_of(kept_tensors(model)), dtype=torch.bfloat16
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="auto").state_dict()
+    assert torch.equal(loaded[name], model.state_dict()[name])
+    assert loaded["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+def test_gives_back_the_layout_that_was_read(tmp_path: Path) -> None:
+    model = saved_model("mixtral", tmp_path / "hub")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    for source in ("hub", "fused"):
+        empty = blank(model)
+        read_weights(tmp_path / source, empty, lambda name, tensor: None, threads=1)
+        write_weights(tmp_path / "a", empty, values_of(kept_tensors(model)), dtype=torch.float32)
+        assert layout(tmp_path / "a") == layout(tmp_path / source)
+    assert layout(tmp_path / "hub") != layout(tmp_path / "fused")
+
+
+def test_shards_are_aligned_and_indexed(tmp_path: Path) -> None:
+    model = saved_model("zamba", tmp_path / "wanted")
+    values = values_of(kept_tensors(model))
+    write_weights(
+        tmp_path / "a", blank(model), values, dtype=torch.bfloat16, max_shard_bytes=40_000
+    )
+    index = json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
+    stored = stored_tensors(tmp_path / "a")
+    assert {name: each.file.name for name, each in stored.items()} == index["weight_map"]
+    assert index["metadata"]["total_size"] == sum(each.num_bytes for each in stored.values())
+    assert index["metadata"]["total_parameters"] == model.num_parameters()
+    assert len({each.dtype for each in stored.values()}) == 2
+    assert all(each.start % each.dtype.itemsize == 0 for each in stored.values())
+    sizes = [file.stat().st_size for file in (tmp_path / "a").glob("model-*.safetensors")]
+    assert len(sizes) == len(set(index["weight_map"].values())) > 3
+    for name, each in stored.items():
+        with safe_open(each.file, "pt") as shard:  # the library itself finds the same
+            assert torch.equal(shard.get_tensor(name), each.read())
+
+
+def test_each_value_is_asked_for_once(tmp_path: Path) -> None:
+    model = saved_model("qwen3_moe", tmp_path / "wanted")
+    asked: list[str] = []
+    values = {
+        name: (lambda name=name, tensor=tensor: (asked.append(name), tensor)[1])
+        for name, tensor in kept_tensors(model).items()
+    }
+    write_weights(tmp_path / "a", blank(model), values, dtype=torch.bfloat16)
+    assert sorted(asked) == sorted(values)
+
+
+def test_persistent_buffers_may_come_from_the_model(tmp_path: Path) -> None:
+    model = saved_model("deepseek_v3", tmp_path / "wanted")
+    values = values_of({name: p.detach() for name, p in model.named_parameters()})
+    write_weights(tmp_path / "a", blank(model), values, dtype=torch.float32)
+    assert layout(tmp_path / "a") == layout(tmp_path / "wanted")
+
+
+@pytest.mark.parametrize("mistake", ["missing", "unknown", "shape"])
+def test_mistakes_of_the_caller(mistake: str, tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path / "wanted")
+    values = values_of(kept_tensors(model))
+    if mistake == "missing":
+        del values["model.norm.weight"]
+    elif mistake == "unknown":
+        values["model.norm.wait"] = values["model.norm.weight"]
+    else:
+        values["model.norm.weight"] = lambda: torch.zeros(1)
+    with pytest.raises(ValueError, match=r"norm\.(weight|wait)"):
+        write_weights(tmp_path / "a", blank(model), values, dtype=torch.float32)
+    assert [path.name for path in tmp_path.iterdir()] == ["wanted"]
+
+
+def test_the_configuration_is_not_touched_and_never_in_the_way(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path / "wanted")
+    model.config.dtype = torch.float32
+    model.generation_config = GenerationConfig(do_sample=False, temperature=0.5)  # refused on save
+    values = values_of(kept_tensors(model))
+    empty = blank(model)
+    write_weights(tmp_path / "a", empty, values, dtype=torch.bfloat16)
+    assert empty.config.dtype == torch.float32
+    assert json.loads((tmp_path / "a/config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "a/generation_config.json").read_text())["temperature"] == 0.5
+
+
+def test_replaces_an_export_and_keeps_other_files(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path / "wanted")
+    values = values_of(kept_tensors(model))
+    folder = tmp_path / "a"
+    (folder / "notes").mkdir(parents=True)
+    (folder / "notes/readme.txt").write_text("mine")
+    (folder / "tokenizer.json").write_text("{}")
+    write_weights(folder, blank(model), values, dtype=torch.float32, max_shard_bytes=50_000)
+    write_weights(folder, blank(model), values, dtype=torch.bfloat16)
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    assert names == {
+        "notes", "notes/readme.txt", "tokenizer.json",
+        "config.json", "generation_config.json", "model.safetensors",
+    }  # fmt: skip
+    assert (folder / "notes/readme.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "wanted"]
+
+
+def test_a_crash_between_the_renames_is_healed(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path / "wanted")
+    values = values_of(kept_tensors(model))
+    (tmp_path / ".a.replaced").mkdir()
+    (tmp_path / ".a.replaced/tokenizer.json").write_text("{}")
+    (tmp_path / ".a.partial").mkdir()
+    (tmp_path / ".a.partial/half.safetensors").write_text("")
+    write_weights(tmp_path / "a", blank(model), values, dtype=torch.float32)
+    assert (tmp_path / "a/tokenizer.json").exists()
+    assert not (tmp_path / "a/half.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "wanted"]
+
+
+@pytest.fixture
+def short_files() -> None:
+    """No file may grow beyond 20 kB: a real failing write, in the middle of a shard."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_write_that_fails_leaves_nothing(
+    existing: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model = saved_model("llama", tmp_path / "wanted")
+    if existing:
+        shutil.copytree(tmp_path / "wanted", tmp_path / "a")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    request.getfixturevalue("short_files")
+    with pytest.raises(RunFailed, match=r"a: cannot export the model: File too large; nothing"):
+        write_weights(
+            tmp_path / "a", blank(model), values_of(kept_tensors(model)), dtype=torch.float32
+        )
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_failing_rename_puts_the_old_export_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved_model("llama", tmp_path / "wanted")
+    shutil.copytree(tmp_path / "wanted", tmp_path / "a")
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == ".a.partial":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(RunFailed, match="Input/output error"):
+        write_weights(
+            tmp_path / "a", blank(model), values_of(kept_tensors(model)), dtype=torch.bfloat16
+        )
+    assert source_dtype(tmp_path / "a") == torch.float32
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "wanted"]
+
+
+def test_too_little_space_is_seen_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved_model("llama", tmp_path / "wanted")
+    usage = shutil._ntuple_diskusage(10, 9, 1)
+    monkeypatch.setattr(export.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(export, "write_shard", lambda *_: pytest.fail("it began to write"))
+    with pytest.raises(RunFailed, match=r"a: the model takes .* GiB and the disk has 0\.0 GiB"):
+        write_weights(
+            tmp_path / "a", blank(model), values_of(kept_tensors(model)), dtype=torch.float32
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["wanted"]
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path / "wanted")
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(InputError, match="is a file"):
+        write_weights(
+            tmp_path / "a", blank(model), values_of(kept_tensors(model)), dtype=torch.float32
+        )
+    assert (tmp_path / "a").read_text() == "mine"
