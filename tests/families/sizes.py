@@ -152,6 +152,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             for kind in ("sliding_attention", "full_attention")
         },
     },
+    "cpmant": {"init_std": 0.02},
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": TOP_K, "first_k_dense_replace": 1},
     "deepseek_v4": {
@@ -211,4 +212,36 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6,
         "layers_block_type": ["linear_attention"] * 2 + ["hybrid", "linear_attention"] * 2,
     },
+}
+
+_GEMMA4_SHARING = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+# (family, changes) by name: what released checkpoints switch on and the default leaves off.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4 keys and values shared between layers": ("gemma4_text", _GEMMA4_SHARING),
+    "gemma4 unified keys and values shared": ("gemma4_unified_text", _GEMMA4_SHARING),
+    "gemma4 mixture of experts": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": EXPERTS,
+            "top_k_experts": TOP_K,
+            "moe_intermediate_size": 16,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2 sliding window": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "mistral full attention": ("mistral", {"sliding_window": None}),
 }

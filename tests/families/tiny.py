@@ -43,20 +43,27 @@ def families() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(family: str) -> PreTrainedConfig:
-    """The family's default configuration with every size made small."""
+def tiny_config(family: str, changes: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """The family's default configuration with every size made small, then `changes` applied.
+
+    Several families have switches that are off by default but on in released checkpoints; VARIANTS
+    holds those that change how layers depend on each other.
+    """
     cls = CONFIG_CLASS.get(family) or CONFIG_MAPPING[family]
     kwargs = _shrunk(cls, CONSTRUCTOR.get(family, {}))
     _merge(kwargs, OVERRIDES.get(family, {}))
+    _merge(kwargs, changes or {})
     config = cls(**kwargs)
     config.use_cache = False
     return config
 
 
-def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
+def tiny_model(
+    family: str, seed: int = 0, changes: dict[str, Any] | None = None
+) -> PreTrainedModel:
     """A float32 model of `tiny_config(family)`; every layer has its own parameters and buffers."""
     torch.manual_seed(seed)
-    config = tiny_config(family)
+    config = tiny_config(family, changes)
     if family in CONFIG_CLASS:
         cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
         model = cls._from_config(config, dtype=torch.float32)
