@@ -65,12 +65,12 @@ class CudaDevice:
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         flat = host_range(name, numel, dtype)
-        if pinned:
+        if pinned and numel:
             self._pin(name, flat)
         return Buffer(name, flat)
 
     def _pin(self, name: str, flat: Tensor) -> None:
-        num_bytes = max(flat.numel(), 1) * flat.dtype.itemsize
+        num_bytes = flat.nbytes
         status = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), num_bytes, 0))
         if status != 0:
             raise DoesNotFit(

@@ -70,11 +70,11 @@ def tile_layouts(outline: Outline, groups: dict[str, int]) -> list[TileLayout]:
     `groups` gives each trainable parameter's optimizer group; all others are frozen.
     """
     shapes = {name: p.shape for name, p in outline.skeleton.model.named_parameters()}
-    unused = set(outline.unused)
+    unmoved = {*outline.unused, *outline.fixed}
 
     def layout(name: str, names: list[str]) -> TileLayout:
         return TileLayout(
-            name, [(n, shapes[n], None if n in unused else groups.get(n)) for n in names]
+            name, [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
         )
 
     tiles = [

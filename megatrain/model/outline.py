@@ -4,7 +4,7 @@ The run is made on the CPU with all weights zero (pages of zeros that take no me
 of tokens: only structure is learned from it, so it needs no weights and costs no time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatrain.model.skeleton import (
     Ref,
     Rows,
     Skeleton,
+    Uses,
     last_hidden,
     with_hidden,
 )
@@ -62,7 +63,8 @@ class Outline:
         gathered: embedding tables looked up only by the batch's own token ids; their rows are
             gathered on the host.
         prologue, epilogue: names of the other parameters used before and after the layers.
-        unused: parameters that text training never reaches; they stay as they are.
+        fixed: those of them that no gradient reaches (plain training leaves them alone, too).
+        unused: parameters that text training never touches; they stay as they are.
     """
 
     skeleton: Skeleton
@@ -71,6 +73,7 @@ class Outline:
     gathered: list[str]
     prologue: list[str]
     epilogue: list[str]
+    fixed: list[str]
     unused: list[str]
     outputs: list[list[Ref]] = field(default_factory=list)
 
@@ -192,13 +195,13 @@ class _Probe:
         }
         ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
         inputs = self.skeleton.inputs({"input_ids": ids})
-        seen: list[tuple[Tensor, Tensor]] = []
+        uses = Uses()
         with torch.enable_grad():
             gathered = self._tables(weights, ids, inputs)
             rows = _probe_rows(ids, weights, gathered)
             with self.skeleton.stop_at_trunk():
-                output = self.skeleton.forward(self._record, weights, inputs, rows, seen)
-            return self._finish(weights, rows, gathered, output, inputs)
+                output = self.skeleton.forward(self._record, weights, inputs, rows, uses)
+            return self._finish(weights, rows, gathered, output, inputs, uses)
 
     def _find_trunk(self) -> None:
         path = self.stack_name.split(".")
@@ -240,23 +243,23 @@ class _Probe:
         self, weights: dict[str, Tensor], ids: Tensor, inputs: Mapping[str, Any]
     ) -> list[str]:
         """Embedding tables that the prologue looks up by the batch's ids and uses no other way."""
-        seen: list[tuple[Tensor, Tensor]] = []
+        uses = Uses()
         arguments: list[Any] = []
 
         def first(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
             arguments.extend(pytree.tree_leaves((args, kwargs)))
             raise Reached(None)
 
-        self.skeleton.forward(first, weights, inputs, None, seen)
+        self.skeleton.forward(first, weights, inputs, None, uses)
         names = {id(w): name for name, w in weights.items()}
         mine = {
             names[id(w)]
-            for w, used in seen
+            for w, used in uses.lookups
             if id(w) in names and used.data_ptr() == ids.data_ptr() and used.numel() == ids.numel()
         }
         others = {
             names[id(w)]
-            for w, used in seen
+            for w, used in uses.lookups
             if id(w) in names and used.data_ptr() != ids.data_ptr()
         }
         rows = _probe_rows(ids, weights, sorted(mine - others))
@@ -336,6 +339,7 @@ class _Probe:
         gathered: list[str],
         output: Any,
         inputs: Mapping[str, Any],
+        uses: Uses,
     ) -> Outline:
         names = {id(w): name for name, w in weights.items()}
         table_names = {id(t): name for name, t in rows.tables.items()}
@@ -354,13 +358,21 @@ class _Probe:
         if after & set(table_names):
             raise Unsupported("the epilogue reads the token embeddings of the prologue")
         prologue = sorted(names[i] for i in before if i in names and names[i] not in epilogue)
+        known = {*gathered, *prologue, *epilogue}
+        fixed = sorted(n for n, w in weights.items() if id(w) in uses.touched and n not in known)
         both = [names[i] for i in before if i in names and names[i] in epilogue]
         if both:
             raise Unsupported(f"{both[0]} is used both before and after the layers")
-        used = set(gathered) | set(prologue) | set(epilogue)
-        unused = [n for n in weights if n not in used] + self._skipped_layers()
+        known.update(fixed)
         return Outline(
-            self.skeleton, self.layers, sorted(end.refs), gathered, prologue, epilogue, unused
+            self.skeleton,
+            self.layers,
+            sorted(end.refs),
+            gathered,
+            prologue + fixed,
+            epilogue,
+            fixed,
+            [name for name in weights if name not in known] + self._skipped_layers(),
         )
 
     def _logits(self, weights: dict[str, Tensor], output: Any, inputs: Mapping) -> Tensor:
@@ -405,8 +417,13 @@ class _Glue:
 def _zeros(kind: Kind, module: nn.Module, args: tuple, kwargs: dict) -> list[Any]:
     weights = {name: torch.zeros(p.shape) for name, p in module.named_parameters()}
     weights.update(dict(module.named_buffers()))
+    containers = [v for v in (*args, *kwargs.values()) if isinstance(v, MutableMapping)]
+    sizes = [len(container) for container in containers]
     with torch.no_grad():
-        return kind.call(weights, args, kwargs)
+        outputs = kind.call(weights, args, kwargs)
+    if sizes != [len(container) for container in containers]:
+        raise Unsupported(f"{type(module).__name__} hands state to later layers through an argument")
+    return outputs
 
 
 def _probe_rows(ids: Tensor, weights: Mapping[str, Tensor], names: list[str]) -> Rows:

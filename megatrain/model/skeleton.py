@@ -71,21 +71,36 @@ class Rows:
     padding: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass
+class Uses:
+    """What a run did with the tensors it was given.
+
+    Attributes:
+        lookups: `(table, ids)` of every embedding lookup.
+        touched: ids of all tensors that any operation took.
+    """
+
+    lookups: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    touched: set[int] = field(default_factory=set)
+
+
 class _Lookup(TorchFunctionMode):
     """Sends embedding lookups of gathered tables to the step's own small tables."""
 
-    def __init__(self, names: Mapping[int, str], rows: Rows | None, seen: list | None) -> None:
+    def __init__(self, names: Mapping[int, str], rows: Rows | None, uses: Uses | None) -> None:
         super().__init__()
-        self.names, self.rows, self.seen = names, rows, seen
+        self.names, self.rows, self.uses = names, rows, uses
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         kwargs = kwargs or {}
+        if self.uses is not None:
+            self.uses.touched.update(id(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
         if func is not F.embedding:
             return func(*args, **kwargs)
         ids, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
         name = self.names.get(id(weight))
-        if self.seen is not None:
-            self.seen.append((weight, ids))
+        if self.uses is not None:
+            self.uses.lookups.append((weight, ids))
         if name is None or self.rows is None or not _same(ids, self.rows.ids):
             return func(*args, **kwargs)
         padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
@@ -151,7 +166,7 @@ class Skeleton:
         weights: Mapping[str, Tensor],
         inputs: Mapping[str, Any],
         rows: Rows | None = None,
-        seen: list | None = None,
+        uses: Uses | None = None,
     ) -> Any:
         """Run the model with `handler(layer, args, kwargs)` in place of each layer.
 
@@ -160,7 +175,7 @@ class Skeleton:
         names = {id(weights[name]): name for name in rows.tables} if rows is not None else {}
         self._handler = handler
         try:
-            with _Lookup(names, rows, seen):
+            with _Lookup(names, rows, uses):
                 return functional_call(self.model, dict(weights), (), dict(inputs))
         except Reached as reached:
             return reached.result
