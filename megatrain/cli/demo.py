@@ -3,13 +3,13 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import megatrain
 from megatrain import config
 from megatrain.cli.generate import Sampling, generate_from
 from megatrain.data import stdlib_corpus, train_bpe_tokenizer
 from megatrain.errors import InputError
+from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.folders import METRICS, whole_folder
 from megatrain.train.loop import Outcome, train
@@ -83,4 +83,17 @@ def loss_curve(folder: Path, width: int = 60) -> str:
 
 
 def print_memory(outcome: Outcome) -> None:
-    print(outcome.memory)
+    """Where the bytes of the run rested, in all and for each parameter."""
+    places = {
+        "host: weights": outcome.memory["host_weights_bytes"],
+        "host: master remainders (bf16 runs)": outcome.memory["host_remainder_bytes"],
+        "host: Adam moments": outcome.memory["host_moments_bytes"],
+        "host: gradients": outcome.memory["host_gradients_bytes"],
+        "host: layer inputs": outcome.memory["host_boundaries_bytes"],
+        "device, at peak": outcome.memory["device_peak_bytes"],
+        "whole process, at peak": peak_process_bytes(),
+    }
+    print(f"\nmemory of a model of {outcome.parameters:,} parameters")
+    for place, num_bytes in places.items():
+        per_parameter = num_bytes / outcome.parameters
+        print(f"  {place:<38}{num_bytes / MIB:>9.1f} MiB{per_parameter:>8.2f} bytes a parameter")

@@ -29,7 +29,8 @@ class Outcome:
 
     folder: Path
     steps: int
-    memory: dict[str, Any]
+    parameters: int
+    memory: dict[str, int]
 
 
 def train(config: Config, name: str) -> Outcome:
@@ -53,7 +54,7 @@ def train(config: Config, name: str) -> Outcome:
         finally:
             _draw(folder)
         _write_model(job, folder / MODEL)
-        return Outcome(folder, steps, job.engine.memory())
+        return Outcome(folder, steps, job.engine.num_parameters, job.engine.memory())
     finally:
         job.close()
 
