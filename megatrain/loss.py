@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 
 
 def next_token_targets(labels_BT: Tensor) -> Tensor:
@@ -25,7 +26,11 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 
 def chunked_loss(
-    head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets_N: Tensor, tokens: int
+    head: Callable[[Tensor], Tensor],
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+    tokens: int,
+    cross_entropy: CrossEntropy,
 ) -> Tensor:
     """Summed cross entropy (scalar, fp32) without gradients, `tokens` rows of logits at a time.
 
@@ -35,7 +40,7 @@ def chunked_loss(
     total = torch.zeros((), device=hidden_ND.device)
     for start in range(0, len(hidden_ND), tokens):
         logits = head(hidden_ND[None, start : start + tokens])
-        total += cross_entropy_sum(logits[0], targets_N[start : start + tokens])
+        total += cross_entropy(logits[0], targets_N[start : start + tokens])
     return total
 
 
@@ -45,6 +50,7 @@ def chunked_loss_gradients(
     targets_N: Tensor,
     denominator: float,
     tokens: int,
+    cross_entropy: CrossEntropy,
     parameters: list[Tensor],
     accumulate: Callable[[list[Tensor | None]], None],
 ) -> tuple[Tensor, Tensor]:
@@ -54,6 +60,7 @@ def chunked_loss_gradients(
         head: hidden `[1, C, D]` to logits `[1, C, V]`, differentiable in `parameters`.
         denominator: labelled tokens of the whole step.
         tokens: C.
+        cross_entropy: `cross_entropy_sum`, or a compiled one.
         accumulate: takes each chunk's gradients of `parameters`.
 
     Returns:
@@ -65,7 +72,7 @@ def chunked_loss_gradients(
         rows = slice(start, start + tokens)
         with torch.enable_grad():
             chunk_CD = hidden_ND[None, rows].detach().requires_grad_()
-            summed = cross_entropy_sum(head(chunk_CD)[0], targets_N[rows])
+            summed = cross_entropy(head(chunk_CD)[0], targets_N[rows])
             loss = summed / denominator
         grads = torch.autograd.grad(loss, [chunk_CD, *parameters], allow_unused=True)
         gradient_ND[rows] = grads[0][0]

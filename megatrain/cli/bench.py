@@ -19,12 +19,15 @@ from megatrain.placement import Placement
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import peak_process_bytes
+from megatrain.telemetry.timeline import Span, breakdown, chrome_trace
 from megatrain.units import gib
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatrain.engine import Engine
+
+SHOWN_LINES = 14  # of the breakdown, on the terminal
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -79,6 +82,9 @@ def step(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 5,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write one step's trace to this file, for Perfetto.")
+    ] = None,
 ) -> None:
     """Time whole training steps on random tokens: model TFLOPS, memory, spread."""
     case = StepCase(
@@ -95,20 +101,30 @@ def step(
         steps=steps,
         seed=seed,
     )
-    result = measure_step(case)
+    result = measure_step(case, timeline)
+    for line in result["breakdown"]["lines"][:SHOWN_LINES]:
+        print(line)
     print(_summary(result))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def measure_step(case: StepCase) -> dict[str, Any]:
-    """Build the model of `case`, run its steps and return the result as plain JSON values."""
+def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]:
+    """Build the model of `case`, run its steps and return the result as plain JSON values.
+
+    One more step than asked for is run, with times taken of all its work; `timeline` is where its
+    trace goes (Trace Event Format).
+    """
     started = time.perf_counter()
     engine = _build(case)
     try:
         build_seconds = time.perf_counter() - started
         times, losses = _timed_steps(engine, case)
+        spans = _recorded_step(engine, case)
+        if timeline is not None:
+            timeline.parent.mkdir(parents=True, exist_ok=True)
+            timeline.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
         tokens = case.sequences * case.sequence_length
         return {
             "benchmark": "step",
@@ -122,6 +138,7 @@ def measure_step(case: StepCase) -> dict[str, Any]:
             "losses": losses,
             **_statistics(times[case.warmup :], tokens, engine.num_parameters),
             **_utilisation(engine, case),
+            "breakdown": breakdown(spans, "compute").as_dict(),
             "memory": engine.memory(),
             "host_peak_bytes": peak_process_bytes(),
             "host_bytes_per_parameter": peak_process_bytes() / engine.num_parameters,
@@ -159,6 +176,14 @@ def _timed_steps(engine: "Engine", case: StepCase) -> tuple[list[float], list[fl
         losses.append(float(engine.step(micro_batches).loss))
         times.append(time.perf_counter() - started)
     return times, losses
+
+
+def _recorded_step(engine: "Engine", case: StepCase) -> list[Span]:
+    """The spans of one more step and of the updates it starts."""
+    micro_batches = _random_step(case, engine.config.vocab_size, case.seed)
+    with engine.recording() as spans:
+        engine.step(micro_batches)
+    return spans
 
 
 def _random_step(case: StepCase, vocab_size: int, seed: int) -> "list[dict[str, Tensor]]":

@@ -62,6 +62,12 @@ class Device(Protocol):
     def record(self, stream: str) -> Event:
         """The point that `stream` has been filled up to."""
 
+    def mark(self, stream: str) -> Any:
+        """A point in a device stream whose time is taken when it is reached."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two marks that have been reached."""
+
     def wait(self, stream: str, event: Event | None, why: str) -> None:
         """Later work of `stream` starts after `event` (at once if None); `why` names the wait."""
 

@@ -1,5 +1,6 @@
 """The CPU as a device: real numbers, in program order."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,12 @@ class CpuDevice:
 
     def record(self, stream: str) -> _Passed:
         return _Passed()
+
+    def mark(self, stream: str) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
 
     def wait(self, stream: str, event: object | None, why: str) -> None:
         return None

@@ -96,6 +96,12 @@ class TraceDevice:
         _merge(clock, self._clocks[_CALLER])
         return TraceEvent(clock)
 
+    def mark(self, stream: str) -> float:
+        return 0.0
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
     def wait(self, stream: str, event: Any | None, why: str) -> None:
         if event is None:
             return

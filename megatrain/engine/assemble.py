@@ -159,11 +159,19 @@ class Assembly:
 
     def units(self, embedding: Embedding) -> tuple[list[Prologue | Layer], Head]:
         device, program, tiles = self.device, self.program, self.tiles
+        placement, count = self.placement, len(program.outline.layers)
         layers = [
-            Layer(device, program, tiles[f"layer {visit}"], visit)
-            for visit in range(len(program.outline.layers))
+            Layer(
+                device,
+                program,
+                tiles[f"layer {visit}"],
+                visit,
+                keeps_graph=visit >= count - placement.keep_layers,
+            )
+            for visit in range(count)
         ]
-        head = Head(device, program, tiles["head"], self.placement.head_tokens)
+        tokens, compiled = placement.head_tokens, placement.compile
+        head = Head(device, program, tiles["head"], tokens, compiled=compiled)
         return [Prologue(device, program, tiles["prologue"], embedding), *layers], head
 
     def embedding(self, sink: Sink | None) -> Embedding:

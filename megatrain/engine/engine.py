@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megatrain.device import Device, open_device
+from megatrain.device import Device, Recording, open_device
 from megatrain.engine.assemble import Assembly, fill, open_source, tile_layouts
 from megatrain.engine.batch import Batch, prepare
 from megatrain.engine.saved import HostSaved
@@ -23,6 +24,7 @@ from megatrain.model.weights import source_dtype
 from megatrain.optim import AdamW, StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.store import Store
+from megatrain.telemetry.timeline import Span
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MicroBatches = Sequence[Mapping[str, Tensor]]
@@ -97,7 +99,8 @@ class Engine:
             None if optimizer is None else StreamedOptimizer(optimizer, source.model)
         )
         groups = {} if self.optimizer is None else self.optimizer.group_of()
-        self.device = device if isinstance(device, Device) else open_device(device)
+        opened = device if isinstance(device, Device) else open_device(device)
+        self.device = Recording(opened)
         self.placement = default_placement(self.device) if placement == "auto" else placement
         self._store = Store(
             self.device,
@@ -172,6 +175,16 @@ class Engine:
             labelled=labelled,
             seed=hash((self._seed, self._steps)),
         )
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Span]]:
+        """Take times of all work put on the device within the block; the list is filled after."""
+        spans: list[Span] = []
+        self.device.start()
+        try:
+            yield spans
+        finally:
+            spans.extend(self.device.stop())
 
     def flush(self) -> None:
         """Wait until every update that has been started is done."""

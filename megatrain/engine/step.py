@@ -44,7 +44,7 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
     stream.begin([*parts.trunk, parts.head, *reversed(parts.trunk)])
     saved.begin(len(batch.micro))
 
-    h = forward(parts, batch, saved.put)
+    h = forward(parts, batch, saved.put, train=True)
 
     for head, weights in stream.visit([parts.head]):
         room = sink.room(head.tile)
@@ -63,14 +63,14 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
 
 
 def forward(
-    parts: Parts, batch: Batch, keep: Callable[[Prologue | Layer, State], None]
+    parts: Parts, batch: Batch, keep: Callable[[Prologue | Layer, State], None], *, train: bool
 ) -> State:
     """All micro-batches through prologue and layers; `keep` sees each unit's input."""
     parts.embedding.fetch(batch)
     h: State = [{} for _ in batch.micro]
     for unit, weights in parts.stream.visit(parts.trunk):
         keep(unit, h)
-        h = unit.run(weights, batch, h)
+        h = unit.run(weights, batch, h, train=train)
     return h
 
 
@@ -79,7 +79,7 @@ def forward_only(
 ) -> Any:
     """The forward sweep alone, ended by `finish(head, weights, h)`: loss, logits, anything."""
     parts.stream.begin([*parts.trunk, parts.head])
-    h = forward(parts, batch, lambda unit, h: None)
+    h = forward(parts, batch, lambda unit, h: None, train=False)
     for head, weights in parts.stream.visit([parts.head]):
         result = finish(head, weights, h)
     return result

@@ -5,6 +5,7 @@ micro-batch, and knows how to run forward and backward for all micro-batches in 
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megatrain.device.base import COMPUTE
 from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.sink import Room
-from megatrain.loss import chunked_loss, chunked_loss_gradients
+from megatrain.loss import chunked_loss, chunked_loss_gradients, cross_entropy_sum
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.model.skeleton import PROLOGUE, Ref, last_hidden, with_hidden
 from megatrain.store import Tile
@@ -41,9 +42,13 @@ class Unit:
             for entry in self.tile.layout.entries
         }
 
-    def leaves(self, slot: Buffer) -> tuple[dict[str, Tensor], list[str]]:
-        """The parameters as autograd leaves, and the names of the trainable ones."""
-        weights = {name: view.detach() for name, view in self.weights(slot).items()}
+    def leaves(self, slot: Buffer, *, own: bool = False) -> tuple[dict[str, Tensor], list[str]]:
+        """The parameters as autograd leaves, and the names of the trainable ones.
+
+        With `own` they are copies, which a graph may hold when the slot is another tile's.
+        """
+        bound = self.weights(slot)
+        weights = {n: view.clone() if own else view.detach() for n, view in bound.items()}
         names = [entry.name for entry in self.tile.layout.trainable]
         for name in names:
             weights[name.removeprefix(self.prefix)].requires_grad_()
@@ -67,7 +72,7 @@ class Prologue(Unit):
         super().__init__(device, program, tile)
         self.embedding = embedding
 
-    def run(self, slot: Buffer, batch: Batch, h: State) -> State:
+    def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The first activations of every micro-batch (`h` is not read: there are none)."""
         reads = [slot, *self.embedding.rows]
 
@@ -126,29 +131,51 @@ def _rows_as_leaves(micro: MicroBatch) -> MicroBatch:
     return micro
 
 
-class Layer(Unit):
-    """One layer of the stack."""
+@dataclass
+class _Graph:
+    """One layer's autograd graph of one micro-batch, ready to be pulled back."""
 
-    def __init__(self, device: Device, program: Program, tile: Tile, visit: int) -> None:
+    inputs: Activations
+    made: Activations
+    sources: list[Tensor]
+    names: list[str]
+
+
+class Layer(Unit):
+    """One layer of the stack.
+
+    Attributes:
+        keeps_graph: its graph waits from the forward to the backward; nothing is recomputed.
+    """
+
+    def __init__(
+        self, device: Device, program: Program, tile: Tile, visit: int, *, keeps_graph: bool
+    ) -> None:
         outline = program.outline
         super().__init__(device, program, tile, outline.layers[visit].name + ".")
-        self.visit = visit
+        self.visit, self.keeps_graph = visit, keeps_graph
         self.inputs = outline.layers[visit].inputs
         read = {ref for layer in outline.layers for ref in layer.inputs}
         made = outline.outputs[visit - 1] if visit else outline.prologue_outputs
         self.fresh = [ref for ref in made if ref in read]
         later = [layer.inputs for layer in outline.layers[visit + 1 :]]
         self.live = {ref for inputs in [*later, outline.epilogue_inputs] for ref in inputs}
+        self._graphs: dict[int, _Graph] = {}
 
-    def run(self, slot: Buffer, batch: Batch, h: State) -> State:
+    def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The activations after this layer, of every micro-batch."""
         out = []
         for index, micro in enumerate(batch.micro):
             self.seed(batch, self.visit, index)
 
             def work(index: int = index, micro: MicroBatch = micro) -> Activations:
-                with torch.no_grad():
-                    made = self.program.layer(self.visit, self.weights(slot), micro, h[index])
+                if train and self.keeps_graph:
+                    graph = self._graph(slot, micro, h[index], kept=True)
+                    self._graphs[index] = graph
+                    made = {ref: value.detach() for ref, value in graph.made.items()}
+                else:
+                    with torch.no_grad():
+                        made = self.program.layer(self.visit, self.weights(slot), micro, h[index])
                 kept = {ref: value for ref, value in h[index].items() if ref in self.live}
                 return {**kept, **made}
 
@@ -165,41 +192,42 @@ class Layer(Unit):
             def work(
                 index: int = index, micro: MicroBatch = micro, values: Activations = values
             ) -> Activations:
-                return self._pull(slot, micro, values, dh[index], room)
+                graph = self._graphs.pop(index, None) or self._graph(slot, micro, values)
+                return _pull(graph, dh[index], room)
 
-            out.append(
-                self.device.run(
-                    COMPUTE,
-                    f"layer {self.visit} backward",
-                    work,
-                    [slot],
-                    [room.sums] if room else [],
-                )
-            )
+            name, writes = f"layer {self.visit} backward", [room.sums] if room else []
+            out.append(self.device.run(COMPUTE, name, work, [slot], writes))
         return out
 
-    def _pull(
-        self, slot: Buffer, micro: MicroBatch, values: Activations, dh: Activations, room: Any
-    ) -> Activations:
-        weights, names = self.leaves(slot)
-        local = [name.removeprefix(self.prefix) for name in names]
+    def _graph(
+        self, slot: Buffer, micro: MicroBatch, values: Activations, *, kept: bool = False
+    ) -> _Graph:
+        weights, names = self.leaves(slot, own=kept)
         inputs = {
             ref: value.detach().requires_grad_(value.is_floating_point())
             for ref, value in values.items()
+            if ref in self.inputs
         }
-        pulled = [ref for ref in inputs if inputs[ref].requires_grad]
         with torch.enable_grad():
-            made = self.program.layer(self.visit, weights, micro, inputs)
-        pairs = [(made[ref], dh[ref]) for ref in made if ref in dh and made[ref].requires_grad]
-        rest = {ref: gradient for ref, gradient in dh.items() if ref not in made}
-        if not pairs:
-            return rest
-        outputs, gradients = zip(*pairs, strict=True)
-        sources = [*(inputs[ref] for ref in pulled), *(weights[name] for name in local)]
-        grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-        if room is not None:
-            room.add(names, grads[len(pulled) :])
-        return _add(rest, pulled, grads)
+            made = self.program.layer(self.visit, weights, micro, inputs, kept=kept)
+        sources = [weights[name.removeprefix(self.prefix)] for name in names]
+        return _Graph(inputs, made, sources, names)
+
+
+def _pull(graph: _Graph, dh: Activations, room: Room | None) -> Activations:
+    """Gradients of a graph's weights into `room`; returns `dh` with its outputs replaced."""
+    made = graph.made
+    pairs = [(made[ref], dh[ref]) for ref in made if ref in dh and made[ref].requires_grad]
+    rest = {ref: gradient for ref, gradient in dh.items() if ref not in made}
+    if not pairs:
+        return rest
+    outputs, gradients = zip(*pairs, strict=True)
+    pulled = [ref for ref, value in graph.inputs.items() if value.requires_grad]
+    sources = [*(graph.inputs[ref] for ref in pulled), *graph.sources]
+    grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
+    if room is not None:
+        room.add(graph.names, grads[len(pulled) :])
+    return _add(rest, pulled, grads)
 
 
 def _add(total: Activations, refs: list[Ref], gradients: Iterable[Tensor | None]) -> Activations:
@@ -212,10 +240,13 @@ def _add(total: Activations, refs: list[Ref], gradients: Iterable[Tensor | None]
 class Head(Unit):
     """Epilogue and language-model head: from the last activations to loss or logits."""
 
-    def __init__(self, device: Device, program: Program, tile: Tile, tokens: int) -> None:
+    def __init__(
+        self, device: Device, program: Program, tile: Tile, tokens: int, *, compiled: bool
+    ) -> None:
         """Args: `tokens` whose logits exist at once."""
         super().__init__(device, program, tile)
         self.tokens = tokens
+        self.cross_entropy = torch.compile(cross_entropy_sum) if compiled else cross_entropy_sum
 
     def loss_and_vjp(
         self, slot: Buffer, batch: Batch, h: State, room: Room
@@ -253,6 +284,7 @@ class Head(Unit):
             micro.targets.reshape(-1),
             count,
             self.tokens,
+            self.cross_entropy,
             parameters,
             lambda gradients: room.add(names, gradients),
         )
@@ -275,6 +307,7 @@ class Head(Unit):
                     hidden.reshape(-1, hidden.shape[-1]),
                     micro.targets.reshape(-1),
                     self.tokens,
+                    self.cross_entropy,
                 )
             return total / batch.num_labelled
 

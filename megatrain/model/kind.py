@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
@@ -13,6 +14,13 @@ from torch.utils import _pytree as pytree
 # transformers numbers its layers for the key-value cache, which training does not use. The number
 # is no part of a kind unless the layer's forward reads it (see `reads_index`).
 INDEX_ATTRIBUTE = "layer_idx"
+
+# What a call is for; each is compiled for itself.
+FORWARD, RECOMPUTE, KEEP = PURPOSES = ("forward", "recompute", "keep")
+
+# Share of a layer's activations that a compiled kept graph may hold; the cheap rest is recomputed.
+# Half is about the outputs of the matrix products and of attention.
+KEPT_SHARE = 0.5
 
 
 @dataclass
@@ -28,13 +36,14 @@ class Kind:
     module: nn.Module
     output_spec: Any = None
     example: list[Any] = field(default_factory=list)
-    compiled: dict[bool, Callable[..., Any]] = field(default_factory=dict)
+    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def call(
-        self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
+        self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any], *, kept: bool = False
     ) -> list[Tensor | Any]:
-        """The layer's outputs as a flat list; the structure is remembered from the first call."""
-        function = self.compiled.get(torch.is_grad_enabled(), self._apply)
+        """The layer's outputs as a flat list; with `kept`, of a graph that waits long."""
+        purpose = KEEP if kept else RECOMPUTE if torch.is_grad_enabled() else FORWARD
+        function = self.compiled.get(purpose, self._apply)
         output = function(weights, args, kwargs)
         leaves, self.output_spec = pytree.tree_flatten(output)
         return leaves
@@ -43,12 +52,22 @@ class Kind:
         return functional_call(self.module, weights, args, kwargs)
 
     def compile(self) -> None:
-        """Compile the call, apart for the forward alone and for the forward of a backward."""
-        self.compiled = {False: torch.compile(self._apply), True: torch.compile(self._apply)}
+        """Compile the call, apart for each purpose (torch.compile, at the first call)."""
+        self.compiled = {purpose: torch.compile(self._apply) for purpose in PURPOSES}
+        self.compiled[KEEP] = _within_budget(self.compiled[KEEP])
 
     def to(self, device: torch.device) -> None:
         """Move the template's buffers."""
         move_buffers(self.module, device)
+
+
+def _within_budget(function: Callable[..., Any]) -> Callable[..., Any]:
+    def budgeted(*args: Any) -> Any:
+        # Read by torch's partitioner when the function is compiled, at its first call.
+        with torch._functorch.config.patch(activation_memory_budget=KEPT_SHARE):
+            return function(*args)
+
+    return budgeted
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

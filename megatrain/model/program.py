@@ -97,12 +97,19 @@ class Program:
         return values
 
     def layer(
-        self, visit: int, weights: Weights, batch: MicroBatch, values: Activations
+        self,
+        visit: int,
+        weights: Weights,
+        batch: MicroBatch,
+        values: Activations,
+        *,
+        kept: bool = False,
     ) -> Activations:
         """The activations that layer `visit` makes of its inputs in `values`."""
         args, kwargs = self._arguments(visit, batch, values)
         layer = self.outline.layers[visit]
-        leaves = layer.kind.call({**self.buffers[visit], **weights}, args, kwargs)
+        bound = {**self.buffers[visit], **weights}
+        leaves = layer.kind.call(bound, args, kwargs, kept=kept)
         return {ref: leaves[ref.leaf] for ref in self.outline.outputs[visit]}
 
     def epilogue(self, weights: Weights, batch: MicroBatch, values: Activations) -> Any:
