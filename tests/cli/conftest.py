@@ -1,11 +1,11 @@
 """The command as tests call it, and one finished run for those that only look."""
 
 import pytest
-from cli_cases import SENTENCES, write_run_file
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
 from megatrain.data import train_bpe_tokenizer
+from tests.cli.cases import SENTENCES, write_run_file
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 import yaml
-from cli_cases import tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.telemetry.metrics import read_metrics
+from tests.cli.cases import tiny_llama
 
 
 def sets(**overrides):
