@@ -44,7 +44,6 @@ def _micro_batch(
     ids = torch.randint(10, vocab - 10, (rows, tokens), generator=generator)
     labels = ids.clone()
     labels[torch.rand(rows, tokens, generator=generator) < 0.2] = -100
-    labels[:, -2] = ids[:, -2]  # at least one labelled token before any padding of one token
     if not masked:
         return {"input_ids": ids, "labels": labels}
     lengths = torch.randint(tokens // 2 + 1, tokens + 1, (rows,), generator=generator)

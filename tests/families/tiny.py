@@ -5,6 +5,7 @@ The shrinker takes a family's default configuration, makes every size small and 
 model runs the same code as the real one. What the general rule gets wrong stands in OVERRIDES.
 """
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -46,13 +47,13 @@ def families() -> list[str]:
 def tiny_config(family: str, changes: dict[str, Any] | None = None) -> PreTrainedConfig:
     """The family's default configuration with every size made small, then `changes` applied.
 
-    Several families have switches that are off by default but on in released checkpoints; VARIANTS
-    holds those that change how layers depend on each other.
+    Several families have switches that are off by default but on in released checkpoints;
+    sizes.VARIANTS holds those that change how layers depend on each other.
     """
     cls = CONFIG_CLASS.get(family) or CONFIG_MAPPING[family]
     kwargs = _shrunk(cls, CONSTRUCTOR.get(family, {}))
-    _merge(kwargs, OVERRIDES.get(family, {}))
-    _merge(kwargs, changes or {})
+    for table in (OVERRIDES.get(family, {}), changes or {}):
+        _merge(kwargs, copy.deepcopy(table))
     config = cls(**kwargs)
     config.use_cache = False
     return config
