@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.data.readers import Row, read_rows
+from megatrain.data.readers import Row, listed, read_rows
 from megatrain.data.sources import Source
 from megatrain.data.text import Document, check_encodable
 from megatrain.data.tokenizer import check_ids
@@ -132,8 +132,7 @@ class ChatEncoder:
 
 def _messages(row: Row, where: str) -> list[Message]:
     if "messages" not in row:
-        names = ", ".join(list(row)[:12]) or "none"
-        raise InputError(f"{where}: no field 'messages': its fields are {names}")
+        raise InputError(f"{where}: no field 'messages': its fields are {listed(row)}")
     messages = row["messages"]
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InputError(f"{where}: 'messages' must be a non-empty list of objects")

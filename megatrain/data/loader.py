@@ -111,7 +111,7 @@ class StepLoader:
         if state["fingerprint"] != expected["fingerprint"]:
             raise InputError(
                 "the data or its settings are not those of the saved run "
-                f"(fingerprint {state['fingerprint']:.40}, now {expected['fingerprint']}): "
+                f"(fingerprint {state['fingerprint']!r:.40}, now {expected['fingerprint']}): "
                 "restore them, or start a new run"
             )
         for name in ("seed", "shuffle"):

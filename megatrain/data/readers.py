@@ -6,9 +6,10 @@ Memory stays bounded whatever a file holds: text comes in pieces, a JSONL line h
 import codecs
 import gzip
 import importlib
+import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
@@ -80,10 +81,14 @@ def read_rows(source: Source, columns: list[str]) -> Iterator[tuple[int, Row]]:
         raise InputError(f"{source.name}: no rows in it: give data that has some")
 
 
+def listed(names: Iterable[str]) -> str:
+    """The first names, on one line whatever is in them."""
+    return ", ".join(f"{name!r:.40}" for name in itertools.islice(names, 12)) or "none"
+
+
 def _present(name: str, names: list[str], columns: list[str]) -> list[str]:
     if columns[0] not in names:
-        known = ", ".join(names[:12]) or "none"
-        raise InputError(f"{name}: no column {columns[0]!r}: its columns are {known}")
+        raise InputError(f"{name}: no column {columns[0]!r}: its columns are {listed(names)}")
     return [c for c in columns if c in names]
 
 

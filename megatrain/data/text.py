@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.data.readers import Piece, Row, read_rows, read_text, split_text
+from megatrain.data.readers import Piece, Row, listed, read_rows, read_text, split_text
 from megatrain.data.sources import Source, SourceFile
 from megatrain.data.tokenizer import check_ids
 from megatrain.errors import InputError
@@ -99,8 +99,8 @@ class TextEncoder:
 
 def _text_of(row: Row, field: str, where: str) -> str:
     if field not in row:
-        names = ", ".join(list(row)[:12]) or "none"
-        raise InputError(f"{where}: no field {field!r}: its fields are {names} (set text_field)")
+        known = listed(row)
+        raise InputError(f"{where}: no field {field!r}: its fields are {known} (set text_field)")
     text = row[field]
     if not isinstance(text, str):
         raise InputError(f"{where}: field {field!r} must be a string, not {type(text).__name__}")

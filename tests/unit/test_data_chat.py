@@ -136,7 +136,7 @@ def test_a_row_that_the_template_refuses_is_named(messages, problem):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"conversations": []}, "no field 'messages': its fields are conversations"),
+        ({"conversations": []}, "no field 'messages': its fields are 'conversations'"),
         ({"messages": "hello"}, "must be a non-empty list"),
         ({"messages": []}, "must be a non-empty list"),
         ({"messages": ["hello"]}, "message 1 must be an object, not str"),

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from data_cases import make_tokenizer, write_jsonl
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import StepLoader, open_dataset
@@ -149,7 +149,7 @@ def test_descriptions_name_the_rows_of_a_step(data):
 
 def test_other_data_settings_or_seed_are_refused_on_resume(datasets, tmp_path):
     state = loader(datasets[False]).state_dict()
-    with pytest.raises(InputError, match=f"fingerprint {state['fingerprint']}, now"):
+    with pytest.raises(InputError, match=f"fingerprint '{state['fingerprint']}', now"):
         loader(datasets[True]).load_state_dict(state)
     with pytest.raises(InputError, match="with seed 1, this one with 2"):
         loader(datasets[False], seed=2).load_state_dict(state)
@@ -165,6 +165,7 @@ def test_other_data_settings_or_seed_are_refused_on_resume(datasets, tmp_path):
         st.lists(st.integers()), st.booleans(),
     ),
 )  # fmt: skip
+@example(name="fingerprint", value="\n")
 def test_hostile_positions_are_refused_and_change_nothing(data, name, value):
     steps = loader(data)
     good = steps.state_dict()

@@ -81,7 +81,8 @@ def test_paths_that_cannot_be_read_are_named(tmp_path, monkeypatch):
         (b"hello", "not JSON"),
         (b"[1, 2]", "must be a JSON object, this is a list"),
         (b'"text"', "must be a JSON object, this is a str"),
-        (b'{"body": "a", "id": 3}', "no field 'text': its fields are body, id"),
+        (b'{"body": "a", "id": 3}', "no field 'text': its fields are 'body', 'id'"),
+        (b'{"a\\nb": "a"}', r"its fields are 'a\\nb' \(set"),
         (b'{"text": 3}', "field 'text' must be a string, not int"),
         (b'{"text": null}', "must be a string, not NoneType"),
         (b'{"text": "\\ud800"}', "lone surrogate"),
@@ -215,7 +216,9 @@ def test_parquet_problems_are_named(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "table.parquet"
     parquet.write_table(pyarrow.table({"body": ["a"], "text": [1]}), path)
-    with pytest.raises(InputError, match=r"table.parquet: no column 'story': its columns are body"):
+    with pytest.raises(
+        InputError, match=r"table.parquet: no column 'story': its columns are 'body'"
+    ):
         open_text(path, tmp_path, text_field="story")
     with pytest.raises(InputError, match=r"table.parquet:1: field 'text' must be a string"):
         open_text(path, tmp_path)
@@ -242,7 +245,7 @@ def test_hub_data_sets_come_through_datasets(tmp_path, monkeypatch):
     data = open_text("someone/stories", tmp_path, **options)
     assert asked == [(("someone/stories", "plain"), {"split": "validation"})]
     assert "someone/stories[validation]:2" in data.describe(0)
-    with pytest.raises(InputError, match="no column 'text': its columns are body, id"):
+    with pytest.raises(InputError, match="no column 'text': its columns are 'body', 'id'"):
         open_text("someone/stories", tmp_path)
 
 
