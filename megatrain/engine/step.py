@@ -43,6 +43,7 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
     stream, saved, sink, update = parts.stream, parts.saved, parts.sink, parts.update
     stream.begin([*parts.trunk, parts.head, *reversed(parts.trunk)])
     saved.begin(len(batch.micro))
+    update.begin()
 
     h = forward(parts, batch, saved.put, train=True)
 

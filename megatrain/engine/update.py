@@ -1,14 +1,14 @@
 """Tile updates: where the state rests, on a host stream, while the device computes."""
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain import kernels
-from megatrain.device import Device
+from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE
 from megatrain.engine.sink import Slab
 from megatrain.errors import RunFailed
@@ -18,23 +18,22 @@ from megatrain.store import Tile
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
 _CLIP_EPS = 1e-6
 
+_INTACT = (
+    "stopped before the update, weights and optimizer state are those of the last step; lower the "
+    "learning rate or check the data"
+)
+_DAMAGED = (
+    "without clipping the update does not wait for it, so weights and optimizer state are damaged; "
+    "go back to the last checkpoint and set max_grad_norm"
+)
 
+
+@dataclass(frozen=True)
 class Report:
     """Loss and gradient norm of a step, once they have reached the host."""
 
-    def __init__(self, loss: float, squares: Sequence[float]) -> None:
-        self.loss = loss
-        total = math.fsum(squares)
-        self.grad_norm = math.sqrt(total) if total >= 0 else math.nan
-
-    def check(self) -> None:
-        """Raises RunFailed if loss or norm is not finite."""
-        for name, value in (("loss", self.loss), ("gradient norm", self.grad_norm)):
-            if not math.isfinite(value):
-                raise RunFailed(
-                    f"the {name} is {value}: stopped before the update, weights and optimizer "
-                    "state are those of the last step; lower the learning rate or check the data"
-                )
+    loss: float
+    grad_norm: float
 
 
 class Update:
@@ -55,6 +54,10 @@ class Update:
         self._device, self._optimizer, self._threads = device, optimizer, threads
         self._max_grad_norm = max_grad_norm
         self._pending: list[tuple[Tile, Slab, Any]] = []
+        self._started: list[Tile] = []
+        self._losses: list[Tensor] = []
+        self._checked: Any = None
+        self._refused = False  # updates of a step whose loss is not finite; the host stream's own
         self._numbers = device.empty("report", num_tiles + 2, torch.float32)
         self._landed = device.host("landed report", num_tiles + 2, torch.float32, pinned=True)
 
@@ -62,6 +65,10 @@ class Update:
     def deferred(self) -> bool:
         """Whether updates wait for the global norm."""
         return self._max_grad_norm is not None
+
+    def begin(self) -> None:
+        """A step begins; one that was broken off before its end leaves nothing to be done."""
+        self._pending, self._started = [], []
 
     def ready(self, tile: Tile, slab: Slab, landed: Any) -> None:
         """A tile's gradient is complete in `slab` at `landed`."""
@@ -73,6 +80,7 @@ class Update:
     def guard(self, losses: list[Tensor]) -> None:
         """Send the loss out; when updates do not wait for the norm, none passes a bad loss."""
         numbers, device = self._numbers, self._device
+        self._losses = losses
 
         def note() -> None:
             numbers.data[0] = torch.stack(losses).sum()
@@ -85,31 +93,45 @@ class Update:
         device.wait(UPDATE, device.record(COPY_OUT), "loss landed")
 
         def check() -> None:
-            Report(float(self._landed.data[0]), []).check()
+            self._refused = not math.isfinite(self._landed.data[0])
 
         device.run(UPDATE, "check loss", check, [self._landed])
+        self._checked = device.record(UPDATE)
 
-    def finish(self, squares: Any) -> Report:
+    def finish(self, squares: Buffer) -> Report:
         """Wait for the end of the backward; then start what had to wait for it.
 
         Raises:
-            RunFailed: loss or norm is not finite (no update has been started), or a host thread
-                failed.
+            RunFailed: loss or norm is not finite, or a host thread failed. Without clipping a bad
+                norm is found too late, and the message says so; in all other cases no weight has
+                been changed.
         """
         numbers, device = self._numbers, self._device
         device.run(
             COMPUTE, "note norm", lambda: numbers.data[1:].copy_(squares.data), [squares], [numbers]
         )
         device.wait(COPY_OUT, device.record(COMPUTE), "report ready")
+        device.wait(COPY_OUT, self._checked, "loss checked")
         device.copy(COPY_OUT, self._landed, numbers)
         device.synchronize(device.record(COPY_OUT), "report landed")
         loss, *measured = device.read(self._landed)
-        report = Report(loss, measured)
-        pending, self._pending = self._pending, []
-        report.check()
-        for tile, slab, landed in sorted(pending, key=lambda item: item[0].index):
+        total = sum(measured)
+        report = Report(loss, math.sqrt(total) if total >= 0 else math.nan)
+        self._check(report)
+        for tile, slab, landed in sorted(self._pending, key=lambda item: item[0].index):
             self._start(tile, slab, landed, self._scale(report.grad_norm))
         return report
+
+    def _check(self, report: Report) -> None:
+        if not math.isfinite(report.loss):
+            for tile in self._started:  # only to be refused
+                tile.version -= 1
+            bad = [i for i, loss in enumerate(self._losses) if not math.isfinite(loss)]
+            raise RunFailed(f"the loss is {report.loss} (micro-batches {bad}): {_INTACT}")
+        if math.isfinite(report.grad_norm):
+            return
+        damage = _INTACT if self.deferred else _DAMAGED
+        raise RunFailed(f"the gradient norm is {report.grad_norm}: {damage}")
 
     def _scale(self, norm: float) -> float:
         assert self._max_grad_norm is not None
@@ -118,6 +140,7 @@ class Update:
     def _start(self, tile: Tile, slab: Slab, landed: Any, scale: float) -> None:
         self._device.wait(UPDATE, landed, "gradient landed")
         tile.version += 1
+        self._started.append(tile)
         groups = [dict(group) for group in self._optimizer.param_groups]
         version = tile.version
         self._device.run(
@@ -133,6 +156,8 @@ class Update:
         self, tile: Tile, slab: Slab, groups: list[dict], version: int, scale: float
     ) -> None:
         assert tile.moments is not None
+        if self._refused:
+            return
         for index, start, stop in tile.layout.runs:
             group = groups[index]
             kernels.adamw(

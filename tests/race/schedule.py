@@ -42,9 +42,15 @@ def schedules() -> Iterator[dict]:
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
         for prefetch in range(slots):
-            for lanes in (1, 3) if boundaries == "host" else (1,):
+            lanes_tried = (1, 3) if boundaries == "host" else (1,)
+            slabs_tried = (2, 9) if clip is None else (2,)  # with 9, no tile waits for another's
+            for lanes, slabs in itertools.product(lanes_tried, slabs_tried):
                 placement = Placement(
-                    slots=slots, prefetch=prefetch, boundaries=boundaries, boundary_lanes=lanes
+                    slots=slots,
+                    prefetch=prefetch,
+                    slabs=slabs,
+                    boundaries=boundaries,
+                    boundary_lanes=lanes,
                 )
                 yield {
                     "placement": placement,
