@@ -6,6 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.installed
 NATIVE := megatrain/kernels/csrc
+LIBRARY := megatrain/kernels/_native.so
 NATIVE_SOURCES := $(wildcard $(NATIVE)/*)
 
 # Tests run side by side, so each takes one torch thread.
@@ -41,7 +42,8 @@ bench-cpu: $(STAMP)  ## the host kernels against their reference and torch's fus
 native:  ## build the native kernels into the source tree, without an installation
 	$(CMAKE) -S $(NATIVE) -B build/native -DCMAKE_BUILD_TYPE=Release
 	$(CMAKE) --build build/native --parallel
-	$(CMAKE) --install build/native --prefix .
+	$(CMAKE) --install build/native --prefix build/stage
+	mv build/stage/$(LIBRARY) $(LIBRARY)  # a rename leaves running processes their old copy
 
 wheel: $(STAMP)  ## a wheel in dist/
 	$(RUN) pip wheel . --no-deps --wheel-dir dist
@@ -50,7 +52,7 @@ models: $(STAMP)  ## regenerate docs/models.md by trying every family
 	$(RUN) tests.families.report
 
 clean:  ## remove what was built, and the environment
-	rm -rf build dist $(VENV) megatrain/kernels/_native.so
+	rm -rf build dist $(VENV) $(LIBRARY)
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	$(PYTHON) -m venv $(VENV)

@@ -48,7 +48,7 @@ inline float join_one(bf16 weight, int16_t remainder) {
 // Rounding alone would turn some NaNs into infinities or zeros (see reference.split).
 inline void split_one(float master, bf16& weight, int16_t& remainder) {
     const uint32_t bits = bits_of(master);
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    const bool is_nan = master != master;
     const uint32_t upper = bits >> 16;
     const uint32_t rounded = (bits + 0x8000u) >> 16;
     weight = bf16(is_nan ? (upper | 0x40u) : rounded);
@@ -60,7 +60,8 @@ inline void split_one(float master, bf16& weight, int16_t& remainder) {
 inline float update_one(const AdamwArguments& a, float param, float& m, float& v, float g) {
     const bool small = a.weight1 < 0.5f;
     param *= a.decay;
-    m = small ? multiply_add(a.weight1, g - m, m) : multiply_add(a.weight1 - 1.0f, g - m, g);
+    const float coefficient = small ? a.weight1 : a.weight1 - 1.0f;
+    m = multiply_add(coefficient, g - m, small ? m : g);
     v = multiply_add(a.weight2 * g, g, v * a.beta2);
     const float denominator = std::sqrt(v) / a.root_correction2 + a.eps;
     return param + (a.negative_step_size * m) / denominator;
