@@ -39,11 +39,12 @@ format: $(STAMP)  ## put the sources into the standard format
 bench-cpu: $(STAMP)  ## the host kernels against their reference and torch's fused AdamW
 	$(RUN) benchmarks.kernels
 
+# The library is moved into place, so that running processes keep their old copy of it.
 native:  ## build the native kernels into the source tree, without an installation
 	$(CMAKE) -S $(NATIVE) -B build/native -DCMAKE_BUILD_TYPE=Release
 	$(CMAKE) --build build/native --parallel
 	$(CMAKE) --install build/native --prefix build/stage
-	mv build/stage/$(LIBRARY) $(LIBRARY)  # a rename leaves running processes their old copy
+	mv build/stage/$(LIBRARY) $(LIBRARY)
 
 wheel: $(STAMP)  ## a wheel in dist/
 	$(RUN) pip wheel . --no-deps --wheel-dir dist
