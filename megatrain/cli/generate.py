@@ -57,11 +57,18 @@ def print_continuation(
     ids = tokenizer(prompt, add_special_tokens=True)["input_ids"]
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
     streamer.put(torch.tensor(ids))
+    ends = _end_tokens(engine, tokenizer)
     for token in continue_tokens(engine, ids, sampling):
-        if token == tokenizer.eos_token_id:
+        if token in ends:
             break
         streamer.put(torch.tensor([token]))
     streamer.end()
+
+
+def _end_tokens(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
+    """The tokenizer's end token, and those of the configuration: none, one or a list."""
+    ends = getattr(engine.config.get_text_config(decoder=True), "eos_token_id", None)
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
 def continue_tokens(engine: Engine, ids: list[int], sampling: Sampling) -> Iterator[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.errors import DoesNotFit
+from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import gib
 
 
@@ -19,9 +20,15 @@ def host_range(name: str, numel: int, dtype: torch.dtype) -> Tensor:
     """`numel` zeros of `dtype` in a mapping of their own, every page present.
 
     Raises:
-        DoesNotFit: the system does not give the memory.
+        DoesNotFit: there is not so much memory, or the system does not give it.
     """
     num_bytes = max(numel, 1) * dtype.itemsize
+    free_bytes = host_available_bytes()
+    if num_bytes > free_bytes:  # Linux would give the mapping and kill the process that fills it
+        raise DoesNotFit(
+            f"no host memory for {name}: {gib(num_bytes)} wanted, {gib(free_bytes)} free; close "
+            "other programs or train a smaller model"
+        )
     try:
         mapping = mmap.mmap(-1, num_bytes)
     except OSError as error:

@@ -41,3 +41,9 @@ def host_limit_bytes() -> int:
         if text.isdigit():
             limit = min(limit, int(text))
     return int(limit)
+
+
+def host_available_bytes() -> int:
+    """What can still be allocated without swapping or being killed, in bytes."""
+    allowed = host_limit_bytes() - process_bytes()
+    return max(0, min(int(psutil.virtual_memory().available), allowed))

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from megatrain.device import ranges
+
 
 def assert_refused(result, expected, code=2):
     lines = [line for line in result.stderr.splitlines() if "error:" in line]
@@ -92,6 +94,12 @@ def test_no_gpu_where_one_was_demanded(megatrain, run_file, monkeypatch):
     result = megatrain("train", run_file, "--set", "engine.device=cuda")
     assert result.exit_code == 2
     assert "cuda" in result.stderr
+
+
+def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranges, "host_available_bytes", lambda: 1 << 17)
+    assert_refused(megatrain("train", run_file), "no host memory for weights: ", code=3)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,16 @@ def test_the_host_limit_is_the_cgroups_where_that_is_smaller(tmp_path, monkeypat
     assert memory.host_limit_bytes() == GIB
 
 
+def test_what_is_free_is_less_than_the_limit_and_never_negative(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "_CGROUP_FILES", (str(limit),))
+    assert 0 < memory.host_available_bytes() < memory.host_limit_bytes()
+    limit.write_text(str(memory.process_bytes() + (64 << 20)))
+    assert memory.host_available_bytes() <= 80 << 20
+    limit.write_text("4096")
+    assert memory.host_available_bytes() == 0
+
+
 def test_the_environment_is_plain_json_without_names_of_persons_or_hosts():
     record = environment("cpu")
     text = json.dumps(record)
