@@ -1,0 +1,123 @@
+"""A device that notes what another one does, and when."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatrain.device.base import HOST_STREAMS, Buffer, Device
+from megatrain.telemetry.timeline import Span
+
+
+class Recording:
+    """Passes everything on to `device`; between `start` and `stop` it takes times.
+
+    Two timing events a piece of work: some milliseconds in a step of seconds.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.kind, self.torch_device = device.kind, device.torch_device
+        self._on = False
+        self._marks: list[tuple[str, str, Any, Any, tuple[str, ...]]] = []
+        self._host: list[Span] = []
+        self._waits: defaultdict[str, list[str]] = defaultdict(list)
+
+    def start(self) -> None:
+        """Begin to take times, from zero."""
+        self._marks, self._host, self._waits = [], [], defaultdict(list)
+        self._device.synchronize(self._device.record("compute"), "recording starts")
+        self._origin, self._origin_host = self._device.mark("compute"), time.perf_counter()
+        self._on = True
+
+    def stop(self) -> list[Span]:
+        """Everything since `start`; waits until it is done."""
+        self._on = False
+        for stream in ("compute", "copy in", "copy out", *HOST_STREAMS):
+            self._device.synchronize(self._device.record(stream), "recording stops")
+        seconds = self._device.seconds
+        spans = [
+            Span(stream, name, seconds(self._origin, a), seconds(self._origin, b), after)
+            for stream, name, a, b, after in self._marks
+        ]
+        return sorted([*spans, *self._host], key=lambda span: span.start)
+
+    def run(
+        self,
+        stream: str,
+        name: str,
+        work: Callable[[], Any],
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> Any:
+        if not self._on:
+            return self._device.run(stream, name, work, reads, writes)
+        after = self._after(stream)
+        if stream in HOST_STREAMS:
+            timed = self._timed(stream, name, work, after)
+            return self._device.run(stream, name, timed, reads, writes)
+        begin = self._device.mark(stream)
+        result = self._device.run(stream, name, work, reads, writes)
+        self._marks.append((stream, name, begin, self._device.mark(stream), after))
+        return result
+
+    def _after(self, stream: str) -> tuple[str, ...]:
+        return tuple(self._waits.pop(stream, ()))
+
+    def _timed(
+        self, stream: str, name: str, work: Callable[[], Any], after: tuple[str, ...]
+    ) -> Callable[[], Any]:
+        def timed() -> Any:
+            begin = time.perf_counter() - self._origin_host
+            result = work()
+            end = time.perf_counter() - self._origin_host
+            self._host.append(Span(stream, name, begin, end, after))
+            return result
+
+        return timed
+
+    def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
+        if not self._on:
+            return self._device.copy(stream, to, source, numel)
+        after, begin = self._after(stream), self._device.mark(stream)
+        self._device.copy(stream, to, source, numel)
+        name = f"{source.name} -> {to.name}"
+        self._marks.append((stream, name, begin, self._device.mark(stream), after))
+        return None
+
+    def wait(self, stream: str, event: Any | None, why: str) -> None:
+        if self._on and event is not None:
+            self._waits[stream].append(why)
+        self._device.wait(stream, event, why)
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        return self._device.empty(name, numel, dtype)
+
+    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+        return self._device.host(name, numel, dtype, pinned=pinned)
+
+    def record(self, stream: str) -> Any:
+        return self._device.record(stream)
+
+    def mark(self, stream: str) -> Any:
+        return self._device.mark(stream)
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return self._device.seconds(start, end)
+
+    def synchronize(self, event: Any | None, why: str) -> None:
+        self._device.synchronize(event, why)
+
+    def read(self, buffer: Buffer) -> list[float]:
+        return self._device.read(buffer)
+
+    def seed(self, seed: int) -> None:
+        self._device.seed(seed)
+
+    def memory(self) -> dict[str, int]:
+        return self._device.memory()
+
+    def close(self) -> None:
+        self._device.close()

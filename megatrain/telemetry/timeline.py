@@ -1,0 +1,116 @@
+"""What each stream did when: spans, where the time went, and a trace for Perfetto.
+
+Times are seconds from the start of the recording.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# A stream is idle from here on; below, the gap is the launch of the next piece of work.
+SHORTEST_GAP_SECONDS = 50e-6
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work on a stream.
+
+    Attributes:
+        after: names of the waits put on the stream since its last work.
+    """
+
+    stream: str
+    name: str
+    start: float
+    end: float
+    after: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass
+class Breakdown:
+    """Where the time between the first and the last span went.
+
+    Attributes:
+        seconds: of the whole recording.
+        busy: seconds per stream.
+        work: seconds per `(stream, kind of work)`; numbers in names are left out.
+        idle: seconds in which the main stream did nothing, by what it waited for.
+    """
+
+    seconds: float
+    busy: dict[str, float] = field(default_factory=dict)
+    work: dict[tuple[str, str], float] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for result files."""
+        work = {f"{stream}: {kind}": seconds for (stream, kind), seconds in self.work.items()}
+        return {
+            "seconds": self.seconds,
+            "busy": self.busy,
+            "work": work,
+            "idle": self.idle,
+            "lines": self.lines(),
+        }
+
+    def lines(self) -> list[str]:
+        """A table for people, largest first."""
+        rows = [(f"idle: {why}", seconds) for why, seconds in self.idle.items()]
+        rows += [(f"{stream}: {kind}", seconds) for (stream, kind), seconds in self.work.items()]
+        rows.sort(key=lambda row: -row[1])
+        return [f"{s:8.3f} s {s / self.seconds:6.1%}  {name}" for name, s in rows]
+
+
+def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
+    """Where the time went, from the point of view of stream `main`."""
+    if not spans:
+        return Breakdown(0.0)
+    first, last = min(s.start for s in spans), max(s.end for s in spans)
+    busy: defaultdict[str, float] = defaultdict(float)
+    work: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for span in spans:
+        busy[span.stream] += span.seconds
+        work[span.stream, _kind(span.name)] += span.seconds
+    idle: defaultdict[str, float] = defaultdict(float)
+    at = first
+    for span in sorted((s for s in spans if s.stream == main), key=lambda s: s.start):
+        gap = span.start - at
+        if gap > SHORTEST_GAP_SECONDS:
+            idle[span.after[-1] if span.after else "launch"] += gap
+        at = max(at, span.end)
+    if last > at:
+        idle["end of step"] += last - at
+    return Breakdown(last - first, dict(busy), dict(work), dict(idle))
+
+
+def _kind(name: str) -> str:
+    words = [word for word in name.split() if not word.isdigit()]
+    return " ".join(word for word in words if word not in ("->",))
+
+
+def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
+    """The spans in the Trace Event Format, which Perfetto and chrome://tracing open."""
+    ordered = list(spans)
+    lanes = {stream: i for i, stream in enumerate(dict.fromkeys(s.stream for s in ordered))}
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": lane, "args": {"name": stream}}
+        for stream, lane in lanes.items()
+    ]
+    events = [
+        {
+            "ph": "X",
+            "name": span.name,
+            "pid": 0,
+            "tid": lanes[span.stream],
+            "ts": span.start * 1e6,
+            "dur": span.seconds * 1e6,
+            "args": {"after": list(span.after)},
+        }
+        for span in ordered
+    ]
+    return {"traceEvents": names + events}
