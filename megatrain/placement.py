@@ -20,6 +20,8 @@ class Placement:
             its own, since no update may start before the global norm is known.
         boundaries: where a layer's input waits for its backward: on the device or on the host.
         boundary_lanes: boundary copies in flight at once, when they go to the host.
+        resident: tiles that rest on the device with all their state, and are updated there
+            (`embedding`, `prologue`, `layer 0`, ..., `head`).
         keep_layers: layers at the end of the stack whose graph is kept, not recomputed.
         head_tokens: tokens whose logits exist at once.
         compile: compile one forward and one backward per layer kind with torch.compile.
@@ -31,6 +33,7 @@ class Placement:
     slabs: int = 2
     boundaries: Literal["device", "host"] = "device"
     boundary_lanes: int = 4
+    resident: tuple[str, ...] = ()
     keep_layers: int = 0
     head_tokens: int = 4096
     compile: bool = False

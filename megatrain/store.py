@@ -4,7 +4,7 @@ Bytes per parameter: bf16 compute 2 (weights) + 2 (remainder) + 8 (moments); fp3
 The gradient plane belongs to the sink (engine/sink.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE
 from megatrain.tile import Entry, TileLayout
 from megatrain.units import align
 
@@ -28,6 +29,7 @@ class Tile:
         weights: what is streamed: bf16, or the fp32 master itself when computing in fp32.
         remainder: int16; `fp32 master = (weights << 16) + remainder`. None in fp32.
         moments: first and second moment, fp32, of the trainable prefix. None without optimizer.
+        resident: whether all of it rests on the device, where it is used and updated.
         version: updates applied or on their way.
         updated: event of the newest update; None when there is nothing to wait for.
     """
@@ -37,6 +39,7 @@ class Tile:
     weights: Buffer
     remainder: Buffer | None
     moments: tuple[Buffer, Buffer] | None
+    resident: bool = False
     version: int = 0
     updated: Any = None
 
@@ -59,15 +62,20 @@ class Tile:
                 self.remainder.data[entry.offset : entry.offset + entry.numel].zero_()
             return
         remainder = self.remainder.data[entry.offset : entry.offset + entry.numel]
-        kernels.split(flat.float(), weights, remainder, threads=threads)
+        high, low = (torch.empty_like(p, device="cpu") if self.resident else p
+                     for p in (weights, remainder))  # fmt: skip
+        kernels.split(flat.float(), high, low, threads=threads)
+        if self.resident:
+            weights.copy_(high)
+            remainder.copy_(low)
 
     def read_master(self, entry: Entry, threads: int = 1) -> Tensor:
-        """A parameter's fp32 master `[*entry.shape]`; a view of the plane when computing in fp32."""
-        weights = self.weights.data[entry.offset : entry.offset + entry.numel]
+        """A parameter's fp32 master on the CPU; a view of the plane when that is the master."""
+        weights = self.weights.data[entry.offset : entry.offset + entry.numel].cpu()
         if self.remainder is None:
             return weights.view(entry.shape)
         master = torch.empty(entry.numel)
-        remainder = self.remainder.data[entry.offset : entry.offset + entry.numel]
+        remainder = self.remainder.data[entry.offset : entry.offset + entry.numel].cpu()
         kernels.join(weights, remainder, master, threads=threads)
         return master.view(entry.shape)
 
@@ -76,20 +84,32 @@ class Store:
     """All tiles of a model. Planes of one kind share one host range, so pinning is one call."""
 
     def __init__(
-        self, device: Device, layouts: Sequence[TileLayout], dtype: torch.dtype, *, train: bool
+        self,
+        device: Device,
+        layouts: Sequence[TileLayout],
+        dtype: torch.dtype,
+        *,
+        train: bool,
+        resident: Collection[str] = (),
     ) -> None:
         """Allocate zeroed planes; with `train`, also remainders and moments.
 
+        Args:
+            resident: names of the tiles that rest on the device.
+
         Raises:
-            DoesNotFit: the host memory is not to be had.
+            DoesNotFit: the memory is not to be had.
         """
         split = train and dtype == torch.bfloat16
-        full = [layout.numel for layout in layouts]
-        prefix = [layout.trainable_numel for layout in layouts]
-        weights = planes(device, "weights", layouts, full, dtype, pinned=True)
-        remainders = planes(device, "remainder", layouts, full, torch.int16) if split else None
-        first = planes(device, "first moment", layouts, prefix, torch.float32) if train else None
-        second = planes(device, "second moment", layouts, prefix, torch.float32) if train else None
+
+        def plane(name: str, dtype: torch.dtype, *, prefix: bool, pinned: bool = False) -> list:
+            lengths = [t.trainable_numel if prefix else t.numel for t in layouts]
+            return planes(device, name, layouts, lengths, dtype, pinned=pinned, resident=resident)
+
+        weights = plane("weights", dtype, prefix=False, pinned=True)
+        remainders = plane("remainder", torch.int16, prefix=False) if split else None
+        first = plane("first moment", torch.float32, prefix=True) if train else None
+        second = plane("second moment", torch.float32, prefix=True) if train else None
         self.tiles = [
             Tile(
                 i,
@@ -97,6 +117,7 @@ class Store:
                 weights[i],
                 remainders[i] if remainders else None,
                 (first[i], second[i]) if first and second else None,
+                layout.name in resident,
             )
             for i, layout in enumerate(layouts)
         ]
@@ -111,9 +132,10 @@ class Store:
         """Host bytes of each plane, over all tiles."""
         totals = {"weights": 0, "remainder": 0, "moments": 0}
         for tile in self.tiles:
-            totals["weights"] += tile.weights.data.nbytes
-            totals["remainder"] += tile.remainder.data.nbytes if tile.remainder else 0
-            totals["moments"] += sum(moment.data.nbytes for moment in tile.moments or ())
+            if not tile.resident:
+                totals["weights"] += tile.weights.data.nbytes
+                totals["remainder"] += tile.remainder.data.nbytes if tile.remainder else 0
+                totals["moments"] += sum(moment.data.nbytes for moment in tile.moments or ())
         return totals
 
 
@@ -125,12 +147,22 @@ def planes(
     dtype: torch.dtype,
     *,
     pinned: bool = False,
+    resident: Collection[str] = (),
 ) -> list[Buffer]:
-    """One host range cut into a buffer per tile; the sink cuts its gradient slabs the same way."""
+    """A buffer per tile: pieces of one host range, or device memory of their own if `resident`.
+
+    The sink makes its gradient slabs the same way.
+    """
     step = _PAGE // dtype.itemsize
-    room = device.host(plane, sum(align(n, step) for n in lengths), dtype, pinned=pinned)
+    on_host = [0 if t.name in resident else n for t, n in zip(layouts, lengths, strict=True)]
+    room = device.host(plane, sum(align(n, step) for n in on_host), dtype, pinned=pinned)
     buffers, offset = [], 0
     for layout, length in zip(layouts, lengths, strict=True):
+        if layout.name in resident:
+            buffer = device.empty(f"{layout.name} {plane}", length, dtype)
+            device.run(COMPUTE, f"clear {buffer.name}", buffer.data.zero_, writes=[buffer])
+            buffers.append(buffer)
+            continue
         buffers.append(Buffer(f"{layout.name} {plane}", room.data[offset : offset + length]))
         offset += align(length, step)
     return buffers

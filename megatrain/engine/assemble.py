@@ -150,10 +150,11 @@ class Assembly:
 
     def streamed(self) -> Iterator[Tile]:
         """Tiles that pass through the slots."""
-        return (t for t in self.store.tiles if t.name not in ("embedding", "unused"))
+        never = ("embedding", "unused")
+        return (t for t in self.store.tiles if t.name not in never and not t.resident)
 
     def stream(self) -> Stream:
-        numel = max(tile.layout.numel for tile in self.streamed())
+        numel = max((tile.layout.numel for tile in self.streamed()), default=0)
         placement = self.placement
         return Stream(self.device, placement.slots, placement.prefetch_distance, numel, self.dtype)
 
@@ -199,7 +200,8 @@ class Assembly:
         outline = self.program.outline
         tied = any(name in outline.epilogue for name in outline.gathered)
         held = [self.tiles["head"]] if tied else []
-        waiting = tiles if update.deferred else held
+        waiting = tiles if update.deferred else [*held, *(t for t in tiles if t.resident)]
+        waiting = sorted(set(waiting), key=lambda tile: tile.index)
         sink = Sink(device, tiles, self.dtype, placement.slabs, waiting, update.ready)
         embedding = self.embedding(sink)
         trunk, head = self.units(embedding)

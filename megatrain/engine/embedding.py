@@ -48,7 +48,7 @@ class _Room:
         self._device, self._name, self._dtype = device, name, dtype
         self._capacity = 0
 
-    def grow(self, numel: int) -> None:
+    def grow(self, numel: int, *, staged: bool) -> None:
         """Make room for `numel` elements; grown geometrically, so a run settles soon."""
         if numel <= self._capacity:
             return
@@ -56,8 +56,9 @@ class _Room:
         name, size, device = self._name, self._capacity, self._device
         self.rows = device.empty(f"{name} rows", size, self._dtype)
         self.sums = device.empty(f"{name} row gradients", size, torch.float32)
-        self.staged = device.host(f"{name} staged rows", size, self._dtype, pinned=True)
         self.staging_free: Any = None
+        if staged:
+            self.staged = device.host(f"{name} staged rows", size, self._dtype, pinned=True)
 
 
 class Embedding:
@@ -92,9 +93,12 @@ class Embedding:
         """Start the rows' way to the device and hand them to every micro-batch."""
         for table, room in zip(self._tables, self._rooms, strict=True):
             numel = len(batch.unique_U) * table.width
-            room.grow(numel)
-            self._gather(table, room, table.tile.weights, table.tile.updated, batch.unique_U)
-            self._arrive(room, room.rows, numel)
+            room.grow(numel, staged=not table.tile.resident)
+            if table.tile.resident:
+                self._gather_there(table, room, batch)
+            else:
+                self._gather(table, room, table.tile.weights, table.tile.updated, batch.unique_U)
+                self._arrive(room, room.rows, numel)
             rows_UD = room.rows.data[:numel].view(-1, table.width)
             for micro in batch.micro:
                 micro.rows.tables[table.entry.name] = rows_UD
@@ -139,6 +143,9 @@ class Embedding:
         for table, room in zip(self._tables, self._rooms, strict=True):
             if table.entry.group is None:
                 continue
+            if table.tile.resident:
+                given[table.tile.index] = self._add_there(table, room, batch)
+                continue
             if table.tied:
                 assert self._dense is not None
                 slab, landed = self._dense
@@ -152,6 +159,38 @@ class Embedding:
             given[table.tile.index] = (table.tile, slab, landed)
         for tile, slab, landed in given.values():
             self._sink.ready(tile, slab, landed)
+
+    def _gather_there(self, table: _Table, room: _Room, batch: Batch) -> None:
+        """Rows of a table that rests on the device."""
+        out_UD = room.rows.data[: len(batch.unique_U) * table.width].view(-1, table.width)
+
+        def work() -> None:
+            ids_U = batch.unique_U.to(out_UD.device)
+            torch.index_select(table.of(table.tile.weights), 0, ids_U, out=out_UD)
+
+        self._device.run(COMPUTE, "gather", work, [table.tile.weights], [room.rows])
+
+    def _add_there(self, table: _Table, room: _Room, batch: Batch) -> tuple[Tile, Slab, Any]:
+        """The row gradients of such a table, added to its gradient on the device."""
+        assert self._sink is not None
+        slab, squares = self._sink.claim(table.tile, COMPUTE), self._sink.squares
+        numel = len(batch.unique_U) * table.width
+
+        def work() -> None:
+            ids_U = batch.unique_U.to(room.sums.data.device)
+            sums_UD = room.sums.data[:numel].view(-1, table.width)
+            plane = table.of(slab.buffer)
+            if table.tied:
+                rows_UD = plane[ids_U].float()
+                squares.data[-1] = torch.sum(sums_UD * (sums_UD + 2 * rows_UD))
+                sums_UD.add_(rows_UD)
+            else:
+                plane.zero_()
+                squares.data[table.tile.index] += torch.linalg.vector_norm(sums_UD) ** 2
+            plane.index_copy_(0, ids_U, sums_UD.to(plane.dtype))
+
+        self._device.run(COMPUTE, "add rows", work, [room.sums], [slab.buffer, squares])
+        return table.tile, slab, self._device.record(COMPUTE)
 
     def _gather(
         self, table: _Table, room: _Room, plane: Buffer, after: Any, unique_U: Tensor

@@ -107,6 +107,7 @@ class Engine:
             tile_layouts(self._outline, groups),
             DTYPES[precision],
             train=optimizer is not None,
+            resident=self.placement.resident,
         )
         fill(source, self._outline, self._store, self.device, seed)
         program = Program(self._outline, self.device.torch_device, DTYPES[precision])

@@ -81,7 +81,7 @@ class Sink:
         ]
         self._claimed = 0
         every = [*self._own.values(), *self._shared]
-        self.host_bytes = sum(slab.buffer.data.nbytes for slab in every)
+        self.host_bytes = sum(s.buffer.data.nbytes for s in every if s.buffer.data.device.type != "cuda")
 
     def room(self, tile: Tile) -> Room:
         """Zeroed fp32 sums for a tile's gradient."""
@@ -102,22 +102,27 @@ class Sink:
         tile, lane, device = room.tile, room.lane, self._device
         numel = tile.layout.trainable_numel
 
+        outgoing = self._own[tile.index].buffer if tile.resident else lane.outgoing
+
         def leave() -> None:
             sums = lane.sums.data[:numel]
             self.squares.data[tile.index] = torch.linalg.vector_norm(sums) ** 2
-            if lane.outgoing is not lane.sums:
-                lane.outgoing.data[:numel].copy_(sums)
+            if outgoing is not lane.sums:
+                outgoing.data[:numel].copy_(sums)
 
-        device.run(
-            COMPUTE, f"measure {tile.name}", leave, [lane.sums], [lane.outgoing, self.squares]
-        )
+        device.run(COMPUTE, f"measure {tile.name}", leave, [lane.sums], [outgoing, self.squares])
+        if tile.resident:
+            return self._landed(tile, self._own[tile.index], device.record(COMPUTE), complete)
         device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")
         slab = self.claim(tile, COPY_OUT)
         device.copy(COPY_OUT, slab.buffer, lane.outgoing, numel)
         lane.left = device.record(COPY_OUT)
+        return self._landed(tile, slab, lane.left, complete)
+
+    def _landed(self, tile: Tile, slab: Slab, event: Any, complete: bool) -> tuple[Slab, Any]:
         if complete:
-            self.ready(tile, slab, lane.left)
-        return slab, lane.left
+            self.ready(tile, slab, event)
+        return slab, event
 
     def claim(self, tile: Tile, stream: str) -> Slab:
         """The slab for a tile's gradient; `stream` may write it after this."""
@@ -140,5 +145,8 @@ def _lanes(device: Device, numel: int, dtype: torch.dtype) -> list[_Lane]:
 def _own_slabs(device: Device, tiles: Sequence[Tile], dtype: torch.dtype) -> dict[int, Slab]:
     layouts = [tile.layout for tile in tiles]
     lengths = [layout.trainable_numel for layout in layouts]
-    buffers = planes(device, "gradient", layouts, lengths, dtype, pinned=True)
+    resident = [tile.name for tile in tiles if tile.resident]
+    buffers = planes(
+        device, "gradient", layouts, lengths, dtype, pinned=True, resident=resident
+    )
     return {tile.index: Slab(buffer) for tile, buffer in zip(tiles, buffers, strict=True)}

@@ -46,13 +46,16 @@ class Stream:
 
     def begin(self, itinerary: Sequence[Streamed]) -> None:
         """Set all visits of a step, both sweeps, and start the first loads."""
-        self._itinerary = list(itinerary)
+        self._itinerary = [unit for unit in itinerary if not unit.tile.resident]
         self._loaded = self._visited = 0
         self._load_until(self._distance)
 
     def visit(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, Buffer]]:
         """Each unit with its weights, which hold until the next one is asked for."""
         for unit in units:
+            if unit.tile.resident:
+                yield unit, unit.tile.weights
+                continue
             position = self._visited
             assert self._itinerary[position] is unit, "visits must follow the itinerary"
             self._load_until(position + self._distance)

@@ -72,7 +72,7 @@ class Update:
 
     def ready(self, tile: Tile, slab: Slab, landed: Any) -> None:
         """A tile's gradient is complete in `slab` at `landed`."""
-        if self.deferred:
+        if self.deferred or tile.resident:
             self._pending.append((tile, slab, landed))
         else:
             self._start(tile, slab, landed, 1.0)
@@ -134,23 +134,27 @@ class Update:
         raise RunFailed(f"the gradient norm is {report.grad_norm}: {damage}")
 
     def _scale(self, norm: float) -> float:
-        assert self._max_grad_norm is not None
+        if self._max_grad_norm is None:
+            return 1.0
         return min(1.0, self._max_grad_norm / (norm + _CLIP_EPS))
 
     def _start(self, tile: Tile, slab: Slab, landed: Any, scale: float) -> None:
-        self._device.wait(UPDATE, landed, "gradient landed")
+        # A tile that rests on the device is updated there, in the order of the layers' own work.
+        stream = COMPUTE if tile.resident else UPDATE
+        if not tile.resident:
+            self._device.wait(UPDATE, landed, "gradient landed")
         tile.version += 1
         self._started.append(tile)
         groups = [dict(group) for group in self._optimizer.param_groups]
         version = tile.version
         self._device.run(
-            UPDATE,
+            stream,
             f"update {tile.name}",
             lambda: self._apply(tile, slab, groups, version, scale),
             [slab.buffer],
             [tile.weights, *tile.state],
         )
-        tile.updated = slab.free = self._device.record(UPDATE)
+        tile.updated = slab.free = self._device.record(stream)
 
     def _apply(
         self, tile: Tile, slab: Slab, groups: list[dict], version: int, scale: float

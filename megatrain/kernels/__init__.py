@@ -6,6 +6,9 @@
 import logging
 import os
 from types import ModuleType
+from typing import Any
+
+from torch import Tensor
 
 from megatrain.errors import InputError
 from megatrain.kernels import reference
@@ -31,7 +34,18 @@ def _choose() -> tuple[ModuleType, str]:
 
 _chosen, implementation = _choose()
 
-adamw = _chosen.adamw
+
+
+def adamw(weights: Tensor, *planes: Tensor | None, **settings: Any) -> None:
+    """One AdamW update where the planes are: see `reference.adamw`, `gpu.adamw`."""
+    if weights.is_cuda:
+        from megatrain.kernels import gpu
+
+        gpu.adamw(weights, *planes, **settings)
+    else:
+        _chosen.adamw(weights, *planes, **settings)
+
+
 split = _chosen.split
 join = _chosen.join
 gather_rows = _chosen.gather_rows

@@ -44,11 +44,14 @@ class Kind:
         """The layer's outputs as a flat list; with `kept`, of a graph that waits long."""
         purpose = KEEP if kept else RECOMPUTE if torch.is_grad_enabled() else FORWARD
         function = self.compiled.get(purpose, self._apply)
-        output = function(weights, args, kwargs)
+        output = function(weights, args, kwargs, purpose)
         leaves, self.output_spec = pytree.tree_flatten(output)
         return leaves
 
-    def _apply(self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _apply(
+        self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any], purpose: str
+    ) -> Any:
+        # `purpose` is read by torch.compile alone: a graph is compiled for each of its values.
         return functional_call(self.module, weights, args, kwargs)
 
     def compile(self) -> None:

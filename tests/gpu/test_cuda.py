@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain import AdamW, Engine, Placement
+from megatrain import AdamW, Engine, Placement, kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -89,6 +89,12 @@ def test_the_schedule_changes_no_bit(clip: float | None, tied: bool) -> None:
         for slots, boundaries, lanes in itertools.product((2, 4), ("device", "host"), (1, 4))
         for prefetch in (0, slots - 1)
     ]
+    tables = ("embedding", "prologue", "head")
+    placements += [
+        Placement(slots=2, resident=(*tables, "layer 0", "layer 3")),
+        Placement(slots=3, resident=("layer 1",), keep_layers=2, boundaries="host"),
+        Placement(resident=(*tables, *(f"layer {i}" for i in range(6))), keep_layers=6),
+    ]
     for placement in placements:
         losses, norms, masters = train("cuda", batches, placement=placement, **options)
         assert losses == wanted[0], placement
@@ -113,3 +119,30 @@ def test_memory_does_not_grow_over_200_steps() -> None:
         for index in range(160):
             engine.step(batches[index % 8])
         assert engine.memory() == settled
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_the_gpu_updates_as_the_host_does(split: bool, grad_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    numel = 1_000_003
+    master = torch.randn(numel, generator=generator)
+    weights, remainder = master.clone(), None
+    if split:
+        weights, remainder = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel).short()
+        kernels.split(master, weights, remainder)
+    planes = [weights, remainder, torch.zeros(numel), torch.zeros(numel)]
+    there = [None if plane is None else plane.cuda() for plane in planes]
+    for step in range(1, 6):
+        grad = (torch.randn(numel, generator=generator) * 10 ** -step).to(grad_dtype)
+        grad[:3] = torch.tensor([float("nan"), float("inf"), 0.0])
+        settings = {
+            "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1,
+            "step": step, "grad_scale": 0.3,
+        }  # fmt: skip
+        kernels.adamw(*planes, grad, **settings, threads=4)
+        kernels.adamw(*there, grad.cuda(), **settings, threads=1)
+    for plane, other in zip(planes, there, strict=True):
+        if plane is not None:
+            assert torch.equal(plane[3:], other.cpu()[3:])
+            assert torch.equal(plane[:3].isnan(), other.cpu()[:3].isnan())
