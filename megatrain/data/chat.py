@@ -64,11 +64,8 @@ class ChatEncoder:
         if not any(m["role"] == "assistant" for m in messages):
             return np.zeros(0, np.int32), np.zeros(0, bool)
         if _MARKS.search(self._tokenizer.get_chat_template(tools=tools)):
-            ids, targets = self._by_marks(messages, tools, where)
-        else:
-            ids, targets = self._by_prefixes(messages, tools, where)
-        targets[:1] = False  # nothing comes before the first token to predict it from
-        return ids, targets
+            return self._by_marks(messages, tools, where)
+        return self._by_prefixes(messages, tools, where)
 
     def _by_marks(
         self, messages: list[Message], tools: list[Any] | None, where: str

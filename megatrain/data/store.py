@@ -127,9 +127,10 @@ def _write(
     with (part / "tokens.bin").open("wb") as tokens, (part / "documents.bin").open("wb") as index:
         for document in documents:
             size = len(document.ids)
-            targets = np.flatnonzero(document.targets)
-            first_target = int(targets[0]) if len(targets) else -1
-            stored = np.where(document.targets, document.ids, ~document.ids).astype(_TOKEN)
+            targets = document.targets.copy()
+            targets[:1] = False  # nothing comes before it to predict it from
+            first_target = int(targets.argmax()) if targets.any() else -1
+            stored = np.where(targets, document.ids, ~document.ids).astype(_TOKEN)
             record = np.array(
                 (num_tokens, num_tokens + size, first_target, document.line, document.source),
                 _RECORD,

@@ -1,4 +1,4 @@
-"""Documents of plain text as tokens: every token is one to predict, except the first."""
+"""Documents of plain text as tokens, each of which is to predict."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -92,9 +92,7 @@ class TextEncoder:
                 ids += self._tail if piece.last else []
             tokens = np.array(ids, dtype=np.int32)
             check_ids(tokens, self._vocab_size, f"{sources[index].name}:{piece.line}")
-            targets = np.ones(len(tokens), dtype=bool)
-            targets[:1] = False
-            yield Document(index, piece.line, tokens, targets)
+            yield Document(index, piece.line, tokens, np.ones(len(tokens), dtype=bool))
 
 
 def _text_of(row: Row, field: str, where: str) -> str:

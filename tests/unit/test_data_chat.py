@@ -160,6 +160,13 @@ def test_malformed_rows_name_file_line_and_problem(tmp_path, row, problem):
     assert "\n" not in str(caught.value)
 
 
+def test_ids_outside_the_vocabulary_are_refused(tmp_path):
+    tokenizer = chat_tokenizer("qwen")
+    rows = [{"messages": talk("a", "b")}, {"messages": TWO_TURNS}]
+    with pytest.raises(InputError, match=r"chat.jsonl:\d: token id \d+ is outside .* of 300"):
+        dataset(tmp_path, tokenizer, rows, vocab_size=300)
+
+
 def test_text_parts_are_joined(tmp_path):
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "sea"}]
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "42"}]

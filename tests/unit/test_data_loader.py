@@ -166,6 +166,7 @@ def test_other_data_settings_or_seed_are_refused_on_resume(datasets, tmp_path):
     ),
 )  # fmt: skip
 @example(name="fingerprint", value="\n")
+@example(name="steps", value=True)
 def test_hostile_positions_are_refused_and_change_nothing(data, name, value):
     steps = loader(data)
     good = steps.state_dict()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from megatrain.data import open_dataset, readers
 from megatrain.data.packing import Segments, fill_rows, fit_rows, shuffled, split_rows
-from megatrain.data.text import TextEncoder
+from megatrain.data.store import open_store
+from megatrain.data.text import Document, TextEncoder
 from megatrain.errors import InputError
 
 WORDS = TEXT.split()
@@ -78,9 +79,10 @@ def test_every_token_is_in_one_row_and_no_row_is_too_long(lengths, row_length, a
 
 
 def test_fitting_wastes_little():
-    lengths = np.random.default_rng(0).lognormal(5, 0.8, 20_000).astype(int).clip(1, 2048)
+    lengths = np.random.default_rng(0).integers(100, 1200, 20_000)
     rows = fit_rows(segments_from(lengths), 2048)
-    assert lengths.sum() / (len(rows) * 2048) > 0.99
+    # 0.983 without sorting, 0.988 in windows of 256
+    assert lengths.sum() / (len(rows) * 2048) > 0.995
 
 
 def test_the_order_never_changes_between_versions():
@@ -238,6 +240,15 @@ def test_tokens_are_made_once_and_again_when_damaged_or_changed(tmp_path, monkey
         assert caplog.text.count("damaged") == count - 1 and len(made) == count
     os.utime(tmp_path / "data.jsonl", ns=(0, 10**18))  # so its content may have changed
     assert again().fingerprint == first.fingerprint and len(made) == 5
+
+
+def test_a_first_token_alone_is_nothing_to_learn_from(tmp_path):
+    for name, count, first in (("one", 1, -1), ("two", 2, 1)):
+        document = Document(0, 1, np.arange(3, 3 + count, dtype=np.int32), np.ones(count, bool))
+        store = open_store(tmp_path / name, ["a.txt"], lambda d=document: [d])
+        assert store.documents["first_target"].tolist() == [first]
+        ids, labels = store.read(0, count)
+        assert ids.tolist() == [3, 4][:count] and labels.tolist() == [-100, 4][:count]
 
 
 def test_leftovers_of_a_killed_run_are_removed(tmp_path):
