@@ -131,6 +131,7 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "commit": _commit(),
             "case": asdict(case),
+            "placement": engine.placement.as_dict(),
             "parameters": engine.num_parameters,
             "tokens_per_step": tokens,
             "build_seconds": build_seconds,

@@ -48,6 +48,7 @@ def train(config: Config, name: str) -> Outcome:
     job = prepare(config)
     try:
         _describe_run(folder, config, job)
+        log.info("writing to %s", folder)
         metrics = MetricsWriter(folder / METRICS)
         try:
             steps = _steps(job, config, metrics)
@@ -140,7 +141,8 @@ def _describe_run(folder: Path, config: Config, job: Job) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config.as_yaml(), encoding="utf-8")
     record = environment(str(job.engine.device.torch_device)) | {
-        "parameters": job.engine.num_parameters
+        "parameters": job.engine.num_parameters,
+        "placement": job.engine.placement.as_dict(),
     }
     text = json.dumps(record, indent=2) + "\n"
     (folder / "environment.json").write_text(text, encoding="utf-8")

@@ -1,7 +1,10 @@
 """Everything a run needs, built from its configuration, cheapest checks first."""
 
+import logging
 import math
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +20,9 @@ from megatrain.train.model_config import check_sequence_length, model_config
 
 # Enough rows to keep a large GPU busy, few enough for the activations of one layer on a small one.
 TOKENS_PER_MICRO_BATCH = 16384
+SECONDS_BETWEEN_NEWS = 5.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -51,6 +57,12 @@ def prepare(config: Config) -> Job:
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
     training, evaluation = _datasets(config, tokenizer, vocab_size)
+    log.info(
+        "data: %s tokens in %s rows, %.0f%% full",
+        f"{training.num_tokens:,}",
+        f"{len(training):,}",
+        100 * training.fill,
+    )
     rows = _rows_per_micro_batch(config)
     loader = StepLoader(
         training,
@@ -63,6 +75,12 @@ def prepare(config: Config) -> Job:
         (config.training.epochs or 0) * loader.steps_per_epoch
     )
     engine = _engine(config, hf_config)
+    log.info(
+        "model: %s parameters on %s, %s",
+        f"{engine.num_parameters:,}",
+        engine.device.torch_device,
+        engine.placement,
+    )
     return Job(
         tokenizer=tokenizer,
         engine=engine,
@@ -107,7 +125,21 @@ def _open(
         overlong=data.overlong,
         hub_config=data.hub_config,
         hub_split=data.hub_split,
+        progress=_tokenising_progress(),
     )
+
+
+def _tokenising_progress() -> Callable[[int, int], None]:
+    """Says now and then how far the tokenising of long data has come."""
+    due = time.monotonic() + SECONDS_BETWEEN_NEWS
+
+    def progress(documents: int, tokens: int) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + SECONDS_BETWEEN_NEWS
+            log.info("tokenised %s documents, %s tokens", f"{documents:,}", f"{tokens:,}")
+
+    return progress
 
 
 def _default_cache() -> Path:
