@@ -3,6 +3,8 @@
 The arithmetic is in megatrain/kernels; it runs on a tile where the tile's state rests.
 """
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +34,22 @@ class AdamW:
     no_decay: Sequence[str] = NO_DECAY
 
     def __post_init__(self) -> None:
-        for name, value in (("lr", self.lr), ("eps", self.eps), ("decay", self.weight_decay)):
-            if not value >= 0:
-                raise InputError(f"AdamW {name} is {value}; it must not be negative")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise InputError(f"AdamW betas are {self.betas}; each must be in [0, 1)")
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise InputError(f"AdamW {name} is {value!r}; it must be a number, not negative")
+        pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
+        if not pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"AdamW betas are {self.betas!r}; they must be two numbers in [0, 1)")
+        if isinstance(self.no_decay, str):
+            raise InputError(f"AdamW no_decay is {self.no_decay!r}; it must be a list of patterns")
+        for pattern in self.no_decay:
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise InputError(
+                    f"AdamW no_decay has a bad pattern {pattern!r}: {error}"
+                ) from error
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """torch parameter groups of the trainable parameters: those that decay, those that do not.
@@ -50,6 +63,10 @@ class AdamW:
             {"params": [(n, p) for n, p in named if n not in decaying], "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class StreamedOptimizer(torch.optim.Optimizer):

@@ -8,6 +8,17 @@ from typing import Any, Literal
 
 from megatrain.errors import InputError
 
+_LEAST = {
+    "slots": 1,
+    "slabs": 1,
+    "boundary_lanes": 1,
+    "head_tokens": 1,
+    "update_threads": 1,
+    "keep_layers": 0,
+    "prefetch": 0,
+}
+_OPTIONAL = ("prefetch", "update_threads")
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -40,12 +51,19 @@ class Placement:
     update_threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("slots", "slabs", "boundary_lanes", "head_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"placement.{name} is {getattr(self, name)}; it must be >= 1")
-        if self.keep_layers < 0:
-            raise InputError(f"placement.keep_layers is {self.keep_layers}; it must be >= 0")
-        if self.prefetch is not None and not 0 <= self.prefetch < self.slots:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if type(value) is not int:
+                raise InputError(f"placement.{name} is {value!r}; it must be an integer")
+            if value < least:
+                raise InputError(f"placement.{name} is {value}; it must be >= {least}")
+        if isinstance(self.resident, str):
+            raise InputError(
+                f"placement.resident is {self.resident!r}; it must be a list of tile names"
+            )
+        if self.prefetch is not None and self.prefetch >= self.slots:
             raise InputError(
                 f"placement.prefetch is {self.prefetch}; with {self.slots} slots it must be "
                 f"between 0 and {self.slots - 1}"
