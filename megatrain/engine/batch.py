@@ -59,9 +59,8 @@ def prepare(
     unique_U, index = torch.unique(ids, return_inverse=True)
     lengths = [m["input_ids"].numel() for m in micro_batches]
     parts = index.split(lengths)
-    padding = {int(token): position for position, token in enumerate(unique_U.tolist())}
     moved = [
-        _moved(micro, target, part.view(micro["input_ids"].shape), padding, device)
+        _moved(micro, target, part.view(micro["input_ids"].shape), unique_U, device)
         for micro, target, part in zip(micro_batches, targets, parts, strict=True)
     ]
     return Batch(moved, num_labelled, len(ids), unique_U, seed)
@@ -71,7 +70,7 @@ def _moved(
     micro: Mapping[str, Tensor],
     targets_BT: Tensor | None,
     index_BT: Tensor,
-    padding: dict[int, int],
+    unique_U: Tensor,
     device: torch.device,
 ) -> MicroBatch:
     # A mask of ones says nothing, and lets transformers take the fast causal path.
@@ -80,7 +79,7 @@ def _moved(
         for key in KEYS[:3]
         if key in micro and not (key == "attention_mask" and bool(micro[key].all()))
     }
-    rows = Rows(inputs["input_ids"], index_BT.to(device), {}, padding)
+    rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
     return MicroBatch(inputs, None if targets_BT is None else targets_BT.to(device), rows)
 
 

@@ -182,7 +182,7 @@ class Embedding:
             plane = table.of(slab.buffer)
             if table.tied:
                 rows_UD = plane[ids_U].float()
-                squares.data[-1] = torch.sum(sums_UD * (sums_UD + 2 * rows_UD))
+                squares.data[-1] = _added_square(sums_UD, rows_UD)
                 sums_UD.add_(rows_UD)
             else:
                 plane.zero_()
@@ -239,8 +239,7 @@ class Embedding:
 
         def work() -> None:
             rows, sums = room.rows.data[:numel].float(), room.sums.data[:numel]
-            # |a + b|^2 - |a|^2, with a the dense rows already counted and b the new ones.
-            squares.data[-1] = torch.dot(sums, sums + 2 * rows)
+            squares.data[-1] = _added_square(sums, rows)
             sums.add_(rows)
 
         self._device.run(COMPUTE, "add tied rows", work, [room.rows], [room.sums, squares])
@@ -270,3 +269,8 @@ class Embedding:
         device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")
         device.run(ROWS, f"scatter {table.entry.name}", work, [room.staged], [slab.buffer])
         return device.record(ROWS)
+
+
+def _added_square(new: Tensor, counted: Tensor) -> Tensor:
+    """`|counted + new|^2 - |counted|^2`: what new gradients add to a measured square."""
+    return torch.dot(new.flatten(), (new + 2 * counted).flatten())

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -43,25 +44,33 @@ class Kind:
     ) -> list[Tensor | Any]:
         """The layer's outputs as a flat list; with `kept`, of a graph that waits long."""
         purpose = KEEP if kept else RECOMPUTE if torch.is_grad_enabled() else FORWARD
-        function = self.compiled.get(purpose, self._apply)
-        output = function(weights, args, kwargs, purpose)
+        function = self.compiled.get(purpose, _apply)
+        output = function(self.module, weights, args, kwargs)
         leaves, self.output_spec = pytree.tree_flatten(output)
         return leaves
 
-    def _apply(
-        self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any], purpose: str
-    ) -> Any:
-        # `purpose` is read by torch.compile alone: a graph is compiled for each of its values.
-        return functional_call(self.module, weights, args, kwargs)
-
     def compile(self) -> None:
         """Compile the call, apart for each purpose (torch.compile, at the first call)."""
-        self.compiled = {purpose: torch.compile(self._apply) for purpose in PURPOSES}
+        self.compiled = {p: torch.compile(_own_code(_apply, p)) for p in PURPOSES}
         self.compiled[KEEP] = _within_budget(self.compiled[KEEP])
 
     def to(self, device: torch.device) -> None:
         """Move the template's buffers."""
         move_buffers(self.module, device)
+
+
+def _apply(module: nn.Module, weights: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
+    return functional_call(module, weights, args, kwargs)
+
+
+def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A copy of `function` with a code object of its own.
+
+    torch.compile keeps what it has compiled with the code object: kinds and purposes that shared
+    one would take each other's graphs, and use up its limit on how many there may be.
+    """
+    code = function.__code__.replace(co_name=name)
+    return FunctionType(code, function.__globals__, name)
 
 
 def _within_budget(function: Callable[..., Any]) -> Callable[..., Any]:

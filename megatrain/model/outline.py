@@ -432,4 +432,4 @@ def _probe_rows(ids: Tensor, weights: Mapping[str, Tensor], names: list[str]) ->
         name: torch.zeros(len(unique), weights[name].shape[1], requires_grad=True)
         for name in names
     }
-    return Rows(ids, index, tables)
+    return Rows(ids, index, tables, unique)

@@ -55,6 +55,8 @@ class Program:
 
     def train(self, mode: bool) -> None:
         """Training mode (dropout on) or evaluation mode, for the skeleton and all templates."""
+        if self.skeleton.model.training == mode:
+            return
         self.skeleton.model.train(mode)
         for layer in self.outline.layers:
             layer.kind.module.train(mode)

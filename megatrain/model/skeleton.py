@@ -62,13 +62,19 @@ class Rows:
         ids: `[B, T]` the micro-batch's token ids on the device (identity decides what is gathered).
         index: `[B, T]` position of each token in the tables below.
         tables: per gathered parameter `[U, D]`, U the distinct tokens of the step.
-        padding: vocabulary id -> position, for embeddings with a padding index.
+        unique: `[U]` vocabulary id of each row (CPU, ascending).
     """
 
     ids: Tensor
     index: Tensor
     tables: dict[str, Tensor]
-    padding: dict[int, int] = field(default_factory=dict)
+    unique: Tensor
+
+    def position(self, token: int) -> int | None:
+        """Where a token's row is; None if the step does not hold it."""
+        found = int(torch.searchsorted(self.unique, token))
+        held = found < len(self.unique) and int(self.unique[found]) == token
+        return found if held else None
 
 
 @dataclass
@@ -108,7 +114,7 @@ class _Lookup(TorchFunctionMode):
         return F.embedding(
             index,
             self.rows.tables[name],
-            None if padding is None else self.rows.padding.get(int(padding)),
+            None if padding is None else self.rows.position(int(padding)),
         )
 
 
