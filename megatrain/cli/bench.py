@@ -78,7 +78,7 @@ def step(
         typer.Option(metavar="NAME=VALUE", help="One choice of the placement; repeatable."),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Only so many layers.")] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 2,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 5,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,

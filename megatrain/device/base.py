@@ -20,6 +20,13 @@ UPDATE = "update"  # a host thread: optimizer
 ROWS = "rows"  # a host thread: embedding rows in and out of the host planes
 HOST_STREAMS = (UPDATE, ROWS)
 
+MEMORY_KEYS = (
+    "device_bytes",
+    "device_peak_bytes",
+    "device_used_peak_bytes",
+    "device_total_bytes",
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
@@ -81,7 +88,11 @@ class Device(Protocol):
         """Start the random numbers of work put on COMPUTE after this anew."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes: `device_bytes`, `device_peak_bytes`, `device_total_bytes`."""
+        """Bytes of device memory.
+
+        `device_bytes` and `device_peak_bytes` taken from the driver, now and at most;
+        `device_used_peak_bytes` of it in use at most; `device_total_bytes` that there are.
+        """
 
     def close(self) -> None:
         """Finish all streams and give the memory back."""

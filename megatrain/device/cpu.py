@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatrain.device.base import Buffer
+from megatrain.device.base import MEMORY_KEYS, Buffer
 from megatrain.device.ranges import host_range
 
 
@@ -61,7 +61,7 @@ class CpuDevice:
         torch.manual_seed(seed)
 
     def memory(self) -> dict[str, int]:
-        return {"device_bytes": 0, "device_peak_bytes": 0, "device_total_bytes": 0}
+        return dict.fromkeys(MEMORY_KEYS, 0)
 
     def close(self) -> None:
         return None

@@ -169,6 +169,7 @@ class CudaDevice:
         return {
             "device_bytes": torch.cuda.memory_reserved(self.torch_device),
             "device_peak_bytes": torch.cuda.max_memory_reserved(self.torch_device),
+            "device_used_peak_bytes": torch.cuda.max_memory_allocated(self.torch_device),
             "device_total_bytes": torch.cuda.mem_get_info(self.torch_device)[1],
         }
 

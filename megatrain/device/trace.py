@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatrain.device.base import COMPUTE, Buffer
+from megatrain.device.base import COMPUTE, MEMORY_KEYS, Buffer
 
 _CALLER = "caller"  # the thread that puts work on streams is a stream, too
 Clock = dict[str, int]
@@ -120,7 +120,7 @@ class TraceDevice:
         return None
 
     def memory(self) -> dict[str, int]:
-        return {"device_bytes": 0, "device_peak_bytes": 0, "device_total_bytes": 0}
+        return dict.fromkeys(MEMORY_KEYS, 0)
 
     def close(self) -> None:
         return None

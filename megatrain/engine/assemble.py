@@ -160,18 +160,11 @@ class Assembly:
 
     def units(self, embedding: Embedding) -> tuple[list[Prologue | Layer], Head]:
         device, program, tiles = self.device, self.program, self.tiles
-        placement, count = self.placement, len(program.outline.layers)
         layers = [
-            Layer(
-                device,
-                program,
-                tiles[f"layer {visit}"],
-                visit,
-                keeps_graph=visit >= count - placement.keep_layers,
-            )
-            for visit in range(count)
+            Layer(device, program, tiles[f"layer {visit}"], visit)
+            for visit in range(len(program.outline.layers))
         ]
-        tokens, compiled = placement.head_tokens, placement.compile
+        tokens, compiled = self.placement.head_tokens, self.placement.compile
         head = Head(device, program, tiles["head"], tokens, compiled=compiled)
         return [Prologue(device, program, tiles["prologue"], embedding), *layers], head
 
@@ -208,4 +201,6 @@ class Assembly:
         saved: Saved | HostSaved = Saved(device)
         if placement.boundaries == "host":
             saved = HostSaved(device, placement.boundary_lanes)
-        return TrainingParts(trunk, head, embedding, self.stream(), saved, sink, update)
+        parts = TrainingParts(trunk, head, embedding, self.stream(), saved, sink, update)
+        parts.keep_graphs(placement.keep_layers)
+        return parts

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.device import Device, Recording, open_device
 from megatrain.engine.assemble import Assembly, fill, open_source, tile_layouts
 from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.fit import KeptGraphs, initial_placement
 from megatrain.engine.saved import HostSaved
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import InputError
@@ -101,10 +102,19 @@ class Engine:
         groups = {} if self.optimizer is None else self.optimizer.group_of()
         opened = device if isinstance(device, Device) else open_device(device)
         self.device = Recording(opened)
-        self.placement = default_placement(self.device) if placement == "auto" else placement
+        layouts = tile_layouts(self._outline, groups)
+        self._kept: KeptGraphs | None = None
+        if isinstance(placement, Placement):
+            self.placement = placement
+        else:
+            train, bf16 = optimizer is not None, precision == "bf16"
+            self.placement = initial_placement(self.device, layouts, train=train, bf16=bf16)
+            if train and self.device.kind == "cuda":
+                total = self.device.memory()["device_total_bytes"]
+                self._kept = KeptGraphs(len(self._outline.layers), total)
         self._store = Store(
             self.device,
-            tile_layouts(self._outline, groups),
+            layouts,
             DTYPES[precision],
             train=optimizer is not None,
             resident=self.placement.resident,
@@ -144,7 +154,11 @@ class Engine:
         start = time.perf_counter()
         self._program.train(True)
         batch = self._prepare(micro_batches, labelled=True)
+        if self._kept is not None:
+            self._parts.keep_graphs(self._kept.choose(batch.num_tokens))
         report = train_step(self._parts, batch)
+        if self._kept is not None:
+            self._kept.note(batch.num_tokens, self.device.memory()["device_used_peak_bytes"])
         self._steps += 1
         self.optimizer.step()
         seconds = time.perf_counter() - start
@@ -232,13 +246,6 @@ class Engine:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
-
-
-def default_placement(device: Device) -> Placement:
-    """A placement that suits the kind of device."""
-    if device.kind == "cuda":
-        return Placement(slots=3, compile=True)
-    return Placement(slots=1)
 
 
 def _saved_dtype(folder: Path | None, model: Any) -> torch.dtype:

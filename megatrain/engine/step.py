@@ -37,6 +37,11 @@ class TrainingParts(Parts):
     sink: Sink
     update: Update
 
+    def keep_graphs(self, count: int) -> None:
+        """Let the last `count` layers keep their graphs from the forward to the backward."""
+        for place, unit in enumerate(reversed(self.trunk)):
+            unit.keeps_graph = place < count
+
 
 def train_step(parts: TrainingParts, batch: Batch) -> Report:
     """Loss, gradients and the start of all updates of one optimizer step."""

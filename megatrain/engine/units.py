@@ -62,6 +62,7 @@ class Unit:
 class Prologue(Unit):
     """From token ids to the first layer's arguments; the embedding rows come from `embedding`."""
 
+    keeps_graph = False  # there is next to nothing to keep
     visit = PROLOGUE
     inputs: list[Ref] = []
     fresh: list[Ref] = []
@@ -148,12 +149,10 @@ class Layer(Unit):
         keeps_graph: its graph waits from the forward to the backward; nothing is recomputed.
     """
 
-    def __init__(
-        self, device: Device, program: Program, tile: Tile, visit: int, *, keeps_graph: bool
-    ) -> None:
+    def __init__(self, device: Device, program: Program, tile: Tile, visit: int) -> None:
         outline = program.outline
         super().__init__(device, program, tile, outline.layers[visit].name + ".")
-        self.visit, self.keeps_graph = visit, keeps_graph
+        self.visit, self.keeps_graph = visit, False
         self.inputs = outline.layers[visit].inputs
         read = {ref for layer in outline.layers for ref in layer.inputs}
         made = outline.outputs[visit - 1] if visit else outline.prologue_outputs
