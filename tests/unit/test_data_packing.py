@@ -225,9 +225,10 @@ def test_tokens_are_made_once_and_again_when_damaged_or_changed(tmp_path, monkey
     first = open_text(tmp_path, documents())
 
     def again(**options):
-        options = {"sequence_length": 32, **options}
-        return open_dataset(tmp_path / "data.jsonl", kind="text", tokenizer=make_tokenizer(),
-                            cache_dir=tmp_path / "cache", **options)  # fmt: skip
+        options = {"sequence_length": 32, "tokenizer": make_tokenizer(), **options}
+        return open_dataset(
+            tmp_path / "data.jsonl", kind="text", cache_dir=tmp_path / "cache", **options
+        )
 
     assert again().fingerprint == first.fingerprint
     assert again(sequence_length=64, seed=3).num_tokens == first.num_tokens
@@ -240,6 +241,8 @@ def test_tokens_are_made_once_and_again_when_damaged_or_changed(tmp_path, monkey
         assert caplog.text.count("damaged") == count - 1 and len(made) == count
     os.utime(tmp_path / "data.jsonl", ns=(0, 10**18))  # so its content may have changed
     assert again().fingerprint == first.fingerprint and len(made) == 5
+    other = again(tokenizer=make_tokenizer(bos_first=True))
+    assert other.num_tokens > first.num_tokens and len(made) == 6
 
 
 def test_a_first_token_alone_is_nothing_to_learn_from(tmp_path):

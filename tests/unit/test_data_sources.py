@@ -158,6 +158,15 @@ def test_pieces_of_a_text_file_are_the_text_whatever_their_size(tmp_path_factory
     assert [p.line for p in pieces] == [1 + before.count("\n") for before in lines]
 
 
+def test_a_long_string_is_cut_at_line_ends_where_it_has_any(monkeypatch):
+    monkeypatch.setattr(readers, "PIECE_BYTES", 10)
+    pieces = list(readers.split_text("one\ntwo\nthree\n" + "x" * 23, 7))
+    assert [p.text for p in pieces] == ["one\ntwo\n", "three\n", "x" * 10, "x" * 10, "xxx"]
+    assert [p.first for p in pieces] == [True, False, False, False, False]
+    assert [p.last for p in pieces] == [False, False, False, False, True]
+    assert {p.line for p in pieces} == {7}
+
+
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
 )
