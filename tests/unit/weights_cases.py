@@ -13,8 +13,9 @@ from megatrain.model.build import emptied
 from megatrain.model.weights import read_weights
 from tests.families.tiny import tiny_model
 
-# Plain; tied; experts fused both ways; a persistent buffer; parameters that stay in float32.
-FAMILIES = ["llama", "gemma", "mixtral", "qwen3_moe", "deepseek_v3", "zamba"]
+# Plain; tied; experts fused both ways; a persistent buffer; parameters made in float32 whatever
+# the model's dtype; parameters declared so.
+FAMILIES = ["llama", "gemma", "mixtral", "qwen3_moe", "deepseek_v3", "zamba", "ernie4_5_moe"]
 
 
 def saved_model(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
