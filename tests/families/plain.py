@@ -4,7 +4,10 @@ Shapes: B rows, T tokens, V vocabulary. A step is a list of micro-batches, each 
 int64 tensors [B, T].
 """
 
-from collections.abc import Mapping
+import copy
+import math
+import re
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -53,46 +56,71 @@ def _micro_batch(
     return {"input_ids": ids, "labels": labels, "attention_mask": (~padding).long()}
 
 
+@dataclass
+class Trained:
+    """What plain training gave.
+
+    Attributes:
+        losses, norms: of every step; the norm is that before clipping.
+        parameters: by name, after the last step.
+        gradients: by name, of the first step, before clipping; None where none arrived.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+
+
 def plain_training(
     model: PreTrainedModel,
     steps: list[Step],
+    *,
     lr: float = LR,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = EPS,
     weight_decay: float = 0.1,
-    max_grad_norm: float = 1.0,
-) -> tuple[list[float], list[float]]:
-    """Train `model` in place with torch's AdamW; the loss and gradient norm of every step."""
-    model.train()
+    max_grad_norm: float | None = 1.0,
+) -> Trained:
+    """Train a copy of `model` with torch's AdamW."""
+    model = copy.deepcopy(model).train()
     optimizer = _adamw(model, lr, betas, eps, weight_decay)
-    losses, norms = [], []
+    losses, norms, gradients = [], [], {}
     for step in steps:
         losses.append(_accumulate(model, step))
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm, foreach=False)
+        _zero_idle(model)
+        if not gradients:
+            gradients = {
+                name: None if p.grad is None else p.grad.clone()
+                for name, p in model.named_parameters()
+            }
+        bound = math.inf if max_grad_norm is None else max_grad_norm
+        norm = nn.utils.clip_grad_norm_(model.parameters(), bound, foreach=False)
         norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return losses, norms
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    return Trained(losses, norms, parameters, gradients)
 
 
-def update_errors(
-    initial: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    actual: Mapping[str, Tensor],
-    lr: float = LR,
-) -> dict[str, float]:
-    """Norm of each parameter's error as a fraction of its expected update, or of one Adam step.
+def _zero_idle(model: PreTrainedModel) -> None:
+    """Zero gradients for what is idle in a layer that runs, such as an expert without tokens.
 
-    One step (`lr` in every element) is the floor, for parameters whose gradient is only rounding.
+    torch would leave such a parameter alone (no decay, no decaying moments) depending on the
+    step's tokens; here and in the engine an idle expert has a gradient, and it is zero. Parameters
+    outside of running layers (a tower that text does not use) have none, as in torch.
     """
-    errors = {}
-    for name, target in expected.items():
-        update = max((target - initial[name]).norm().item(), lr * target.numel() ** 0.5)
-        errors[name] = (actual[name] - target).norm().item() / update
-    return errors
+    named = list(model.named_parameters())
+    running = {_layer(name) for name, p in named if p.grad is not None} - {None}
+    for name, parameter in named:
+        if parameter.requires_grad and parameter.grad is None and _layer(name) in running:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _layer(name: str) -> str | None:
+    """The outermost numbered module that a parameter is in."""
+    match = re.match(r"(.*?\.\d+)\.", name)
+    return match.group(1) if match else None
 
 
 def _accumulate(model: PreTrainedModel, step: Step) -> float:

@@ -1,0 +1,198 @@
+"""The engine against plain torch, for one model at a time.
+
+How sharp the check is. Both sides compute in fp32 on the CPU and take three clipped AdamW steps of
+three uneven micro-batches. Every parameter must end within `UPDATE_TOLERANCE` of its own update's
+norm, and every gradient of the first step within `GRADIENT_TOLERANCE` of its own norm, so that a
+gradient that is wrong but small cannot hide behind a large one.
+
+Some cannot: their gradient is zero but for rounding (the bias of keys under a softmax), or Adam
+divides it by a tiny second moment. There, and nowhere else, the error may be twice that by which
+plain torch differs from *itself* when the same mathematics is done another way (`alternatives`).
+Such parameters are counted, and the count is in docs/models.md.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatrain import AdamW, Engine, Placement
+from tests.families.plain import EPS, LR, Step, Trained, make_steps, plain_training
+
+LOSS_TOLERANCE = 1e-6
+UPDATE_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-6
+
+# Plain torch's gradients that differ from themselves by this share of their norm are rounding and
+# nothing else; they need only be as small, beside the whole gradient, as the tolerance.
+ONLY_ROUNDING = 0.01
+
+# One Adam step with an enormous eps is a gradient step of this rate: the masters tell the gradient.
+PROBE_RATE, PROBE_EPS = 1e12, 1e12
+
+
+@dataclass
+class Errors:
+    """Differences between the engine and plain torch.
+
+    Attributes:
+        loss, norm: largest relative error of a step's loss, and of its gradient norm.
+        update: largest error of a parameter that is held to the tolerance, by its update's norm.
+        gradient: the same of the first step's gradients, by their norms.
+        noisy: parameters that plain torch itself does not determine to the tolerance.
+        failures: what is out of tolerance.
+    """
+
+    loss: float = 0.0
+    norm: float = 0.0
+    update: float = 0.0
+    gradient: float = 0.0
+    noisy: set[str] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Reference:
+    """Plain training of a model, and the same done in other ways."""
+
+    model: PreTrainedModel
+    steps: list[Step]
+    max_grad_norm: float | None
+
+    def __post_init__(self) -> None:
+        self.initial = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.trained = self._train(self.model, self.steps)
+
+    def _train(self, model: PreTrainedModel, steps: list[Step]) -> Trained:
+        return plain_training(model, steps, max_grad_norm=self.max_grad_norm)
+
+    @cached_property
+    def alternatives(self) -> list[Trained]:
+        """Micro-batches reversed; rows reversed and masks of ones; weights moved by a last bit.
+
+        A mask of ones means what no mask means, but takes attention through another kernel.
+        """
+        backwards = [list(reversed(step)) for step in self.steps]
+        turned = [[_turned(batch) for batch in step] for step in self.steps]
+        return [
+            self._train(self.model, backwards),
+            self._train(self.model, turned),
+            self._nudged(),
+        ]
+
+    def _nudged(self) -> Trained:
+        model, generator = copy.deepcopy(self.model), torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                parameter.mul_(1 + sign * torch.finfo(torch.float32).eps)
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        trained = self._train(model, self.steps)
+        for name, values in trained.parameters.items():
+            values += self.initial[name] - start[name]
+        return trained
+
+    def noise(self, value: Callable[[Trained], Tensor | None]) -> float:
+        """By how much `value` differs between the ways."""
+        return max(_distance(value(other), value(self.trained)) for other in self.alternatives)
+
+
+def compare(
+    model: PreTrainedModel,
+    placement: Placement | str = "auto",
+    max_grad_norm: float | None = 1.0,
+) -> Errors:
+    """Train copies of `model` both ways.
+
+    Raises:
+        Unsupported: the engine refuses the model.
+    """
+    steps = make_steps(model.config)
+    options = {"precision": "fp32", "device": "cpu", "placement": placement}
+    settings = AdamW(lr=LR, eps=EPS)
+    with Engine(model, optimizer=settings, max_grad_norm=max_grad_norm, **options) as engine:
+        results = [engine.step(step) for step in steps]
+        masters = dict(engine.named_masters())
+    probe = AdamW(lr=PROBE_RATE * PROBE_EPS, eps=PROBE_EPS, weight_decay=0.0)
+    with Engine(model, optimizer=probe, max_grad_norm=None, **options) as engine:
+        engine.step(steps[0])
+        moved = dict(engine.named_masters())
+    reference, errors = Reference(model, steps, max_grad_norm), Errors()
+    _compare_steps(errors, results, reference)
+    _compare_updates(errors, masters, reference)
+    _compare_gradients(errors, moved, reference)
+    return errors
+
+
+def _compare_steps(errors: Errors, results: list, reference: Reference) -> None:
+    trained = reference.trained
+    for result, loss, norm in zip(results, trained.losses, trained.norms, strict=True):
+        errors.loss = max(errors.loss, abs(result.loss - loss) / abs(loss))
+        errors.norm = max(errors.norm, abs(result.grad_norm - norm) / norm)
+    if not errors.loss <= LOSS_TOLERANCE:
+        errors.failures.append(f"loss off by {errors.loss:.1e}")
+    if not errors.norm <= UPDATE_TOLERANCE:
+        noise = reference.noise(lambda t: torch.tensor(t.norms) / torch.tensor(trained.norms))
+        if not errors.norm <= 2 * noise:
+            errors.failures.append(f"gradient norm off by {errors.norm:.1e} (noise {noise:.1e})")
+
+
+def _compare_updates(errors: Errors, masters: dict[str, Tensor], reference: Reference) -> None:
+    assert masters.keys() == reference.initial.keys()
+    for name, target in reference.trained.parameters.items():
+        error = _distance(masters[name], target)
+        update = _distance(target, reference.initial[name])
+        if error <= UPDATE_TOLERANCE * update:
+            errors.update = max(errors.update, error / update if error else 0.0)
+            continue
+        noise = reference.noise(lambda t, name=name: t.parameters[name])
+        errors.noisy.add(name)
+        if not error <= 2 * noise:
+            errors.failures.append(
+                f"{name} off by {error:.1e} (update {update:.1e}, noise {noise:.1e})"
+            )
+
+
+def _compare_gradients(errors: Errors, moved: dict[str, Tensor], reference: Reference) -> None:
+    for name, target in reference.trained.gradients.items():
+        start = reference.initial[name].double()
+        gradient = (start - moved[name].double()) / PROBE_RATE
+        if target is None:
+            if bool((gradient != 0).any()):
+                errors.failures.append(f"{name} has a gradient; in torch it has none")
+            continue
+        error, norm = _distance(gradient, target), target.norm().item()
+        if error <= GRADIENT_TOLERANCE * norm:
+            errors.gradient = max(errors.gradient, error / norm if error else 0.0)
+            continue
+        noise = reference.noise(lambda t, name=name: t.gradients[name])
+        errors.noisy.add(name)
+        rounding = GRADIENT_TOLERANCE * reference.trained.norms[0]
+        allowed = max(2 * noise, rounding if noise >= ONLY_ROUNDING * norm else 0.0)
+        if not error <= allowed:
+            errors.failures.append(
+                f"gradient of {name} off by {error:.1e} (norm {norm:.1e}, noise {noise:.1e})"
+            )
+
+
+def _turned(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    whole = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
+    return {name: value.flip(0) for name, value in whole.items()}
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return (a.double() - b.double()).norm().item()
+
+
+def bf16_loss_error(model: PreTrainedModel) -> float:
+    """Relative difference between one step's loss computed in bf16 and in fp32."""
+    step = make_steps(model.config)[0]
+    losses = []
+    for precision in ("fp32", "bf16"):
+        with Engine(model, optimizer=AdamW(), precision=precision, device="cpu") as engine:
+            losses.append(engine.step(step).loss)
+    return abs(losses[1] - losses[0]) / abs(losses[0])
