@@ -1,6 +1,7 @@
 """`megatrain demo`: a small model on Python's own source files, start to finish, no download."""
 
 import shutil
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,16 +71,17 @@ def _write_corpus_and_tokenizer() -> None:
 
 
 def loss_curve(folder: Path, width: int = 60) -> str:
-    """The training losses of a run as a line of blocks, with the first and the last one."""
+    """The training losses of a run as a line of blocks, with the mean of the first and last."""
     losses = [record["loss"] for record in read_metrics(folder / METRICS) if record.get("loss")]
     if not losses:
         return "none"
-    shown = losses[:: -(-len(losses) // width)]
-    low, high = min(shown), max(shown)
+    size = -(-len(losses) // width)
+    means = [statistics.fmean(losses[at : at + size]) for at in range(0, len(losses), size)]
+    low, high = min(means), max(means)
     blocks = "▁▂▃▄▅▆▇█"
     scale = (len(blocks) - 1) / (high - low) if high > low else 0
-    bars = "".join(blocks[round((loss - low) * scale)] for loss in shown)
-    return f"{losses[0]:.3f} {bars} {losses[-1]:.3f}"
+    bars = "".join(blocks[round((mean - low) * scale)] for mean in means)
+    return f"{means[0]:.3f} {bars} {means[-1]:.3f}"
 
 
 def print_memory(outcome: Outcome) -> None:
@@ -91,9 +93,9 @@ def print_memory(outcome: Outcome) -> None:
         "host: gradients": outcome.memory["host_gradients_bytes"],
         "host: layer inputs": outcome.memory["host_boundaries_bytes"],
         "device, at peak": outcome.memory["device_peak_bytes"],
-        "whole process, at peak": peak_process_bytes(),
+        "whole process with all libraries, at peak": peak_process_bytes(),
     }
     print(f"\nmemory of a model of {outcome.parameters:,} parameters")
     for place, num_bytes in places.items():
         per_parameter = num_bytes / outcome.parameters
-        print(f"  {place:<38}{num_bytes / MIB:>9.1f} MiB{per_parameter:>8.2f} bytes a parameter")
+        print(f"  {place:<42}{num_bytes / MIB:>9.1f} MiB{per_parameter:>8.2f} bytes a parameter")

@@ -1,0 +1,25 @@
+"""The demo with a handful of steps: all its parts, none of its quality."""
+
+from megatrain.cli import demo
+
+
+def test_the_demo_trains_samples_and_shows_the_memory(megatrain, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "CORPUS_BYTES", 200_000)
+    small = ["training.steps=3", "data.sequence_length=32", "engine.device=cpu"]
+    options = [part for override in small for part in ("--set", override)]
+    result = megatrain("demo", *options)
+    assert result.exit_code == 0, result.output
+    (run,) = (tmp_path / "runs").glob("demo-2*")
+    assert (run / "model" / "config.json").is_file()
+    assert "step 3/3" in result.stdout
+    assert "def read_" in result.stdout
+    assert "host: Adam moments" in result.stdout
+    assert "8.00 bytes a parameter" in result.stdout
+
+
+def test_the_loss_curve_falls_from_left_to_right(tmp_path):
+    lines = [f'{{"step": {i}, "loss": {10 - i / 10}}}' for i in range(1, 81)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    first, bars, last = demo.loss_curve(tmp_path, width=8).split()
+    assert bars == "█▇▆▅▄▃▂▁"
+    assert (first, last) == ("9.450", "2.450")
