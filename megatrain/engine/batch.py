@@ -22,7 +22,7 @@ class Batch:
         micro: on the device.
         num_labelled: positions with a target, over all micro-batches.
         num_tokens: all positions, padding included.
-        unique_U: the distinct token ids (CPU); `micro[i].rows.index` points into it.
+        unique_U: the token ids whose rows are gathered (CPU); `micro[i].rows.index` points into it.
         seed: makes the random numbers of this step.
     """
 
@@ -40,8 +40,12 @@ def prepare(
     *,
     labelled: bool,
     seed: int,
+    constants: Sequence[int] = (),
 ) -> Batch:
     """Check CPU micro-batches and move them to `device`.
+
+    Args:
+        constants: token ids whose rows are needed besides the batch's own.
 
     Raises:
         InputError: no micro-batch, unknown keys, wrong shapes or types, ids outside the
@@ -56,9 +60,10 @@ def prepare(
     if labelled and num_labelled == 0:
         raise InputError("no token of this step has a label; check the data's labels (all -100)")
     ids = torch.cat([m["input_ids"].reshape(-1) for m in micro_batches])
-    unique_U, index = torch.unique(ids, return_inverse=True)
+    every = torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)])
+    unique_U, index = torch.unique(every, return_inverse=True)
     lengths = [m["input_ids"].numel() for m in micro_batches]
-    parts = index.split(lengths)
+    parts = index[: len(ids)].split(lengths)
     moved = [
         _moved(micro, target, part.view(micro["input_ids"].shape), unique_U, device)
         for micro, target, part in zip(micro_batches, targets, parts, strict=True)

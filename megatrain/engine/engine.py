@@ -19,7 +19,7 @@ from megatrain.engine.saved import HostSaved
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import InputError
 from megatrain.model.export import write_weights
-from megatrain.model.outline import outline
+from megatrain.model.probe import outline
 from megatrain.model.program import Program
 from megatrain.model.weights import source_dtype
 from megatrain.optim import AdamW, StreamedOptimizer
@@ -96,9 +96,7 @@ class Engine:
         self._outline = outline(source.model)
         self.config: PreTrainedConfig = source.model.config
         self._dtype = _saved_dtype(source.folder, model)
-        self.optimizer = (
-            None if optimizer is None else StreamedOptimizer(optimizer, source.model)
-        )
+        self.optimizer = None if optimizer is None else StreamedOptimizer(optimizer, source.model)
         groups = {} if self.optimizer is None else self.optimizer.group_of()
         opened = device if isinstance(device, Device) else open_device(device)
         self.device = Recording(opened)
@@ -121,9 +119,7 @@ class Engine:
         )
         fill(source, self._outline, self._store, self.device, seed)
         program = Program(self._outline, self.device.torch_device, DTYPES[precision])
-        assembly = Assembly(
-            self.device, program, self._store, DTYPES[precision], self.placement
-        )
+        assembly = Assembly(self.device, program, self._store, DTYPES[precision], self.placement)
         self._program, self._seed, self._steps = program, seed, 0
         self._parts: Parts = (
             assembly.inference()
@@ -168,9 +164,7 @@ class Engine:
         """Mean cross entropy over all labelled tokens; changes no state, dropout is off."""
         self._program.train(False)
         batch = self._prepare(micro_batches, labelled=True)
-        losses = forward_only(
-            self._parts, batch, lambda head, slot, h: head.loss(slot, batch, h)
-        )
+        losses = forward_only(self._parts, batch, lambda head, slot, h: head.loss(slot, batch, h))
         return float(torch.stack(losses).sum())
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -189,6 +183,7 @@ class Engine:
             self.vocab_size,
             labelled=labelled,
             seed=hash((self._seed, self._steps)),
+            constants=self._outline.constants,
         )
 
     @contextmanager
@@ -232,9 +227,7 @@ class Engine:
         if isinstance(self._parts, TrainingParts):
             sizes["host_gradients_bytes"] = self._parts.sink.host_bytes
             saved = self._parts.saved
-            sizes["host_boundaries_bytes"] = (
-                saved.host_bytes if isinstance(saved, HostSaved) else 0
-            )
+            sizes["host_boundaries_bytes"] = saved.host_bytes if isinstance(saved, HostSaved) else 0
         return {**sizes, "host_bytes": sum(sizes.values()), **self.device.memory()}
 
     def close(self) -> None:

@@ -101,20 +101,30 @@ def signature(layer: nn.Module, *, with_index: bool) -> tuple:
     """What tells two kinds apart: classes, parameters and every plain attribute, recursively."""
     parts: list[Any] = []
     for path, module in layer.named_modules():
-        attributes = tuple(
-            (key, _fingerprint(value))
-            for key, value in sorted(module.__dict__.items())
-            if not key.startswith("_")
-            and key != "forward"
-            and (with_index or key != INDEX_ATTRIBUTE)
+        plain = tuple(
+            (key, value)
+            for key, value in attributes(module)
+            if with_index or key != INDEX_ATTRIBUTE
         )
         parameters = tuple(
             (name, tuple(p.shape), p.requires_grad)
             for name, p in module.named_parameters(recurse=False)
         )
         buffers = tuple((name, tuple(b.shape)) for name, b in module.named_buffers(recurse=False))
-        parts.append((path, type(module), attributes, parameters, buffers))
+        parts.append((path, type(module), plain, parameters, buffers))
     return tuple(parts)
+
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), "forward", "_is_hf_initialized"}
+
+
+def attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """A module's own plain attributes by name, each as a value that can be compared."""
+    return [
+        (key, _fingerprint(value))
+        for key, value in sorted(vars(module).items())
+        if key not in _OF_EVERY_MODULE
+    ]
 
 
 def _fingerprint(value: Any) -> Any:
@@ -124,9 +134,11 @@ def _fingerprint(value: Any) -> Any:
         return tuple(_fingerprint(item) for item in value)
     if isinstance(value, dict):
         return tuple((key, _fingerprint(item)) for key, item in value.items())
-    # Configurations and functions are shared between the layers of a model: the same object, the
-    # same behaviour.
-    return id(value) if not callable(value) else getattr(value, "__qualname__", id(value))
+    # Configurations are shared between the layers of a model: the same object, the same behaviour.
+    # So are functions, but those that carry values of their own.
+    if not callable(value) or getattr(value, "__closure__", None):
+        return id(value)
+    return getattr(value, "__qualname__", id(value))
 
 
 def without_index(module: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from megatrain.errors import RunFailed
 from megatrain.model.kind import move_buffers
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
 from megatrain.model.skeleton import PROLOGUE, Call, Reached, Ref, Rows, stand_in
@@ -80,6 +81,7 @@ class Program:
         def record(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = len(calls)
             layer = self.outline.layers[visit]
+            _expect(layer, module)
             leaves, spec = pytree.tree_flatten((args, kwargs))
             alive.append(leaves)
             for index, leaf in enumerate(leaves):
@@ -95,6 +97,8 @@ class Program:
             return self._placeholders(visit, shape, origin, alive, {})
 
         self._run(record, weights, batch.inputs, batch.rows)
+        if len(calls) < len(self.outline.layers):
+            _expect(self.outline.layers[len(calls)], None)
         batch.calls = calls
         return values
 
@@ -142,6 +146,7 @@ class Program:
 
         def handler(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = next(count)
+            _expect(self.outline.layers[visit], module)
             if visit == stop:
                 raise Reached((args, kwargs))
             return self._placeholders(visit, shape, {}, [], values)
@@ -174,6 +179,11 @@ class Program:
         return self.skeleton.forward(handler, outer, self.skeleton.inputs(inputs), rows)
 
 
+def _expect(layer: Layer, called: nn.Module | None) -> None:
+    if layer.module is not called:
+        raise RunFailed(f"the model's forward left out {layer.name}, which it called at first")
+
+
 def _own_buffers(layer: Layer) -> dict[str, Tensor]:
     """The layer's buffers that differ from its template's."""
     shared = dict(layer.kind.module.named_buffers())
@@ -182,5 +192,3 @@ def _own_buffers(layer: Layer) -> dict[str, Tensor]:
         for name, buffer in layer.module.named_buffers()
         if buffer.dtype != shared[name].dtype or not torch.equal(buffer, shared[name])
     }
-
-

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from megatrain.errors import InputError
+
 PROLOGUE = -1  # the "visit" that what runs before the first layer counts as
 
 
@@ -59,7 +61,7 @@ class Rows:
     """The embedding rows of one optimizer step, gathered once for all its micro-batches.
 
     Attributes:
-        ids: `[B, T]` the micro-batch's token ids on the device (identity decides what is gathered).
+        ids: `[B, T]` the micro-batch's token ids on the device.
         index: `[B, T]` position of each token in the tables below.
         tables: per gathered parameter `[U, D]`, U the distinct tokens of the step.
         unique: `[U]` vocabulary id of each row (CPU, ascending).
@@ -76,6 +78,25 @@ class Rows:
         held = found < len(self.unique) and int(self.unique[found]) == token
         return found if held else None
 
+    def positions(self, ids: Tensor) -> Tensor:
+        """Where the rows of `ids` are, of any shape.
+
+        Raises:
+            InputError: some are not among the step's tokens.
+        """
+        # Nearly always these are the batch's own ids; comparing others waits for the device.
+        if _same(ids, self.ids):
+            return self.index.view(ids.shape)
+        unique_U = self.unique.to(ids.device)
+        index = torch.searchsorted(unique_U, ids.contiguous()).clamp_(max=len(unique_U) - 1)
+        missing = ids[unique_U[index] != ids]
+        if len(missing):
+            raise InputError(
+                f"the model's forward looks up token {int(missing[0])}, which the batch does not "
+                "hold; only models that embed the batch's own tokens can be trained"
+            )
+        return index
+
 
 @dataclass
 class Uses:
@@ -83,10 +104,12 @@ class Uses:
 
     Attributes:
         lookups: `(table, ids)` of every embedding lookup.
+        constants: `(id of table, row)` of every single row taken.
         touched: ids of all tensors that any operation took.
     """
 
     lookups: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    constants: set[tuple[int, int]] = field(default_factory=set)
     touched: set[int] = field(default_factory=set)
 
 
@@ -97,29 +120,46 @@ class _Lookup(TorchFunctionMode):
         super().__init__()
         self.names, self.rows, self.uses = names, rows, uses
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.uses is not None:
             self.uses.touched.update(id(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
-        if func is not F.embedding:
-            return func(*args, **kwargs)
-        ids, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
-        name = self.names.get(id(weight))
+        if func is F.embedding:
+            return self._embedding(*args, **kwargs)
+        if func is Tensor.__getitem__ and (row := _single_row(args[1])) is not None:
+            return self._row(args[0], row, args[1])
+        return func(*args, **kwargs)
+
+    def _embedding(
+        self, ids: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if self.uses is not None:
             self.uses.lookups.append((weight, ids))
-        if name is None or self.rows is None or not _same(ids, self.rows.ids):
-            return func(*args, **kwargs)
-        padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
-        index = self.rows.index.view(ids.shape)
-        return F.embedding(
-            index,
-            self.rows.tables[name],
-            None if padding is None else self.rows.position(int(padding)),
-        )
+        name = self.names.get(id(weight))
+        if name is None or self.rows is None:
+            return F.embedding(ids, weight, padding_idx, *args, **kwargs)
+        padding = None if padding_idx is None else self.rows.position(int(padding_idx))
+        return F.embedding(self.rows.positions(ids), self.rows.tables[name], padding)
+
+    def _row(self, weight: Tensor, row: int, index: Any) -> Tensor:
+        if self.uses is not None:
+            self.uses.constants.add((id(weight), row))
+        name = self.names.get(id(weight))
+        position = None if name is None or self.rows is None else self.rows.position(row)
+        if position is None:
+            return weight[index]
+        assert name is not None and self.rows is not None
+        rest = index[1:] if isinstance(index, tuple) else ()
+        return self.rows.tables[name][(position, *rest)]
 
 
-def _same(ids: Tensor, batch_ids: Tensor) -> bool:
-    return ids.data_ptr() == batch_ids.data_ptr() and ids.numel() == batch_ids.numel()
+def _single_row(index: Any) -> int | None:
+    first = index[0] if isinstance(index, tuple) and index else index
+    return first if isinstance(first, int) and not isinstance(first, bool) else None
+
+
+def _same(ids: Tensor, own: Tensor) -> bool:
+    return ids.data_ptr() == own.data_ptr() and ids.is_contiguous() and ids.numel() == own.numel()
 
 
 class Skeleton:
@@ -139,6 +179,8 @@ class Skeleton:
         self.outputs: list[Callable[[Mapping[int, Any]], Any]] = []
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
         self._signature = inspect.signature(type(model).forward).parameters
+        kinds = [parameter.kind for parameter in self._signature.values()]
+        self._takes_any = inspect.Parameter.VAR_KEYWORD in kinds
         for layer in stack:
             self._replace(layer)
 
@@ -147,7 +189,7 @@ class Skeleton:
             assert self._handler is not None
             return self._handler(layer, args, kwargs)
 
-        layer.forward = recorder  # type: ignore[method-assign]
+        layer.forward = recorder
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The keyword arguments of the model's forward for a micro-batch."""
@@ -156,7 +198,7 @@ class Skeleton:
             for key in ("input_ids", "attention_mask", "position_ids")
             if key in batch
         }
-        if "use_cache" in self._signature:
+        if "use_cache" in self._signature or self._takes_any:
             kwargs["use_cache"] = False
         if "return_dict" in self._signature:
             kwargs["return_dict"] = True
@@ -190,7 +232,7 @@ class Skeleton:
 
     def head(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk."""
-        self.trunk.forward = lambda *args, **kwargs: output  # type: ignore[method-assign]
+        self.trunk.forward = lambda *args, **kwargs: output
         try:
             result = functional_call(self.model, dict(weights), (), dict(inputs))
         finally:

@@ -12,7 +12,7 @@ from megatrain.device import TraceDevice
 from megatrain.engine.assemble import Assembly, open_source, tile_layouts
 from megatrain.engine.batch import prepare
 from megatrain.engine.step import forward_only, train_step
-from megatrain.model.outline import outline
+from megatrain.model.probe import outline
 from megatrain.model.program import Program
 from megatrain.optim import StreamedOptimizer
 from megatrain.store import Store

@@ -1,0 +1,342 @@
+"""Reads a model's outline off one run of its own forward.
+
+The run is made on the CPU with all weights zero (pages of zeros that take no memory) and a handful
+of tokens: only structure is learned from it, so it needs no weights and costs no time. What the
+forward computes from what is read off the autograd graph.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import Cache, PreTrainedModel
+
+from megatrain.model.kind import Kind, signature, template, without_index
+from megatrain.model.limits import Unsupported, Watch, refuse_settings
+from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
+from megatrain.model.reach import Reach, reach, tag
+from megatrain.model.skeleton import (
+    PROLOGUE,
+    Call,
+    Reached,
+    Ref,
+    Rows,
+    Skeleton,
+    Uses,
+    last_hidden,
+    with_hidden,
+)
+
+
+def outline(model: PreTrainedModel) -> Outline:
+    """Learn the structure of `model` (meta parameters, real CPU buffers).
+
+    Raises:
+        Unsupported: the model has no stack of layers, or one that cannot be streamed.
+    """
+    refuse_settings(model.config)
+    watch = Watch(model, "")
+    tried = []
+    for name, stack in find_stacks(model):
+        try:
+            found = _Probe(model, name, stack).run()
+        except NotCalled:
+            tried.append(name)
+            for layer in stack:
+                layer.__dict__.pop("forward", None)
+        else:
+            watch.check()
+            return found
+    raise Unsupported(
+        f"{type(model).__name__} has no list of layers that its text forward calls one after the "
+        f"other (looked at: {', '.join(tried) or 'none'})"
+    )
+
+
+def find_stacks(model: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
+    """Every outermost ModuleList, the one with most parameters first."""
+    stacks: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(other + ".") for other, _ in stacks)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            stacks.append((name, module))
+    return sorted(stacks, key=lambda s: -sum(p.numel() for p in s[1].parameters()))
+
+
+class NotCalled(Exception):
+    """The probe ran the model and none of the stack's layers was called."""
+
+
+@dataclass
+class _Glue:
+    """An argument computed by the model's own forward from earlier activations."""
+
+    refs: list[Ref]
+    reach: Reach
+
+
+class _Probe:
+    """One structure run over a model."""
+
+    def __init__(self, model: PreTrainedModel, stack_name: str, stack: nn.ModuleList) -> None:
+        self.model, self.stack_name, self.stack = model, stack_name, stack
+        self.paths = {id(layer): f"{stack_name}.{i}" for i, layer in enumerate(stack)}
+        inside = {id(p) for p in stack.parameters()}
+        self.outer = {n: p for n, p in model.named_parameters() if id(p) not in inside}
+        self._refuse_shared()
+        self.skeleton = Skeleton(model, stack)
+        self.kinds: dict[tuple, Kind] = {}
+        self.calls: list[Call] = []
+        self.layers: list[Layer] = []
+        self.origin: dict[int, Ref] = {}  # id of an activation -> where it came from
+        self.alive: list[Tensor] = []  # keeps those ids valid
+
+    def _refuse_shared(self) -> None:
+        seen: dict[int, str] = {id(p): name for name, p in self.outer.items()}
+        for layer in self.stack:
+            path = self.paths[id(layer)]
+            for name, parameter in layer.named_parameters():
+                if id(parameter) in seen:
+                    raise Unsupported(
+                        f"{path}.{name} is the same parameter as {seen[id(parameter)]}; weights "
+                        "that layers share are not supported"
+                    )
+            seen |= {id(p): f"{path}.{n}" for n, p in layer.named_parameters()}
+
+    def run(self) -> Outline:
+        self._find_trunk()
+        weights = {name: torch.zeros(p.shape, requires_grad=True) for name, p in self.outer.items()}
+        ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
+        inputs = self.skeleton.inputs({"input_ids": ids})
+        uses = Uses()
+        with torch.enable_grad():
+            gathered, constants = self._tables(weights, ids, inputs)
+            rows = _probe_rows(ids, weights, gathered, constants)
+            with self.skeleton.stop_at_trunk():
+                output = self.skeleton.forward(self._record, weights, inputs, rows, uses)
+            return self._finish(weights, rows, constants, output, inputs, uses)
+
+    def _find_trunk(self) -> None:
+        path = self.stack_name.split(".")
+        ancestors = {
+            id(self.model.get_submodule(".".join(path[:n]))): ".".join(path[:n])
+            for n in range(1, len(path))
+        }
+        called: list[nn.Module] = []
+
+        def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+            raise Reached(True)
+
+        hooks = [
+            self.model.get_submodule(name).register_forward_pre_hook(
+                lambda module, args: called.append(module)
+            )
+            for name in ancestors.values()
+        ]
+        try:
+            weights = {name: torch.zeros(p.shape) for name, p in self.outer.items()}
+            ids = torch.zeros(PROBE_SHAPE, dtype=torch.long)
+            with torch.no_grad():
+                reached = self.skeleton.forward(
+                    stop, weights, self.skeleton.inputs({"input_ids": ids})
+                )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if reached is not True:
+            raise NotCalled
+        if not called:
+            raise Unsupported(
+                f"{type(self.model).__name__} calls the layers of {self.stack_name} itself, with "
+                "no module between them and the language-model head"
+            )
+        self.skeleton.trunk = called[0]
+
+    def _tables(
+        self, weights: dict[str, Tensor], ids: Tensor, inputs: Mapping[str, Any]
+    ) -> tuple[list[str], list[int]]:
+        """Embedding tables that the prologue looks up by the batch's ids and uses no other way.
+
+        Besides, the rows that it takes of them by number.
+        """
+        uses = Uses()
+        arguments: list[Any] = []
+
+        def first(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+            arguments.extend(pytree.tree_leaves((args, kwargs)))
+            raise Reached(None)
+
+        self.skeleton.forward(first, weights, inputs, None, uses)
+        names = {id(w): name for name, w in weights.items()}
+        looked_up = [(names[id(w)], used) for w, used in uses.lookups if id(w) in names]
+        others = {name for name, used in looked_up if not _rearranged(used, ids)}
+        mine = sorted({name for name, _ in looked_up} - others)
+        constants = {row for table, row in uses.constants if row >= 0 and names.get(table) in mine}
+        rows = _probe_rows(ids, weights, mine, constants)
+        arguments.clear()
+        self.skeleton.forward(first, weights, inputs, rows)
+        dense = reach(a for a in arguments if isinstance(a, Tensor)).leaves
+        return [name for name in mine if id(weights[name]) not in dense], sorted(constants)
+
+    def _record(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        visit = len(self.layers)
+        path = self.paths[id(module)]
+        if any(layer.name == path for layer in self.layers):
+            raise Unsupported(f"{path} is called more than once in a forward")
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if any(isinstance(leaf, Cache) for leaf in leaves):
+            raise Unsupported(f"{path} is given a key-value cache in training")
+        call = Call([self._trace(leaf) for leaf in leaves], spec)
+        glue = frozenset(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, _Glue))
+        inputs: list[Ref] = []
+        for leaf in call.leaves:
+            refs = leaf.refs if isinstance(leaf, _Glue) else [leaf]
+            inputs += [r for r in refs if isinstance(r, Ref) and r not in inputs]
+        kind = self._kind(module, path, *pytree.tree_unflatten(leaves, spec))
+        self.calls.append(call)
+        self.layers.append(Layer(path, module, kind, inputs, glue))
+        return self._tagged(visit, kind)
+
+    def _trace(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in self.origin:
+            return self.origin[id(leaf)]
+        if not leaf.requires_grad:
+            return leaf
+        found = reach([leaf])
+        if found.refs:
+            return _Glue(sorted(found.refs), found)
+        ref = Ref(PROLOGUE, sum(r.visit == PROLOGUE for r in self.origin.values()))
+        self.origin[id(leaf)] = ref
+        self.alive.append(leaf)
+        return ref
+
+    def _kind(self, module: nn.Module, path: str, args: tuple, kwargs: dict) -> Kind:
+        key = signature(module, with_index=False)
+        if key in self.kinds:
+            return self.kinds[key]
+        kind = Kind(without_index(template(module)))
+        try:
+            _example(kind, path, module, args, kwargs)
+        except AttributeError:
+            # This forward reads its number: each such layer is a kind of its own.
+            kind = Kind(template(module))
+            _example(kind, path, module, args, kwargs)
+        else:
+            self.kinds[key] = kind
+        return kind
+
+    def _tagged(self, visit: int, kind: Kind) -> Any:
+        leaves = []
+        for index, value in enumerate(kind.example):
+            if isinstance(value, Tensor):
+                ref = Ref(visit, index)
+                value = tag(value, ref) if value.is_floating_point() else value.clone()
+                self.origin[id(value)] = ref
+                self.alive.append(value)
+            leaves.append(value)
+        return pytree.tree_unflatten(leaves, kind.output_spec)
+
+    def _finish(
+        self,
+        weights: dict[str, Tensor],
+        rows: Rows,
+        constants: list[int],
+        output: Any,
+        inputs: Mapping[str, Any],
+        uses: Uses,
+    ) -> Outline:
+        names = {id(w): name for name, w in weights.items()}
+        end = reach([last_hidden(output)])
+        if not end.refs:
+            raise Unsupported(
+                f"what {self.stack_name} gives cannot be traced back to its layers (they run "
+                "inside an autograd function of their own)"
+            )
+        after = end.leaves | reach([self._logits(weights, output, inputs)]).leaves
+        firsts = [leaf for leaf in self.alive if self.origin[id(leaf)].visit == PROLOGUE]
+        before = reach(firsts).leaves
+        self._refuse_glue_parameters(names)
+        if after & {id(table) for table in rows.tables.values()}:
+            raise Unsupported("what follows the layers reads the token embeddings again")
+        both = sorted(names[i] for i in before & after if i in names)
+        if both:
+            raise Unsupported(f"{both[0]} is used both before and after the layers")
+        gathered, prologue = sorted(rows.tables), sorted(names[i] for i in before if i in names)
+        epilogue = sorted(names[i] for i in after if i in names)
+        known = {*gathered, *prologue, *epilogue}
+        fixed = sorted(n for n, w in weights.items() if id(w) in uses.touched and n not in known)
+        unused = [name for name in weights if name not in {*known, *fixed}]
+        return Outline(
+            skeleton=self.skeleton,
+            layers=self.layers,
+            epilogue_inputs=sorted(end.refs),
+            gathered=gathered,
+            constants=constants,
+            prologue=prologue + fixed,
+            epilogue=epilogue,
+            fixed=fixed,
+            unused=unused + self._skipped_layers(),
+        )
+
+    def _logits(self, weights: dict[str, Tensor], output: Any, inputs: Mapping) -> Tensor:
+        hidden = last_hidden(output).detach()[:1, :2].clone().requires_grad_()
+        logits = self.skeleton.head(weights, with_hidden(output, hidden), inputs)
+        if not isinstance(logits, Tensor) or logits.shape[:2] != hidden.shape[:2]:
+            raise Unsupported("its head computes logits from more than the last hidden states")
+        return logits
+
+    def _refuse_glue_parameters(self, names: dict[int, str]) -> None:
+        for layer, call in zip(self.layers, self.calls, strict=True):
+            for leaf in call.leaves:
+                if isinstance(leaf, _Glue) and leaf.reach.leaves:
+                    known = sorted(names[i] for i in leaf.reach.leaves if i in names)
+                    what = known[0] if known else "the token embeddings"
+                    raise Unsupported(
+                        f"between its layers, before {layer.name}, its forward uses {what}"
+                    )
+
+    def _skipped_layers(self) -> list[str]:
+        called = {layer.name for layer in self.layers}
+        return [
+            f"{path}.{name}"
+            for layer, path in ((m, self.paths[id(m)]) for m in self.stack)
+            if path not in called
+            for name, _ in layer.named_parameters()
+        ]
+
+
+def _example(kind: Kind, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Run a kind once, on zeros: what it returns, and whether it keeps anything to itself."""
+    buffers = dict(module.named_buffers())
+    weights = {name: torch.zeros(p.shape) for name, p in module.named_parameters()} | buffers
+    watch, versions = Watch(kind.module, path), [b._version for b in buffers.values()]
+    with torch.no_grad():
+        kind.example = kind.call(weights, args, kwargs)
+    watch.check()
+    for (name, buffer), version in zip(buffers.items(), versions, strict=True):
+        if buffer._version != version:
+            raise Unsupported(f"the forward of {path} changes its buffer {name}")
+
+
+def _rearranged(used: Tensor, ids: Tensor) -> bool:
+    """Whether a lookup's ids are the batch's own, in any shape and order."""
+    return used.numel() == ids.numel() and torch.equal(
+        used.flatten().sort().values, ids.flatten().sort().values
+    )
+
+
+def _probe_rows(
+    ids: Tensor, weights: Mapping[str, Tensor], names: list[str], constants: Iterable[int]
+) -> Rows:
+    unique = torch.unique(
+        torch.cat([ids.flatten(), torch.tensor(sorted(constants), dtype=ids.dtype)])
+    )
+    tables = {
+        name: torch.zeros(len(unique), weights[name].shape[1], requires_grad=True) for name in names
+    }
+    return Rows(ids, torch.searchsorted(unique, ids), tables, unique)
