@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from data_cases import TEXT, chat_tokenizer, make_tokenizer, talk, write_jsonl
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import open_dataset, readers
@@ -54,6 +54,8 @@ def segments_from(lengths):
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(2, 16), st.sampled_from([fill_rows, split_rows, fit_rows]))
+@example([17, 16, 33], 16, split_rows)
+@example([17, 16, 33], 16, fill_rows)
 def test_every_token_is_in_one_row_and_no_row_is_too_long(lengths, row_length, arrange):
     if arrange is fit_rows:
         lengths = [min(n, row_length) for n in lengths]
