@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
 
@@ -74,6 +76,8 @@ def prepare(config: Config) -> Job:
     total_steps = config.training.steps or math.ceil(
         (config.training.epochs or 0) * loader.steps_per_epoch
     )
+    # A wrong option should be known before weights are read, which may take minutes.
+    _schedule(config, SGD([torch.zeros(1)]), total_steps)
     engine = _engine(config, hf_config)
     log.info(
         "model: %s parameters on %s, %s",
@@ -86,7 +90,7 @@ def prepare(config: Config) -> Job:
         engine=engine,
         loader=loader,
         evaluation=list(evaluation.batches(rows)) if evaluation else [],
-        schedule=_schedule(config, engine, total_steps),
+        schedule=_schedule(config, engine.optimizer, total_steps),
         total_steps=total_steps,
     )
 
@@ -154,12 +158,12 @@ def _rows_per_micro_batch(config: Config) -> int:
     return min(fitting, config.training.batch_size)
 
 
-def _schedule(config: Config, engine: Engine, total_steps: int) -> LRScheduler:
+def _schedule(config: Config, optimizer: Optimizer | None, total_steps: int) -> LRScheduler:
     schedule = config.schedule
     try:
         return get_scheduler(
             schedule.name,
-            engine.optimizer,
+            optimizer,
             num_warmup_steps=schedule.num_warmup_steps(total_steps),
             num_training_steps=total_steps,
             scheduler_specific_kwargs=dict(schedule.options),

@@ -1,10 +1,12 @@
 """What a user can get wrong: one line, the documented exit code, nothing half-written."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 from megatrain.device import ranges
 
@@ -34,6 +36,7 @@ MISTAKES = {
     "no such data": (["data.path=none.txt"], "none.txt"),
     "bad schedule options": (["schedule.options={bad: 1}"], "schedule: linear cannot be set up"),
     "small vocabulary": (["model.config.vocab_size=20"], "20"),
+    "not a decoder": (["model.config={model_type: t5}"], "t5"),
     "unknown attention": (["model.attn_implementation=fast"], "fast"),
     "bad placement": (["engine.placement.slots=0"], "engine.placement: slots is 0"),
 }
@@ -69,6 +72,18 @@ def test_chat_rows_without_an_assistant_have_nothing_to_learn(megatrain, run_fil
     overrides = ["data.kind=chat", f"data.path={tmp_path / 'chat.jsonl'}"]
     options = [part for override in overrides for part in ("--set", override)]
     assert megatrain("train", run_file, *options).exit_code == 2
+
+
+def test_a_truncated_checkpoint(megatrain, run_file, tmp_path, trained, tokenizer_folder):
+    source = tmp_path / "source"
+    shutil.copytree(trained[0] / "model", source)
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    tree = yaml.safe_load(run_file.read_text()) | {"model": {"path": str(source)}}
+    run_file.write_text(yaml.safe_dump(tree))
+    assert_refused(megatrain("train", run_file), "model.safetensors")
+    assert_refused(megatrain("generate", source, "--prompt", "a"), "model.safetensors")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_finished_run_is_never_overwritten(megatrain, run_file, tmp_path):
