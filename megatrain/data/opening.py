@@ -70,24 +70,31 @@ def open_dataset(
         raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
     if seed < 0:
         raise InputError(f"seed is {seed}: it must not be negative")
-    encoder: TextEncoder | ChatEncoder = (
-        TextEncoder(tokenizer, text_field, vocab_size)
-        if kind == "text"
-        else ChatEncoder(tokenizer, vocab_size)
-    )
     sources = _sources(source, kind, hub_config, hub_split)
-    field = text_field if kind == "text" else "messages"
-    key = json.dumps([_FORMAT, kind, field, identity(tokenizer), vocab_size,
-                      [s.identity for s in sources]])  # fmt: skip
-    name = "tokens-" + hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
-    store = open_store(
-        Path(cache_dir).expanduser() / name,
-        [s.name for s in sources],
-        lambda: encoder.documents(sources),
-        progress,
-    )
+    encoder: TextEncoder | ChatEncoder
+    if kind == "text":
+        encoder = TextEncoder(tokenizer, text_field, vocab_size)
+        settings = [kind, text_field, vocab_size, identity(tokenizer)]
+    else:
+        encoder = ChatEncoder(tokenizer, vocab_size)
+        settings = [kind, vocab_size, identity(tokenizer)]
+    store = _tokens(sources, encoder, settings, Path(cache_dir).expanduser(), progress)
     layout = Layout(kind, sequence_length, packing, overlong, pad_id(tokenizer, vocab_size))
     return PackedDataset(store, _choose(store, layout, seed), layout, f"seed {seed}")
+
+
+def _tokens(
+    sources: Sequence[Source],
+    encoder: TextEncoder | ChatEncoder,
+    settings: list[str | int | None],
+    cache_dir: Path,
+    progress: Progress | None,
+) -> TokenStore:
+    """The tokens of these sources under these settings, kept since the last time if unchanged."""
+    key = json.dumps([_FORMAT, settings, [s.identity for s in sources]])
+    name = "tokens-" + hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+    names = [s.name for s in sources]
+    return open_store(cache_dir / name, names, lambda: encoder.documents(sources), progress)
 
 
 def _sources(
