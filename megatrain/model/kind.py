@@ -1,7 +1,7 @@
 """Templates: one stateless module per kind of layer, bound to streamed weights."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -30,7 +30,7 @@ class Kind:
 
     Attributes:
         module: the template; parameters on the meta device, buffers real.
-        output_spec: what a call returns, as torch's pytree describes it.
+        output_spec: what a call returns and what it put into containers, as a pytree.
         example: the flat outputs of the structure run (zeros; shapes of PROBE_SHAPE tokens).
     """
 
@@ -42,7 +42,10 @@ class Kind:
     def call(
         self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any], *, kept: bool = False
     ) -> list[Tensor | Any]:
-        """The layer's outputs as a flat list; with `kept`, of a graph that waits long."""
+        """The layer's outputs as a flat list; with `kept`, of a graph that waits long.
+
+        After what it returns comes what it put into containers among its arguments.
+        """
         purpose = KEEP if kept else RECOMPUTE if torch.is_grad_enabled() else FORWARD
         function = self.compiled.get(purpose, _apply)
         output = function(self.module, weights, args, kwargs)
@@ -60,7 +63,35 @@ class Kind:
 
 
 def _apply(module: nn.Module, weights: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
-    return functional_call(module, weights, args, kwargs)
+    """The layer's output, and what it put into each container among its arguments."""
+    shared = containers(args, kwargs)
+    before = [dict(container) for container in shared]
+    output = functional_call(module, weights, args, kwargs)
+    written = [
+        {key: value for key, value in now.items() if old.get(key) is not value}
+        for now, old in zip(shared, before, strict=True)
+    ]
+    return output, written
+
+
+def containers(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping]:
+    """Mappings among a layer's arguments: layers may hand on state by writing to them.
+
+    They count as part of the arguments (a node of torch's pytree), not as one opaque object.
+    """
+    found = [v for v in (*args, *kwargs.values()) if isinstance(v, MutableMapping)]
+    for container in found:
+        if pytree.tree_is_leaf(container):
+            _make_node(type(container))
+    return found
+
+
+def _make_node(cls: type) -> None:
+    pytree.register_pytree_node(
+        cls,
+        lambda mapping: (list(mapping.values()), tuple(mapping)),
+        lambda values, keys: cls(zip(keys, values, strict=True)),
+    )
 
 
 def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from megatrain.errors import InputError
+from megatrain.model.kind import containers
 
 PROLOGUE = -1  # the "visit" that what runs before the first layer counts as
 
@@ -187,7 +188,11 @@ class Skeleton:
     def _replace(self, layer: nn.Module) -> None:
         def recorder(*args: Any, **kwargs: Any) -> Any:
             assert self._handler is not None
-            return self._handler(layer, args, kwargs)
+            shared = containers(args, kwargs)
+            output, written = self._handler(layer, args, kwargs)
+            for container, entries in zip(shared, written, strict=True):
+                container.update(entries)
+            return output
 
         layer.forward = recorder
 
@@ -217,6 +222,8 @@ class Skeleton:
         uses: Uses | None = None,
     ) -> Any:
         """Run the model with `handler(layer, args, kwargs)` in place of each layer.
+
+        A handler returns the layer's output and what it put into each container that it was given.
 
         Returns what a `Reached` carries, or the model's own output if none is raised.
         """
