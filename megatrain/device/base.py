@@ -53,6 +53,9 @@ class Device(Protocol):
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         """An exact-size host range of zeros. Raises DoesNotFit."""
 
+    def free(self, buffer: Buffer) -> None:
+        """Give back memory of `host` ahead of `close`; waits until nothing uses it."""
+
     def run(
         self,
         stream: str,

@@ -26,6 +26,9 @@ class CpuDevice:
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         return Buffer(name, host_range(name, numel, dtype))
 
+    def free(self, buffer: Buffer) -> None:
+        return None
+
     def run(
         self,
         stream: str,
@@ -58,7 +61,7 @@ class CpuDevice:
         return buffer.data.tolist()
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not those of GPUs, as torch.manual_seed does
 
     def memory(self) -> dict[str, int]:
         return dict.fromkeys(MEMORY_KEYS, 0)

@@ -5,7 +5,9 @@ Host streams are threads. A device stream waits for one through a counter in pin
 """
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +55,7 @@ class CudaDevice:
         torch.cuda.init()
         self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: torch.cuda.current_stream()}
         self._counters = host_range("host stream counters", 64 * len(HOST_STREAMS), torch.int32)
-        self._pinned: list[Tensor] = []
+        self._pinned: dict[int, Tensor] = {}  # by address
         self._pin("host stream counters", self._counters)
         self._workers = {
             name: HostWorker(name, self._counters[64 * i : 64 * i + 1])
@@ -63,6 +65,11 @@ class CudaDevice:
         # cuDNN's attention is the fastest on Hopper (1.8 times flash at 1024 tokens).
         self._attention = sdpa_kernel(_ATTENTION, set_priority=True)
         self._attention.__enter__()
+        # Memory that is unmapped while it is pinned spoils later registrations at its address, so
+        # a device that nobody closed is closed when it is collected, or when Python ends.
+        self._end = weakref.finalize(
+            self, _end, self._workers, self._pinned, self._attention, self.torch_device
+        )
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         try:
@@ -80,6 +87,11 @@ class CudaDevice:
             self._pin(name, flat)
         return Buffer(name, flat)
 
+    def free(self, buffer: Buffer) -> None:
+        if buffer.data.data_ptr() in self._pinned:
+            torch.cuda.synchronize(self.torch_device)
+            _unpin(self._pinned.pop(buffer.data.data_ptr()))
+
     def _pin(self, name: str, flat: Tensor) -> None:
         num_bytes = flat.nbytes
         status = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), num_bytes, 0))
@@ -88,7 +100,7 @@ class CudaDevice:
                 f"cannot pin {gib(num_bytes)} of host memory for {name} (CUDA error {status}); "
                 "raise the locked-memory limit (ulimit -l unlimited)"
             )
-        self._pinned.append(flat)
+        self._pinned[flat.data_ptr()] = flat
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:
@@ -174,10 +186,23 @@ class CudaDevice:
         }
 
     def close(self) -> None:
-        for worker in self._workers.values():
-            worker.close()
-        torch.cuda.synchronize(self.torch_device)
-        self._attention.__exit__(None, None, None)
-        for flat in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
-        self._pinned.clear()
+        self._end()
+
+
+def _end(
+    workers: dict[str, HostWorker],
+    pinned: dict[int, Tensor],
+    attention: AbstractContextManager,
+    device: torch.device,
+) -> None:
+    for worker in workers.values():
+        worker.close()
+    torch.cuda.synchronize(device)
+    attention.__exit__(None, None, None)
+    for flat in pinned.values():
+        _unpin(flat)
+    pinned.clear()
+
+
+def _unpin(flat: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())

@@ -98,6 +98,9 @@ class Recording:
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         return self._device.host(name, numel, dtype, pinned=pinned)
 
+    def free(self, buffer: Buffer) -> None:
+        self._device.free(buffer)
+
     def record(self, stream: str) -> Any:
         return self._device.record(stream)
 

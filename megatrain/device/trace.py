@@ -64,6 +64,9 @@ class TraceDevice:
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         return Buffer(name, torch.empty(numel, dtype=dtype, device="meta"))
 
+    def free(self, buffer: Buffer) -> None:
+        return None
+
     def run(
         self,
         stream: str,

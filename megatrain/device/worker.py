@@ -21,6 +21,7 @@ class HostWorker:
         self.name, self.counter = name, counter
         self._marks = 0
         self._passed = 0
+        self._closed = False
         self._error: BaseException | None = None
         self._queue: queue.SimpleQueue[Callable[[], Any] | int | None] = queue.SimpleQueue()
         self._condition = threading.Condition()
@@ -28,13 +29,13 @@ class HostWorker:
         self._thread.start()
 
     def put(self, name: str, work: Callable[[], Any]) -> None:
-        """Queue `work`; its result is dropped."""
-        self._queue.put(work)
+        """Queue `work`; its result is dropped. Raises RunFailed after `close`."""
+        self._add(work)
 
     def mark(self) -> int:
         """Queue a mark and return the count at which it has passed."""
         self._marks += 1
-        self._queue.put(self._marks)
+        self._add(self._marks)
         return self._marks
 
     def passed(self, count: int) -> bool:
@@ -55,8 +56,14 @@ class HostWorker:
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
+        self._closed = True
         self._queue.put(None)
         self._thread.join()
+
+    def _add(self, item: Callable[[], Any] | int) -> None:
+        if self._closed:  # nobody would ever do it, and waiting for it would not end
+            raise RunFailed("the engine is closed; make a new one")
+        self._queue.put(item)
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -52,6 +52,8 @@ class _Room:
         """Make room for `numel` elements; grown geometrically, so a run settles soon."""
         if numel <= self._capacity:
             return
+        if staged and self._capacity:
+            self._device.free(self.staged)
         self._capacity = max(numel, self._capacity * 3 // 2)
         name, size, device = self._name, self._capacity, self._device
         self.rows = device.empty(f"{name} rows", size, self._dtype)
@@ -59,6 +61,14 @@ class _Room:
         self.staging_free: Any = None
         if staged:
             self.staged = device.host(f"{name} staged rows", size, self._dtype, pinned=True)
+
+    def staged_rows(self, table: _Table, unique_U: Tensor) -> Tensor:
+        """The staging room as `[U, D]`.
+
+        For work on a host thread this is taken when the work is put on: by the time it runs, a
+        next step may have replaced the room by a larger one.
+        """
+        return self.staged.data[: len(unique_U) * table.width].view(-1, table.width)
 
 
 class Embedding:
@@ -196,10 +206,9 @@ class Embedding:
         self, table: _Table, room: _Room, plane: Buffer, after: Any, unique_U: Tensor
     ) -> None:
         """Rows of a host plane into the staging room, by a host thread."""
-        numel = len(unique_U) * table.width
+        out_UD = room.staged_rows(table, unique_U)
 
         def work() -> None:
-            out_UD = room.staged.data[:numel].view(-1, table.width)
             kernels.gather_rows(table.of(plane), unique_U, out_UD, threads=self._threads)
 
         self._device.wait(ROWS, after, "rows due")
@@ -257,15 +266,14 @@ class Embedding:
         self._device.run(COMPUTE, "measure rows", work, [room.sums], [room.rows, squares])
 
     def _scatter(self, table: _Table, room: _Room, slab: Slab, unique_U: Tensor) -> Any:
-        device, numel = self._device, len(unique_U) * table.width
+        device, rows_UD = self._device, room.staged_rows(table, unique_U)
 
         def work() -> None:
-            rows_UD = room.staged.data[:numel].view(-1, table.width)
             plane = table.of(slab.buffer)
             kernels.scatter_rows(plane, unique_U, rows_UD, threads=self._threads)
 
         device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")
-        device.copy(COPY_OUT, room.staged, room.rows, numel)
+        device.copy(COPY_OUT, room.staged, room.rows, rows_UD.numel())
         device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")
         device.run(ROWS, f"scatter {table.entry.name}", work, [room.staged], [slab.buffer])
         return device.record(ROWS)

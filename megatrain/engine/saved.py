@@ -176,6 +176,8 @@ class HostSaved:
     def _room(self, key: tuple[int, Ref], num_bytes: int) -> Buffer:
         room = self._rooms.get(key)
         if room is None or room.data.nbytes < num_bytes:
+            if room is not None:
+                self._device.free(room)
             name = f"boundary {key[0]}.{key[1].visit}.{key[1].leaf}"
             room = self._device.host(name, num_bytes, torch.uint8, pinned=True)
             self._rooms[key] = room

@@ -1,0 +1,75 @@
+"""Real numbers do not depend on when copies and host threads get round to their work."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatrain import AdamW, Engine, Placement
+from megatrain.device import CpuDevice
+from tests.race.late import LateDevice
+
+# Each step has more tokens and longer rows than the one before: every room is replaced.
+SHAPES = [[(1, 3), (1, 2)], [(2, 12), (1, 7), (3, 5)], [(4, 30), (2, 20)]]
+
+PLACEMENTS = {
+    "one slot": Placement(slots=1),
+    "prefetch": Placement(slots=4),
+    "boundaries on the host": Placement(boundaries="host", boundary_lanes=1, prefetch=0),
+    "more of all": Placement(slots=3, boundaries="host", boundary_lanes=3, slabs=9),
+    "kept graphs": Placement(keep_layers=2, boundaries="host"),
+    "resident": Placement(resident=("embedding", "layer 0", "head")),
+}
+
+# Tied or not; clipped to a norm or not; an evaluation after each step, or step upon step.
+CASES = [(False, 0.5, False), (True, None, False), (True, 0.5, True)]
+
+
+def model(tied: bool) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def steps() -> list[list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [[torch.randint(128, shape, generator=generator) for shape in s] for s in SHAPES]
+    return [[{"input_ids": ids, "labels": ids} for ids in step] for step in drawn]
+
+
+def train(
+    device: CpuDevice, placement: Placement, tied: bool, clip: float | None, evaluate: bool
+) -> tuple[list[float], list[Tensor]]:
+    """All numbers that a user sees, and the final masters."""
+    numbers = []
+    with Engine(
+        model(tied),
+        optimizer=AdamW(lr=1e-2),
+        max_grad_norm=clip,
+        placement=placement,
+        device=device,
+    ) as engine:
+        for step in steps():
+            result = engine.step(step)
+            numbers += [result.loss, result.grad_norm]
+            if evaluate:
+                numbers.append(engine.evaluate(step[:1]))
+        masters = [master.clone() for _, master in engine.named_masters()]
+    return numbers, masters
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_lateness_changes_no_bit(placement: Placement) -> None:
+    for case in CASES:
+        wanted = train(CpuDevice(), placement, *case)
+        for device in (LateDevice(), LateDevice(eagerness=0.1)):
+            numbers, masters = train(device, placement, *case)
+            assert numbers == wanted[0], case
+            assert all(map(torch.equal, masters, wanted[1])), case
