@@ -1,9 +1,11 @@
 """What cannot be streamed, or would not be what the user's configuration asks for."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from megatrain.errors import InputError
@@ -40,6 +42,29 @@ def _router_weight(config: PreTrainedConfig) -> float:
     return max(given, default=1.0)
 
 
+@dataclass(frozen=True)
+class Change:
+    """An attribute that a forward has changed."""
+
+    module: nn.Module
+    name: str
+    path: str
+
+    def refusal(self) -> Unsupported:
+        return Unsupported(
+            f"its forward changes {self.path} as it runs; a model that keeps state of its own is "
+            "not supported"
+        )
+
+    def spoil(self) -> bool:
+        """Make a tensor that was left behind NaN, so that whoever reads it shows it."""
+        value = getattr(self.module, self.name)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            setattr(self.module, self.name, torch.full_like(value, torch.nan))
+            return True
+        return False
+
+
 class Watch:
     """Notices a forward that changes the plain attributes of its own modules.
 
@@ -49,22 +74,20 @@ class Watch:
 
     def __init__(self, module: nn.Module, path: str) -> None:
         self.module, self.path = module, path
-        self.before = dict(self._state())
+        self.before = {(id(m), name): value for _, m, name, value in self._state()}
 
-    def check(self) -> None:
-        """Compare with the start.
+    def changes(self) -> list[Change]:
+        """Attributes that are new or differ from the start."""
+        return [
+            Change(module, name, ".".join(filter(None, (self.path, path, name))))
+            for path, module, name, value in self._state()
+            if self.before.get((id(module), name), _NOTHING) != value
+        ]
 
-        Raises:
-            Unsupported: an attribute has changed.
-        """
-        for (path, name), value in self._state():
-            if value != self.before.get((path, name)):
-                raise Unsupported(
-                    f"its forward changes {'.'.join(filter(None, (self.path, path, name)))} as it "
-                    "runs; a model that keeps state between batches is not supported"
-                )
-
-    def _state(self) -> Iterator[tuple[tuple[str, str], Any]]:
+    def _state(self) -> Iterator[tuple[str, nn.Module, str, Any]]:
         for path, module in self.module.named_modules():
             for name, value in attributes(module):
-                yield (path, name), value
+                yield path, module, name, value
+
+
+_NOTHING = object()

@@ -17,15 +17,12 @@ class Layer:
     Attributes:
         name: Hugging Face path of the layer module.
         inputs: activations that it reads, in argument order.
-        glue: argument leaves computed by the model's own forward from earlier activations;
-            they are computed again with real values (`Program.arguments`).
     """
 
     name: str
     module: nn.Module
     kind: Kind
     inputs: list[Ref]
-    glue: frozenset[int]
 
 
 @dataclass

@@ -6,7 +6,6 @@ forward computes from what is read off the autograd graph.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from transformers import Cache, PreTrainedModel
 from megatrain.model.kind import Kind, signature, template, without_index
 from megatrain.model.limits import Unsupported, Watch, refuse_settings
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
-from megatrain.model.reach import Reach, reach, tag
+from megatrain.model.reach import reach, tag
 from megatrain.model.skeleton import (
     PROLOGUE,
-    Call,
     Reached,
     Ref,
     Rows,
@@ -48,7 +46,8 @@ def outline(model: PreTrainedModel) -> Outline:
             for layer in stack:
                 layer.__dict__.pop("forward", None)
         else:
-            watch.check()
+            for change in watch.changes():
+                raise change.refusal()
             return found
     raise Unsupported(
         f"{type(model).__name__} has no list of layers that its text forward calls one after the "
@@ -70,14 +69,6 @@ class NotCalled(Exception):
     """The probe ran the model and none of the stack's layers was called."""
 
 
-@dataclass
-class _Glue:
-    """An argument computed by the model's own forward from earlier activations."""
-
-    refs: list[Ref]
-    reach: Reach
-
-
 class _Probe:
     """One structure run over a model."""
 
@@ -89,10 +80,10 @@ class _Probe:
         self._refuse_shared()
         self.skeleton = Skeleton(model, stack)
         self.kinds: dict[tuple, Kind] = {}
-        self.calls: list[Call] = []
         self.layers: list[Layer] = []
         self.origin: dict[int, Ref] = {}  # id of an activation -> where it came from
         self.alive: list[Tensor] = []  # keeps those ids valid
+        self.uses = Uses()
 
     def _refuse_shared(self) -> None:
         seen: dict[int, str] = {id(p): name for name, p in self.outer.items()}
@@ -111,13 +102,12 @@ class _Probe:
         weights = {name: torch.zeros(p.shape, requires_grad=True) for name, p in self.outer.items()}
         ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
         inputs = self.skeleton.inputs({"input_ids": ids})
-        uses = Uses()
         with torch.enable_grad():
             gathered, constants = self._tables(weights, ids, inputs)
             rows = _probe_rows(ids, weights, gathered, constants)
             with self.skeleton.stop_at_trunk():
-                output = self.skeleton.forward(self._record, weights, inputs, rows, uses)
-            return self._finish(weights, rows, constants, output, inputs, uses)
+                output = self.skeleton.forward(self._record, weights, inputs, rows, self.uses)
+            return self._finish(weights, rows, constants, output, inputs)
 
     def _find_trunk(self) -> None:
         path = self.stack_name.split(".")
@@ -189,31 +179,26 @@ class _Probe:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if any(isinstance(leaf, Cache) for leaf in leaves):
             raise Unsupported(f"{path} is given a key-value cache in training")
-        call = Call([self._trace(leaf) for leaf in leaves], spec)
-        glue = frozenset(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, _Glue))
-        inputs: list[Ref] = []
-        for leaf in call.leaves:
-            refs = leaf.refs if isinstance(leaf, _Glue) else [leaf]
-            inputs += [r for r in refs if isinstance(r, Ref) and r not in inputs]
+        found = [self._trace(leaf, path) for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [ref for ref in dict.fromkeys(found) if ref is not None]
         kind = self._kind(module, path, *pytree.tree_unflatten(leaves, spec))
-        self.calls.append(call)
-        self.layers.append(Layer(path, module, kind, inputs, glue))
+        self.layers.append(Layer(path, module, kind, inputs))
         return self._tagged(visit, kind)
 
-    def _trace(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def _trace(self, leaf: Tensor, path: str) -> Ref | None:
+        """The activation that an argument is; None if no gradient flows to it."""
         if id(leaf) in self.origin:
             return self.origin[id(leaf)]
-        if not leaf.requires_grad:
-            return leaf
-        found = reach([leaf])
-        if found.refs:
-            return _Glue(sorted(found.refs), found)
-        ref = Ref(PROLOGUE, sum(r.visit == PROLOGUE for r in self.origin.values()))
-        self.origin[id(leaf)] = ref
-        self.alive.append(leaf)
-        return ref
+        if id(leaf) in self.uses.derived or reach([leaf]).refs:
+            raise Unsupported(
+                f"before {path}, its forward computes on what earlier layers gave; operations "
+                "between layers are not supported"
+            )
+        if leaf.requires_grad:
+            firsts = sum(ref.visit == PROLOGUE for ref in self.origin.values())
+            self.origin[id(leaf)] = Ref(PROLOGUE, firsts)
+            self.alive.append(leaf)
+        return self.origin.get(id(leaf))
 
     def _kind(self, module: nn.Module, path: str, args: tuple, kwargs: dict) -> Kind:
         key = signature(module, with_index=False)
@@ -237,6 +222,7 @@ class _Probe:
                 ref = Ref(visit, index)
                 value = tag(value, ref) if value.is_floating_point() else value.clone()
                 self.origin[id(value)] = ref
+                self.uses.derived[id(value)] = value
                 self.alive.append(value)
             leaves.append(value)
         return pytree.tree_unflatten(leaves, kind.output_spec)
@@ -248,7 +234,6 @@ class _Probe:
         constants: list[int],
         output: Any,
         inputs: Mapping[str, Any],
-        uses: Uses,
     ) -> Outline:
         names = {id(w): name for name, w in weights.items()}
         end = reach([last_hidden(output)])
@@ -260,7 +245,6 @@ class _Probe:
         after = end.leaves | reach([self._logits(weights, output, inputs)]).leaves
         firsts = [leaf for leaf in self.alive if self.origin[id(leaf)].visit == PROLOGUE]
         before = reach(firsts).leaves
-        self._refuse_glue_parameters(names)
         if after & {id(table) for table in rows.tables.values()}:
             raise Unsupported("what follows the layers reads the token embeddings again")
         both = sorted(names[i] for i in before & after if i in names)
@@ -269,7 +253,9 @@ class _Probe:
         gathered, prologue = sorted(rows.tables), sorted(names[i] for i in before if i in names)
         epilogue = sorted(names[i] for i in after if i in names)
         known = {*gathered, *prologue, *epilogue}
-        fixed = sorted(n for n, w in weights.items() if id(w) in uses.touched and n not in known)
+        fixed = sorted(
+            n for n, w in weights.items() if id(w) in self.uses.touched and n not in known
+        )
         unused = [name for name in weights if name not in {*known, *fixed}]
         return Outline(
             skeleton=self.skeleton,
@@ -280,7 +266,7 @@ class _Probe:
             prologue=prologue + fixed,
             epilogue=epilogue,
             fixed=fixed,
-            unused=unused + self._skipped_layers(),
+            unused=[n for n in rest if n not in fixed] + self._skipped_layers(),
         )
 
     def _logits(self, weights: dict[str, Tensor], output: Any, inputs: Mapping) -> Tensor:
@@ -289,16 +275,6 @@ class _Probe:
         if not isinstance(logits, Tensor) or logits.shape[:2] != hidden.shape[:2]:
             raise Unsupported("its head computes logits from more than the last hidden states")
         return logits
-
-    def _refuse_glue_parameters(self, names: dict[int, str]) -> None:
-        for layer, call in zip(self.layers, self.calls, strict=True):
-            for leaf in call.leaves:
-                if isinstance(leaf, _Glue) and leaf.reach.leaves:
-                    known = sorted(names[i] for i in leaf.reach.leaves if i in names)
-                    what = known[0] if known else "the token embeddings"
-                    raise Unsupported(
-                        f"between its layers, before {layer.name}, its forward uses {what}"
-                    )
 
     def _skipped_layers(self) -> list[str]:
         called = {layer.name for layer in self.layers}
@@ -317,7 +293,13 @@ def _example(kind: Kind, path: str, module: nn.Module, args: tuple, kwargs: dict
     watch, versions = Watch(kind.module, path), [b._version for b in buffers.values()]
     with torch.no_grad():
         kind.example = kind.call(weights, args, kwargs)
-    watch.check()
+        for change in watch.changes():
+            if not change.spoil():
+                raise change.refusal()
+        again = kind.call(weights, args, kwargs) if watch.changes() else kind.example
+    for value in again:
+        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+            raise watch.changes()[0].refusal()
     for (name, buffer), version in zip(buffers.items(), versions, strict=True):
         if buffer._version != version:
             raise Unsupported(f"the forward of {path} changes its buffer {name}")

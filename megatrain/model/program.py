@@ -80,12 +80,11 @@ class Program:
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = len(calls)
-            layer = self.outline.layers[visit]
-            _expect(layer, module)
+            _expect(self.outline.layers[visit], module)
             leaves, spec = pytree.tree_flatten((args, kwargs))
             alive.append(leaves)
             for index, leaf in enumerate(leaves):
-                if not isinstance(leaf, Tensor) or index in layer.glue:
+                if not isinstance(leaf, Tensor):
                     continue
                 if id(leaf) not in origin and leaf.requires_grad:
                     ref = Ref(PROLOGUE, len(values))
@@ -112,7 +111,7 @@ class Program:
         kept: bool = False,
     ) -> Activations:
         """The activations that layer `visit` makes of its inputs in `values`."""
-        args, kwargs = self._arguments(visit, batch, values)
+        args, kwargs = batch.calls[visit].arguments(values)
         layer = self.outline.layers[visit]
         bound = {**self.buffers[visit], **weights}
         leaves = layer.kind.call(bound, args, kwargs, kept=kept)
@@ -130,16 +129,7 @@ class Program:
         inputs = self.skeleton.inputs(batch.inputs)
         return self.skeleton.head({**self._outer, **weights}, output, inputs)
 
-    def _arguments(self, visit: int, batch: MicroBatch, values: Activations) -> tuple[tuple, dict]:
-        call, glue = batch.calls[visit], self.outline.layers[visit].glue
-        if glue:
-            inputs, replay = batch.inputs, self._replay(batch, values, stop=visit)
-            found = pytree.tree_leaves(self._run(replay, {}, inputs, batch.rows))
-            leaves = [found[i] if i in glue else leaf for i, leaf in enumerate(call.leaves)]
-            call = Call(leaves, call.spec)
-        return call.arguments(values)
-
-    def _replay(self, batch: MicroBatch, values: Activations, stop: int | None = None) -> Any:
+    def _replay(self, batch: MicroBatch, values: Activations) -> Any:
         """A handler that gives the layers' real outputs where they are known."""
         count = iter(range(len(self.outline.layers)))
         shape = tuple(batch.inputs["input_ids"].shape)
@@ -147,8 +137,6 @@ class Program:
         def handler(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = next(count)
             _expect(self.outline.layers[visit], module)
-            if visit == stop:
-                raise Reached((args, kwargs))
             return self._placeholders(visit, shape, {}, [], values)
 
         return handler

@@ -107,11 +107,22 @@ class Uses:
         lookups: `(table, ids)` of every embedding lookup.
         constants: `(id of table, row)` of every single row taken.
         touched: ids of all tensors that any operation took.
+        derived: by id, the tensors put there and all that was computed from them, with or without
+            gradients.
     """
 
     lookups: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     constants: set[tuple[int, int]] = field(default_factory=set)
     touched: set[int] = field(default_factory=set)
+    derived: dict[int, Tensor] = field(default_factory=dict)
+
+    def note(self, given: Any, result: Any) -> None:
+        """Take down an operation."""
+        ids = {id(leaf) for leaf in pytree.tree_leaves(given)}
+        self.touched |= ids
+        if not ids.isdisjoint(self.derived):
+            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+            self.derived.update((id(tensor), tensor) for tensor in made)
 
 
 class _Lookup(TorchFunctionMode):
@@ -123,8 +134,12 @@ class _Lookup(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        result = self._call(func, args, kwargs)
         if self.uses is not None:
-            self.uses.touched.update(id(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+            self.uses.note((args, kwargs), result)
+        return result
+
+    def _call(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if func is F.embedding:
             return self._embedding(*args, **kwargs)
         if func is Tensor.__getitem__ and (row := _single_row(args[1])) is not None:
