@@ -58,7 +58,7 @@ class AdamW:
         """
         decaying = set(get_parameter_names(model, [nn.LayerNorm], list(self.no_decay)))
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [(n, p) for n, p in named if n in decaying]},
             {"params": [(n, p) for n, p in named if n not in decaying], "weight_decay": 0.0},
         ]

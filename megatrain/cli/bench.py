@@ -19,6 +19,7 @@ from megatrain.placement import Placement
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import peak_process_bytes
+from megatrain.telemetry.picture import draw
 from megatrain.telemetry.timeline import Span, breakdown, chrome_trace
 from megatrain.units import gib
 
@@ -83,7 +84,8 @@ def step(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     timeline: Annotated[
-        Path | None, typer.Option(help="Write one step's trace to this file, for Perfetto.")
+        Path | None,
+        typer.Option(help="Write one step's trace for Perfetto to this file, its picture beside."),
     ] = None,
 ) -> None:
     """Time whole training steps on random tokens: model TFLOPS, memory, spread."""
@@ -125,6 +127,8 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
         if timeline is not None:
             timeline.parent.mkdir(parents=True, exist_ok=True)
             timeline.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
+            title = f"One step: {case.shape}, {case.sequences} x {case.sequence_length} tokens"
+            draw(spans, timeline.with_suffix(".png"), title)
         tokens = case.sequences * case.sequence_length
         return {
             "benchmark": "step",
@@ -165,6 +169,7 @@ def _build(case: StepCase) -> "Engine":
         placement="auto" if case.placement is None else Placement(**case.placement),
         device=None if case.device == "auto" else case.device,
         seed=case.seed,
+        tokens_per_step=case.sequences * case.sequence_length,
     )
 
 

@@ -189,7 +189,7 @@ class Assembly:
         """Parts of a training step."""
         device, placement, tiles = self.device, self.placement, self.store.tiles
         update = Update(device, optimizer, max_grad_norm, self.threads(), len(tiles))
-        # A gradient that waits, for the norm or for the rows of a tied table, waits in its own slab.
+        # What waits, for the norm or for the rows of a tied table, has a slab of its own.
         outline = self.program.outline
         tied = any(name in outline.epilogue for name in outline.gathered)
         held = [self.tiles["head"]] if tied else []

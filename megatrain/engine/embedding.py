@@ -47,6 +47,7 @@ class _Room:
     def __init__(self, device: Device, name: str, dtype: torch.dtype) -> None:
         self._device, self._name, self._dtype = device, name, dtype
         self._capacity = 0
+        self.staged: Buffer
 
     def grow(self, numel: int, *, staged: bool) -> None:
         """Make room for `numel` elements; grown geometrically, so a run settles soon."""

@@ -26,6 +26,7 @@ from megatrain.optim import AdamW, StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Span
+from megatrain.tile import TileLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MicroBatches = Sequence[Mapping[str, Tensor]]
@@ -67,6 +68,7 @@ class Engine:
         placement: Placement | Literal["auto"] = "auto",
         device: str | Device | None = None,
         seed: int = 0,
+        tokens_per_step: int | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class Engine:
             precision: what layers are computed in; masters and moments are fp32.
             device: `cpu`, `cuda`, `cuda:N`, or a device; None takes the GPU if there is one.
             seed: of weights drawn and of dropout.
+            tokens_per_step: about how many a step will have, for `placement="auto"`.
             attn_implementation: any that transformers knows; None leaves it the choice.
 
         Raises:
@@ -100,21 +103,17 @@ class Engine:
         groups = {} if self.optimizer is None else self.optimizer.group_of()
         opened = device if isinstance(device, Device) else open_device(device)
         self.device = Recording(opened)
-        layouts = tile_layouts(self._outline, groups)
+        layouts, train = tile_layouts(self._outline, groups), optimizer is not None
         self._kept: KeptGraphs | None = None
         if isinstance(placement, Placement):
             self.placement = placement
         else:
-            train, bf16 = optimizer is not None, precision == "bf16"
-            self.placement = initial_placement(self.device, layouts, train=train, bf16=bf16)
-            if train and self.device.kind == "cuda":
-                total = self.device.memory()["device_total_bytes"]
-                self._kept = KeptGraphs(len(self._outline.layers), total)
+            self._place(layouts, train, precision, tokens_per_step)
         self._store = Store(
             self.device,
             layouts,
             DTYPES[precision],
-            train=optimizer is not None,
+            train=train,
             resident=self.placement.resident,
         )
         fill(source, self._outline, self._store, self.device, seed)
@@ -127,6 +126,17 @@ class Engine:
             else assembly.training(self.optimizer, max_grad_norm)
         )
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
+
+    def _place(
+        self, layouts: list[TileLayout], train: bool, precision: str, tokens: int | None
+    ) -> None:
+        """Choose the placement by the device's memory."""
+        self.placement = initial_placement(
+            self.device, layouts, train=train, bf16=precision == "bf16", tokens_per_step=tokens
+        )
+        if train and self.device.kind == "cuda":
+            total = self.device.memory()["device_total_bytes"]
+            self._kept = KeptGraphs(len(self._outline.layers), total)
 
     @property
     def vocab_size(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -139,15 +140,16 @@ class HostSaved:
             yield self._device.run(
                 COMPUTE,
                 "give",
-                lambda keys=keys, lanes=lanes: {
-                    key[1]: self._view(key, lane) for key, lane in zip(keys, lanes, strict=True)
-                },
+                partial(self._views, keys, lanes),
                 reads=[lane.buffer for lane in lanes if lane.buffer is not None],
             )
             done = self._device.record(COMPUTE)
             for lane in lanes:
                 lane.busy = done
             self._taken += width
+
+    def _views(self, keys: list[tuple[int, Ref]], lanes: list[_Lane]) -> Activations:
+        return {key[1]: self._view(key, lane) for key, lane in zip(keys, lanes, strict=True)}
 
     def _view(self, key: tuple[int, Ref], lane: _Lane) -> Tensor:
         item = self._items[key]

@@ -33,9 +33,7 @@ class Room:
 
     def add(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients; None counts as zero (an expert without tokens)."""
-        pairs = [
-            (self.views[n], g) for n, g in zip(names, gradients, strict=True) if g is not None
-        ]
+        pairs = [(self.views[n], g) for n, g in zip(names, gradients, strict=True) if g is not None]
         if pairs:
             totals, parts = zip(*pairs, strict=True)
             torch._foreach_add_(totals, parts)
@@ -81,7 +79,9 @@ class Sink:
         ]
         self._claimed = 0
         every = [*self._own.values(), *self._shared]
-        self.host_bytes = sum(s.buffer.data.nbytes for s in every if s.buffer.data.device.type != "cuda")
+        self.host_bytes = sum(
+            s.buffer.data.nbytes for s in every if s.buffer.data.device.type != "cuda"
+        )
 
     def room(self, tile: Tile) -> Room:
         """Zeroed fp32 sums for a tile's gradient."""
@@ -146,7 +146,5 @@ def _own_slabs(device: Device, tiles: Sequence[Tile], dtype: torch.dtype) -> dic
     layouts = [tile.layout for tile in tiles]
     lengths = [layout.trainable_numel for layout in layouts]
     resident = [tile.name for tile in tiles if tile.resident]
-    buffers = planes(
-        device, "gradient", layouts, lengths, dtype, pinned=True, resident=resident
-    )
+    buffers = planes(device, "gradient", layouts, lengths, dtype, pinned=True, resident=resident)
     return {tile.index: Slab(buffer) for tile, buffer in zip(tiles, buffers, strict=True)}

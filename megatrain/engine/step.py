@@ -80,9 +80,7 @@ def forward(
     return h
 
 
-def forward_only(
-    parts: Parts, batch: Batch, finish: Callable[[Head, Buffer, State], Any]
-) -> Any:
+def forward_only(parts: Parts, batch: Batch, finish: Callable[[Head, Buffer, State], Any]) -> Any:
     """The forward sweep alone, ended by `finish(head, weights, h)`: loss, logits, anything."""
     parts.stream.begin([*parts.trunk, parts.head])
     h = forward(parts, batch, lambda unit, h: None, train=False)

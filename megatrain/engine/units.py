@@ -6,7 +6,8 @@ micro-batch, and knows how to run forward and backward for all micro-batches in 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,12 +65,10 @@ class Prologue(Unit):
 
     keeps_graph = False  # there is next to nothing to keep
     visit = PROLOGUE
-    inputs: list[Ref] = []
-    fresh: list[Ref] = []
+    inputs: ClassVar[list[Ref]] = []
+    fresh: ClassVar[list[Ref]] = []
 
-    def __init__(
-        self, device: Device, program: Program, tile: Tile, embedding: Embedding
-    ) -> None:
+    def __init__(self, device: Device, program: Program, tile: Tile, embedding: Embedding) -> None:
         super().__init__(device, program, tile)
         self.embedding = embedding
 
@@ -85,25 +84,28 @@ class Prologue(Unit):
         out = []
         for index, micro in enumerate(batch.micro):
             self.seed(batch, self.visit, index)
-            out.append(
-                self.device.run(COMPUTE, "prologue", lambda micro=micro: work(micro), reads)
-            )
+            out.append(self.device.run(COMPUTE, "prologue", partial(work, micro), reads))
         return out
 
     def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room | None) -> State:
         """Gradients of the prologue's weights into `room`, of the rows into `embedding`."""
         reads, writes = [slot, *self.embedding.rows], list(self.embedding.sums)
         self.embedding.clear()
-        for index, micro in enumerate(batch.micro):
+        for index in range(len(batch.micro)):
             self.seed(batch, self.visit, index)
             self.device.run(
                 COMPUTE,
                 "prologue backward",
-                lambda micro=micro, index=index: self._pull(slot, micro, dh[index], room),
+                partial(self._pull_at, slot, batch, index, dh, room),
                 reads,
                 writes + ([room.sums] if room else []),
             )
         return [{} for _ in batch.micro]
+
+    def _pull_at(
+        self, slot: Buffer, batch: Batch, index: int, dh: State, room: Room | None
+    ) -> None:
+        self._pull(slot, batch.micro[index], dh[index], room)
 
     def _pull(self, slot: Buffer, micro: MicroBatch, dh: Activations, room: Room | None) -> None:
         weights, names = self.leaves(slot)
@@ -251,7 +253,8 @@ class Head(Unit):
         self, slot: Buffer, batch: Batch, h: State, room: Room
     ) -> tuple[list[Tensor], State]:
         """Each micro-batch's share of the step's mean loss, and the activations' gradients."""
-        losses, dh = [], []
+        losses: list[Any] = []
+        dh: list[Any] = []
         for index, micro in enumerate(batch.micro):
 
             def work(index: int = index, micro: MicroBatch = micro) -> tuple[Tensor, Activations]:
@@ -311,7 +314,7 @@ class Head(Unit):
             return total / batch.num_labelled
 
         return [
-            self.device.run(COMPUTE, "head", lambda m=m, v=v: work(m, v), [slot])
+            self.device.run(COMPUTE, "head", partial(work, m, v), [slot])
             for m, v in zip(batch.micro, h, strict=True)
         ]
 
@@ -325,6 +328,6 @@ class Head(Unit):
                 return self.program.logits(weights, micro, output).float().cpu()
 
         return [
-            self.device.run(COMPUTE, "head", lambda m=m, v=v: work(m, v), [slot])
+            self.device.run(COMPUTE, "head", partial(work, m, v), [slot])
             for m, v in zip(batch.micro, h, strict=True)
         ]

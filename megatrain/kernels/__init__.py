@@ -36,7 +36,7 @@ _chosen, implementation = _choose()
 
 
 
-def adamw(weights: Tensor, *planes: Tensor | None, **settings: Any) -> None:
+def adamw(weights: Tensor, *planes: Any, **settings: Any) -> None:
     """One AdamW update where the planes are: see `reference.adamw`, `gpu.adamw`."""
     if weights.is_cuda:
         from megatrain.kernels import gpu

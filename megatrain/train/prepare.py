@@ -188,6 +188,7 @@ def _engine(config: Config, hf_config: PreTrainedConfig) -> Engine:
         placement=config.engine.placement_value(),
         device=None if config.engine.device == "auto" else config.engine.device,
         seed=config.training.seed,
+        tokens_per_step=config.training.batch_size * config.data.sequence_length,
         trust_remote_code=config.model.trust_remote_code,
         attn_implementation=config.model.attn_implementation,
     )

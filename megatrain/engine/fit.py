@@ -1,0 +1,105 @@
+"""`placement="auto"`: what a device's spare memory is used for.
+
+Two uses, in order of what a byte buys. First, tiles rest on it whose update would keep the device
+waiting: the embedding and the first layer, which a step begins with; with few tokens a step, as
+many layers as half the memory holds, since then updates take longer than the computation; and
+everything, if that takes no more than half. Then layers at the end of the stack keep their graphs,
+so that nothing of them is recomputed; how many is measured in the first steps, not guessed.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from megatrain.device import Device
+from megatrain.placement import Placement
+from megatrain.tile import TileLayout
+from megatrain.units import gib
+
+_log = logging.getLogger(__name__)
+
+# Shares of the device's memory.
+_RESIDENT = 0.5  # tiles may take this much
+_FIRST_RESIDENT = 0.15  # the tiles a step begins with, when the others are better streamed
+_USABLE = 0.93  # the rest is for the driver, fragmentation and other processes
+
+# Updates hide behind the next forward from about this many tokens on: 26 bytes a parameter at
+# 145 GB/s against 2 FLOP a parameter and token at 450 TFLOPS.
+_HIDING_TOKENS = 40_000
+
+# Bytes per parameter of a resident tile: weights, remainder, moments, gradient.
+_BF16_BYTES, _FP32_BYTES = 14, 16
+
+
+def initial_placement(
+    device: Device,
+    layouts: Sequence[TileLayout],
+    *,
+    train: bool,
+    bf16: bool,
+    tokens_per_step: int | None,
+) -> Placement:
+    """The placement that a run starts with; without `tokens_per_step`, for large steps."""
+    total = device.memory()["device_total_bytes"]
+    if device.kind != "cuda":
+        return Placement(slots=1)
+    size = (_BF16_BYTES if bf16 else _FP32_BYTES) if train else (2 if bf16 else 4)
+    tiles = [layout for layout in layouts if layout.name != "unused"]
+    needed = sum(layout.numel for layout in tiles) * size
+    everything = needed <= _RESIDENT * total
+    hidden = tokens_per_step is None or tokens_per_step >= _HIDING_TOKENS
+    first = {"embedding", "prologue", "layer 0"}
+    room = (_RESIDENT if everything or not hidden else _FIRST_RESIDENT) * total
+    resident: list[str] = []
+    for layout in tiles:
+        room -= layout.numel * size
+        if room < 0 or not (everything or not hidden or layout.name in first):
+            break
+        resident.append(layout.name)
+    placement = Placement(slots=3, compile=True, head_tokens=8192, resident=tuple(resident))
+    _log.info("placement: on the device rest %s", ", ".join(resident) or "no tiles")
+    return placement
+
+
+class KeptGraphs:
+    """Says before each step how many layers keep their graphs, from what steps have taken.
+
+    The first step keeps none and the second one; their peaks give the cost of a token with and
+    without a kept layer.
+    """
+
+    def __init__(self, num_layers: int, total_bytes: int) -> None:
+        self._num_layers = num_layers
+        self._limit = int(total_bytes * _USABLE)
+        self._plain: tuple[int, int] | None = None  # peak bytes, tokens of that step
+        self._graph_bytes_per_token = 0.0
+        self._last = 0
+
+    def choose(self, num_tokens: int) -> int:
+        """Layers that keep their graphs in a step of `num_tokens`."""
+        self._last = self._fitting(num_tokens)
+        return self._last
+
+    def _fitting(self, num_tokens: int) -> int:
+        if self._plain is None:
+            return 0
+        peak, tokens = self._plain
+        spare = self._limit - peak * max(1.0, num_tokens / tokens)
+        if not self._graph_bytes_per_token:
+            return 1 if spare > self._limit / 4 else 0
+        fitting = int(spare / (self._graph_bytes_per_token * num_tokens))
+        return max(0, min(self._num_layers, fitting))
+
+    def note(self, num_tokens: int, peak_bytes: int) -> None:
+        """What the step just done took at its peak."""
+        if self._plain is None:
+            self._plain = (peak_bytes, num_tokens)
+        elif self._last == 1 and not self._graph_bytes_per_token:
+            # A graph that adds less than this to the peak lived where something else lives later.
+            least = self._limit / 1000
+            added = max(peak_bytes - self._plain[0], least)
+            self._graph_bytes_per_token = added / num_tokens
+            _log.info(
+                "placement: a kept layer takes %s, so %d keep their graphs",
+                gib(added),
+                self._fitting(num_tokens),
+            )
