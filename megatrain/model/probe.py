@@ -253,10 +253,8 @@ class _Probe:
         gathered, prologue = sorted(rows.tables), sorted(names[i] for i in before if i in names)
         epilogue = sorted(names[i] for i in after if i in names)
         known = {*gathered, *prologue, *epilogue}
-        fixed = sorted(
-            n for n, w in weights.items() if id(w) in self.uses.touched and n not in known
-        )
-        unused = [name for name in weights if name not in {*known, *fixed}]
+        rest = [name for name in weights if name not in known]
+        fixed = sorted(name for name in rest if id(weights[name]) in self.uses.touched)
         return Outline(
             skeleton=self.skeleton,
             layers=self.layers,
