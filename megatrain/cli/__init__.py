@@ -7,8 +7,8 @@ import traceback
 
 def main() -> None:
     """Run the command line; leaves through `SystemExit` with the documented exit code."""
-    # Read when torch is loaded. OpenMP threads that wait by spinning take the cores from the update
-    # threads and from other programs: on two busy cores the demo ran at 150 tokens/s instead of 1,700.
+    # Read when torch is loaded. OpenMP threads that spin while they wait take the cores from update
+    # threads and other programs: on two busy cores the demo ran ten times slower with them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatrain.cli.app import app
     from megatrain.errors import RunFailed
