@@ -5,7 +5,7 @@ of tokens: only structure is learned from it, so it needs no weights and costs n
 forward computes from what is read off the autograd graph.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megatrain.model.skeleton import (
     Rows,
     Skeleton,
     Uses,
+    identity,
     last_hidden,
     with_hidden,
 )
@@ -81,8 +82,8 @@ class _Probe:
         self.skeleton = Skeleton(model, stack)
         self.kinds: dict[tuple, Kind] = {}
         self.layers: list[Layer] = []
-        self.origin: dict[int, Ref] = {}  # id of an activation -> where it came from
-        self.alive: list[Tensor] = []  # keeps those ids valid
+        self.origin: dict[Hashable, Ref] = {}  # identity of an activation -> where it came from
+        self.alive: list[Tensor] = []  # keeps those identities valid
         self.uses = Uses()
 
     def _refuse_shared(self) -> None:
@@ -187,8 +188,8 @@ class _Probe:
 
     def _trace(self, leaf: Tensor, path: str) -> Ref | None:
         """The activation that an argument is; None if no gradient flows to it."""
-        if id(leaf) in self.origin:
-            return self.origin[id(leaf)]
+        if identity(leaf) in self.origin:
+            return self.origin[identity(leaf)]
         if id(leaf) in self.uses.derived or reach([leaf]).refs:
             raise Unsupported(
                 f"before {path}, its forward computes on what earlier layers gave; operations "
@@ -196,9 +197,9 @@ class _Probe:
             )
         if leaf.requires_grad:
             firsts = sum(ref.visit == PROLOGUE for ref in self.origin.values())
-            self.origin[id(leaf)] = Ref(PROLOGUE, firsts)
+            self.origin[identity(leaf)] = Ref(PROLOGUE, firsts)
             self.alive.append(leaf)
-        return self.origin.get(id(leaf))
+        return self.origin.get(identity(leaf))
 
     def _kind(self, module: nn.Module, path: str, args: tuple, kwargs: dict) -> Kind:
         key = signature(module, with_index=False)
@@ -221,7 +222,7 @@ class _Probe:
             if isinstance(value, Tensor):
                 ref = Ref(visit, index)
                 value = tag(value, ref) if value.is_floating_point() else value.clone()
-                self.origin[id(value)] = ref
+                self.origin[identity(value)] = ref
                 self.uses.derived[id(value)] = value
                 self.alive.append(value)
             leaves.append(value)
@@ -243,7 +244,7 @@ class _Probe:
                 "inside an autograd function of their own)"
             )
         after = end.leaves | reach([self._logits(weights, output, inputs)]).leaves
-        firsts = [leaf for leaf in self.alive if self.origin[id(leaf)].visit == PROLOGUE]
+        firsts = [leaf for leaf in self.alive if self.origin[identity(leaf)].visit == PROLOGUE]
         before = reach(firsts).leaves
         if after & {id(table) for table in rows.tables.values()}:
             raise Unsupported("what follows the layers reads the token embeddings again")

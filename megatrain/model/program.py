@@ -4,7 +4,7 @@ Knows nothing of streams, slots or copies: tensors in, tensors out, one micro-ba
 Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from megatrain.errors import RunFailed
 from megatrain.model.kind import move_buffers
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
-from megatrain.model.skeleton import PROLOGUE, Call, Reached, Ref, Rows, stand_in
+from megatrain.model.skeleton import PROLOGUE, Call, Reached, Ref, Rows, identity, stand_in
 
 Activations = dict[Ref, Tensor]
 Weights = Mapping[str, Tensor]
@@ -72,7 +72,7 @@ class Program:
 
         Outputs carry a graph if any of `weights` or `batch.rows.tables` requires gradients.
         """
-        origin: dict[int, Ref] = {}
+        origin: dict[Hashable, Ref] = {}
         values: Activations = {}
         calls: list[Call] = []
         alive: list[Any] = []
@@ -86,10 +86,11 @@ class Program:
             for index, leaf in enumerate(leaves):
                 if not isinstance(leaf, Tensor):
                     continue
-                if id(leaf) not in origin and leaf.requires_grad:
+                key = identity(leaf)
+                if key not in origin and leaf.requires_grad:
                     ref = Ref(PROLOGUE, len(values))
-                    origin[id(leaf)], values[ref] = ref, leaf
-                leaves[index] = origin.get(id(leaf), leaf)
+                    origin[key], values[ref] = ref, leaf
+                leaves[index] = origin.get(key, leaf)
             calls.append(Call(leaves, spec))
             if len(calls) == len(self.outline.layers):
                 raise Reached(None)
@@ -142,7 +143,12 @@ class Program:
         return handler
 
     def _placeholders(
-        self, visit: int, shape: tuple, origin: dict[int, Ref], alive: list, values: Activations
+        self,
+        visit: int,
+        shape: tuple,
+        origin: dict[Hashable, Ref],
+        alive: list,
+        values: Activations,
     ) -> Any:
         """The outputs of a layer as the forward expects them: known values, or zeros."""
         kind = self.outline.layers[visit].kind
@@ -157,7 +163,7 @@ class Program:
                 probe = example.shape[:2] == PROBE_SHAPE
                 real = (*shape, *example.shape[2:]) if probe else example.shape
                 leaf = torch.zeros((), device=self.device, dtype=dtype).expand(real)
-                origin[id(leaf)] = ref
+                origin[identity(leaf)] = ref
                 alive.append(leaf)
             leaves.append(leaf)
         return pytree.tree_unflatten(leaves, kind.output_spec)

@@ -6,7 +6,7 @@ between layers and the epilogue are all read off transformers' forward.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,11 @@ class Call:
         """`(args, kwargs)` with each Ref replaced by its value."""
         leaves = [values[leaf] if isinstance(leaf, Ref) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def identity(tensor: Tensor) -> Hashable:
+    """Equal for a tensor and its trivial views, such as `h[:, 0:]`; not for a detached one."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.requires_grad
 
 
 class Reached(Exception):
