@@ -1,6 +1,7 @@
 """`megatrain bench CASE`: measurements that carry what is needed to repeat them."""
 
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -245,7 +246,9 @@ def _parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file is in, if it is in one."""
+    """The commit of the checkout that this file is in; MEGATRAIN_COMMIT says it elsewhere."""
+    if "MEGATRAIN_COMMIT" in os.environ:
+        return os.environ["MEGATRAIN_COMMIT"]
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)

@@ -7,7 +7,7 @@ micro-batch, and knows how to run forward and backward for all micro-batches in 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,12 +65,12 @@ class Prologue(Unit):
 
     keeps_graph = False  # there is next to nothing to keep
     visit = PROLOGUE
-    inputs: ClassVar[list[Ref]] = []
-    fresh: ClassVar[list[Ref]] = []
 
     def __init__(self, device: Device, program: Program, tile: Tile, embedding: Embedding) -> None:
         super().__init__(device, program, tile)
         self.embedding = embedding
+        self.inputs: list[Ref] = []
+        self.fresh: list[Ref] = []
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The first activations of every micro-batch (`h` is not read: there are none)."""

@@ -1,0 +1,83 @@
+"""Real text on a real GPU: the engine with everything on lies on the curve of plain training."""
+
+import statistics
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatrain import AdamW, Engine, Placement
+from megatrain.loss import cross_entropy_sum, next_token_targets
+
+pytestmark = pytest.mark.gpu
+
+STEPS, ROWS, TOKENS, LR = 200, 16, 256, 1e-3
+
+
+def model() -> LlamaForCausalLM:
+    """About the demo's size; its tokens are bytes."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def rows(count: int) -> list[Tensor]:
+    """`count` steps of `[ROWS, TOKENS]` bytes of the standard library's source."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)
+    bytes_N = torch.frombuffer(bytearray(text[: count * ROWS * TOKENS]), dtype=torch.uint8)
+    rows_NT = bytes_N.view(-1, TOKENS).long()
+    order = torch.randperm(len(rows_NT), generator=torch.Generator().manual_seed(0))
+    return list(rows_NT[order].split(ROWS))
+
+
+def streamed(placement: Placement | str, steps: list[Tensor]) -> list[float]:
+    with Engine(model(), optimizer=AdamW(lr=LR), device="cuda", placement=placement) as engine:
+        micro = [[{"input_ids": r, "labels": r} for r in step.split(ROWS // 2)] for step in steps]
+        return [engine.step(batch).loss for batch in micro]
+
+
+def plain(steps: list[Tensor]) -> list[float]:
+    """fp32 weights and arithmetic, all on the GPU."""
+    trained = model().cuda()
+    groups = [
+        {"params": [p for n, p in trained.named_parameters() if "norm" not in n]},
+        {"params": [p for n, p in trained.named_parameters() if "norm" in n], "weight_decay": 0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    losses = []
+    for step in steps:
+        targets = next_token_targets(step).cuda()
+        logits = trained(step.cuda(), use_cache=False).logits
+        loss = cross_entropy_sum(logits.flatten(0, 1), targets.flatten()) / (targets >= 0).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_curve_is_that_of_plain_training() -> None:
+    steps = rows(STEPS)
+    wanted, got = plain(steps), streamed("auto", steps)
+    assert wanted[0] - statistics.mean(wanted[-20:]) > 2  # it does learn
+    for start in range(0, STEPS, 20):
+        part = slice(start, start + 20)
+        assert statistics.mean(got[part]) == pytest.approx(statistics.mean(wanted[part]), rel=0.02)
+
+
+def test_a_run_repeats_bit_for_bit() -> None:
+    steps = rows(20)
+    placement = Placement(slots=3)
+    assert streamed(placement, steps) == streamed(placement, steps)
