@@ -8,6 +8,7 @@ writes benchmarks/results/kernels-<machine>.json.
 
 import argparse
 import json
+import random
 import re
 import statistics
 import subprocess
@@ -121,10 +122,13 @@ def other_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
 
 
 def measure(cases: list[Case], size: int, rounds: int) -> list[Result]:
-    """Time every case once a round, after one round to warm up."""
+    """Time every case once a round, in another order each round, after one round to warm up."""
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
+    order = random.Random(0)
     for _ in range(rounds + 1):
-        for case in cases:
+        for case in order.sample(cases, len(cases)):
+            # Torch's threads spin for a while after their work, at the cost of the next case.
+            time.sleep(0.02)
             start = time.perf_counter()
             case.run()
             seconds[case.name].append(time.perf_counter() - start)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatrain.kernels import check
 
-_BLOCK = 1 << 18
-"""Elements worked on at a time, so that temporaries stay small beside a tile."""
+_BLOCK = 1 << 21
+"""Elements worked on at a time: temporaries stay under 100 MiB, and torch's threads, which meet
+after every operation, wait for each other only now and then."""
 
 _PAGE_BYTES = 4096
 """The smallest page of the supported systems: touching more often than needed does no harm."""

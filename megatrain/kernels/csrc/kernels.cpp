@@ -41,18 +41,20 @@ inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
+// Both are the formulas of reference.py in 16-bit arithmetic, of which a vector holds twice as much:
+// a remainder with its upper bit set stands for a weight that was rounded away from zero by one.
 inline float join_one(bf16 weight, int16_t remainder) {
-    return float_of((uint32_t(weight) << 16) + uint32_t(int32_t(remainder)));
+    const uint16_t upper = uint16_t(weight + (remainder >> 15));
+    return float_of(uint32_t(upper) << 16 | uint16_t(remainder));
 }
 
-// Rounding alone would turn some NaNs into infinities or zeros (see reference.split).
 inline void split_one(float master, bf16& weight, int16_t& remainder) {
-    const uint32_t bits = bits_of(master);
-    const bool is_nan = master != master;
-    const uint32_t upper = bits >> 16;
-    const uint32_t rounded = (bits + 0x8000u) >> 16;
-    weight = bf16(is_nan ? (upper | 0x40u) : rounded);
-    remainder = int16_t(is_nan ? 0u : bits);
+    uint32_t bits = bits_of(master);
+    // Rounding would turn some NaNs into infinities or zeros; quiet ones without a lower half stay.
+    bits = master == master ? bits : (bits | 0x00400000u) & 0xffff0000u;
+    const uint16_t upper = uint16_t(bits >> 16), lower = uint16_t(bits);
+    weight = bf16(upper + (lower >> 15));
+    remainder = int16_t(lower);
 }
 
 // param, exp_avg, exp_avg_sq after one update: torch/optim/adam.py, _single_tensor_adam, with the
