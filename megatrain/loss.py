@@ -37,7 +37,7 @@ def chunked_loss(
     Args:
         head: hidden `[1, C, D]` to logits `[1, C, V]`.
     """
-    total = torch.zeros((), device=hidden_ND.device)
+    total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
     for start in range(0, len(hidden_ND), tokens):
         logits = head(hidden_ND[None, start : start + tokens])
         total += cross_entropy(logits[0], targets_N[start : start + tokens])
@@ -66,7 +66,7 @@ def chunked_loss_gradients(
     Returns:
         The summed cross entropy (not divided), and the gradient of `hidden_ND`.
     """
-    total = torch.zeros((), device=hidden_ND.device)
+    total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
     gradient_ND = torch.empty_like(hidden_ND)
     for start in range(0, len(hidden_ND), tokens):
         rows = slice(start, start + tokens)

@@ -74,7 +74,7 @@ class Tile:
         weights = self.weights.data[entry.offset : entry.offset + entry.numel].cpu()
         if self.remainder is None:
             return weights.view(entry.shape)
-        master = torch.empty(entry.numel)
+        master = torch.empty(entry.numel, dtype=torch.float32)
         remainder = self.remainder.data[entry.offset : entry.offset + entry.numel].cpu()
         kernels.join(weights, remainder, master, threads=threads)
         return master.view(entry.shape)

@@ -18,6 +18,7 @@ from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.stream import Stream
 from megatrain.engine.units import Head, Layer, Prologue
 from megatrain.engine.update import Update
+from megatrain.errors import InputError
 from megatrain.model.build import emptied, empty_model, load_config
 from megatrain.model.init import initialise
 from megatrain.model.outline import Outline
@@ -55,7 +56,12 @@ def open_source(
         InputError: it cannot be read or is not a causal language model.
     """
     if isinstance(model, PreTrainedModel):
-        return Source(emptied(model), None, model)
+        return Source(emptied(model, attn_implementation=attn_implementation), None, model)
+    if not isinstance(model, PreTrainedConfig | str | Path):
+        raise InputError(
+            f"the model is a {type(model).__name__}; give a transformers model or configuration, "
+            "a folder, or a hub id"
+        )
     folder = None if isinstance(model, PreTrainedConfig) else resolve_model(model)
     config = model if folder is None else load_config(folder, trust_remote_code=trust_remote_code)
     empty = empty_model(

@@ -1,5 +1,6 @@
 """A Hugging Face causal language model without its weights: structure, buffers, forward."""
 
+import copy
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = _first_line(error)
         raise InputError(f"cannot read the model configuration in {folder}: {reason}") from error
 
 
@@ -38,28 +39,49 @@ def empty_model(
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code, **chosen
+                copy.deepcopy(config), trust_remote_code=trust_remote_code, **chosen
             )
     except (ValueError, ImportError, TypeError, AttributeError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = _first_line(error)
         raise InputError(f"cannot build a {config.model_type} causal model: {reason}") from error
     model.tie_weights()
     return model.train()
 
 
-def emptied(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of `model` that shares no weights with it: meta parameters, its own buffers."""
-    memo: dict[int, object] = {}
-    for parameter in model.parameters():
-        meta = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:
+    """A copy of `model` that shares no weights with it: meta parameters, its own buffers.
+
+    Raises:
+        InputError: only some of its weights are on the meta device, or it has no such attention.
+    """
+    parameters = dict(model.named_parameters())
+    on_meta = [name for name, parameter in parameters.items() if parameter.is_meta]
+    if 0 < len(on_meta) < len(parameters):
+        raise InputError(
+            f"{on_meta[0]} of the model given is on the meta device, but others are not; load all "
+            "of it, or give its folder"
         )
-        memo[id(parameter)] = meta
-    import copy
+    if any(buffer.is_meta for buffer in model.buffers()):
+        with init_empty_weights(include_buffers=False):
+            copied = type(model)(copy.deepcopy(model.config))
+        copied.tie_weights()
+        for name, parameter in copied.named_parameters():
+            parameter.requires_grad_(parameters[name].requires_grad)
+    else:
+        memo = {id(p): _on_meta(p) for p in parameters.values()}
+        copied = copy.deepcopy(model, memo)
+    if attn_implementation is not None:
+        try:
+            copied.set_attn_implementation(attn_implementation)
+        except (ValueError, ImportError, KeyError) as error:
+            raise InputError(f"attn_implementation: {_first_line(error)}") from error
+    return copied.train()
 
-    return copy.deepcopy(model, memo).train()
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    empty = torch.empty_like(parameter, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
-def parameter_dict(module: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
-    """Every distinct parameter of `module` under its first name."""
-    return {prefix + name: p for name, p in module.named_parameters(remove_duplicate=True)}
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]

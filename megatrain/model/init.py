@@ -1,12 +1,17 @@
 """Random initialisation as the model class defines it, one layer at a time."""
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain.model.outline import Outline
+
+Owners = dict[int, PreTrainedModel]
+Place = tuple[type[nn.Module], str]  # a parameter by its module's class and its name there
 
 
 def initialise(
@@ -20,44 +25,72 @@ def initialise(
 
     Values are drawn in fp32 on `device`, which then holds one layer at a time; they are a function
     of the seeding and the kind of device. Normal distribution, scaled projections and all else are
-    the model's own choice.
+    the model's own choice; what `_init_weights` leaves alone is as the constructor makes it.
 
     Args:
         seed: starts random numbers anew; called with the index of each part.
-        write: takes each parameter's Hugging Face name and its CPU values.
+        write: takes each parameter's Hugging Face name and its CPU values, once.
         only: names to write; None for all.
     """
     model = outline.skeleton.model
-    names = {id(p): name for name, p in model.named_parameters()}
-    owners = _owners(model)
-    wanted = None if only is None else set(only)
-    for index, part in enumerate(_parts(model, outline)):
+    paths = {id(module): path for path, module in model.named_modules()}
+    wanted = {name for name, _ in model.named_parameters()}
+    wanted &= wanted if only is None else set(only)
+    owners, parts = _owners(model), list(_parts(model, outline))
+    left: dict[str, Place] = {}
+    for index, part in enumerate(parts):
+        # A tied parameter belongs to the module that has it under its first name.
         shells = [
-            (module, name, parameter)
+            (module, name, parameter, f"{paths[id(module)]}.{name}".lstrip("."))
             for module in part
             for name, parameter in module.named_parameters(recurse=False)
         ]
-        if not shells or (wanted is not None and not wanted & {names[id(p)] for _, _, p in shells}):
+        if wanted.isdisjoint(full for *_, full in shells):
             continue
         seed(index)
-        _draw(part, shells, owners, device)
-        for module, name, parameter in shells:
-            full = names.get(id(parameter))
-            if full is not None and (wanted is None or full in wanted):
-                write(full, module._parameters[name].detach().cpu())  # type: ignore[union-attr]
-            module._parameters[name] = parameter
+        _draw(part, owners, device)
+        for module, name, parameter, full in shells:
+            values, module._parameters[name] = module._parameters[name], parameter
+            assert values is not None
+            if full in wanted and values.isnan().any():
+                left[full] = (type(module), name)
+            elif full in wanted:
+                write(full, values.detach().cpu())
+    if left:
+        seed(len(parts))
+        made = dict(_constructed(model, set(left.values()), device).named_parameters())
+        for full in left:
+            write(full, made[full].detach().cpu())
 
 
 def _parts(model: PreTrainedModel, outline: Outline) -> Iterator[list[nn.Module]]:
-    """Modules drawn together, children before parents: each layer, then every other module."""
+    """Modules drawn together, children before parents: each layer, then every other module.
+
+    A module whose `_init_weights` reaches down into its children is drawn with all of them.
+    """
     inside: set[int] = set()
     for layer in outline.layers:
         members = list(_children_first(layer.module))
         inside.update(id(module) for module in members)
         yield members
-    for module in _children_first(model):
-        if id(module) not in inside:
-            yield [module]
+    others = [module for module in _children_first(model) if id(module) not in inside]
+    together: set[int] = set()
+    owners = _owners(model)
+    for module in reversed(others):  # parents first
+        below = [m for m in _children_first(module) if id(m) not in inside]
+        if id(module) not in together and _reaches(module, below[:-1], owners):
+            together.update(id(m) for m in below)
+            yield below
+    yield from ([module] for module in others if id(module) not in together)
+
+
+@torch.no_grad()
+def _reaches(module: nn.Module, below: list[nn.Module], owners: Owners) -> bool:
+    """Whether initialising `module` writes to parameters of its descendants (tried on meta)."""
+    parameters = [p for m in below for p in m.parameters(recurse=False)]
+    before = [p._version for p in parameters]
+    owners[id(module)]._init_weights(module)
+    return before != [p._version for p in parameters]
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -66,9 +99,9 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _owners(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
+def _owners(model: PreTrainedModel) -> Owners:
     """The innermost PreTrainedModel around each module: its `_init_weights` applies."""
-    owners: dict[int, PreTrainedModel] = {}
+    owners: Owners = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             owners.update((id(inner), module) for inner in module.modules())
@@ -76,18 +109,37 @@ def _owners(model: PreTrainedModel) -> dict[int, PreTrainedModel]:
 
 
 @torch.no_grad()
-def _draw(
-    part: list[nn.Module],
-    shells: list[tuple[nn.Module, str, nn.Parameter]],
-    owners: dict[int, PreTrainedModel],
-    device: torch.device,
-) -> None:
-    made: dict[int, nn.Parameter] = {}
-    for module, name, parameter in shells:
-        if id(parameter) not in made:
-            # Zeros, not whatever memory holds: a class may leave some of its parameters alone.
-            values = torch.zeros(parameter.shape, device=device)
-            made[id(parameter)] = nn.Parameter(values)
-        module._parameters[name] = made[id(parameter)]
+def _draw(part: list[nn.Module], owners: Owners, device: torch.device) -> None:
+    """Give the modules of `part` real parameters; NaN is left where the class sets nothing."""
+    for module in part:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            # Tied ones are drawn apart, as transformers ties them after it has initialised them.
+            values = torch.full(parameter.shape, torch.nan, device=device, dtype=torch.float32)
+            module._parameters[name] = nn.Parameter(values)
     for module in part:
         owners[id(module)]._init_weights(module)
+
+
+def _constructed(
+    model: PreTrainedModel, places: Collection[Place], device: torch.device
+) -> PreTrainedModel:
+    """A new model of the same class; only parameters at `places` have values, all others none."""
+    with device, _without_values(places):
+        return type(model)(copy.deepcopy(model.config))
+
+
+@contextmanager
+def _without_values(places: Collection[Place]) -> Iterator[None]:
+    """Parameters registered within the block, but for those at `places`, go to the meta device."""
+    register = nn.Module.register_parameter
+
+    def selective(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and (type(module), name) not in places:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = selective  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
