@@ -69,9 +69,11 @@ def train(
 ) -> None:
     """Train a model as a run file says."""
     from megatrain import config
+
+    loaded = config.load(run, overrides or [])  # before torch, whose import takes seconds
     from megatrain.train.loop import train as train_run
 
-    outcome = train_run(config.load(run, overrides or []), run.stem)
+    outcome = train_run(loaded, run.stem)
     print(f"{outcome.steps} steps done; the model is in {outcome.folder / 'model'}")
 
 

@@ -31,7 +31,7 @@ MISTAKES = {
         "hiden_size: unknown field; did you mean 'hid",
     ),
     "unknown type": (["model.config.model_type=lama"], "unknown type 'lama'; did you mean 'llama'"),
-    "no such tokenizer": (["model.tokenizer=/none/there"], "cannot load a tokenizer from"),
+    "no such tokenizer": (["model.tokenizer=/none/there"], "/none/there: no such folder"),
     "too long": (["data.sequence_length=65"], "65 is longer than the model allows (64"),
     "no such data": (["data.path=none.txt"], "none.txt"),
     "bad schedule options": (["schedule.options={bad: 1}"], "schedule: linear cannot be set up"),
