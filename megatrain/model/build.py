@@ -1,6 +1,7 @@
 """A Hugging Face causal language model without its weights: structure, buffers, forward."""
 
 import copy
+import re
 from pathlib import Path
 
 import torch
@@ -76,6 +77,18 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
         except (ValueError, ImportError, KeyError) as error:
             raise InputError(f"attn_implementation: {_first_line(error)}") from error
     return copied.train()
+
+
+def buffer_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Buffers that have another type in a model which transformers makes in `dtype`, and that type.
+
+    Decay tables and masks must fit the weights that they meet; a rotary table stays in fp32.
+    """
+    with init_empty_weights(include_buffers=False):
+        twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    wide = re.compile("|".join(model._keep_in_fp32_modules_strict or ()) or "(?!)")
+    types = {n: torch.float32 if wide.search(n) else b.dtype for n, b in twin.named_buffers()}
+    return {n: types[n] for n, b in model.named_buffers() if n in types and types[n] != b.dtype}
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:

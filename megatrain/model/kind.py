@@ -1,7 +1,8 @@
 """Templates: one stateless module per kind of layer, bound to streamed weights."""
 
 import copy
-from collections.abc import Callable, MutableMapping
+import functools
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -13,8 +14,8 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 # transformers numbers its layers for the key-value cache, which training does not use. The number
-# is no part of a kind unless the layer's forward reads it (see `reads_index`).
-INDEX_ATTRIBUTE = "layer_idx"
+# is no part of a kind unless the layer's forward reads it (`probe` tries it without).
+INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
 
 # What a call is for; each is compiled for itself.
 FORWARD, RECOMPUTE, KEEP = PURPOSES = ("forward", "recompute", "keep")
@@ -56,10 +57,6 @@ class Kind:
         """Compile the call, apart for each purpose (torch.compile, at the first call)."""
         self.compiled = {p: torch.compile(_own_code(_apply, p)) for p in PURPOSES}
         self.compiled[KEEP] = _within_budget(self.compiled[KEEP])
-
-    def to(self, device: torch.device) -> None:
-        """Move the template's buffers."""
-        move_buffers(self.module, device)
 
 
 def _apply(module: nn.Module, weights: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
@@ -113,12 +110,20 @@ def _within_budget(function: Callable[..., Any]) -> Callable[..., Any]:
     return budgeted
 
 
-def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move every buffer of `module`, leaving meta parameters where they are."""
-    for child in module.modules():
+def move_buffers(
+    module: nn.Module, device: torch.device, types: Mapping[str, torch.dtype] | None = None
+) -> None:
+    """Move every buffer of `module`, leaving meta parameters where they are.
+
+    Args:
+        types: new types of some of them, by name.
+    """
+    for path, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None:
-                child._buffers[name] = buffer.to(device)
+                full = f"{path}.{name}" if path else name
+                dtype = (types or {}).get(full, buffer.dtype)
+                child._buffers[name] = buffer.to(device=device, dtype=dtype)
 
 
 def template(layer: nn.Module) -> nn.Module:
@@ -135,7 +140,7 @@ def signature(layer: nn.Module, *, with_index: bool) -> tuple:
         plain = tuple(
             (key, value)
             for key, value in attributes(module)
-            if with_index or key != INDEX_ATTRIBUTE
+            if with_index or key not in INDEX_ATTRIBUTES
         )
         parameters = tuple(
             (name, tuple(p.shape), p.requires_grad)
@@ -165,15 +170,19 @@ def _fingerprint(value: Any) -> Any:
         return tuple(_fingerprint(item) for item in value)
     if isinstance(value, dict):
         return tuple((key, _fingerprint(item)) for key, item in value.items())
+    if isinstance(value, functools.partial):
+        return _fingerprint((value.func, value.args, value.keywords))
+    if callable(value):
+        cells = getattr(value, "__closure__", None) or ()
+        inside = tuple(_fingerprint(cell.cell_contents) for cell in cells)
+        return getattr(value, "__qualname__", id(value)), inside
     # Configurations are shared between the layers of a model: the same object, the same behaviour.
-    # So are functions, but those that carry values of their own.
-    if not callable(value) or getattr(value, "__closure__", None):
-        return id(value)
-    return getattr(value, "__qualname__", id(value))
+    return id(value)
 
 
 def without_index(module: nn.Module) -> nn.Module:
     """`module`, its layer numbers removed in place: a forward that reads one then fails."""
     for child in module.modules():
-        child.__dict__.pop(INDEX_ATTRIBUTE, None)
+        for name in INDEX_ATTRIBUTES:
+            child.__dict__.pop(name, None)
     return module

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import RunFailed
+from megatrain.model.build import buffer_types
 from megatrain.model.kind import move_buffers
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
 from megatrain.model.skeleton import PROLOGUE, Call, Reached, Ref, Rows, identity, stand_in
@@ -44,13 +45,16 @@ class Program:
     def __init__(self, outline: Outline, device: torch.device, dtype: torch.dtype) -> None:
         self.outline, self.device, self.dtype = outline, device, dtype
         self.skeleton = outline.skeleton
-        move_buffers(self.skeleton.model, device)
+        model = self.skeleton.model
+        types = buffer_types(model, dtype)
+        saved = model.state_dict(keep_vars=True).keys()
+        move_buffers(model, device, {n: t for n, t in types.items() if n not in saved})
         for kind in {id(layer.kind): layer.kind for layer in outline.layers}.values():
-            kind.to(device)
-        self.buffers = [_own_buffers(layer) for layer in outline.layers]
+            move_buffers(kind.module, device)
+        self.buffers = [_own_buffers(layer, types) for layer in outline.layers]
         self._outer = {
             name: stand_in(p, device, dtype)
-            for name, p in self.skeleton.model.named_parameters()
+            for name, p in model.named_parameters()
             if name in {*outline.prologue, *outline.epilogue, *outline.gathered}
         }
 
@@ -178,11 +182,15 @@ def _expect(layer: Layer, called: nn.Module | None) -> None:
         raise RunFailed(f"the model's forward left out {layer.name}, which it called at first")
 
 
-def _own_buffers(layer: Layer) -> dict[str, Tensor]:
-    """The layer's buffers that differ from its template's."""
+def _own_buffers(layer: Layer, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """The layer's buffers that differ from its template's, in the types they are computed in."""
     shared = dict(layer.kind.module.named_buffers())
+    own = {
+        name: buffer.to(types.get(f"{layer.name}.{name}", buffer.dtype))
+        for name, buffer in layer.module.named_buffers()
+    }
     return {
         name: buffer
-        for name, buffer in layer.module.named_buffers()
+        for name, buffer in own.items()
         if buffer.dtype != shared[name].dtype or not torch.equal(buffer, shared[name])
     }

@@ -186,13 +186,3 @@ def _turned(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _distance(a: Tensor, b: Tensor) -> float:
     return (a.double() - b.double()).norm().item()
-
-
-def bf16_loss_error(model: PreTrainedModel) -> float:
-    """Relative difference between one step's loss computed in bf16 and in fp32."""
-    step = make_steps(model.config)[0]
-    losses = []
-    for precision in ("fp32", "bf16"):
-        with Engine(model, optimizer=AdamW(), precision=precision, device="cpu") as engine:
-            losses.append(engine.step(step).loss)
-    return abs(losses[1] - losses[0]) / abs(losses[0])

@@ -87,7 +87,7 @@ def plain_training(
     optimizer = _adamw(model, lr, betas, eps, weight_decay)
     losses, norms, gradients = [], [], {}
     for step in steps:
-        losses.append(_accumulate(model, step))
+        losses.append(accumulate(model, step))
         _zero_idle(model)
         if not gradients:
             gradients = {
@@ -123,7 +123,7 @@ def _layer(name: str) -> str | None:
     return match.group(1) if match else None
 
 
-def _accumulate(model: PreTrainedModel, step: Step) -> float:
+def accumulate(model: PreTrainedModel, step: Step) -> float:
     """Gradients of the mean loss over all labelled tokens of the step; returns that loss."""
     tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step)
     total = 0.0

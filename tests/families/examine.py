@@ -1,0 +1,135 @@
+"""Everything that docs/models.md says of a family, found out by trying it."""
+
+import copy
+import re
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from megatrain import AdamW, Engine, Placement
+from megatrain.errors import InputError
+from megatrain.model.build import emptied
+from megatrain.model.outline import Outline
+from megatrain.model.probe import outline
+from tests.families.parity import Errors, compare
+from tests.families.plain import accumulate, make_steps
+from tests.families.tiny import NOT_TRAINABLE, tiny_model
+
+PASSES, REFUSED, NOT_TRAINED, WRONG = "passes", "refused", "not trainable", "wrong"
+BF16_TOLERANCE = 0.05
+
+# Everything that a placement can change on a CPU, at once.
+OTHER_PLACEMENT = Placement(slots=3, boundaries="host", keep_layers=2, head_tokens=5)
+
+
+@dataclass
+class Finding:
+    """How a family fares.
+
+    Attributes:
+        result: one of the four above.
+        reason: why it is refused or not trainable, or what is wrong.
+        errors: against plain torch, in fp32.
+        bf16: relative difference of a bf16 step's loss from the fp32 one's; None if transformers'
+            own code for the model does not run in bf16.
+        layers: where the streamed layers are, how many, and of how many kinds.
+        tied: the head's weights are the embedding's.
+        notes: what else a user should know.
+    """
+
+    name: str
+    result: str
+    reason: str = ""
+    errors: Errors = field(default_factory=Errors)
+    bf16: float | None = None
+    layers: str = ""
+    tied: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def examine(family: str, changes: dict | None = None, name: str = "") -> Finding:
+    """Try a family (or a variant of it, with `changes` to its configuration)."""
+    name = name or family
+    if family in NOT_TRAINABLE:
+        return Finding(name, NOT_TRAINED, NOT_TRAINABLE[family])
+    model = tiny_model(family, changes=changes)
+    try:
+        errors = compare(model)
+    except InputError as refusal:
+        return Finding(name, REFUSED, str(refusal))
+    found = outline(emptied(model))
+    notes, problems = _notes(model, found), list(errors.failures)
+    bf16 = None
+    if runs_in_bf16(model):
+        bf16 = bf16_loss_error(model)
+        if not bf16 <= BF16_TOLERANCE:
+            problems.append(f"bf16 loss off by {bf16:.1e}")
+    else:
+        notes.append("transformers' own code for it does not run in bf16")
+    return Finding(
+        name,
+        WRONG if problems else PASSES,
+        "; ".join(problems),
+        errors,
+        bf16,
+        _layers(found),
+        bool(set(found.gathered) & set(found.epilogue)),
+        notes,
+    )
+
+
+def bf16_loss_error(model: PreTrainedModel) -> float:
+    """Relative difference between one step's loss computed in bf16 and in fp32."""
+    step = make_steps(model.config)[0]
+    losses = []
+    for precision in ("fp32", "bf16"):
+        with Engine(model, optimizer=AdamW(), precision=precision, device="cpu") as engine:
+            losses.append(engine.step(step).loss)
+    return abs(losses[1] - losses[0]) / abs(losses[0])
+
+
+def runs_in_bf16(model: PreTrainedModel) -> bool:
+    """Whether plain transformers can compute the model in bf16, loss and gradients."""
+    model = copy.deepcopy(model).to(torch.bfloat16)
+    try:
+        accumulate(model, make_steps(model.config)[0])
+    except RuntimeError:
+        return False
+    return True
+
+
+def _layers(found: Outline) -> str:
+    stack = found.layers[0].name.rpartition(".")[0]
+    kinds = len({id(layer.kind) for layer in found.layers})
+    return f"{stack} ({len(found.layers)}, {kinds} kind{'s' if kinds > 1 else ''})"
+
+
+def _notes(model: PreTrainedModel, found: Outline) -> list[str]:
+    notes = []
+    if found.unused or found.fixed:
+        count = len(found.unused) + len(found.fixed)
+        notes.append(f"text gives {count} parameters no gradient: left alone")
+    frozen = sum(not p.requires_grad for p in model.parameters())
+    if frozen:
+        notes.append(f"{frozen} parameters frozen by the class")
+    wide = kept_wide(model)
+    if wide:
+        notes.append(f"{len(wide)} parameters that transformers would compute in fp32")
+    if len(found.prologue_outputs) > 1:
+        notes.append("layers have arguments with gradients of their own")
+    if any(ref.visit >= 0 and ref.leaf > 0 for layer in found.layers for ref in layer.inputs):
+        notes.append("layers hand on more than the hidden state")
+    return notes
+
+
+def kept_wide(model: PreTrainedModel) -> list[str]:
+    """Parameters that transformers keeps in fp32 when it loads the model in bf16."""
+    patterns = set(model._keep_in_fp32_modules_strict or ())
+    names = (name for name, _ in model.named_parameters())
+    return [n for n in names if any(re.search(rf"(^|\.){p}(\.|$)", n) for p in patterns)]
+
+
+def single_threaded() -> None:
+    """Make sums independent of the number of cores."""
+    torch.set_num_threads(1)

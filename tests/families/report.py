@@ -1,0 +1,157 @@
+"""Writes docs/models.md: `python -m tests.families.report` tries every family."""
+
+import re
+import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.families.examine import (
+    BF16_TOLERANCE,
+    NOT_TRAINED,
+    PASSES,
+    REFUSED,
+    Finding,
+    examine,
+    single_threaded,
+)
+from tests.families.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE
+from tests.families.sizes import VARIANTS
+from tests.families.tiny import families
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+WORKERS = 2
+
+HEAD = f"""\
+# Models
+
+Written by `make models`, which tries each of the {{count}} causal-language-model families of
+transformers {{version}}. **{{passing}} train as in plain PyTorch**, {{refused}} are refused with a
+reason, and {{untrained}} cannot be trained on text by PyTorch itself.
+
+## What "passes" means
+
+A tiny random model of the family (3 to 6 layers, one of each kind that the family has, its own
+choices of activation, norm, tying, attention pattern) takes three AdamW steps with clipping, of
+three micro-batches each that differ in rows and tokens, with padding and ignored labels; once by
+the engine and once by plain torch, in fp32 on a CPU.
+
+- **loss**: the largest relative error of a step's loss; at most {LOSS_TOLERANCE:.0e}.
+- **update**: the largest error of any parameter after three steps, as a fraction of how far the
+  parameter has moved; at most {UPDATE_TOLERANCE:.0e}.
+- **gradient**: the same for the first step's gradients, of each one's own norm; at most
+  {GRADIENT_TOLERANCE:.0e}, so that a wrong gradient cannot hide by being small.
+- **open**: parameters that plain torch does not determine to these tolerances, such as the bias of
+  keys under a softmax, whose gradient is rounding and nothing else. They are held to twice the
+  difference that torch shows to itself when micro-batches or rows come in another order, or weights
+  change in their last bit (`tests/families/parity.py`).
+- **bf16**: the relative difference of a bf16 step's loss from the fp32 one's; at most
+  {BF16_TOLERANCE:.0%} (a check that every operation of the model runs in bf16, not of accuracy);
+  *no* where transformers' own code fails in bf16.
+
+Parameters without any gradient (the vision tower of a model that is given text) stay as they are,
+without weight decay, as in torch. Inside a layer that runs, a missing gradient counts as zero: an
+expert without tokens decays like any other weight, whichever experts the step happened to use.
+
+In bf16 *all* weights are computed in bf16; masters and moments are fp32. transformers keeps a few
+parameters of some families in fp32 (`_keep_in_fp32_modules_strict`, mostly of routers): their
+number is noted, and here they are rounded to bf16 where they are used. A buffer has the type that
+transformers gives it in a model of the same precision.
+
+The loss is next-token cross entropy. A configuration that asks for more, such as a router's
+auxiliary loss (`output_router_logits: true`), or for layers left out at random (`layerdrop`), is
+refused by name. So is, whatever the family, a model whose layers share weights, that computes
+between its layers, that calls a layer twice, or that keeps state of its own.
+"""
+
+
+def find_all(names: list[str] | None = None) -> list[Finding]:
+    """Findings of families (all of them) and then of variants, several at a time."""
+    wanted = [(f, None, f) for f in families()]
+    wanted += [(family, changes, name) for name, (family, changes) in VARIANTS.items()]
+    chosen = [w for w in wanted if names is None or w[2] in names]
+    with ProcessPoolExecutor(WORKERS, initializer=_start) as pool:
+        found = []
+        for finding in pool.map(examine, *zip(*chosen, strict=True)):
+            print(finding.name, finding.result, finding.reason, file=sys.stderr, flush=True)
+            found.append(finding)
+    return found
+
+
+def _start() -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    single_threaded()
+
+
+def render(findings: list[Finding]) -> str:
+    """The document."""
+    own = [f for f in findings if f.name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    others = [f for f in findings if f.name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    head = HEAD.format(
+        count=len(own),
+        version=transformers.__version__,
+        passing=sum(f.result == PASSES for f in own),
+        refused=sum(f.result == REFUSED for f in own),
+        untrained=sum(f.result == NOT_TRAINED for f in own),
+    )
+    return "\n".join(
+        [
+            head,
+            "## Refused, or not trainable\n",
+            *_reasons([f for f in own if f.result != PASSES]),
+            "\n## Variants\n",
+            "Switches that released checkpoints set otherwise than the class does.\n",
+            *_reasons([f for f in others if f.result != PASSES]),
+            "",
+            *_table([f for f in others if f.result == PASSES]),
+            "\n## Passing families\n",
+            *_table([f for f in own if f.result == PASSES]),
+            "",
+        ]
+    )
+
+
+def _reasons(findings: list[Finding]) -> list[str]:
+    rows = [f"| {f.name} | {f.result} | {f.reason} |" for f in findings]
+    return ["| name | result | why |", "|---|---|---|", *rows]
+
+
+def _table(findings: list[Finding]) -> list[str]:
+    head = "| name | result | loss | update | gradient | open | bf16 | layers | tied | notes |"
+    rows = [
+        f"| {f.name} | {f.result} | {f.errors.loss:.0e} | {f.errors.update:.0e} | "
+        f"{f.errors.gradient:.0e} | {len(f.errors.noisy) or ''} | "
+        f"{'no' if f.bf16 is None else f'{f.bf16:.0e}'} | {f.layers} | "
+        f"{'yes' if f.tied else ''} | {'; '.join(f.notes)} |"
+        for f in findings
+    ]
+    return [head, "|---|---|---|---|---|---|---|---|---|---|", *rows]
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """Result and reason of every family and variant, as the document says."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|", DOCUMENT.read_text(), re.MULTILINE)
+    return {
+        name: (result, "" if result == PASSES else reason)
+        for name, result, reason in rows
+        if name != "name"
+    }
+
+
+def main() -> None:
+    """Try everything and write the document; exit status 1 if anything is wrong."""
+    findings = find_all()
+    DOCUMENT.parent.mkdir(exist_ok=True)
+    DOCUMENT.write_text(render(findings))
+    wrong = [f for f in findings if f.result not in (PASSES, REFUSED, NOT_TRAINED)]
+    for finding in wrong:
+        print(f"WRONG: {finding.name}: {finding.reason}", file=sys.stderr)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Each causal-LM family of transformers trains as in plain torch, or is refused with a reason."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatrain import AdamW, Engine
+from megatrain.errors import InputError
+from tests.families.examine import (
+    NOT_TRAINED,
+    OTHER_PLACEMENT,
+    PASSES,
+    REFUSED,
+    examine,
+)
+from tests.families.parity import compare
+from tests.families.plain import make_steps, plain_training
+from tests.families.report import documented
+from tests.families.sizes import VARIANTS
+from tests.families.tiny import NOT_TRAINABLE, families, tiny_model
+
+# One or two of each kind of trouble: what is new to the engine in each stands beside it.
+REPRESENTATIVE = {
+    "llama": "the plain case",
+    "qwen2": "biases, grouped queries",
+    "mistral": "sliding window",
+    "gemma2": "soft-capped logits, scaled and tied embeddings, two windows",
+    "cohere2": "parallel block, scaled logits, layers that differ by an attribute only",
+    "granite": "scaled residuals and logits",
+    "smollm3": "layers without rotary positions",
+    "mixtral": "fused experts",
+    "dbrx": "experts in a loop, idle ones among them",
+    "deepseek_v3": "latent attention, dense then expert layers, a correction bias in a buffer",
+    "afmoe": "frozen parameters inside layers",
+    "jamba": "attention, Mamba and experts in turn",
+    "bamba": "Mamba 2 and attention",
+    "lfm2": "short convolutions and attention",
+    "mamba": "no attention",
+    "recurrent_gemma": "layers that leave a state behind, which nobody reads",
+    "gpt2": "learnt positions, transposed projections, tied",
+    "bloom": "layers return tuples",
+    "opt": "positions from the mask, dropout written as a function",
+    "bert": "an encoder's layers, a transformed head with a tied bias",
+    "bart": "half of each decoder layer is never used",
+    "xlnet": "tokens before rows",
+    "cpmant": "one argument with a gradient for all layers, longer rows than the batch's",
+    "gemma4_text": "each layer has an input of its own",
+    "gemma4": "a wrapper that embeds a copy of the tokens, and one token besides",
+    "zaya": "a second activation from layer to layer",
+    "glm_moe_dsa": "indices from layer to layer",
+    "deepseek_v4": "four hidden states, layers that read token ids",
+}
+QUICK_VARIANTS = [
+    "gemma4 keys and values shared between layers",
+    "mixtral with its router's loss",
+    "opt with layers left out",
+    "zamba2 with several hybrid layers",
+]
+OTHER_MODE = ["llama", "gemma2", "mixtral", "jamba", "bert", "cpmant", "gemma4_text", "zaya"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The order of sums, and so the last bits, must not depend on the machine's cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _check(family: str, changes: dict | None, name: str) -> None:
+    found = examine(family, changes, name)
+    assert found.result in (PASSES, REFUSED, NOT_TRAINED), found.reason
+    assert "\n" not in found.reason
+    assert (found.result, found.reason) == documented()[name], "docs/models.md: run `make models`"
+
+
+@pytest.mark.parametrize("family", REPRESENTATIVE)
+def test_representative_families(family: str) -> None:
+    _check(family, None, family)
+
+
+@pytest.mark.parametrize("name", QUICK_VARIANTS)
+def test_quick_variants(name: str) -> None:
+    _check(*VARIANTS[name], name)
+
+
+@pytest.mark.parametrize("family", OTHER_MODE)
+def test_another_placement(family: str) -> None:
+    """Chunked head, boundaries on the host, kept graphs, updates during the backward."""
+    errors = compare(tiny_model(family), OTHER_PLACEMENT, max_grad_norm=None)
+    assert not errors.failures
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [f for f in families() if f not in REPRESENTATIVE])
+def test_every_family(family: str) -> None:
+    _check(family, None, family)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in QUICK_VARIANTS])
+def test_every_variant(name: str) -> None:
+    _check(*VARIANTS[name], name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [f for f in families() if f not in OTHER_MODE])
+def test_every_family_with_another_placement(family: str) -> None:
+    if documented()[family][0] != PASSES:
+        pytest.skip("does not pass")
+    errors = compare(tiny_model(family), OTHER_PLACEMENT, max_grad_norm=None)
+    assert not errors.failures
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", NOT_TRAINABLE)
+def test_torch_cannot_train_these_either(family: str) -> None:
+    with pytest.raises((ImportError, ValueError)):
+        model = tiny_model(family)
+        plain_training(model, make_steps(model.config))
+
+
+def test_the_document_names_every_family() -> None:
+    results = {name: result for name, (result, _) in documented().items()}
+    assert set(results) == {*families(), *VARIANTS}
+    assert sum(results[family] == PASSES for family in families()) >= 150
+    assert set(results.values()) <= {PASSES, REFUSED, NOT_TRAINED}
+
+
+def test_a_wrong_gradient_is_noticed() -> None:
+    """The comparison itself: one norm's gradient off by a thousandth in one layer."""
+    model = tiny_model("llama")
+    norm = dict(model.named_parameters())["model.layers.1.post_attention_layernorm.weight"]
+    hook = norm.register_hook(lambda gradient: gradient * 1.001)
+    failures = compare(model).failures
+    hook.remove()
+    assert any("model.layers.1.post_attention_layernorm.weight" in text for text in failures)
+
+
+def test_tokens_that_only_the_model_knows_are_refused() -> None:
+    """A multimodal wrapper replaces its placeholders; their rows are not among the batch's."""
+    model = tiny_model("gemma4_unified")
+    step = make_steps(model.config)[0]
+    step[0]["input_ids"][0, 0] = model.config.image_token_id
+    with (
+        Engine(model, optimizer=AdamW(), precision="fp32", device="cpu") as engine,
+        pytest.raises(InputError, match="looks up token"),
+    ):
+        engine.step(step)
