@@ -7,10 +7,10 @@ from megatrain.telemetry.timeline import Span
 
 # What a span's name says first that a reader looks for; the first that fits gives its colour.
 COLOURS = {
+    "update": "#5d8233",
     "backward": "#d1495b",
     "head": "#edae49",
     "layer": "#00798c",
-    "update": "#5d8233",
     "prologue": "#30638e",
 }
 OTHER = "#9aa5b1"

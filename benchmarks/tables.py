@@ -1,0 +1,73 @@
+"""`python -m benchmarks.tables`: the README's table, from the result files.
+
+With `--check` nothing is written; the exit status says whether the README is in step.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+
+def rows() -> list[str]:
+    """A line of the table for each result of the training step, largest model first."""
+    results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("step-*.json"))]
+    results.sort(key=lambda r: (-r["parameters"], -r["tokens_per_step"]))
+    return [_row(result) for result in results]
+
+
+def _row(result: dict[str, Any]) -> str:
+    case, memory = result["case"], result["memory"]
+    gpu = result["environment"]["gpu"]["name"] if result["environment"]["gpu"] else "CPU"
+    spread = f"{result['min_seconds']:.2f} to {result['max_seconds']:.2f}"
+    return (
+        f"| Qwen2.5-{case['shape'].upper()}, {case['sequences']} x {case['sequence_length']} "
+        f"| {gpu}, {result['environment']['cores']} cores "
+        f"| {result['median_seconds']:.2f} s ({spread}) "
+        f"| **{result['model_tflops']:.0f}** "
+        f"| {memory['device_peak_bytes'] / 2**30:.1f} GiB "
+        f"| {result['host_peak_bytes'] / 2**30:.1f} GiB |"
+    )
+
+
+def commands() -> list[str]:
+    """The command behind each row."""
+    lines = []
+    for file in sorted(RESULTS.glob("step-*.json")):
+        case = json.loads(file.read_text())["case"]
+        lines.append(
+            f"megatrain bench step --shape {case['shape']} --sequences {case['sequences']} "
+            f"--sequence-length {case['sequence_length']} --micro-batch {case['micro_batch']}"
+        )
+    return lines
+
+
+def section() -> str:
+    """Everything between the README's two marks."""
+    head = [
+        "| shape, step | machine | seconds a step (spread) | model TFLOPS | device | host |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join(
+        [BEGIN, "", *head, *rows(), "", "```", *commands(), "```", "", END],
+    )
+
+
+def main() -> int:
+    """Write the section, or with `--check` compare it."""
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    wanted = before + section() + after
+    if "--check" in sys.argv:
+        return int(wanted != text)
+    readme.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
