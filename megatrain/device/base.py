@@ -25,6 +25,7 @@ MEMORY_KEYS = (
     "device_peak_bytes",
     "device_used_peak_bytes",
     "device_total_bytes",
+    "device_free_bytes",
 )
 
 
@@ -94,7 +95,8 @@ class Device(Protocol):
         """Bytes of device memory.
 
         `device_bytes` and `device_peak_bytes` taken from the driver, now and at most;
-        `device_used_peak_bytes` of it in use at most; `device_total_bytes` that there are.
+        `device_used_peak_bytes` of it in use at most; `device_total_bytes` that there are, and
+        `device_free_bytes` that no process has taken.
         """
 
     def close(self) -> None:

@@ -178,11 +178,13 @@ class CudaDevice:
         torch.cuda.manual_seed(seed)
 
     def memory(self) -> dict[str, int]:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
         return {
             "device_bytes": torch.cuda.memory_reserved(self.torch_device),
             "device_peak_bytes": torch.cuda.max_memory_reserved(self.torch_device),
             "device_used_peak_bytes": torch.cuda.max_memory_allocated(self.torch_device),
-            "device_total_bytes": torch.cuda.mem_get_info(self.torch_device)[1],
+            "device_total_bytes": total,
+            "device_free_bytes": free,
         }
 
     def close(self) -> None:

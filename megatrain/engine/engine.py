@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.device import Device, Recording, open_device
 from megatrain.engine.assemble import Assembly, fill, open_source, tile_layouts
 from megatrain.engine.batch import Batch, prepare
-from megatrain.engine.fit import KeptGraphs, initial_placement
+from megatrain.engine.fit import KeptGraphs, available_bytes, initial_placement
 from megatrain.engine.saved import HostSaved
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import InputError
@@ -135,8 +135,7 @@ class Engine:
             self.device, layouts, train=train, bf16=precision == "bf16", tokens_per_step=tokens
         )
         if train and self.device.kind == "cuda":
-            total = self.device.memory()["device_total_bytes"]
-            self._kept = KeptGraphs(len(self._outline.layers), total)
+            self._kept = KeptGraphs(len(self._outline.layers), available_bytes(self.device))
 
     @property
     def vocab_size(self) -> int:

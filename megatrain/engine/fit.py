@@ -7,7 +7,10 @@ everything, if that takes no more than half. Then layers at the end of the stack
 so that nothing of them is recomputed; how many is measured in the first steps, not guessed.
 """
 
+import importlib.util
 import logging
+import os
+import shutil
 from collections.abc import Sequence
 
 from megatrain.device import Device
@@ -39,9 +42,12 @@ def initial_placement(
     tokens_per_step: int | None,
 ) -> Placement:
     """The placement that a run starts with; without `tokens_per_step`, for large steps."""
-    total = device.memory()["device_total_bytes"]
     if device.kind != "cuda":
         return Placement(slots=1)
+    if not can_compile():
+        _log.warning("Without Triton and a C compiler layers stay eager and nothing is resident")
+        return Placement(slots=3)
+    total = available_bytes(device)
     size = (_BF16_BYTES if bf16 else _FP32_BYTES) if train else (2 if bf16 else 4)
     tiles = [layout for layout in layouts if layout.name != "unused"]
     needed = sum(layout.numel for layout in tiles) * size
@@ -58,6 +64,19 @@ def initial_placement(
     placement = Placement(slots=3, compile=True, head_tokens=8192, resident=tuple(resident))
     _log.info("placement: on the device rest %s", ", ".join(resident) or "no tiles")
     return placement
+
+
+def available_bytes(device: Device) -> int:
+    """Device memory that is this process's or nobody's."""
+    memory = device.memory()
+    return memory["device_free_bytes"] + memory["device_bytes"]
+
+
+def can_compile() -> bool:
+    """Whether Triton can build its kernels here: it is installed, and there is a C compiler."""
+    compilers = (os.environ.get("CC"), "gcc", "clang")
+    found = any(shutil.which(name) for name in compilers if name)
+    return found and importlib.util.find_spec("triton") is not None
 
 
 class KeptGraphs:

@@ -35,12 +35,21 @@ def _choose() -> tuple[ModuleType, str]:
 _chosen, implementation = _choose()
 
 
+def _gpu() -> ModuleType:
+    try:
+        from megatrain.kernels import gpu
+    except ImportError as error:
+        raise InputError(
+            f"tiles that rest on the device are updated by a Triton kernel, and {error}; leave "
+            "placement.resident empty"
+        ) from error
+    return gpu
+
 
 def adamw(weights: Tensor, *planes: Any, **settings: Any) -> None:
     """One AdamW update where the planes are: see `reference.adamw`, `gpu.adamw`."""
     if weights.is_cuda:
-        from megatrain.kernels import gpu
-
+        gpu = _gpu()
         gpu.adamw(weights, *planes, **settings)
     else:
         _chosen.adamw(weights, *planes, **settings)
