@@ -1,7 +1,7 @@
 """The engine as its users see it."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +11,27 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+<<<<<<< ours
 from megatrain.device import Device, Recording, open_device
-from megatrain.engine.assemble import Assembly, fill, open_source, tile_layouts
+from megatrain.engine.assemble import Assembly, Source, fill, open_source, tile_layouts
 from megatrain.engine.batch import Batch, prepare
 from megatrain.engine.fit import KeptGraphs, available_bytes, initial_placement
+=======
+from megatrain.device import Buffer, Device, Recording, open_device
+from megatrain.engine.assemble import Assembly, fill, open_source, tile_layouts
+from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.fit import KeptGraphs, initial_placement
+from megatrain.engine.packing import Packing
+>>>>>>> theirs
 from megatrain.engine.saved import HostSaved
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
+from megatrain.engine.units import Head, State
 from megatrain.errors import InputError
 from megatrain.model.export import write_weights
 from megatrain.model.probe import outline
 from megatrain.model.program import Program
 from megatrain.model.weights import source_dtype
-from megatrain.optim import AdamW, StreamedOptimizer
+from megatrain.optim import AdamW, StreamedOptimizer, is_number
 from megatrain.placement import Placement
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Span
@@ -89,10 +98,7 @@ class Engine:
             InputError: a model or argument that cannot be used; the message says why.
             DoesNotFit: not enough host or device memory.
         """
-        if precision not in DTYPES:
-            raise InputError(f"precision is {precision!r}; it must be bf16 or fp32")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise InputError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None")
+        _check_arguments(optimizer, max_grad_norm, precision, placement, seed)
         source = open_source(
             model, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
         )
@@ -109,6 +115,25 @@ class Engine:
             self.placement = placement
         else:
             self._place(layouts, train, precision, tokens_per_step)
+<<<<<<< ours
+        self._seed, self._steps = seed, 0
+        self._assemble(source, layouts, DTYPES[precision], max_grad_norm)
+        self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
+
+    def _assemble(
+        self,
+        source: Source,
+        layouts: list[TileLayout],
+        dtype: torch.dtype,
+        max_grad_norm: float | None,
+    ) -> None:
+        """Make the planes, fill them, and build the parts of a step on them."""
+        train, resident = self.optimizer is not None, self.placement.resident
+        self._store = Store(self.device, layouts, dtype, train=train, resident=resident)
+        fill(source, self._outline, self._store, self.device, self._seed)
+        self._program = Program(self._outline, self.device.torch_device, dtype)
+        assembly = Assembly(self.device, self._program, self._store, dtype, self.placement)
+=======
         self._store = Store(
             self.device,
             layouts,
@@ -116,16 +141,18 @@ class Engine:
             train=train,
             resident=self.placement.resident,
         )
-        fill(source, self._outline, self._store, self.device, seed)
+        with self._undisturbed():
+            fill(source, self._outline, self._store, self.device, seed)
         program = Program(self._outline, self.device.torch_device, DTYPES[precision])
         assembly = Assembly(self.device, program, self._store, DTYPES[precision], self.placement)
         self._program, self._seed, self._steps = program, seed, 0
+        self._packing = Packing(self.config.model_type, self._trial_logits)
+>>>>>>> theirs
         self._parts: Parts = (
             assembly.inference()
             if self.optimizer is None
             else assembly.training(self.optimizer, max_grad_norm)
         )
-        self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
 
     def _place(
         self, layouts: list[TileLayout], train: bool, precision: str, tokens: int | None
@@ -142,6 +169,14 @@ class Engine:
         """Token ids must be below this."""
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
+    @property
+    def _max_tokens(self) -> int | None:
+        """Tokens of the longest row that the model is made for; None: any number."""
+        text = self.config.get_text_config(decoder=True)
+        names = ("max_position_embeddings", "max_seq_len")
+        given = [getattr(text, name, None) for name in names]
+        return next((n for n in given if isinstance(n, int) and n > 0), None)
+
     def step(self, micro_batches: MicroBatches) -> StepResult:
         """One optimizer step over all of `micro_batches`.
 
@@ -157,11 +192,11 @@ class Engine:
         if not isinstance(self._parts, TrainingParts) or self.optimizer is None:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
         start = time.perf_counter()
-        self._program.train(True)
-        batch = self._prepare(micro_batches, labelled=True)
+        batch = self._prepare(micro_batches, labelled=True, train=True)
         if self._kept is not None:
             self._parts.keep_graphs(self._kept.choose(batch.num_tokens))
-        report = train_step(self._parts, batch)
+        with self._undisturbed():
+            report = train_step(self._parts, batch)
         if self._kept is not None:
             self._kept.note(batch.num_tokens, self.device.memory()["device_used_peak_bytes"])
         self._steps += 1
@@ -171,21 +206,44 @@ class Engine:
 
     def evaluate(self, micro_batches: MicroBatches) -> float:
         """Mean cross entropy over all labelled tokens; changes no state, dropout is off."""
-        self._program.train(False)
         batch = self._prepare(micro_batches, labelled=True)
-        losses = forward_only(self._parts, batch, lambda head, slot, h: head.loss(slot, batch, h))
+        losses = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
         return float(torch.stack(losses).sum())
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""
-        self._program.train(False)
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        prepared = self._prepare([inputs], labelled=False)
-        return forward_only(
-            self._parts, prepared, lambda head, slot, h: head.logits(slot, prepared, h)
-        )[0]
+        prepared = self._prepare([batch], labelled=False)
+        return self._logits(prepared)[0]
 
-    def _prepare(self, micro_batches: MicroBatches, *, labelled: bool) -> Batch:
+    def _logits(self, batch: Batch) -> list[Tensor]:
+        return self._forward_only(batch, lambda head, slot, h: head.logits(slot, batch, h))
+
+    def _forward_only(self, batch: Batch, finish: Callable[[Head, Buffer, State], Any]) -> Any:
+        with self._undisturbed():
+            return forward_only(self._parts, batch, finish)
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """The caller's random numbers and autograd modes neither disturb nor are disturbed."""
+        gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
+        with torch.random.fork_rng(devices=gpus), torch.inference_mode(False):
+            yield
+
+    def _prepare(
+        self, micro_batches: MicroBatches, *, labelled: bool, train: bool = False
+    ) -> Batch:
+        with torch.inference_mode(False):
+            batch = self._checked(micro_batches, labelled=labelled)
+            self._packing.check(micro_batches)
+        self._program.train(train)
+        return batch
+
+    def _trial_logits(self, micro_batches: MicroBatches) -> list[Tensor]:
+        self._program.train(False)
+        with self._program.eager():
+            return self._logits(self._checked(micro_batches, labelled=False))
+
+    def _checked(self, micro_batches: MicroBatches, *, labelled: bool) -> Batch:
         return prepare(
             micro_batches,
             self.device.torch_device,
@@ -193,6 +251,7 @@ class Engine:
             labelled=labelled,
             seed=hash((self._seed, self._steps)),
             constants=self._outline.constants,
+            max_tokens=self._max_tokens,
         )
 
     @contextmanager
@@ -211,7 +270,7 @@ class Engine:
             self.device.synchronize(tile.updated, "version complete")
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every distinct parameter: Hugging Face name and fp32 master, on the CPU."""
+        """Every distinct parameter: Hugging Face name and a copy of its fp32 master, on the CPU."""
         self.flush()
         for tile, entry in self._store.entries():
             yield entry.name, tile.read_master(entry)
@@ -231,8 +290,9 @@ class Engine:
         write_weights(Path(folder), model, masters, dtype=dtype or self._dtype)
 
     def memory(self) -> dict[str, int]:
-        """Bytes by place: host planes, gradients and boundaries; device memory now and at peak."""
+        """Bytes by place: host planes, rows, gradients, boundaries; device memory and its peak."""
         sizes = {f"host_{k}_bytes": v for k, v in self._store.bytes_by_plane().items()}
+        sizes["host_rows_bytes"] = self._parts.embedding.host_bytes
         if isinstance(self._parts, TrainingParts):
             sizes["host_gradients_bytes"] = self._parts.sink.host_bytes
             saved = self._parts.saved
@@ -248,6 +308,23 @@ class Engine:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
+
+
+def _check_arguments(
+    optimizer: Any, max_grad_norm: Any, precision: Any, placement: Any, seed: Any
+) -> None:
+    if optimizer is not None and not isinstance(optimizer, AdamW):
+        raise InputError(
+            f"optimizer is a {type(optimizer).__name__}; it must be megatrain.AdamW(...), or None"
+        )
+    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
+        raise InputError(f"max_grad_norm is {max_grad_norm!r}; it must be positive, or None")
+    if precision not in DTYPES:
+        raise InputError(f"precision is {precision!r}; it must be bf16 or fp32")
+    if placement != "auto" and not isinstance(placement, Placement):
+        raise InputError(f"placement is {placement!r}; it must be 'auto' or a Placement(...)")
+    if type(seed) is not int:
+        raise InputError(f"seed is {seed!r}; it must be an integer")
 
 
 def _saved_dtype(folder: Path | None, model: Any) -> torch.dtype:
