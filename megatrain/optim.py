@@ -36,10 +36,10 @@ class AdamW:
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay"):
             value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < math.inf:
+            if not is_number(value) or not 0 <= value < math.inf:
                 raise InputError(f"AdamW {name} is {value!r}; it must be a number, not negative")
         pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
-        if not pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas):
+        if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
             raise InputError(f"AdamW betas are {self.betas!r}; they must be two numbers in [0, 1)")
         if isinstance(self.no_decay, str):
             raise InputError(f"AdamW no_decay is {self.no_decay!r}; it must be a list of patterns")
@@ -65,7 +65,8 @@ class AdamW:
         return [group for group in groups if group["params"]]
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a setting is a number; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE
+from megatrain.errors import InputError
 from megatrain.tile import Entry, TileLayout
 from megatrain.units import align
 
@@ -70,12 +71,13 @@ class Tile:
             remainder.copy_(low)
 
     def read_master(self, entry: Entry, threads: int = 1) -> Tensor:
-        """A parameter's fp32 master on the CPU; a view of the plane when that is the master."""
-        weights = self.weights.data[entry.offset : entry.offset + entry.numel].cpu()
+        """A copy of a parameter's fp32 master, on the CPU."""
+        place = slice(entry.offset, entry.offset + entry.numel)
         if self.remainder is None:
-            return weights.view(entry.shape)
+            return self.weights.data[place].to("cpu", torch.float32, copy=True).view(entry.shape)
+        weights = self.weights.data[place].cpu()
         master = torch.empty(entry.numel, dtype=torch.float32)
-        remainder = self.remainder.data[entry.offset : entry.offset + entry.numel].cpu()
+        remainder = self.remainder.data[place].cpu()
         kernels.join(weights, remainder, master, threads=threads)
         return master.view(entry.shape)
 
@@ -99,7 +101,14 @@ class Store:
 
         Raises:
             DoesNotFit: the memory is not to be had.
+            InputError: `resident` has a name that no tile has.
         """
+        unknown = set(resident) - {layout.name for layout in layouts}
+        if unknown:
+            raise InputError(
+                f"placement.resident: the model has no tile {min(unknown)!r}; it has "
+                f"{', '.join(layout.name for layout in layouts)}"
+            )
         split = train and dtype == torch.bfloat16
 
         def plane(name: str, dtype: torch.dtype, *, prefix: bool, pinned: bool = False) -> list:

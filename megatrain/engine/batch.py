@@ -41,20 +41,25 @@ def prepare(
     labelled: bool,
     seed: int,
     constants: Sequence[int] = (),
+    max_tokens: int | None = None,
 ) -> Batch:
     """Check CPU micro-batches and move them to `device`.
 
     Args:
         constants: token ids whose rows are needed besides the batch's own.
+        max_tokens: positions that the model has; None: any number.
 
     Raises:
         InputError: no micro-batch, unknown keys, wrong shapes or types, ids outside the
-            vocabulary, or (with `labelled`) no position that has a target.
+            vocabulary, positions that the model does not have, or (with `labelled`) no position
+            that has a target.
     """
-    if not micro_batches:
-        raise InputError("a step needs at least one micro-batch; it got none")
+    if not isinstance(micro_batches, list | tuple) or not micro_batches:
+        given = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
+        raise InputError(f"a step needs a list of at least one micro-batch; it got {given}")
     for index, micro in enumerate(micro_batches):
         _check(index, micro, vocab_size, labelled)
+        _check_positions(f"micro-batch {index}", micro, max_tokens)
     targets = [next_token_targets(m["labels"]) if labelled else None for m in micro_batches]
     num_labelled = sum(int((t != IGNORED).sum()) for t in targets if t is not None)
     if labelled and num_labelled == 0:
@@ -80,7 +85,7 @@ def _moved(
 ) -> MicroBatch:
     # A mask of ones says nothing, and lets transformers take the fast causal path.
     inputs = {
-        key: micro[key].to(device)
+        key: (micro[key].clone() if micro[key].is_inference() else micro[key]).to(device)
         for key in KEYS[:3]
         if key in micro and not (key == "attention_mask" and bool(micro[key].all()))
     }
@@ -90,12 +95,17 @@ def _moved(
 
 def _check(index: int, micro: Mapping[str, Tensor], vocab_size: int, labelled: bool) -> None:
     where = f"micro-batch {index}"
+    if not isinstance(micro, Mapping):
+        raise InputError(f"{where} is a {type(micro).__name__}; it must be a dictionary of tensors")
     unknown = sorted(set(micro) - set(KEYS))
     if unknown:
         raise InputError(f"{where} has an unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
     for key in ("input_ids", "labels") if labelled else ("input_ids",):
         if key not in micro:
             raise InputError(f"{where} has no {key}")
+    for key, value in micro.items():
+        if not isinstance(value, Tensor):
+            raise InputError(f"{where}: {key} is a {type(value).__name__}; it must be a tensor")
     shape = micro["input_ids"].shape
     if len(shape) != 2 or 0 in shape:
         raise InputError(f"{where}: input_ids must be [rows, tokens], not {list(shape)}")
@@ -109,6 +119,23 @@ def _check(index: int, micro: Mapping[str, Tensor], vocab_size: int, labelled: b
     if labelled:
         labels = micro["labels"]
         _check_ids(f"{where}: labels", labels[labels != IGNORED], vocab_size)
+
+
+def _check_positions(where: str, micro: Mapping[str, Tensor], max_tokens: int | None) -> None:
+    tokens = micro["input_ids"].shape[1]
+    if max_tokens is not None and tokens > max_tokens:
+        raise InputError(
+            f"{where} has rows of {tokens} tokens, but the model has {max_tokens} positions "
+            "(max_position_embeddings); cut the rows"
+        )
+    positions = micro.get("position_ids", torch.zeros(1))
+    if positions.min() < 0:
+        raise InputError(f"{where}: position_ids holds {int(positions.min())}, which is negative")
+    if max_tokens is not None and positions.max() >= max_tokens:
+        raise InputError(
+            f"{where}: position_ids holds {int(positions.max())}, but the model has {max_tokens} "
+            "positions (max_position_embeddings)"
+        )
 
 
 def _check_ids(where: str, ids: Tensor, vocab_size: int) -> None:

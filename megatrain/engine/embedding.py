@@ -48,12 +48,13 @@ class _Room:
         self._device, self._name, self._dtype = device, name, dtype
         self._capacity = 0
         self.staged: Buffer
+        self.host_bytes = 0
 
     def grow(self, numel: int, *, staged: bool) -> None:
         """Make room for `numel` elements; grown geometrically, so a run settles soon."""
         if numel <= self._capacity:
             return
-        if staged and self._capacity:
+        if self.host_bytes:
             self._device.free(self.staged)
         self._capacity = max(numel, self._capacity * 3 // 2)
         name, size, device = self._name, self._capacity, self._device
@@ -62,6 +63,7 @@ class _Room:
         self.staging_free: Any = None
         if staged:
             self.staged = device.host(f"{name} staged rows", size, self._dtype, pinned=True)
+            self.host_bytes = self.staged.data.nbytes
 
     def staged_rows(self, table: _Table, unique_U: Tensor) -> Tensor:
         """The staging room as `[U, D]`.
@@ -99,6 +101,11 @@ class Embedding:
     def completes(self, tile: Tile) -> bool:
         """Whether a tile's gradient is complete only after `give`."""
         return any(t.tile is tile and t.entry.group is not None for t in self._tables)
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory held for rows on their way."""
+        return sum(room.host_bytes for room in self._rooms)
 
     def fetch(self, batch: Batch) -> None:
         """Start the rows' way to the device and hand them to every micro-batch."""

@@ -11,18 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-<<<<<<< ours
-from megatrain.device import Device, Recording, open_device
+from megatrain.device import Buffer, Device, Recording, open_device
 from megatrain.engine.assemble import Assembly, Source, fill, open_source, tile_layouts
 from megatrain.engine.batch import Batch, prepare
 from megatrain.engine.fit import KeptGraphs, available_bytes, initial_placement
-=======
-from megatrain.device import Buffer, Device, Recording, open_device
-from megatrain.engine.assemble import Assembly, fill, open_source, tile_layouts
-from megatrain.engine.batch import Batch, prepare
-from megatrain.engine.fit import KeptGraphs, initial_placement
 from megatrain.engine.packing import Packing
->>>>>>> theirs
 from megatrain.engine.saved import HostSaved
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.units import Head, State
@@ -115,8 +108,8 @@ class Engine:
             self.placement = placement
         else:
             self._place(layouts, train, precision, tokens_per_step)
-<<<<<<< ours
         self._seed, self._steps = seed, 0
+        self._packing = Packing(self.config.model_type, self._trial_logits)
         self._assemble(source, layouts, DTYPES[precision], max_grad_norm)
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
 
@@ -130,24 +123,10 @@ class Engine:
         """Make the planes, fill them, and build the parts of a step on them."""
         train, resident = self.optimizer is not None, self.placement.resident
         self._store = Store(self.device, layouts, dtype, train=train, resident=resident)
-        fill(source, self._outline, self._store, self.device, self._seed)
+        with self._undisturbed():
+            fill(source, self._outline, self._store, self.device, self._seed)
         self._program = Program(self._outline, self.device.torch_device, dtype)
         assembly = Assembly(self.device, self._program, self._store, dtype, self.placement)
-=======
-        self._store = Store(
-            self.device,
-            layouts,
-            DTYPES[precision],
-            train=train,
-            resident=self.placement.resident,
-        )
-        with self._undisturbed():
-            fill(source, self._outline, self._store, self.device, seed)
-        program = Program(self._outline, self.device.torch_device, DTYPES[precision])
-        assembly = Assembly(self.device, program, self._store, DTYPES[precision], self.placement)
-        self._program, self._seed, self._steps = program, seed, 0
-        self._packing = Packing(self.config.model_type, self._trial_logits)
->>>>>>> theirs
         self._parts: Parts = (
             assembly.inference()
             if self.optimizer is None

@@ -4,7 +4,8 @@ Knows nothing of streams, slots or copies: tensors in, tensors out, one micro-ba
 Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,19 @@ class Program:
         """Compile the templates (torch.compile), once per kind; layers of a kind share the code."""
         for kind in {id(layer.kind): layer.kind for layer in self.outline.layers}.values():
             kind.compile()
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Within this context nothing is compiled: for a shape that is seen only once."""
+        kinds = {id(layer.kind): layer.kind for layer in self.outline.layers}.values()
+        compiled = [kind.compiled for kind in kinds]
+        for kind in kinds:
+            kind.compiled = {}
+        try:
+            yield
+        finally:
+            for kind, functions in zip(kinds, compiled, strict=True):
+                kind.compiled = functions
 
     def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
         """What enters the layers as activations; records every layer's arguments in `batch`.
