@@ -41,8 +41,8 @@ inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// Both are the formulas of reference.py in 16-bit arithmetic, of which a vector holds twice as much:
-// a remainder with its upper bit set stands for a weight that was rounded away from zero by one.
+// Both are the formulas of reference.py in 16-bit arithmetic, twice as much of it in a vector: a
+// remainder with its upper bit set stands for a weight that was rounded away from zero by one.
 inline float join_one(bf16 weight, int16_t remainder) {
     const uint16_t upper = uint16_t(weight + (remainder >> 15));
     return float_of(uint32_t(upper) << 16 | uint16_t(remainder));
