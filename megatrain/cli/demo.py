@@ -20,7 +20,7 @@ CORPUS = Path("runs/demo-data/corpus")
 TOKENIZER = Path("runs/demo-data/tokenizer")
 CORPUS_BYTES = 12 * MIB
 VOCAB_SIZE = 4096
-PROMPTS = ("def read_", "class ")
+PROMPTS = ("def read_", "class Base")
 
 
 def run_demo(overrides: Sequence[str]) -> None:
