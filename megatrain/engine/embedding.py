@@ -200,7 +200,7 @@ class Embedding:
             plane = table.of(slab.buffer)
             if table.tied:
                 rows_UD = plane[ids_U].float()
-                squares.data[-1] = _added_square(sums_UD, rows_UD)
+                squares.data[-1] += _added_square(sums_UD, rows_UD)
                 sums_UD.add_(rows_UD)
             else:
                 plane.zero_()
@@ -256,7 +256,7 @@ class Embedding:
 
         def work() -> None:
             rows, sums = room.rows.data[:numel].float(), room.sums.data[:numel]
-            squares.data[-1] = _added_square(sums, rows)
+            squares.data[-1] += _added_square(sums, rows)
             sums.add_(rows)
 
         self._device.run(COMPUTE, "add tied rows", work, [room.rows], [room.sums, squares])
