@@ -31,6 +31,8 @@ GRADIENT_TOLERANCE = 1e-6
 # nothing else; they need only be as small, beside the whole gradient, as the tolerance.
 ONLY_ROUNDING = 0.01
 
+NUDGES = 3  # a parameter of one element needs several to show how far it may stray
+
 # One Adam step with an enormous eps is a gradient step of this rate: the masters tell the gradient.
 PROBE_RATE, PROBE_EPS = 1e12, 1e12
 
@@ -81,11 +83,11 @@ class Reference:
         return [
             self._train(self.model, backwards),
             self._train(self.model, turned),
-            self._nudged(),
+            *(self._nudged(seed) for seed in range(NUDGES)),
         ]
 
-    def _nudged(self) -> Trained:
-        model, generator = copy.deepcopy(self.model), torch.Generator().manual_seed(0)
+    def _nudged(self, seed: int) -> Trained:
+        model, generator = copy.deepcopy(self.model), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
                 sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1

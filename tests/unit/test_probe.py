@@ -1,0 +1,125 @@
+"""What the probe refuses: models that would train, but to something else."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from megatrain import AdamW, Engine
+from megatrain.errors import RunFailed
+from megatrain.model.build import buffer_types, emptied
+from megatrain.model.limits import Unsupported
+from megatrain.model.probe import outline
+
+
+def tiny(**changes: object) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, **changes))
+
+
+def before_layer(change: Callable[[Tensor], Tensor]) -> LlamaForCausalLM:
+    """A model whose hidden state is changed before its second layer."""
+    model = tiny()
+    model.model.layers[1].register_forward_pre_hook(
+        lambda module, args: (change(args[0]), *args[1:])
+    )
+    return model
+
+
+def summed_table() -> LlamaForCausalLM:
+    """A tied model whose embedding uses all of its table."""
+    model = tiny(tie_word_embeddings=True)
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: output + module.weight.sum()
+    )
+    return model
+
+
+class Counting(LlamaDecoderLayer):
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(*args, **kwargs)
+
+
+class Remembering(LlamaDecoderLayer):
+    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
+        hidden = super().forward(hidden, *args, **kwargs)
+        previous, self.previous = self.previous, hidden.detach()
+        return hidden if previous is None else hidden + previous
+
+
+def with_layer(cls: type[nn.Module], **attributes: object) -> LlamaForCausalLM:
+    model = tiny()
+    layer = model.model.layers[1]
+    layer.__class__ = cls
+    for name, value in attributes.items():
+        if isinstance(value, Tensor):
+            layer.register_buffer(name, value)
+        else:
+            setattr(layer, name, value)
+    return model
+
+
+REFUSALS = {
+    "operations between layers": lambda: before_layer(lambda h: h * 2),
+    "before model.layers.1": lambda: before_layer(lambda h: h.detach()),
+    "embed_tokens.weight is used both before and after": summed_table,
+    "model.layers.1 changes its buffer calls": lambda: with_layer(
+        Counting, calls=torch.zeros(1, dtype=torch.long)
+    ),
+    "changes model.layers.1.previous as it runs": lambda: with_layer(Remembering, previous=None),
+    "output_router_logits": lambda: tiny(output_router_logits=True),
+    "layerdrop is 0.5": lambda: tiny(layerdrop=0.5),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_refusals(reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason) as caught:
+        outline(emptied(REFUSALS[reason]()))
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_share_a_weight_are_refused() -> None:
+    model = tiny()
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(Unsupported, match=r"layers\.2.* is the same parameter as .*layers\.0"):
+        outline(emptied(model))
+
+
+def test_a_layer_left_out_later_is_noticed() -> None:
+    ids = torch.arange(6)[None]
+    with Engine(tiny(), optimizer=AdamW(), precision="fp32", device="cpu") as engine:
+        engine.config.num_hidden_layers = 2
+        with pytest.raises(RunFailed, match=r"left out model\.layers\.2"):
+            engine.step([{"input_ids": ids, "labels": ids}])
+
+
+def test_layers_that_differ_by_an_attribute_are_two_kinds() -> None:
+    model = tiny()
+    model.model.layers[1].self_attn.scaling *= 2
+    kinds = [layer.kind for layer in outline(emptied(model)).layers]
+    assert kinds[0] is kinds[2] is not kinds[1]
+
+
+class Tabled(LlamaForCausalLM):
+    """With a table that follows the model's type, and one that does not."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("decay", torch.ones(2), persistent=False)
+        self.register_buffer("angles", torch.ones(2).float(), persistent=False)
+        self.register_buffer("exact", torch.ones(2), persistent=False)
+
+    _keep_in_fp32_modules_strict = ("exact",)
+
+
+def test_buffers_have_the_type_that_transformers_gives_them() -> None:
+    model: PreTrainedModel = Tabled(tiny().config)
+    types = buffer_types(model, torch.bfloat16)
+    assert types.keys() & {"decay", "exact"} == {"decay"}
+    assert types["decay"] == torch.bfloat16
+    assert not buffer_types(model, torch.float32)
