@@ -135,13 +135,15 @@ def _open(
 
 def _tokenising_progress() -> Callable[[int, int], None]:
     """Says now and then how far the tokenising of long data has come."""
-    due = time.monotonic() + SECONDS_BETWEEN_NEWS
+    due = math.inf  # the first call only starts the clock: short data needs no news
 
     def progress(documents: int, tokens: int) -> None:
         nonlocal due
-        if time.monotonic() >= due:
-            due = time.monotonic() + SECONDS_BETWEEN_NEWS
+        now = time.monotonic()
+        if now >= due:
             log.info("tokenised %s documents, %s tokens", f"{documents:,}", f"{tokens:,}")
+        if now >= due or due == math.inf:
+            due = now + SECONDS_BETWEEN_NEWS
 
     return progress
 
