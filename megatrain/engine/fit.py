@@ -61,7 +61,8 @@ def initial_placement(
         if room < 0 or not (everything or not hidden or layout.name in first):
             break
         resident.append(layout.name)
-    placement = Placement(slots=3, compile=True, head_tokens=8192, resident=tuple(resident))
+    # Sampling makes each pass a token longer: compiled, every token would compile all kinds anew.
+    placement = Placement(slots=3, compile=train, head_tokens=8192, resident=tuple(resident))
     _log.info("placement: on the device rest %s", ", ".join(resident) or "no tiles")
     return placement
 
