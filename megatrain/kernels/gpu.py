@@ -5,7 +5,6 @@ Written in Triton, which torch brings along on CUDA machines; imported only ther
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -139,7 +139,7 @@ def test_the_gpu_updates_as_the_host_does(split: bool, grad_dtype: torch.dtype) 
     planes = [weights, remainder, torch.zeros(numel), torch.zeros(numel)]
     there = [None if plane is None else plane.cuda() for plane in planes]
     for step in range(1, 6):
-        grad = (torch.randn(numel, generator=generator) * 10 ** -step).to(grad_dtype)
+        grad = (torch.randn(numel, generator=generator) * 10**-step).to(grad_dtype)
         grad[:3] = torch.tensor([float("nan"), float("inf"), 0.0])
         settings = {
             "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1,
