@@ -13,9 +13,7 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.errors import DoesNotFit
 from megatrain.telemetry.memory import host_available_bytes
-from megatrain.units import GIB, gib
-
-_PIECE_BYTES = 2 * GIB
+from megatrain.units import gib
 
 
 def host_range(name: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -25,6 +23,12 @@ def host_range(name: str, numel: int, dtype: torch.dtype) -> Tensor:
         DoesNotFit: there is not so much memory, or the system does not give it.
     """
     num_bytes = max(numel, 1) * dtype.itemsize
+    free_bytes = host_available_bytes()
+    if num_bytes > free_bytes:  # Linux would give the mapping and kill the process that fills it
+        raise DoesNotFit(
+            f"no host memory for {name}: {gib(num_bytes)} wanted, {gib(free_bytes)} free; close "
+            "other programs or train a smaller model"
+        )
     try:
         mapping = mmap.mmap(-1, num_bytes)
     except OSError as error:
@@ -34,19 +38,5 @@ def host_range(name: str, numel: int, dtype: torch.dtype) -> Tensor:
         ) from error
     mapping.madvise(mmap.MADV_HUGEPAGE)
     flat = torch.frombuffer(mapping, dtype=torch.uint8)
-    for start in range(0, num_bytes, _PIECE_BYTES):
-        piece = flat[start : start + _PIECE_BYTES]
-        _refuse_beyond(name, num_bytes, start, len(piece))
-        kernels.first_touch(piece, threads=os.cpu_count() or 1)
+    kernels.first_touch(flat, threads=os.cpu_count() or 1)
     return flat.view(dtype)[:numel]
-
-
-def _refuse_beyond(name: str, num_bytes: int, start: int, piece_bytes: int) -> None:
-    # Linux gives any mapping, and kills the process that fills it. Asked before each piece, not
-    # for the whole: a virtual machine may be given its memory only as it is used.
-    free_bytes = host_available_bytes()
-    if piece_bytes > free_bytes:
-        raise DoesNotFit(
-            f"no host memory for {name}: {gib(num_bytes)} wanted, {gib(start + free_bytes)} free; "
-            "close other programs or train a smaller model"
-        )
