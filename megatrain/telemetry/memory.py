@@ -1,10 +1,16 @@
 """Host memory: what this process uses and what it is allowed."""
 
+import os
 import resource
 import sys
 from pathlib import Path
 
 import psutil
+
+from megatrain.errors import InputError
+from megatrain.units import parse_bytes
+
+HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
 
 _CGROUP_FILES = (
     "/sys/fs/cgroup/memory.max",  # version 2
@@ -31,7 +37,13 @@ def peak_process_bytes() -> int:
 
 
 def host_limit_bytes() -> int:
-    """The smaller of the machine's memory and the cgroup's limit, in bytes."""
+    """The smaller of the machine's memory and the cgroup's limit, in bytes.
+
+    A virtual machine may be given its memory only as it is used, and show less than it will have:
+    MEGATRAIN_HOST_MEMORY in the environment says how much that is (`503GiB`).
+    """
+    if HOST_MEMORY in os.environ:
+        return _declared_bytes()
     limit = psutil.virtual_memory().total
     for name in _CGROUP_FILES:
         try:
@@ -43,7 +55,20 @@ def host_limit_bytes() -> int:
     return int(limit)
 
 
+def _declared_bytes() -> int:
+    try:
+        return parse_bytes(os.environ[HOST_MEMORY])
+    except ValueError as error:
+        raise InputError(f"{HOST_MEMORY} in the environment is {error}") from error
+
+
 def host_available_bytes() -> int:
-    """What can still be allocated without swapping or being killed, in bytes."""
+    """What can still be allocated without swapping or being killed, in bytes.
+
+    Raises:
+        InputError: MEGATRAIN_HOST_MEMORY is not a size.
+    """
     allowed = host_limit_bytes() - process_bytes()
+    if HOST_MEMORY in os.environ:
+        return max(0, allowed)
     return max(0, min(int(psutil.virtual_memory().available), allowed))

@@ -7,6 +7,7 @@ import os
 import pytest
 from rich.console import Console
 
+from megatrain.errors import InputError
 from megatrain.telemetry import memory
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.curve import draw_loss
@@ -156,3 +157,12 @@ def test_the_loss_curve_is_a_picture_even_of_an_empty_run(tmp_path):
     for name, lines in (("a.png", records), ("b.png", [])):
         draw_loss(lines, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_declared_host_memory_counts_instead_of_what_the_system_shows(monkeypatch):
+    monkeypatch.setenv("MEGATRAIN_HOST_MEMORY", "1TiB")
+    assert memory.host_limit_bytes() == 1 << 40
+    assert (1 << 40) - (64 << 30) < memory.host_available_bytes() < 1 << 40
+    monkeypatch.setenv("MEGATRAIN_HOST_MEMORY", "much")
+    with pytest.raises(InputError, match="MEGATRAIN_HOST_MEMORY.*much"):
+        memory.host_available_bytes()
