@@ -19,7 +19,7 @@ from megatrain.engine.packing import Packing
 from megatrain.engine.saved import HostSaved
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.units import Head, State
-from megatrain.errors import InputError
+from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.export import write_weights
 from megatrain.model.probe import outline
 from megatrain.model.program import Program
@@ -108,7 +108,7 @@ class Engine:
             self.placement = placement
         else:
             self._place(layouts, train, precision, tokens_per_step)
-        self._seed, self._steps = seed, 0
+        self._seed, self._steps, self._clips = seed, 0, max_grad_norm is not None
         self._packing = Packing(self.config.model_type, self._trial_logits)
         self._assemble(source, layouts, DTYPES[precision], max_grad_norm)
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
@@ -205,8 +205,16 @@ class Engine:
     def _undisturbed(self) -> Iterator[None]:
         """The caller's random numbers and autograd modes neither disturb nor are disturbed."""
         gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
-        with torch.random.fork_rng(devices=gpus), torch.inference_mode(False):
-            yield
+        try:
+            with torch.random.fork_rng(devices=gpus), torch.inference_mode(False):
+                yield
+        except torch.OutOfMemoryError as error:
+            reason = str(error).split(". ")[0]
+            raise DoesNotFit(
+                f"the device has no memory left ({reason}); use smaller micro-batches, "
+                "placement.boundaries: host, fewer resident tiles or fewer slots"
+                + (" (no weight has been changed)" if self._clips else "")
+            ) from error
 
     def _prepare(
         self, micro_batches: MicroBatches, *, labelled: bool, train: bool = False
