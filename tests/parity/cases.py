@@ -1,0 +1,126 @@
+"""Tiny models, uneven micro-batches, and what the tests read off an engine."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config
+from transformers.models.qwen2 import Qwen2ForCausalLM
+
+from megatrain import AdamW, Engine
+from tests.families.plain import Step, accumulate
+
+VOCAB = 128
+SHAPES = ((2, 12), (1, 7), (3, 5))
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    """Every weight strong enough that no part of a layer hides a wrong gradient."""
+    torch.manual_seed(0)
+    return noisy(LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})))
+
+
+def qwen2(**changes: Any) -> Qwen2ForCausalLM:
+    """As `llama`, with biases of queries, keys and values."""
+    torch.manual_seed(0)
+    return noisy(Qwen2ForCausalLM(Qwen2Config(**{**SIZES, **changes})))
+
+
+def noisy(model: PreTrainedModel) -> Any:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.15)
+    return model
+
+
+def make_batches(
+    count: int, shapes: Sequence[tuple[int, int]] = SHAPES, seed: int = 0
+) -> list[Step]:
+    """`count` steps of micro-batches `[rows, tokens]`, a fifth of their labels ignored."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def micro_batch(shape: tuple[int, int]) -> dict[str, Tensor]:
+        ids = torch.randint(10, VOCAB - 10, shape, generator=generator)
+        ignored = torch.rand(shape, generator=generator) < 0.2
+        ignored[:, 1:2] = False  # no row is without a label, if it can have one
+        return {"input_ids": ids, "labels": ids.masked_fill(ignored, -100)}
+
+    return [[micro_batch(shape) for shape in shapes] for _ in range(count)]
+
+
+def make_engine(
+    model: Any, *, clip: float | None = 1.0, precision: Any = "fp32", lr: float = 1e-2, **options
+) -> Engine:
+    """An engine on the CPU. A large eps lets a wrong scale of the gradient show."""
+    optimizer = AdamW(lr=lr, eps=options.pop("eps", 1e-3))
+    options.setdefault("device", "cpu")
+    return Engine(model, optimizer=optimizer, max_grad_norm=clip, precision=precision, **options)
+
+
+def masters(engine: Engine) -> dict[str, Tensor]:
+    return dict(engine.named_masters())
+
+
+def moments(engine: Engine) -> list[Tensor]:
+    return [m.data.clone() for tile in engine._store.tiles for m in tile.moments]
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    """Those of the last step: with clipping, each tile has a slab of its own that keeps them."""
+    slabs = engine._parts.sink._own
+    return {
+        entry.name: entry.view(slabs[tile.index].buffer.data).clone()
+        for tile in engine._store.tiles
+        for entry in tile.layout.trainable
+    }
+
+
+def plain_gradients(model: PreTrainedModel, step: Step) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of plain torch; zero where none arrives."""
+    model.train()
+    model.zero_grad()
+    loss = accumulate(model, step)
+    return loss, {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two sets of named tensors are the same bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def relative_error(
+    got: dict[str, Tensor], wanted: dict[str, Tensor], origin: dict[str, Tensor] | None = None
+) -> float:
+    """The largest error of a tensor by its norm, or by that of its way from `origin`."""
+    errors = []
+    for name, target in wanted.items():
+        whole = target if origin is None else target - origin[name]
+        error = (got[name] - target).norm()
+        errors.append(float(error / whole.norm()) if error else 0.0)
+    return max(errors)
+
+
+def parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def frozen(model: Any, unless: Callable[[str], bool]) -> Any:
+    """`model` with every parameter frozen but those whose names `unless` accepts."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(unless(name))
+    return model

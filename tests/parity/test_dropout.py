@@ -1,0 +1,187 @@
+"""Dropout: the same masks in forward and recomputation, others everywhere else, none in evaluation.
+
+The gradient is checked against the loss itself. Two engines of one seed draw the same masks in
+their first step, so their losses are one smooth function of the weights, whose slope along the
+gradient must be the gradient's norm. A recomputation with other masks gives another gradient.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import Placement
+from megatrain.model.skeleton import PROLOGUE
+from tests.families.tiny import tiny_model
+from tests.parity.cases import (
+    gradients,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    parameters,
+    same,
+)
+
+RATES = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+
+
+def gpt2() -> Any:
+    """Dropout on embeddings, attention and residuals."""
+    return tiny_model("gpt2", changes=RATES)
+
+
+def slope_error(model: Any, step: list, placement: Placement) -> float:
+    """Relative difference between the slope of the loss along the gradient and its norm."""
+    engine = make_engine(model, clip=1e9, placement=placement)
+    norm = engine.step(step).grad_norm
+    direction = {name: g / norm for name, g in gradients(engine).items()}
+    before, distance = parameters(model), 1e-2
+
+    def loss(way: float) -> float:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name] + way * direction[name])
+        return make_engine(model, placement=placement).step(step).loss
+
+    slope = (loss(distance) - loss(-distance)) / (2 * distance)
+    return abs(slope / norm - 1)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [Placement(slots=1), Placement(slots=3, boundaries="host"), Placement(keep_layers=2)],
+    ids=["recomputed", "boundaries on the host", "kept graphs"],
+)
+def test_the_gradient_is_that_of_the_masks_of_the_forward(placement: Placement) -> None:
+    [step] = make_batches(1)
+    assert slope_error(gpt2(), step, placement) < 2e-3
+    assert slope_error(llama(attention_dropout=0.3), step, placement) < 2e-3
+
+
+def test_other_masks_in_the_recomputation_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above can fail: without a seed each pass draws its own masks."""
+    monkeypatch.setattr("megatrain.engine.units.Unit.seed", lambda *place: None)
+    [step] = make_batches(1)
+    torch.manual_seed(0)
+    assert slope_error(gpt2(), step, Placement(slots=1)) > 2e-2
+
+
+def test_every_place_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of a layer share theirs; layers, micro-batches and steps do not."""
+    engine, seen = make_engine(gpt2()), []
+    record = engine.device.seed
+    monkeypatch.setattr(engine.device, "seed", lambda seed: (seen.append(seed), record(seed)))
+    steps, layers, micro_batches = make_batches(2), 3, 3
+    for step in steps:
+        seen.clear()
+        engine.step(step)
+        uses = {seed: seen.count(seed) for seed in seen}
+        places = [PROLOGUE, *range(layers)]
+        assert len(uses) >= len(places) * micro_batches
+        assert sorted(uses.values())[-len(places) * micro_batches :] == [2] * len(uses)
+        if step is steps[0]:
+            first = set(uses)
+    assert first.isdisjoint(uses)
+
+
+def test_rows_that_are_the_same_get_different_masks() -> None:
+    engine, [[micro, *_]] = make_engine(gpt2(), lr=0.0), make_batches(1)
+    head, shares = engine._parts.head, []
+    compute = head.loss_and_vjp
+
+    def listen(*arguments: Any) -> Any:
+        losses, gradients = compute(*arguments)
+        shares.extend(float(loss) for loss in losses)
+        return losses, gradients
+
+    head.loss_and_vjp = listen
+    engine.step([micro] * 3)
+    engine.step([micro] * 3)
+    assert len(set(shares)) == 6
+
+
+def test_the_seed_decides() -> None:
+    [step] = make_batches(1)
+    losses = [make_engine(gpt2(), seed=seed).step(step).loss for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_evaluation_has_no_dropout_and_leaves_no_trace() -> None:
+    steps = make_batches(3)
+    plain, evaluated = make_engine(gpt2()), make_engine(gpt2())
+    without = make_engine(tiny_model("gpt2"))
+    assert evaluated.evaluate(steps[0]) == without.evaluate(steps[0])
+    for step in steps:
+        one = plain.step(step)
+        first = evaluated.evaluate(steps[1])
+        assert evaluated.evaluate(steps[1]) == first
+        evaluated.logits({"input_ids": steps[2][0]["input_ids"]})
+        other = evaluated.step(step)
+        assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+    assert same(masters(plain), masters(evaluated))
+
+
+def test_the_caller_s_random_numbers_stay_as_they_were() -> None:
+    """Else whoever draws data between two steps would draw the same every time."""
+    [step], config = make_batches(1), llama().config
+
+    def draw() -> list[float]:
+        return [float(torch.rand(())), random.random()]
+
+    def work() -> None:
+        engine = make_engine(config)
+        engine.step(step)
+        engine.evaluate(step)
+        engine.logits({"input_ids": step[0]["input_ids"]})
+        engine.close()
+
+    drawn = []
+    for between in (lambda: None, work):
+        torch.manual_seed(3)
+        random.seed(3)
+        draw()
+        between()
+        drawn.append(draw())
+    assert drawn[0] == drawn[1]
+
+
+def test_the_caller_s_random_numbers_decide_nothing() -> None:
+    [step], config = make_batches(1), gpt2().config
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        engine = make_engine(config)
+        engine.step(step)
+        found.append(masters(engine))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_caller_s_autograd_mode_decides_nothing(mode: Any) -> None:
+    wanted, engine = make_engine(gpt2()), make_engine(gpt2())
+    [plain] = make_batches(1)
+    with mode():
+        [step] = make_batches(1)
+        result = engine.step(step)
+        loss = engine.evaluate(step)
+        logits = engine.logits({"input_ids": step[0]["input_ids"]})
+    assert result.loss == wanted.step(plain).loss
+    assert loss == wanted.evaluate(plain)
+    assert torch.equal(logits, wanted.logits({"input_ids": plain[0]["input_ids"]}))
+    assert same(masters(engine), masters(wanted))
+
+
+def test_torch_s_default_dtype_decides_nothing() -> None:
+    [step], model = make_batches(1), llama()
+    wanted = make_engine(model, precision="bf16")
+    result = wanted.step(step)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        engine = make_engine(model, precision="bf16")
+        assert engine.step(step).loss == result.loss
+        got = masters(engine)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(got, masters(wanted))

@@ -1,0 +1,166 @@
+"""Steps that go wrong: weights and moments are those of the last good one, and the next one counts.
+
+The damage is done where it would come from: in the logits (a bad loss) or on the way back through
+the layers (a good loss, a bad gradient).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import Engine, InputError, Placement, RunFailed
+from megatrain.device import CpuDevice
+from tests.parity.cases import llama, make_batches, make_engine, masters, moments, same
+from tests.race.late import LateDevice
+
+CLIPPED = {"clipped": 1.0, "not clipped": None}
+DEVICES = {"in order": CpuDevice, "late": LateDevice}
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def tied(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(params=CLIPPED.values(), ids=CLIPPED)
+def clip(request: pytest.FixtureRequest) -> float | None:
+    return request.param
+
+
+@pytest.fixture(params=DEVICES.values(), ids=DEVICES)
+def device(request: pytest.FixtureRequest) -> CpuDevice:
+    return request.param()
+
+
+def engine_of(tied: bool, clip: float | None, device: CpuDevice) -> Engine:
+    model = llama(tie_word_embeddings=tied)
+    return make_engine(model, clip=clip, device=device, precision="bf16")
+
+
+def versions(engine: Engine) -> list[int]:
+    return [tile.version for tile in engine._store.tiles]
+
+
+def without(engine: Engine, damage: Callable[[], None], step: list) -> pytest.ExceptionInfo:
+    """The failure of a damaged step, after which the engine is as it was before that step."""
+    before, state, counts = masters(engine), moments(engine), versions(engine)
+    damage()
+    with pytest.raises(RunFailed) as caught:
+        engine.step(step)
+    assert same(masters(engine), before)
+    assert same(dict(enumerate(moments(engine))), dict(enumerate(state)))
+    assert versions(engine) == counts
+    return caught
+
+
+def goes_on(engine: Engine, other: Engine, steps: list) -> None:
+    """The next steps are those of an engine that never met the bad one."""
+    for step in steps:
+        one, wanted = engine.step(step), other.step(step)
+        assert (one.loss, one.grad_norm) == (wanted.loss, wanted.grad_norm)
+    assert same(masters(engine), masters(other))
+
+
+def test_a_bad_loss(tied: bool, clip: float | None, device: CpuDevice) -> None:
+    engine, other = engine_of(tied, clip, device), engine_of(tied, clip, CpuDevice())
+    steps = make_batches(3)
+    engine.step(steps[0])
+    other.step(steps[0])
+    program, logits = engine._program, engine._program.logits
+    bad = steps[1][1]["input_ids"].shape[0]
+
+    def damage() -> None:
+        def damaged(weights: Any, micro: Any, output: Any) -> Any:
+            found = logits(weights, micro, output)
+            rows = micro.inputs["input_ids"].shape[0]
+            return found * torch.nan if rows == bad else found
+
+        program.logits = damaged
+
+    caught = without(engine, damage, steps[1])
+    assert "the loss is nan (micro-batches [1])" in str(caught.value)
+    assert "weights and optimizer state are those of the last step" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    without(engine, lambda: None, steps[1])  # and again
+    program.logits = logits
+    assert engine.optimizer.num_steps == 1
+    goes_on(engine, other, steps[1:])
+
+
+def spoil_gradient(engine: Engine, value: float) -> Callable[[], None]:
+    """The second layer hands on a bad gradient; returns what undoes it."""
+    layer = engine._parts.trunk[2]
+    pull = layer.vjp
+
+    def damaged(*arguments: Any) -> Any:
+        return [{ref: g * value for ref, g in micro.items()} for micro in pull(*arguments)]
+
+    layer.vjp = damaged
+    return lambda: setattr(layer, "vjp", pull)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_bad_gradient_with_clipping(value: float, tied: bool, device: CpuDevice) -> None:
+    engine, other = engine_of(tied, 1.0, device), engine_of(tied, 1.0, CpuDevice())
+    steps = make_batches(3)
+    engine.step(steps[0])
+    other.step(steps[0])
+    undo = spoil_gradient(engine, value)
+    caught = without(engine, lambda: None, steps[1])
+    assert "the gradient norm is" in str(caught.value)
+    assert "weights and optimizer state are those of the last step" in str(caught.value)
+    undo()
+    goes_on(engine, other, steps[1:])
+
+
+def test_a_bad_gradient_without_clipping_is_not_called_harmless(device: CpuDevice) -> None:
+    """Updates do not wait for the norm then; what is told must be true."""
+    engine, steps = engine_of(False, None, device), make_batches(2)
+    engine.step(steps[0])
+    before = masters(engine)
+    spoil_gradient(engine, torch.nan)
+    with pytest.raises(RunFailed, match="weights and optimizer state are damaged") as caught:
+        engine.step(steps[1])
+    assert "last checkpoint" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not same(masters(engine), before)
+
+
+@pytest.mark.parametrize("where", ["forward", "head", "backward"])
+@pytest.mark.parametrize(
+    "placement", [Placement(slots=3), Placement(boundaries="host"), Placement(keep_layers=2)]
+)
+def test_a_step_that_breaks_off_leaves_nothing_behind(where: str, placement: Placement) -> None:
+    """Out of memory, or Ctrl-C: the caller may go on with other micro-batches."""
+    model, steps = llama(tie_word_embeddings=True), make_batches(3)
+    options = {"clip": 1.0, "placement": placement}
+    engine = make_engine(model, device=LateDevice(), **options)
+    other = make_engine(model, **options)
+    engine.step(steps[0])
+    other.step(steps[0])
+    parts = engine._parts
+    unit, name = {
+        "forward": (parts.trunk[2], "run"),
+        "head": (parts.head, "loss_and_vjp"),
+        "backward": (parts.trunk[1], "vjp"),
+    }[where]
+    work = getattr(unit, name)
+
+    def break_off(*arguments: Any, **settings: Any) -> None:
+        raise MemoryError("no more")
+
+    setattr(unit, name, break_off)
+    with pytest.raises(MemoryError, match="no more"):
+        engine.step(steps[1])
+    setattr(unit, name, work)
+    goes_on(engine, other, [steps[1][:1], *steps[1:]])
+
+
+def test_a_refused_batch_is_as_if_it_had_never_come(tied: bool) -> None:
+    engine, other = (make_engine(llama(tie_word_embeddings=tied)) for _ in range(2))
+    steps = make_batches(2)
+    with pytest.raises(InputError, match="micro-batch 0 has no labels"):
+        engine.step([{"input_ids": steps[0][0]["input_ids"]}])
+    goes_on(engine, other, steps)

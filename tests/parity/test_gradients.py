@@ -1,0 +1,169 @@
+"""Gradients of one step against plain torch: the same bits where the sums have the same order."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import InputError
+from tests.families.tiny import tiny_model
+from tests.parity.cases import (
+    frozen,
+    gradients,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    parameters,
+    plain_gradients,
+    qwen2,
+    relative_error,
+    same,
+)
+
+NEVER = 1e9  # a norm that clips nothing, while every gradient keeps a slab of its own
+
+SHAPES = {
+    "uneven": ((2, 12), (1, 7), (3, 5)),
+    "one micro-batch": ((2, 9),),
+    "one row": ((1, 11),),
+    "one token beside others": ((1, 1), (2, 6), (1, 1)),
+    "short beside long": ((1, 2), (3, 60), (4, 3)),
+    "two tokens": ((1, 2),),
+}
+
+
+def check(model: Any, step: list, *, exact: bool = True, error: float = 1e-6) -> None:
+    loss, wanted = plain_gradients(model, step)
+    engine = make_engine(model, clip=NEVER)
+    result = engine.step(step)
+    got = gradients(engine)
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+    norm = torch.stack([g.double().square().sum() for g in wanted.values()]).sum().sqrt()
+    assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)  # summed in fp32
+    if exact:
+        assert same(got, wanted)
+    else:
+        assert got.keys() == wanted.keys()
+        assert relative_error(got, wanted) < error
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_dense_models_bit_for_bit(shapes: tuple) -> None:
+    [step] = make_batches(1, shapes)
+    check(llama(), step)
+    check(qwen2(), step)
+
+
+@pytest.mark.parametrize("shapes", [SHAPES["uneven"], SHAPES["short beside long"]])
+def test_a_tied_table_adds_both_uses(shapes: tuple) -> None:
+    [step] = make_batches(1, shapes)
+    check(llama(tie_word_embeddings=True), step, exact=False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_padding_row_learns_from_the_head_only(tied: bool) -> None:
+    model = llama(tie_word_embeddings=tied, pad_token_id=5)
+    [step] = make_batches(1)
+    for micro in step:
+        micro["input_ids"][:, 1] = 5
+    check(model, step, exact=not tied)
+    engine = make_engine(model, clip=NEVER)
+    engine.step(step)
+    row = gradients(engine)["model.embed_tokens.weight"][5]
+    assert bool(row.any()) == tied
+
+
+def test_a_micro_batch_without_labels_adds_nothing() -> None:
+    model, [step] = llama(), make_batches(1)
+    step[1]["labels"][:] = -100
+    check(model, step)
+    alone = make_engine(model, clip=NEVER)
+    without = make_engine(model, clip=NEVER)
+    assert alone.step(step).loss == without.step([step[0], step[2]]).loss
+    assert same(gradients(alone), gradients(without))
+
+
+def test_the_loss_is_the_mean_over_the_labels_of_the_whole_step() -> None:
+    """Not the mean of the micro-batches' means, from which it is far here."""
+    model, [step] = llama(), make_batches(1, ((4, 30), (1, 6)))
+    step[1]["labels"][0, 2:] = -100
+    count = sum(int((micro["labels"][:, 1:] != -100).sum()) for micro in step)
+    engine = make_engine(model)
+    means = [engine.evaluate([micro]) for micro in step]
+    labels = [int((micro["labels"][:, 1:] != -100).sum()) for micro in step]
+    weighted = sum(m * n for m, n in zip(means, labels, strict=True)) / count
+    assert engine.evaluate(step) == pytest.approx(weighted, rel=1e-6)
+    assert abs(weighted - sum(means) / 2) > 0.01
+
+
+def test_what_follows_a_label_at_a_row_s_end_does_not_count() -> None:
+    """The first label of a row is predicted by nothing; the last token predicts nothing."""
+    model, [step] = llama(), make_batches(1)
+    first_changed = [{**micro, "labels": micro["labels"].clone()} for micro in step]
+    for micro in first_changed:
+        micro["labels"][:, 0] = 77
+    one, other = make_engine(model), make_engine(model)
+    assert one.step(step).loss == other.step(first_changed).loss
+
+
+FROZEN = {
+    "the embedding": lambda name: "embed_tokens" not in name,
+    "the head": lambda name: "lm_head" not in name,
+    "embedding and head": lambda name: "embed" not in name and "lm_head" not in name,
+    "two of three layers": lambda name: ".0." not in name and ".2." not in name,
+    "all but one layer": lambda name: ".1." in name,
+    "all but the norms": lambda name: "norm" in name,
+    "all but the last norm": lambda name: name == "model.norm.weight",
+    "all but the embedding": lambda name: "embed_tokens" in name,
+    "parts of every layer": lambda name: "q_proj" not in name and "mlp" not in name,
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("unless", FROZEN.values(), ids=FROZEN)
+def test_frozen_parameters_stay_and_the_others_learn_as_before(unless: Any, tied: bool) -> None:
+    model = frozen(llama(tie_word_embeddings=tied), unless)
+    [step] = make_batches(1)
+    check(model, step, exact=not tied)
+    engine = make_engine(model)
+    engine.step(step)
+    before, after = parameters(model), masters(engine)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_with_everything_frozen_there_is_nothing_to_train() -> None:
+    with pytest.raises(InputError, match="every parameter is frozen"):
+        make_engine(frozen(llama(), lambda name: False))
+
+
+def test_idle_experts_have_a_gradient_of_zero() -> None:
+    model = tiny_model("mixtral")
+    [step] = make_batches(1, ((1, 2), (1, 3)))  # fewer tokens than experts
+    check(model, step, exact=False)
+    engine = make_engine(model, clip=NEVER)
+    engine.step(step)
+    experts = [g for name, g in gradients(engine).items() if "experts" in name]
+    idle = sum(int(not expert.any()) for tensor in experts for expert in tensor)
+    assert idle > 0
+
+
+@pytest.mark.parametrize("family", ["jamba", "bamba"])
+def test_a_stack_of_attention_and_states(family: str) -> None:
+    model = tiny_model(family)
+    for shapes in (SHAPES["uneven"], SHAPES["one token beside others"]):
+        [step] = make_batches(1, shapes)
+        # Rows that are alone have other strides, for which other kernels round otherwise.
+        check(model, step, exact=False, error=1e-5)
+
+
+def test_padding_on_either_side() -> None:
+    model, [step] = llama(), make_batches(1)
+    for micro, side in zip(step, ("left", "right", "left"), strict=True):
+        mask = torch.ones_like(micro["input_ids"])
+        padding = slice(0, 2) if side == "left" else slice(-2, None)
+        mask[0, padding] = 0
+        micro["labels"][0, padding] = -100
+        micro["attention_mask"] = mask
+    check(model, step)

@@ -1,0 +1,179 @@
+"""Without an optimizer: logits and losses of plain transformers, from every kind of source."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from megatrain import Engine, InputError
+from tests.families.plain import next_token_loss
+from tests.families.tiny import tiny_config, tiny_model
+from tests.parity.cases import (
+    SIZES,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    parameters,
+    same,
+)
+
+# Soft-capped, scaled and divided logits, biases of the head, states, experts.
+FAMILIES = ["llama", "gpt2", "gemma2", "cohere", "granite", "phi", "mamba", "mixtral"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_loss_of_plain_transformers(family: str) -> None:
+    model, [step] = tiny_model(family).eval(), make_batches(1)
+    engine = Engine(model, precision="fp32", device="cpu")
+    mask = torch.ones_like(step[0]["input_ids"])
+    mask[0, :3] = 0
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for micro in step:
+            wanted = model(input_ids=micro["input_ids"], use_cache=False).logits
+            got = engine.logits({"input_ids": micro["input_ids"]})
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+            assert got.dtype == torch.float32
+            total += float(next_token_loss(wanted.float(), micro["labels"]))
+            count += int((micro["labels"][:, 1:] != -100).sum())
+        inputs = {"input_ids": step[0]["input_ids"], "attention_mask": mask}
+        masked = model(**inputs, use_cache=False).logits
+    got = engine.logits({**inputs, "labels": step[0]["labels"]})
+    torch.testing.assert_close(got[mask.bool()], masked[mask.bool()], rtol=1e-5, atol=1e-5)
+    assert engine.evaluate(step) == pytest.approx(total / count, rel=1e-6)
+
+
+def test_an_engine_without_optimizer_holds_weights_only() -> None:
+    engine = Engine(llama(), device="cpu")
+    memory = engine.memory()
+    assert memory["host_remainder_bytes"] == memory["host_moments_bytes"] == 0
+    assert engine.optimizer is None
+    with pytest.raises(InputError, match="has no optimizer"):
+        engine.step(make_batches(1)[0])
+
+
+def test_evaluation_while_updates_are_on_their_way() -> None:
+    """It sees the weights after the last step, not those of a tile not yet updated."""
+    engine, [step] = make_engine(llama(), lr=0.3), make_batches(1)
+    engine.step(step)
+    model = llama()
+    model.load_state_dict(masters(engine))
+    other = make_engine(model)
+    assert engine.evaluate(step) == other.evaluate(step)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "opt"])
+def test_a_folder_and_the_model_in_it_are_the_same(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    assert same(masters(make_engine(tmp_path)), masters(make_engine(model)))
+    [step] = make_batches(1)
+    assert make_engine(str(tmp_path)).step(step).loss == make_engine(model).step(step).loss
+
+
+def test_the_model_given_stays_as_it_is() -> None:
+    model = llama().eval()
+    model.model.norm.weight.requires_grad_(False)
+    kept, before = copy.deepcopy(model), parameters(model)
+    engine = make_engine(model)
+    engine.step(make_batches(1)[0])
+    assert same(parameters(model), before)
+    assert not model.training
+    assert model.config.to_dict() == kept.config.to_dict()
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in kept.parameters()
+    ]
+    ids = make_batches(1)[0][0]["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, kept(ids).logits)
+
+
+def test_the_configuration_given_stays_as_it_is() -> None:
+    config = LlamaConfig(**SIZES)
+    attention, before = config._attn_implementation, config.to_dict()
+    engine = make_engine(config, attn_implementation="eager")
+    assert engine.config._attn_implementation == "eager"
+    assert config._attn_implementation == attention
+    assert config.to_dict() == before
+
+
+def test_attention_can_be_chosen_for_a_model_given() -> None:
+    model, [step] = llama(), make_batches(1)
+    eager = make_engine(model, attn_implementation="eager")
+    assert eager.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == "sdpa"
+    assert eager.step(step).loss == pytest.approx(make_engine(model).step(step).loss, rel=1e-6)
+    with pytest.raises(InputError, match="attn_implementation: .*nope"):
+        make_engine(model, attn_implementation="nope")
+
+
+def test_a_model_on_the_meta_device_is_drawn() -> None:
+    config = LlamaConfig(**SIZES)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.model.norm.weight.requires_grad_(False)
+    engine = make_engine(model)
+    assert same(masters(engine), masters(make_engine(config)))
+    engine.step(make_batches(1)[0])
+    assert torch.equal(masters(engine)["model.norm.weight"], torch.ones(SIZES["hidden_size"]))
+
+
+def test_a_model_half_on_the_meta_device_is_refused() -> None:
+    model = llama()
+    model.lm_head.to("meta")
+    with pytest.raises(InputError, match="lm_head.weight .* is on the meta device"):
+        make_engine(model)
+
+
+def test_drawn_weights_depend_on_the_seed_alone() -> None:
+    config = LlamaConfig(**SIZES)
+    one, again, other = (masters(make_engine(config, seed=seed)) for seed in (3, 3, 4))
+    assert same(one, again)
+    constant = {name for name in one if torch.equal(one[name], other[name])}
+    assert constant == {name for name in one if "norm" in name}
+    assert same(one, masters(make_engine(config, seed=3, precision="bf16")))
+
+
+# What is easily lost: two standard deviations, a scale by depth, a row of zeros, values that only
+# the constructor sets, values that a parent sets in its children, constants that are no zeros.
+DRAWN: dict[str, dict] = {
+    "llama": {"pad_token_id": 5},
+    "gpt2": {},
+    "openai-gpt": {},
+    "apertus": {},
+    "modernbert-decoder": {},
+    "youtu": {},
+    "mamba2": {},
+    "jamba": {},
+    "qwen3_moe": {},
+}
+
+
+@pytest.mark.parametrize("family", DRAWN)
+def test_drawn_weights_have_the_class_s_own_distribution(family: str) -> None:
+    config = tiny_config(family, DRAWN[family])
+    torch.manual_seed(0)
+    wanted = parameters(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    got = masters(make_engine(config))
+    assert got.keys() == wanted.keys()
+    for name, target in wanted.items():
+        drawn = got[name]
+        assert torch.equal(drawn == 0, target == 0), name
+        if target.numel() < 2 or target.std() == 0:
+            assert torch.equal(drawn, target), name
+            continue
+        doubt = 6 / target.numel() ** 0.5  # six standard errors, for a normal distribution
+        assert float(drawn.std()) == pytest.approx(float(target.std()), rel=doubt), name
+        assert float(drawn.mean() - target.mean()) == pytest.approx(
+            0, abs=float(target.std()) * doubt
+        ), name
+
+
+def test_layers_are_drawn_apart() -> None:
+    named = masters(make_engine(LlamaConfig(**SIZES)))
+    first, second = (named[f"model.layers.{i}.mlp.up_proj.weight"] for i in (0, 1))
+    assert not torch.equal(first, second)
+    assert abs(float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])) < 0.1

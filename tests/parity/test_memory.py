@@ -1,0 +1,159 @@
+"""Host memory: what each plane takes, and that loading never holds the model twice."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatrain import AdamW, Engine, Placement
+from megatrain.device import Buffer, CpuDevice
+from megatrain.units import MIB
+from tests.parity.cases import frozen, llama, make_batches, make_engine
+
+# Large enough that the padding of planes and rows of text are as little as in a real model.
+MID = LlamaConfig(
+    vocab_size=16384,
+    hidden_size=384,
+    intermediate_size=1024,
+    num_hidden_layers=5,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+)
+SPARE = 0.005  # of the planes: alignment of parameters and pages
+
+
+def bytes_per_parameter(engine: Engine) -> dict[str, float]:
+    memory = engine.memory()
+    return {
+        name.removeprefix("host_").removesuffix("_bytes"): num_bytes / engine.num_parameters
+        for name, num_bytes in memory.items()
+        if name.startswith("host_")
+    }
+
+
+PLANES = [
+    ("bf16", 1.0, {"weights": 2, "remainder": 2, "moments": 8, "gradients": 2}, 14),
+    ("fp32", 1.0, {"weights": 4, "remainder": 0, "moments": 8, "gradients": 4}, 16),
+]
+
+
+@pytest.mark.parametrize(("precision", "clip", "planes", "whole"), PLANES)
+def test_bytes_per_parameter(precision: Any, clip: float, planes: dict, whole: float) -> None:
+    engine = make_engine(MID, precision=precision, clip=clip)
+    assert engine.num_parameters > 19e6
+    found = bytes_per_parameter(engine)
+    for plane, expected in planes.items():
+        assert found[plane] == pytest.approx(expected, rel=SPARE), plane
+    assert found["bytes"] == pytest.approx(whole, rel=SPARE)
+    assert found["bytes"] == pytest.approx(sum(v for k, v in found.items() if k != "bytes"))
+
+
+def test_without_clipping_a_few_slabs_hold_all_gradients() -> None:
+    engine = make_engine(MID, precision="bf16", clip=None)
+    found = bytes_per_parameter(engine)
+    assert found["bytes"] - found["gradients"] == pytest.approx(12, rel=SPARE)
+    largest = max(tile.layout.numel for tile in engine._store.tiles)
+    assert engine.memory()["host_gradients_bytes"] == 2 * engine.placement.slabs * largest
+
+
+def test_a_frozen_parameter_has_no_moments_and_no_gradient() -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    model = frozen(llama(**sizes), lambda name: ".1." in name)
+    share = sum(p.numel() for p in model.parameters() if p.requires_grad) / model.num_parameters()
+    found = bytes_per_parameter(make_engine(model, precision="bf16"))
+    assert found["moments"] == pytest.approx(8 * share, rel=0.01)
+    assert found["gradients"] == pytest.approx(2 * share, rel=0.01)
+    assert found["weights"] == pytest.approx(2, rel=0.01)
+
+
+def test_rooms_of_rows_and_boundaries_are_declared() -> None:
+    engine = make_engine(llama(), placement=Placement(boundaries="host"))
+    before = engine.memory()
+    assert before["host_rows_bytes"] == before["host_boundaries_bytes"] == 0
+    engine.step(make_batches(1)[0])
+    after = engine.memory()
+    assert after["host_rows_bytes"] > 0
+    tokens, width, layers = 2 * 12 + 1 * 7 + 3 * 5, 32, 3
+    assert after["host_boundaries_bytes"] == tokens * width * layers * 4
+    grown = after["host_rows_bytes"] + after["host_boundaries_bytes"]
+    assert after["host_bytes"] == before["host_bytes"] + grown
+
+
+class CountingDevice(CpuDevice):
+    """Counts the host memory that it has given and not got back."""
+
+    def __init__(self) -> None:
+        self.rooms: dict[int, int] = {}
+
+    def host(self, *arguments: Any, **settings: Any) -> Buffer:
+        buffer = super().host(*arguments, **settings)
+        self.rooms[buffer.data.data_ptr()] = buffer.data.nbytes
+        return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        del self.rooms[buffer.data.data_ptr()]
+
+
+def test_rooms_that_are_outgrown_are_given_back() -> None:
+    """Rows that grow step by step would else pin ever more memory."""
+    device = CountingDevice()
+    engine = make_engine(llama(), placement=Placement(boundaries="host"), device=device)
+    fixed = sum(device.rooms.values())
+    for tokens in range(4, 60, 8):
+        engine.step(make_batches(1, ((2, tokens),))[0])
+        memory = engine.memory()
+        declared = memory["host_rows_bytes"] + memory["host_boundaries_bytes"]
+        assert sum(device.rooms.values()) - fixed == declared
+
+
+def growth(folder: str) -> dict[str, int]:
+    """By how much this process grows while it opens a model, at its peak; and the planes."""
+    process, loaded, peaks = psutil.Process(), threading.Event(), [0]
+    start = process.memory_info().rss
+
+    def watch() -> None:
+        while not loaded.is_set():
+            peaks.append(process.memory_info().rss)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    engine = Engine(folder, optimizer=AdamW(), device="cpu")
+    loaded.set()
+    thread.join()
+    return {"peak": max(peaks) - start, "planes": engine.memory()["host_bytes"]}
+
+
+def test_loading_holds_no_second_copy(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=32768,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.parity.test_memory", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(run.stdout)
+    assert size > 300 * MIB
+    assert found["planes"] == pytest.approx(14 * model.num_parameters(), rel=SPARE)
+    assert found["planes"] < found["peak"] < found["planes"] + size / 2
+
+
+if __name__ == "__main__":
+    print(json.dumps(growth(sys.argv[1])))

@@ -1,0 +1,153 @@
+"""Where things are and when they move changes no bit; how sums are cut changes only rounding."""
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain import Placement, kernels
+from tests.families.plain import Step
+from tests.parity.cases import (
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    moments,
+    parameters,
+    relative_error,
+    same,
+)
+
+Numbers = tuple[list[float], list[float], dict, list]
+
+LAYERS = 4  # as many as the most slots tried
+SHAPES = ((2, 8), (1, 5))
+
+# Precision, tied embeddings, clipping.
+CASES = list(itertools.product(("fp32", "bf16"), (False, True), (0.5, None)))
+
+
+def train(steps: list[Step], precision: Any, tied: bool, clip: float | None, **options) -> Numbers:
+    engine = make_engine(
+        llama(tie_word_embeddings=tied, num_hidden_layers=LAYERS),
+        precision=precision,
+        clip=clip,
+        **options,
+    )
+    results = [engine.step(step) for step in steps]
+    named = masters(engine)
+    return [r.loss for r in results], [r.grad_norm for r in results], named, moments(engine)
+
+
+def identical(one: Numbers, other: Numbers) -> bool:
+    return (
+        one[:2] == other[:2]
+        and same(one[2], other[2])
+        and same(dict(enumerate(one[3])), dict(enumerate(other[3])))
+    )
+
+
+def placements() -> list[Placement]:
+    """Each choice at more than its default, every number of slots with every prefetch."""
+    found = [
+        Placement(slots=slots, prefetch=ahead) for slots in range(1, 5) for ahead in range(slots)
+    ]
+    found += [
+        Placement(slots=slots, boundaries="host", boundary_lanes=lanes, slabs=slabs)
+        for slots, lanes, slabs in [(1, 1, 1), (2, 2, 3), (3, 1, 2), (4, 7, 9)]
+    ]
+    found += [Placement(slabs=slabs) for slabs in (1, 3, 12)]
+    found += [Placement(update_threads=threads) for threads in (1, 2, 5)]
+    found += [
+        Placement(keep_layers=2),
+        Placement(keep_layers=99, boundaries="host"),
+        Placement(resident=("embedding", "layer 3", "head")),
+        Placement(resident=("layer 0",), boundaries="host", slots=1),
+    ]
+    return found
+
+
+@pytest.mark.parametrize(("precision", "tied", "clip"), CASES)
+def test_no_placement_changes_a_bit(precision: Any, tied: bool, clip: float | None) -> None:
+    steps = make_batches(2, SHAPES)
+    wanted = train(steps, precision, tied, clip, placement=Placement(slots=1))
+    number = CASES.index((precision, tied, clip))
+    for placement in placements()[number % 3 :: 3]:
+        got = train(steps, precision, tied, clip, placement=placement)
+        assert identical(got, wanted), placement
+
+
+def test_the_comparison_sees_a_single_bit() -> None:
+    steps = make_batches(2, SHAPES)
+    one, other = (train(steps, "bf16", False, 0.5) for _ in range(2))
+    assert identical(one, other)
+    other[2]["model.norm.weight"].view(dtype=one[2]["model.norm.weight"].dtype)[3] *= 1 + 2**-23
+    assert not identical(one, other)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 7])
+def test_the_head_s_chunks_change_rounding_only(tied: bool, tokens: int) -> None:
+    steps = make_batches(2)
+    start = parameters(llama(tie_word_embeddings=tied, num_hidden_layers=LAYERS))
+    whole = train(steps, "fp32", tied, 0.5)
+    cut = train(steps, "fp32", tied, 0.5, placement=Placement(head_tokens=tokens))
+    assert cut[0] == pytest.approx(whole[0], rel=1e-6)
+    assert cut[1] == pytest.approx(whole[1], rel=1e-5)
+    assert relative_error(cut[2], whole[2], start) < 1e-5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_the_same_rows_in_other_micro_batches(tied: bool, clip: float | None) -> None:
+    steps = make_batches(2, ((6, 9),))
+    start = parameters(llama(tie_word_embeddings=tied, num_hidden_layers=LAYERS))
+    whole = train(steps, "fp32", tied, clip)
+    for sizes in ([1] * 6, [2, 4], [5, 1]):
+        cut = [
+            [
+                dict(zip(micro, rows, strict=True))
+                for micro in step
+                for rows in zip(*(v.split(sizes) for v in micro.values()), strict=True)
+            ]
+            for step in steps
+        ]
+        got = train(cut, "fp32", tied, clip)
+        assert got[0] == pytest.approx(whole[0], rel=1e-6)
+        assert got[1] == pytest.approx(whole[1], rel=1e-5)
+        assert relative_error(got[2], whole[2], start) < 1e-5
+
+
+def digest() -> str:
+    """Of all numbers of a few trainings; printed when this file is run."""
+    found = hashlib.sha256()
+    for precision, tied in itertools.product(("fp32", "bf16"), (False, True)):
+        losses, norms, named, planes = train(make_batches(2, SHAPES), precision, tied, 0.5)
+        found.update(repr((losses, norms)).encode())
+        for tensor in [*named.values(), *planes]:
+            found.update(tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+def test_native_and_reference_kernels_give_the_same_bits() -> None:
+    if not kernels.implementation.startswith("native"):
+        pytest.skip("no native kernels to compare with")
+    environment = {**os.environ, "MEGATRAIN_KERNELS": "reference", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.parity.test_neutrality"],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split() == [digest(), "reference"]
+
+
+if __name__ == "__main__":
+    print(digest(), kernels.implementation.split()[0])

@@ -1,0 +1,203 @@
+"""Several steps against torch.optim.AdamW: clipping, schedules, groups that the user changes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedModel, get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
+
+from megatrain import AdamW, Engine
+from megatrain.optim import NO_DECAY
+from tests.families.plain import accumulate
+from tests.parity.cases import (
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    moments,
+    parameters,
+    qwen2,
+    relative_error,
+    same,
+)
+
+Schedule = Callable[[torch.optim.Optimizer], LRScheduler | None]
+Change = Callable[[int, list[dict[str, Any]]], None]
+
+LR, EPS, DECAY, BETAS = 1e-2, 1e-3, 0.1, (0.9, 0.95)
+
+
+def nothing(step: int, groups: list[dict[str, Any]]) -> None:
+    """A user who leaves the groups as they are."""
+
+
+def no_schedule(optimizer: torch.optim.Optimizer) -> None:
+    return None
+
+
+def plain_training(
+    model: PreTrainedModel, steps: list, clip: float | None, schedule: Schedule, change: Change
+) -> tuple[list[float], list[float]]:
+    """Train `model` in place; losses, and norms before clipping."""
+    decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], list(NO_DECAY)))
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if n in decaying], "weight_decay": DECAY},
+        {"params": [p for n, p in named if n not in decaying], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, foreach=False)
+    scheduler = schedule(optimizer)
+    losses, norms = [], []
+    for index, step in enumerate(steps):
+        change(index, optimizer.param_groups)
+        losses.append(accumulate(model, step))
+        bound = torch.inf if clip is None else clip
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), bound)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return losses, norms
+
+
+def engine_training(
+    model: PreTrainedModel, steps: list, clip: float | None, schedule: Schedule, change: Change
+) -> tuple[Engine, list[float], list[float]]:
+    optimizer = AdamW(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    engine = Engine(model, optimizer=optimizer, max_grad_norm=clip, precision="fp32", device="cpu")
+    scheduler = schedule(engine.optimizer)
+    results = []
+    for index, step in enumerate(steps):
+        change(index, engine.optimizer.param_groups)
+        results.append(engine.step(step))
+        if scheduler is not None:
+            scheduler.step()
+    return engine, [r.loss for r in results], [r.grad_norm for r in results]
+
+
+def check(
+    model: PreTrainedModel,
+    *,
+    steps: int = 4,
+    clip: float | None = 0.5,
+    schedule: Schedule = no_schedule,
+    change: Change = nothing,
+) -> None:
+    batches, start = make_batches(steps), parameters(model)
+    engine, losses, norms = engine_training(model, batches, clip, schedule, change)
+    wanted_losses, wanted_norms = plain_training(model, batches, clip, schedule, change)
+    assert losses == pytest.approx(wanted_losses, rel=1e-6)
+    assert norms == pytest.approx(wanted_norms, rel=1e-5)
+    assert relative_error(masters(engine), parameters(model), start) < 1e-5
+
+
+@pytest.mark.parametrize("clip", [0.5, 1e9, None])
+@pytest.mark.parametrize("make", [llama, qwen2, lambda: llama(tie_word_embeddings=True)])
+def test_steps_equal_plain_training(make: Callable[[], PreTrainedModel], clip: float) -> None:
+    check(make(), clip=clip)
+
+
+def test_clipping_matters_here() -> None:
+    model = llama()
+    engines = [make_engine(model, clip=clip) for clip in (0.5, None)]
+    for engine in engines:
+        engine.step(make_batches(1)[0])
+    assert not same(masters(engines[0]), masters(engines[1]))
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "torch": lambda optimizer: LambdaLR(optimizer, lambda step: [1.0, 0.1, 3.0, 0.0, 1.0][step]),
+    "one per group": lambda optimizer: LambdaLR(
+        optimizer, [lambda step: 0.5**step, lambda step: 1.0 + step]
+    ),
+    "transformers": lambda optimizer: get_scheduler(
+        "cosine", optimizer, num_warmup_steps=2, num_training_steps=4
+    ),
+}
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_schedule_takes_effect_at_the_step_it_is_for(
+    schedule: Schedule, clip: float | None
+) -> None:
+    check(llama(), schedule=schedule, clip=clip)
+
+
+def test_a_scheduler_does_not_warn_of_a_missing_step(recwarn: pytest.WarningsRecorder) -> None:
+    engine_training(llama(), make_batches(2), 1.0, SCHEDULES["torch"], nothing)
+    assert not [w for w in recwarn if "optimizer.step()" in str(w.message)]
+
+
+def test_groups_that_the_user_changes_between_steps() -> None:
+    def change(step: int, groups: list[dict[str, Any]]) -> None:
+        decaying, plain = groups
+        if step == 1:
+            decaying["weight_decay"] = 0.5
+            plain["lr"] = 5e-2
+        if step == 2:
+            decaying["betas"] = (0.5, 0.7)
+            plain["weight_decay"] = 0.3
+            plain["eps"] = 1e-2
+
+    check(llama(), change=change)
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_what_changes_after_a_step_does_not_reach_back(clip: float | None) -> None:
+    """Updates may still be on their way when the learning rate of the next step is set."""
+    one, other = (make_engine(llama(), clip=clip) for _ in range(2))
+    [step] = make_batches(1)
+    one.step(step)
+    other.step(step)
+    for group in other.optimizer.param_groups:
+        group.update(lr=1e3, betas=(0.0, 0.0), weight_decay=0.9)
+    assert same(masters(one), masters(other))
+
+
+def test_a_learning_rate_of_zero_moves_moments_only() -> None:
+    model, [step] = llama(), make_batches(1)
+    engine = make_engine(model, lr=0.0)
+    engine.step(step)
+    assert same(masters(engine), parameters(model))
+    assert all(m.any() for m in moments(engine) if m.numel())
+    assert engine.optimizer.num_steps == 1
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    """A step of plain decay: the gradient's part is made as good as nothing by a huge eps."""
+    model, [step] = qwen2(), make_batches(1)
+    optimizer = AdamW(lr=0.1, weight_decay=0.5, eps=1e12)
+    engine = Engine(model, optimizer=optimizer, precision="fp32", device="cpu")
+    engine.step(step)
+    after = masters(engine)
+    for name, before in parameters(model).items():
+        decays = not name.endswith("bias") and "norm" not in name
+        torch.testing.assert_close(
+            after[name], before * (0.95 if decays else 1.0), rtol=1e-6, atol=0
+        )
+
+
+def test_a_scheduler_s_state_and_the_optimizer_s_go_through_a_dictionary() -> None:
+    """As a checkpoint stores them."""
+    steps = make_batches(4)
+    whole, _, _ = engine_training(llama(), steps, 0.5, SCHEDULES["torch"], nothing)
+    first = make_engine(llama(), clip=0.5)
+    scheduler = SCHEDULES["torch"](first.optimizer)
+    for step in steps[:2]:
+        first.step(step)
+        scheduler.step()
+    groups, state = first.optimizer.state_dict(), scheduler.state_dict()
+    for group in first.optimizer.param_groups:
+        group["lr"] = 7.0
+    first.optimizer.load_state_dict(groups)
+    scheduler = SCHEDULES["torch"](first.optimizer)
+    scheduler.load_state_dict(state)
+    first.optimizer.load_state_dict(groups)
+    for step in steps[2:]:
+        first.step(step)
+        scheduler.step()
+    assert same(masters(whole), masters(first))

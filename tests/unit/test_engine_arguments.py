@@ -1,0 +1,211 @@
+"""What an engine refuses: one clear line, of the right class, before anything has changed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, LlamaConfig
+
+from megatrain import AdamW, Engine, InputError, Placement, RunFailed
+from megatrain.errors import MegatrainError
+from tests.families.tiny import tiny_config, tiny_model
+
+VOCAB, POSITIONS = 128, 64
+
+
+def config() -> LlamaConfig:
+    return tiny_config("llama")
+
+
+def refuse(work: Callable[[], Any], message: str, kind: type[MegatrainError] = InputError) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        work()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "precision": ({"precision": "fp16"}, "precision is 'fp16'; it must be bf16 or fp32"),
+    "precision as dtype": ({"precision": torch.bfloat16}, "precision is torch.bfloat16"),
+    "norm of zero": ({"max_grad_norm": 0}, "max_grad_norm is 0; it must be positive, or None"),
+    "negative norm": ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
+    "nan norm": ({"max_grad_norm": float("nan")}, "max_grad_norm is nan"),
+    "norm as text": ({"max_grad_norm": "1"}, "max_grad_norm is '1'"),
+    "norm of true": ({"max_grad_norm": True}, "max_grad_norm is True"),
+    "device": ({"device": "tpu"}, "no device 'tpu'; write cpu, cuda or cuda:N"),
+    "device as number": ({"device": 3}, "no device 3"),
+    "other device": ({"device": "mps"}, "no device 'mps'"),
+    "placement": ({"placement": "best"}, "placement is 'best'; it must be 'auto' or a Placement"),
+    "placement as dict": ({"placement": {"slots": 2}}, "placement is {'slots': 2}"),
+    "resident": (
+        {"placement": Placement(resident=("layer 9",))},
+        "no tile 'layer 9'; it has embedding, prologue, layer 0, layer 1, layer 2, head, unused",
+    ),
+    "optimizer as text": ({"optimizer": "adamw"}, "optimizer is a str; it must be megatrain.AdamW"),
+    "optimizer class": ({"optimizer": AdamW}, "optimizer is a type"),
+    "seed": ({"seed": "abc"}, "seed is 'abc'; it must be an integer"),
+    "attention": ({"attn_implementation": "nope"}, "nope"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments(arguments: dict, message: str) -> None:
+    options = {"optimizer": AdamW(), "device": "cpu", **arguments}
+    refuse(lambda: Engine(config(), **options), message)
+
+
+def test_an_optimizer_of_torch() -> None:
+    other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    refuse(lambda: Engine(config(), optimizer=other), "optimizer is a AdamW; it must be megatrain")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_a_gpu_where_there_is_none(name: str) -> None:
+    refuse(lambda: Engine(config(), device=name), "torch sees no GPU here")
+
+
+def test_models_that_are_none(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    refuse(lambda: Engine(None), "the model is a NoneType; give a transformers model")
+    refuse(lambda: Engine(nn.Linear(2, 2)), "the model is a Linear")
+    refuse(lambda: Engine(tmp_path / "nowhere"), "no such folder")
+    refuse(lambda: Engine(file), "not a folder")
+    refuse(lambda: Engine(tmp_path), "no config.json there")
+
+
+def test_models_that_cannot_be_trained() -> None:
+    refuse(lambda: Engine(AutoConfig.for_model("t5")), "cannot build a t5 causal model")
+    refuse(lambda: Engine(AutoConfig.for_model("vit")), "cannot build a vit causal model")
+    empty = config()
+    empty.num_hidden_layers = 0
+    refuse(lambda: Engine(empty, device="cpu"), "no list of layers")
+
+
+NOT_STREAMED = {
+    "hrm_text": "layers.0 is called more than once in a forward",
+    "xlm": "transformer.ffns.1, its forward computes on what earlier layers gave",
+    "reformer": "its forward changes .*attention_seed as it runs",
+    "zamba": "shared_transf.self_attn.q_proj.weight is the same parameter as",
+}
+
+
+@pytest.mark.parametrize("family", NOT_STREAMED)
+def test_models_that_cannot_be_streamed_are_refused_with_the_reason(family: str) -> None:
+    refuse(lambda: Engine(tiny_model(family), device="cpu"), NOT_STREAMED[family])
+
+
+IDS = torch.randint(10, 100, (2, 8), generator=torch.Generator().manual_seed(0))
+GOOD = {"input_ids": IDS, "labels": IDS}
+
+
+def changed(**changes: Any) -> list[dict[str, Any]]:
+    """A good micro-batch and a changed one; None leaves a key out."""
+    micro = {key: value for key, value in {**GOOD, **changes}.items() if value is not None}
+    return [GOOD, micro]
+
+
+def each(change: Callable[[Tensor], Any]) -> list[dict[str, Any]]:
+    return changed(**{key: change(value) for key, value in GOOD.items()})
+
+
+LONG = torch.full((1, POSITIONS + 1), 20)
+BATCHES: dict[str, tuple[Any, str]] = {
+    "nothing": ([], "needs a list of at least one micro-batch; it got none"),
+    "a dictionary": (GOOD, "it got a dict"),
+    "text": ("abc", "it got a str"),
+    "None": (None, "it got a NoneType"),
+    "lists": ([[1, 2]], "micro-batch 0 is a list; it must be a dictionary of tensors"),
+    "lists in it": (each(lambda value: value.tolist()), "micro-batch 1: input_ids is a list"),
+    "arrays": (each(lambda value: value.numpy()), "micro-batch 1: input_ids is a ndarray"),
+    "no labels": (changed(labels=None), "micro-batch 1 has no labels"),
+    "no ids": (changed(input_ids=None), "micro-batch 1 has no input_ids"),
+    "unknown key": (changed(pixels=IDS), "micro-batch 1 has an unknown key 'pixels'; known: "),
+    "int32": (each(lambda value: value.int()), r"input_ids is \[2, 8\] torch.int32 on cpu"),
+    "floats": (changed(labels=IDS.float()), r"labels is \[2, 8\] torch.float32"),
+    "a row alone": (each(lambda value: value[0]), r"must be \[rows, tokens\], not \[8\]"),
+    "no rows": (each(lambda value: value[:0]), r"must be \[rows, tokens\], not \[0, 8\]"),
+    "no tokens": (each(lambda value: value[:, :0]), r"not \[2, 0\]"),
+    "labels of another shape": (changed(labels=IDS[:, 1:]), r"labels is \[2, 7\] .* \[2, 8\]"),
+    "mask of another shape": (changed(attention_mask=IDS[:1]), r"attention_mask is \[1, 8\]"),
+    "boolean mask": (changed(attention_mask=IDS > 0), "attention_mask is .* torch.bool"),
+    "meta": (each(lambda value: value.to("meta")), "on meta; it must be .* on the cpu"),
+    "id too large": (changed(input_ids=IDS + VOCAB - 10), f"outside the model's .* of {VOCAB}"),
+    "negative id": (changed(input_ids=IDS - 99), "micro-batch 1: input_ids holds token -"),
+    "label too large": (changed(labels=IDS + VOCAB), "micro-batch 1: labels holds token 1"),
+    "negative label": (changed(labels=IDS * 0 - 1), "labels holds token -1"),
+    "longer than the model": (
+        changed(input_ids=LONG, labels=LONG),
+        f"micro-batch 1 has rows of {POSITIONS + 1} tokens, but the model has {POSITIONS}",
+    ),
+    "position too large": (
+        changed(position_ids=torch.arange(8).repeat(2, 1) + POSITIONS - 7),
+        f"position_ids holds {POSITIONS}, but the model has {POSITIONS} positions",
+    ),
+    "negative position": (
+        changed(position_ids=torch.arange(8).repeat(2, 1) - 1),
+        "position_ids holds -1, which is negative",
+    ),
+    "no label at all": (
+        [{"input_ids": IDS, "labels": IDS * 0 - 100}] * 2,
+        "no token of this step has a label",
+    ),
+    "one token": ([{key: value[:, :1] for key, value in GOOD.items()}], "no token of this step"),
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(config(), optimizer=AdamW(), device="cpu")
+
+
+@pytest.mark.parametrize(("batches", "message"), BATCHES.values(), ids=BATCHES)
+def test_micro_batches(engine: Engine, batches: Any, message: str) -> None:
+    refuse(lambda: engine.step(batches), message)
+    refuse(lambda: engine.evaluate(batches), message)
+    assert engine.optimizer.num_steps == 0
+
+
+def test_a_generator_is_not_used_up_unseen(engine: Engine) -> None:
+    refuse(lambda: engine.step(micro for micro in [GOOD]), "it got a generator")
+
+
+def test_logits_of_what_is_no_micro_batch(engine: Engine) -> None:
+    refuse(lambda: engine.logits([GOOD]), "micro-batch 0 is a list")
+    refuse(lambda: engine.logits({}), "micro-batch 0 has no input_ids")
+    refuse(lambda: engine.logits({"input_ids": IDS + VOCAB}), "outside the model's vocabulary")
+    assert engine.logits(GOOD).shape == (2, 8, VOCAB)
+
+
+def test_good_batches_of_every_kind(engine: Engine) -> None:
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    positions = torch.arange(8).repeat(2, 1)
+    for extra in ({}, {"attention_mask": mask}, {"position_ids": positions}):
+        assert engine.evaluate([{**GOOD, **extra}]) > 0
+    assert engine.evaluate((GOOD, GOOD)) == pytest.approx(engine.evaluate([GOOD]), rel=1e-6)
+
+
+def test_a_model_without_positions_has_rows_of_any_length() -> None:
+    engine = Engine(tiny_config("mamba"), device="cpu")
+    rows = torch.full((1, 3 * POSITIONS), 20)
+    assert engine.evaluate([{"input_ids": rows, "labels": rows}]) > 0
+
+
+def test_a_kernel_that_fails_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **settings: Any) -> None:
+        raise RunFailed("no update")
+
+    engine = Engine(config(), optimizer=AdamW(), device="cpu")
+    monkeypatch.setattr("megatrain.kernels.adamw", fail)
+    refuse(lambda: engine.step([GOOD]), "no update", RunFailed)
+
+
+def test_an_engine_ends_twice_without_harm() -> None:
+    with Engine(config(), optimizer=AdamW(), device="cpu") as engine:
+        engine.step([GOOD])
+        engine.close()

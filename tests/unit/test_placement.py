@@ -1,0 +1,46 @@
+"""What a placement may be."""
+
+from typing import Any
+
+import pytest
+
+from megatrain import InputError, Placement
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"slots": 0}, "slots is 0; it must be >= 1"),
+    ({"slots": 2.0}, "slots is 2.0; it must be an integer"),
+    ({"slots": "2"}, "slots is '2'; it must be an integer"),
+    ({"slots": True}, "slots is True; it must be an integer"),
+    ({"slots": None}, "slots is None; it must be an integer"),
+    ({"slabs": 0}, "slabs is 0; it must be >= 1"),
+    ({"boundary_lanes": -1}, "boundary_lanes is -1; it must be >= 1"),
+    ({"head_tokens": 0}, "head_tokens is 0; it must be >= 1"),
+    ({"keep_layers": -1}, "keep_layers is -1; it must be >= 0"),
+    ({"update_threads": 0}, "update_threads is 0; it must be >= 1"),
+    ({"prefetch": -1}, "prefetch is -1; it must be >= 0"),
+    ({"slots": 3, "prefetch": 3}, "prefetch is 3; with 3 slots it must be between 0 and 2"),
+    ({"prefetch": "1"}, "prefetch is '1'; it must be an integer"),
+    ({"boundaries": "disk"}, "boundaries is 'disk'; it must be 'device' or 'host'"),
+    ({"resident": "head"}, "resident is 'head'; it must be a list of tile names"),
+]
+
+
+@pytest.mark.parametrize(("choices", "message"), REFUSED)
+def test_impossible_choices_are_refused_in_one_line(choices: dict, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Placement(**choices)
+    assert str(caught.value) == f"placement.{message}"
+
+
+def test_prefetch_is_as_far_as_the_slots_reach() -> None:
+    assert [Placement(slots=n).prefetch_distance for n in (1, 2, 5)] == [0, 1, 4]
+    assert Placement(slots=5, prefetch=2).prefetch_distance == 2
+    assert Placement(slots=5, prefetch=0).prefetch_distance == 0
+
+
+def test_a_placement_goes_through_plain_data() -> None:
+    placement = Placement(slots=3, boundaries="host", resident=("head",))
+    assert Placement(**placement.as_dict()) == placement
+    assert set(placement.as_dict()) == set(Placement.names())
+    with pytest.raises(AttributeError):
+        placement.slots = 4  # type: ignore[misc]

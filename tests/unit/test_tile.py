@@ -1,0 +1,62 @@
+"""The flat layout: every parameter has its place, groups are runs, frozen ones come last."""
+
+from math import prod
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.tile import TileLayout
+from megatrain.tile.layout import ALIGNMENT
+
+shapes = st.lists(st.integers(1, 40), min_size=0, max_size=3).map(torch.Size)
+groups = st.one_of(st.none(), st.integers(0, 3))
+parameters = st.lists(st.tuples(shapes, groups), max_size=12).map(
+    lambda found: [(f"p{i}", shape, group) for i, (shape, group) in enumerate(found)]
+)
+
+
+@given(parameters)
+def test_entries_are_disjoint_aligned_and_complete(given_parameters: list) -> None:
+    layout = TileLayout("tile", given_parameters)
+    assert {(e.name, e.shape, e.group) for e in layout.entries} == {
+        (name, tuple(shape), group) for name, shape, group in given_parameters
+    }
+    end = 0
+    for entry in layout.entries:
+        assert entry.offset >= end
+        assert entry.offset % ALIGNMENT == 0
+        end = entry.offset + entry.numel
+    assert end <= layout.numel < end + ALIGNMENT
+    assert layout.num_parameters == sum(prod(shape) for _, shape, _ in given_parameters)
+
+
+@given(parameters)
+def test_runs_cover_each_group_once_and_nothing_frozen(given_parameters: list) -> None:
+    layout = TileLayout("tile", given_parameters)
+    trainable = [group for _, _, group in given_parameters if group is not None]
+    assert [group for group, _, _ in layout.runs] == sorted(set(trainable))
+    covered = {place: group for group, start, stop in layout.runs for place in range(start, stop)}
+    assert set(covered) == set(range(layout.trainable_numel))
+    for entry in layout.entries:
+        places = range(entry.offset, entry.offset + entry.numel)
+        assert {covered.get(place) for place in places} <= {entry.group}
+    assert layout.trainable == tuple(e for e in layout.entries if e.group is not None)
+
+
+@given(parameters)
+def test_views_share_the_plane_and_keep_apart(given_parameters: list) -> None:
+    layout = TileLayout("tile", given_parameters)
+    plane = torch.full((layout.numel,), -1.0)
+    for number, view in enumerate(layout.views(plane).values()):
+        assert (view == -1).all()
+        view.fill_(number)
+    for number, (name, view) in enumerate(layout.views(plane).items()):
+        assert (view == number).all()
+        assert torch.equal(layout.by_name[name].view(plane), view)
+
+
+def test_a_tile_without_parameters() -> None:
+    layout = TileLayout("nothing", [])
+    assert layout.numel == layout.trainable_numel == layout.num_parameters == 0
+    assert layout.runs == []
