@@ -49,6 +49,8 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
     stream.begin([*parts.trunk, parts.head, *reversed(parts.trunk)])
     saved.begin(len(batch.micro))
     update.begin()
+    for unit in parts.trunk:
+        unit.begin()
 
     h = forward(parts, batch, saved.put, train=True)
 

@@ -36,6 +36,9 @@ class Unit:
     def __init__(self, device: Device, program: Program, tile: Tile, prefix: str = "") -> None:
         self.device, self.program, self.tile, self.prefix = device, program, tile, prefix
 
+    def begin(self) -> None:
+        """A step begins: drop what one that was broken off has left."""
+
     def weights(self, slot: Buffer) -> dict[str, Tensor]:
         """The tile's parameters by the function's names."""
         return {
@@ -162,6 +165,10 @@ class Layer(Unit):
         later = [layer.inputs for layer in outline.layers[visit + 1 :]]
         self.live = {ref for inputs in [*later, outline.epilogue_inputs] for ref in inputs}
         self._graphs: dict[int, _Graph] = {}
+
+    def begin(self) -> None:
+        """No graph of an earlier step may be pulled back, or take room."""
+        self._graphs.clear()
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The activations after this layer, of every micro-batch."""

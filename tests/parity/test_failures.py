@@ -158,6 +158,20 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(where: str, placement: Pla
     goes_on(engine, other, [steps[1][:1], *steps[1:]])
 
 
+def test_graphs_of_a_broken_step_are_not_used_by_a_later_one() -> None:
+    """After running out of memory fewer graphs may be kept, or there may be more micro-batches."""
+    model, steps = llama(), make_batches(2)
+    engine = make_engine(model, placement=Placement(keep_layers=3))
+    layer = engine._parts.trunk[1]
+    pull = layer.vjp
+    layer.vjp = engine._parts.head.loss_and_vjp  # of other arguments: fails
+    with pytest.raises(TypeError):
+        engine.step(steps[1])
+    layer.vjp = pull
+    engine._parts.keep_graphs(0)
+    goes_on(engine, make_engine(model), steps)
+
+
 def test_a_refused_batch_is_as_if_it_had_never_come(tied: bool) -> None:
     engine, other = (make_engine(llama(tie_word_embeddings=tied)) for _ in range(2))
     steps = make_batches(2)
