@@ -158,6 +158,13 @@ def test_a_stack_of_attention_and_states(family: str) -> None:
         check(model, step, exact=False, error=1e-5)
 
 
+# One argument for all layers, an input of each layer's own, a second activation, four of them.
+@pytest.mark.parametrize("family", ["cpmant", "gemma4_text", "zaya", "deepseek_v4"])
+def test_activations_that_several_layers_read(family: str) -> None:
+    [step] = make_batches(1, ((2, 12), (1, 8)))
+    check(tiny_model(family), step, exact=False, error=1e-5)
+
+
 def test_padding_on_either_side() -> None:
     model, [step] = llama(), make_batches(1)
     for micro, side in zip(step, ("left", "right", "left"), strict=True):

@@ -23,6 +23,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
+from tests.race.late import LateDevice
 
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler | None]
 Change = Callable[[int, list[dict[str, Any]]], None]
@@ -149,7 +150,8 @@ def test_groups_that_the_user_changes_between_steps() -> None:
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_what_changes_after_a_step_does_not_reach_back(clip: float | None) -> None:
     """Updates may still be on their way when the learning rate of the next step is set."""
-    one, other = (make_engine(llama(), clip=clip) for _ in range(2))
+    one = make_engine(llama(), clip=clip)
+    other = make_engine(llama(), clip=clip, device=LateDevice())
     [step] = make_batches(1)
     one.step(step)
     other.step(step)
