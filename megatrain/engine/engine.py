@@ -109,7 +109,7 @@ class Engine:
         else:
             self._place(layouts, train, precision, tokens_per_step)
         self._seed, self._steps, self._clips = seed, 0, max_grad_norm is not None
-        self._packing = Packing(self.config.model_type, self._trial_logits)
+        self._packing = Packing(self.config.model_type, DTYPES[precision], self._trial_logits)
         self._assemble(source, layouts, DTYPES[precision], max_grad_norm)
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
 

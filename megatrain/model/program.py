@@ -53,6 +53,8 @@ class Program:
         for kind in {id(layer.kind): layer.kind for layer in outline.layers}.values():
             move_buffers(kind.module, device)
         self.buffers = [_own_buffers(layer, types) for layer in outline.layers]
+        numbered = (part.isdigit() for name in outline.epilogue for part in name.split("."))
+        self._layers_follow = any(numbered)
         self._outer = {
             name: stand_in(p, device, dtype)
             for name, p in model.named_parameters()
@@ -138,8 +140,9 @@ class Program:
 
     def epilogue(self, weights: Weights, batch: MicroBatch, values: Activations) -> Any:
         """The trunk's output (its hidden states `[B, T, D]` among others)."""
-        # No layer runs here, so no mask is needed; making one would wait for the device.
-        inputs = {k: v for k, v in batch.inputs.items() if k != "attention_mask"}
+        inputs = dict(batch.inputs)
+        if not self._layers_follow:  # then nothing needs a mask; making one waits for the device
+            inputs.pop("attention_mask", None)
         with self.skeleton.stop_at_trunk():
             return self._run(self._replay(batch, values), weights, inputs, batch.rows)
 

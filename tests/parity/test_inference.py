@@ -46,6 +46,18 @@ def test_logits_and_loss_of_plain_transformers(family: str) -> None:
     assert engine.evaluate(step) == pytest.approx(total / count, rel=1e-6)
 
 
+def test_a_mask_reaches_layers_that_follow_the_stack() -> None:
+    """A decoder of bytes after the stack of patches pads as the stack does."""
+    model = tiny_model("blt").eval()
+    engine = Engine(model, precision="fp32", device="cpu")
+    inputs = {key: make_batches(1)[0][0]["input_ids"] for key in ("input_ids", "attention_mask")}
+    inputs["attention_mask"] = (torch.arange(12) >= torch.tensor([[3], [0]])).long()
+    with torch.no_grad():
+        wanted = model(**inputs, use_cache=False).logits
+    seen = inputs["attention_mask"].bool()
+    torch.testing.assert_close(engine.logits(inputs)[seen], wanted[seen], rtol=1e-5, atol=1e-5)
+
+
 def test_an_engine_without_optimizer_holds_weights_only() -> None:
     engine = Engine(llama(), device="cpu")
     memory = engine.memory()

@@ -57,7 +57,11 @@ def test_positions_count_where_no_document_begins_anew() -> None:
     torch.testing.assert_close(rotary.logits(shifted), rotary.logits(plain), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["mamba", "jamba", "opt", "gpt_oss", "bloom", "falcon_h1"])
+# States, both kinds of layers in turn or in one, masks made without positions, no causal order.
+MIXING = ["mamba", "jamba", "falcon_h1", "opt", "gpt_oss", "bloom", "minimax", "cpmant"]
+
+
+@pytest.mark.parametrize("family", MIXING)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_models_that_mix_documents_are_refused(family: str, precision: Any) -> None:
     engine = make_engine(tiny_model(family), precision=precision)
