@@ -58,7 +58,8 @@ class HostWorker:
         """Finish what is queued and end the thread."""
         self._closed = True
         self._queue.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # its own work may drop the last user
+            self._thread.join()
 
     def _add(self, item: Callable[[], Any] | int) -> None:
         if self._closed:  # nobody would ever do it, and waiting for it would not end
@@ -74,6 +75,7 @@ class HostWorker:
                     item()
                 except BaseException as error:
                     self._error = error
+            del item  # work keeps an engine alive, which nobody may want any more
 
     def _pass(self, count: int) -> None:
         with self._condition:

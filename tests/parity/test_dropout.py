@@ -32,9 +32,9 @@ def gpt2() -> Any:
     return tiny_model("gpt2", changes=RATES)
 
 
-def slope_error(model: Any, step: list, placement: Placement) -> float:
+def slope_error(model: Any, step: list, placement: Placement, device: str = "cpu") -> float:
     """Relative difference between the slope of the loss along the gradient and its norm."""
-    engine = make_engine(model, clip=1e9, placement=placement)
+    engine = make_engine(model, clip=1e9, placement=placement, device=device)
     norm = engine.step(step).grad_norm
     direction = {name: g / norm for name, g in gradients(engine).items()}
     before, distance = parameters(model), 1e-2
@@ -43,7 +43,7 @@ def slope_error(model: Any, step: list, placement: Placement) -> float:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(before[name] + way * direction[name])
-        return make_engine(model, placement=placement).step(step).loss
+        return make_engine(model, placement=placement, device=device).step(step).loss
 
     slope = (loss(distance) - loss(-distance)) / (2 * distance)
     return abs(slope / norm - 1)

@@ -1,0 +1,129 @@
+"""On a real GPU: engines that end or fail in other ways than planned, and what is easily lost."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import Placement, RunFailed
+from tests.families.tiny import tiny_model
+from tests.parity.cases import (
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    parameters,
+    relative_error,
+    same,
+)
+from tests.parity.test_dropout import gpt2, slope_error
+from tests.parity.test_packing import documents, packed
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+
+
+def engine_of(model: Any, **options: Any) -> Any:
+    """Streamed and updated by host threads; on its own a tiny model would rest on the GPU."""
+    options.setdefault("placement", Placement(slots=3))
+    return make_engine(model, device=DEVICE, **options)
+
+
+def test_engines_that_nobody_closes_leave_no_pinned_memory() -> None:
+    """Else a later engine cannot pin memory that happens to lie at the same address."""
+    [step] = make_batches(1)
+    for _ in range(20):
+        engine = engine_of(llama(), precision="bf16")
+        engine.step(step)
+        del engine
+        gc.collect()
+
+
+def test_a_closed_engine_says_so() -> None:
+    [step] = make_batches(1)
+    engine = engine_of(llama())
+    engine.step(step)
+    engine.close()
+    engine.close()
+    with pytest.raises(RunFailed, match="the engine is closed"):
+        engine.step(step)
+
+
+@pytest.mark.parametrize("boundaries", ["device", "host"])
+def test_steps_that_need_more_and_more_room(boundaries: Any) -> None:
+    """Rows, lanes and rooms are replaced while their last work is still on its way."""
+    steps = [make_batches(1, ((2, tokens), (1, 3)), seed=tokens)[0] for tokens in range(4, 60, 8)]
+    placement = Placement(slots=3, boundaries=boundaries)
+    before = parameters(llama())
+    for clip in (1.0, None):
+        engine = engine_of(llama(), placement=placement, clip=clip)
+        other = make_engine(llama(), clip=clip)
+        for step in steps:
+            one, wanted = engine.step(step), other.step(step)
+            assert one.loss == pytest.approx(wanted.loss, rel=1e-4)
+            assert one.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-3)
+        assert relative_error(masters(engine), masters(other), before) < 1e-2
+        engine.close()
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_bad_loss_changes_nothing_and_the_next_step_counts(clip: float | None) -> None:
+    steps, engines = make_batches(2), [engine_of(llama(), clip=clip) for _ in range(2)]
+    for engine in engines:
+        engine.step(steps[0])
+    bad, before = engines[0], masters(engines[0])
+    logits = bad._program.logits
+    bad._program.logits = lambda *arguments: logits(*arguments) * torch.nan
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="the loss is nan"):
+            bad.step(steps[1])
+        assert same(masters(bad), before)
+    bad._program.logits = logits
+    assert bad.step(steps[1]).loss == engines[1].step(steps[1]).loss
+    assert same(masters(bad), masters(engines[1]))
+
+
+def test_a_host_thread_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, engine = make_batches(3), engine_of(llama())
+    engine.step(steps[0])
+    monkeypatch.setattr("megatrain.kernels.adamw", lambda *planes, **settings: 1 / 0)
+    with pytest.raises(RunFailed, match="the update thread failed: division by zero"):
+        engine.step(steps[1])
+        engine.step(steps[2])  # its updates run under the next step
+    with pytest.raises(RunFailed, match="the update thread failed"):
+        masters(engine)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement(slots=3),
+        Placement(slots=3, compile=True),
+        Placement(slots=3, compile=True, keep_layers=2),
+    ],
+    ids=["eager", "compiled", "kept"],
+)
+def test_recomputed_dropout_is_the_forward_s(placement: Placement) -> None:
+    [step] = make_batches(1)
+    assert slope_error(gpt2(), step, placement, device=DEVICE) < 5e-3
+
+
+def test_the_caller_s_random_numbers_stay_as_they_were() -> None:
+    [step] = make_batches(1)
+    engine = engine_of(gpt2())
+    torch.manual_seed(0)
+    wanted = [torch.rand(3), torch.rand(3, device=DEVICE)]
+    torch.manual_seed(0)
+    engine.step(step)
+    engine.evaluate(step)
+    assert torch.equal(torch.rand(3), wanted[0])
+    assert torch.equal(torch.rand(3, device=DEVICE), wanted[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2", "qwen3_moe"])
+def test_packing_is_not_refused_for_rounding(family: str) -> None:
+    """Experts take their tokens in another order, and bf16 rounds otherwise."""
+    model = llama() if family == "llama" else tiny_model(family)
+    engine = engine_of(model, precision="bf16", placement="auto")
+    assert engine.step([packed(documents())]).loss > 0
