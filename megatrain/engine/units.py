@@ -4,7 +4,7 @@ Each takes the weights that the stream has brought and a list of activations, on
 micro-batch, and knows how to run forward and backward for all micro-batches in turn.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -90,27 +90,23 @@ class Prologue(Unit):
             out.append(self.device.run(COMPUTE, "prologue", partial(work, micro), reads))
         return out
 
-    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room | None) -> State:
+    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
         """Gradients of the prologue's weights into `room`, of the rows into `embedding`."""
-        reads, writes = [slot, *self.embedding.rows], list(self.embedding.sums)
+        reads, writes = [slot, *self.embedding.rows], [room.sums, *self.embedding.sums]
         self.embedding.clear()
         for index in range(len(batch.micro)):
             self.seed(batch, self.visit, index)
             self.device.run(
                 COMPUTE,
                 "prologue backward",
-                partial(self._pull_at, slot, batch, index, dh, room),
+                partial(self._pull, slot, batch, index, dh, room),
                 reads,
-                writes + ([room.sums] if room else []),
+                writes,
             )
         return [{} for _ in batch.micro]
 
-    def _pull_at(
-        self, slot: Buffer, batch: Batch, index: int, dh: State, room: Room | None
-    ) -> None:
-        self._pull(slot, batch.micro[index], dh[index], room)
-
-    def _pull(self, slot: Buffer, micro: MicroBatch, dh: Activations, room: Room | None) -> None:
+    def _pull(self, slot: Buffer, batch: Batch, index: int, state: State, room: Room) -> None:
+        micro, dh = batch.micro[index], state[index]
         weights, names = self.leaves(slot)
         with torch.enable_grad():
             values = self.program.prologue({**self._all_leaves(slot), **weights}, micro)
@@ -123,8 +119,7 @@ class Prologue(Unit):
             grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
         rows = dict(zip(tables, grads, strict=False))
         self.embedding.add({name: g for name, g in rows.items() if g is not None})
-        if room is not None:
-            room.add(names, grads[len(tables) :])
+        room.add(names, grads[len(tables) :])
 
     def _all_leaves(self, slot: Buffer) -> dict[str, Tensor]:
         return {n: w.detach().requires_grad_() for n, w in self.weights(slot).items()}
@@ -190,7 +185,7 @@ class Layer(Unit):
             out.append(self.device.run(COMPUTE, f"layer {self.visit}", work, [slot]))
         return out
 
-    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room | None) -> State:
+    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
         """Recompute from `h`; gradients of the weights into `room`; returns those of the inputs."""
         out = []
         for index, values in enumerate(h):  # `h` is asked for its end, which frees its lanes
@@ -203,8 +198,8 @@ class Layer(Unit):
                 graph = self._graphs.pop(index, None) or self._graph(slot, micro, values)
                 return _pull(graph, dh[index], room)
 
-            name, writes = f"layer {self.visit} backward", [room.sums] if room else []
-            out.append(self.device.run(COMPUTE, name, work, [slot], writes))
+            name = f"layer {self.visit} backward"
+            out.append(self.device.run(COMPUTE, name, work, [slot], [room.sums]))
         return out
 
     def _graph(
@@ -222,7 +217,7 @@ class Layer(Unit):
         return _Graph(inputs, made, sources, names)
 
 
-def _pull(graph: _Graph, dh: Activations, room: Room | None) -> Activations:
+def _pull(graph: _Graph, dh: Activations, room: Room) -> Activations:
     """Gradients of a graph's weights into `room`; returns `dh` with its outputs replaced."""
     made = graph.made
     pairs = [(made[ref], dh[ref]) for ref in made if ref in dh and made[ref].requires_grad]
@@ -233,8 +228,7 @@ def _pull(graph: _Graph, dh: Activations, room: Room | None) -> Activations:
     pulled = [ref for ref, value in graph.inputs.items() if value.requires_grad]
     sources = [*(graph.inputs[ref] for ref in pulled), *graph.sources]
     grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-    if room is not None:
-        room.add(graph.names, grads[len(pulled) :])
+    room.add(graph.names, grads[len(pulled) :])
     return _add(rest, pulled, grads)
 
 
@@ -320,10 +314,7 @@ class Head(Unit):
                 )
             return total / batch.num_labelled
 
-        return [
-            self.device.run(COMPUTE, "head", partial(work, m, v), [slot])
-            for m, v in zip(batch.micro, h, strict=True)
-        ]
+        return self._each(slot, batch, h, work)
 
     def logits(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""
@@ -334,6 +325,15 @@ class Head(Unit):
                 output = self.program.epilogue(weights, micro, values)
                 return self.program.logits(weights, micro, output).float().cpu()
 
+        return self._each(slot, batch, h, work)
+
+    def _each(
+        self,
+        slot: Buffer,
+        batch: Batch,
+        h: State,
+        work: Callable[[MicroBatch, Activations], Tensor],
+    ) -> list[Tensor]:
         return [
             self.device.run(COMPUTE, "head", partial(work, m, v), [slot])
             for m, v in zip(batch.micro, h, strict=True)

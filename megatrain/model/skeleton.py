@@ -188,14 +188,12 @@ class Skeleton:
 
     Attributes:
         model: the model; layer parameters on the meta device, buffers real.
-        visits: the layer modules in the order in which the forward calls them.
         trunk: the outermost submodule that contains the stack and is called as a whole; what runs
             after it is the language-model head.
     """
 
     def __init__(self, model: PreTrainedModel, stack: nn.ModuleList) -> None:
         self.model = model
-        self.visits: list[nn.Module] = []
         self.trunk: nn.Module = model
         self.outputs: list[Callable[[Mapping[int, Any]], Any]] = []
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
@@ -228,10 +226,6 @@ class Skeleton:
         if "return_dict" in self._signature:
             kwargs["return_dict"] = True
         return kwargs
-
-    def takes(self, argument: str) -> bool:
-        """Whether the model's forward has this argument by name."""
-        return argument in self._signature
 
     def forward(
         self,
