@@ -14,7 +14,7 @@ from megatrain.loss import cross_entropy_sum, next_token_targets
 
 pytestmark = pytest.mark.gpu
 
-STEPS, ROWS, TOKENS, LR = 200, 16, 256, 1e-3
+STEPS, ROWS, TOKENS, LR = 500, 16, 256, 1e-3
 
 
 def model() -> LlamaForCausalLM:

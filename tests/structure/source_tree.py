@@ -9,7 +9,7 @@ PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
     {"errors", "units"},
-    {"placement", "tile", "telemetry", "kernels"},
+    {"placement", "machine", "tile", "telemetry", "kernels"},
     {"config", "device"},
     {"store", "model", "loss", "optim", "data", "distributed"},
     {"engine", "checkpoint"},

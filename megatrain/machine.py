@@ -1,0 +1,48 @@
+"""What a machine can do: the rates that predictions are made of."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU with its host. Rates are what work of real size reaches, not peaks on paper.
+
+    Attributes:
+        name: for people: `NVIDIA H200, 16 cores`.
+        device_memory_bytes: of the GPU, all of it.
+        device_context_bytes: what the driver and libraries take of it before any tensor.
+        host_memory_bytes: what this process may use.
+        cores: CPU cores that it may use.
+        matmul_tflops: dense product in the compute type.
+        attention_forward_tflops: causal attention over long rows, only the unmasked half counted.
+        attention_backward_tflops: the same, backward.
+        device_gbps: device memory, reads and writes together.
+        to_device_gbps: pinned host memory to the device.
+        from_device_gbps: and back.
+        update_gbps: host memory while the optimizer updates (26 bytes a parameter cross it).
+        disk_write_gbps: where checkpoints go; None where nobody measured.
+        launch_seconds: from one piece of device work to the next when there is nothing to compute.
+        measured: whether these numbers are this machine's own, or published figures times usual
+            efficiencies.
+    """
+
+    name: str
+    device_memory_bytes: int
+    device_context_bytes: int
+    host_memory_bytes: int
+    cores: int
+    matmul_tflops: float
+    attention_forward_tflops: float
+    attention_backward_tflops: float
+    device_gbps: float
+    to_device_gbps: float
+    from_device_gbps: float
+    update_gbps: float
+    disk_write_gbps: float | None
+    launch_seconds: float
+    measured: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """The machine as plain data."""
+        return asdict(self)
