@@ -23,3 +23,15 @@ class RunFailed(MegatrainError):
     """The run began and could not go on; the state is that of the last finished step."""
 
     exit_code = 4
+
+
+class StepRefused(RunFailed):
+    """Loss or gradient norm of a step is not finite, or above the limit given.
+
+    Attributes:
+        intact: whether weights and optimizer state are still those of the step before.
+    """
+
+    def __init__(self, message: str, *, intact: bool) -> None:
+        super().__init__(message)
+        self.intact = intact

@@ -1,5 +1,6 @@
 """The engine as its users see it."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -156,22 +157,26 @@ class Engine:
         given = [getattr(text, name, None) for name in names]
         return next((n for n in given if isinstance(n, int) and n > 0), None)
 
-    def step(self, micro_batches: MicroBatches) -> StepResult:
+    def step(self, micro_batches: MicroBatches, *, norm_limit: float = math.inf) -> StepResult:
         """One optimizer step over all of `micro_batches`.
 
         Args:
             micro_batches: dictionaries of CPU int64 tensors `[B, T]`: `input_ids`, `labels`
                 (-100: none; the engine shifts them), and optionally `attention_mask` (1: token,
                 0: padding) and `position_ids`. B and T may differ between them.
+            norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
 
         Raises:
             InputError: bad micro-batches, or an engine without optimizer.
-            RunFailed: loss or gradient norm is not finite; no weight has been changed.
+            StepRefused: loss or gradient norm is not finite, or the norm above the limit; says
+                whether a weight has been changed (never, with `max_grad_norm`).
+            RunFailed: a host thread failed.
         """
         if not isinstance(self._parts, TrainingParts) or self.optimizer is None:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
         start = time.perf_counter()
         batch = self._prepare(micro_batches, labelled=True, train=True)
+        self._parts.update.norm_limit = norm_limit
         if self._kept is not None:
             self._parts.keep_graphs(self._kept.choose(batch.num_tokens))
         with self._undisturbed():

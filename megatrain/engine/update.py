@@ -11,7 +11,7 @@ from megatrain import kernels
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE
 from megatrain.engine.sink import Slab
-from megatrain.errors import RunFailed
+from megatrain.errors import StepRefused
 from megatrain.optim import StreamedOptimizer
 from megatrain.store import Tile
 
@@ -53,6 +53,7 @@ class Update:
     ) -> None:
         self._device, self._optimizer, self._threads = device, optimizer, threads
         self._max_grad_norm = max_grad_norm
+        self.norm_limit = math.inf  # a step whose norm is above it is refused
         self._pending: list[tuple[Tile, Slab, Any]] = []
         self._started: list[Tile] = []
         self._losses: list[Tensor] = []
@@ -102,9 +103,10 @@ class Update:
         """Wait for the end of the backward; then start what had to wait for it.
 
         Raises:
-            RunFailed: loss or norm is not finite, or a host thread failed. Without clipping a bad
-                norm is found too late, and the message says so; in all other cases no weight has
-                been changed.
+            StepRefused: loss or norm is not finite, or the norm above `norm_limit`. Without
+                clipping a bad norm is found too late, and the message says so; in all other cases
+                no weight has been changed.
+            RunFailed: a host thread failed.
         """
         numbers, device = self._numbers, self._device
         device.run(
@@ -127,11 +129,14 @@ class Update:
             for tile in self._started:  # only to be refused
                 tile.version -= 1
             bad = [i for i, loss in enumerate(self._losses) if not math.isfinite(loss)]
-            raise RunFailed(f"the loss is {report.loss} (micro-batches {bad}): {_INTACT}")
-        if math.isfinite(report.grad_norm):
+            what = f"the loss is {report.loss} (micro-batches {bad})"
+            raise StepRefused(f"{what}: {_INTACT}", intact=True)
+        if math.isfinite(report.grad_norm) and report.grad_norm <= self.norm_limit:
             return
+        above = f", above {self.norm_limit:.4g}" if math.isfinite(report.grad_norm) else ""
         damage = _INTACT if self.deferred else _DAMAGED
-        raise RunFailed(f"the gradient norm is {report.grad_norm}: {damage}")
+        what = f"the gradient norm is {report.grad_norm:.4g}{above}"
+        raise StepRefused(f"{what}: {damage}", intact=self.deferred)
 
     def _scale(self, norm: float) -> float:
         if self._max_grad_norm is None:
