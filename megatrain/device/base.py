@@ -31,10 +31,24 @@ MEMORY_KEYS = (
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """A named range of memory; `data` is flat (on the meta device where nothing is computed)."""
+    """A named range of memory; `data` is flat (on the meta device where nothing is computed).
+
+    `parts` are buffers that lie, in whole or in part, in the same memory: who touches this one
+    touches them.
+    """
 
     name: str
     data: Tensor
+    parts: tuple["Buffer", ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its own name and those of its parts."""
+        return (self.name, *(name for part in self.parts for name in part.names))
+
+    def piece(self, start: int, stop: int) -> "Buffer":
+        """Elements `start` to `stop`; it counts as the whole where accesses are checked."""
+        return Buffer(self.name, self.data[start:stop], self.parts)
 
 
 class Event(Protocol):

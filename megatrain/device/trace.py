@@ -80,8 +80,9 @@ class TraceDevice:
         clock[stream] = clock.get(stream, 0) + 1
         self.operations.append((stream, name))
         for buffer, write in [(b, False) for b in reads] + [(b, True) for b in writes]:
-            self._check(stream, name, buffer.name, write)
-            self._log[buffer.name][stream, write] = _Access(clock[stream], name)
+            for part in buffer.names:
+                self._check(stream, name, part, write)
+                self._log[part][stream, write] = _Access(clock[stream], name)
 
     def _check(self, stream: str, name: str, buffer: str, write: bool) -> None:
         clock = self._clocks[stream]
