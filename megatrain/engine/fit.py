@@ -12,8 +12,12 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from typing import Literal
 
 from megatrain.device import Device
+from megatrain.engine.forecast import Forecast
+from megatrain.machine import Machine
+from megatrain.model.outline import Outline
 from megatrain.placement import Placement
 from megatrain.tile import TileLayout
 from megatrain.units import gib
@@ -78,6 +82,27 @@ def can_compile() -> bool:
     compilers = (os.environ.get("CC"), "gcc", "clang")
     found = any(shutil.which(name) for name in compilers if name)
     return found and importlib.util.find_spec("triton") is not None
+
+
+def choose(
+    outline: Outline,
+    machine: Machine,
+    *,
+    tokens_per_step: int,
+    sequence_length: int,
+    micro_batch: int | None = None,
+    clip: bool = True,
+    precision: Literal["bf16", "fp32"] = "bf16",
+    compile: bool = True,
+) -> Forecast:
+    """The fastest placement (and micro-batch, if None) that fits the machine's memory.
+
+    `machine.device_memory_bytes` and `host_memory_bytes` are the budgets.
+
+    Raises:
+        DoesNotFit: nothing fits; names the least device or host memory that would do.
+    """
+    raise NotImplementedError
 
 
 class KeptGraphs:
