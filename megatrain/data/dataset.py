@@ -49,7 +49,7 @@ class Layout:
 
 
 class PackedDataset:
-    """Rows of at most `sequence_length` tokens; the tokens stay on disk, mapped.
+    """Rows of at most `sequence_length` tokens; the tokens stay on disk.
 
     Row order is fixed by the data and the seed. `fingerprint` is equal exactly when the rows are:
     it follows from the tokens and settings, not from paths or times.
@@ -176,10 +176,11 @@ class PackedDataset:
     def _ranges(self, row: int) -> Iterator[tuple[int, int]]:
         """Where in the store the segments of a row lie."""
         segments = self._segments(row)
-        origin = self._store.documents["begin"][segments.document]
-        yield from zip(
-            (origin + segments.begin).tolist(), (origin + segments.end).tolist(), strict=True
-        )
+        for document, begin, end in zip(
+            segments.document.tolist(), segments.begin.tolist(), segments.end.tolist(), strict=True
+        ):
+            origin = self._store.begin(document)
+            yield origin + begin, origin + end
 
     def _width(self, rows: Sequence[int]) -> int:
         if self._layout.packing:

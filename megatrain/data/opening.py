@@ -109,7 +109,7 @@ def _sources(
 
 def _choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
     """The documents to learn from, shuffled, conversations not longer than a row."""
-    documents = store.documents
+    documents = store.documents()
     lengths = (documents["end"] - documents["begin"]).astype(np.int64)
     learnable = documents["first_target"] >= 0
     if layout.kind == "chat":

@@ -1,4 +1,4 @@
-"""Tokenised documents on disk: written once, then only mapped, so that memory stays flat.
+"""Tokenised documents on disk: written once, then read row by row, so that memory stays flat.
 
 A store is a folder of three files. `tokens.bin`: int32, all documents end to end; a token to
 predict is stored as it is, one that is only read as its bitwise complement (a negative number).
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.data.text import Document
+from megatrain.data.watched import WatchedFile
 from megatrain.errors import InputError
 
 Progress = Callable[[int, int], None]
@@ -33,23 +34,38 @@ _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Documents as mapped arrays: tokens [num_tokens] int32, documents [num_documents] records."""
+    """Documents and their tokens. Reading raises RunFailed once a file is not what it was."""
 
+    folder: Path
     names: list[str]
     digest: str
-    tokens: NDArray[np.int32]
-    documents: NDArray[Any]
+    tokens: WatchedFile
+    records: WatchedFile
+
+    def documents(self) -> NDArray[Any]:
+        """The records of all documents, mapped: for what is done once, at the start."""
+        return np.memmap(self.folder / "documents.bin", _RECORD, "r")
 
     def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Ids and labels (-100 where there is nothing to predict) of a range of tokens, copied."""
-        stored = self.tokens[begin:end].astype(np.int64)
+        size = _TOKEN.itemsize
+        raw = self.tokens.read(begin * size, (end - begin) * size)
+        stored = np.frombuffer(raw, _TOKEN).astype(np.int64)
         only_read = stored < 0
         return np.where(only_read, ~stored, stored), np.where(only_read, -100, stored)
 
+    def begin(self, document: int) -> int:
+        """Where the tokens of a document begin."""
+        return int(self._record(document)["begin"])
+
     def place(self, document: int) -> str:
         """`file:line` of a document."""
-        record = self.documents[document]
+        record = self._record(document)
         return f"{self.names[record['source']]}:{record['line']}"
+
+    def _record(self, document: int) -> Any:
+        raw = self.records.read(int(document) * _RECORD.itemsize, _RECORD.itemsize)
+        return np.frombuffer(raw, _RECORD)[0]
 
 
 def open_store(
@@ -87,10 +103,10 @@ def _load(folder: Path) -> TokenStore | None:
         return None
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        documents = np.memmap(folder / "documents.bin", _RECORD, "r")
-        tokens = np.memmap(folder / "tokens.bin", _TOKEN, "r")
-        if (len(documents), len(tokens)) == (meta["num_documents"], meta["num_tokens"]):
-            return TokenStore(list(meta["names"]), str(meta["digest"]), tokens, documents)
+        tokens, records = WatchedFile(folder / "tokens.bin"), WatchedFile(folder / "documents.bin")
+        expected = meta["num_tokens"] * _TOKEN.itemsize, meta["num_documents"] * _RECORD.itemsize
+        if (tokens.size, records.size) == expected:
+            return TokenStore(folder, list(meta["names"]), str(meta["digest"]), tokens, records)
         problem = "files have the wrong size"
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = str(error)

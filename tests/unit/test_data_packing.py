@@ -251,7 +251,7 @@ def test_a_first_token_alone_is_nothing_to_learn_from(tmp_path):
     for name, count, first in (("one", 1, -1), ("two", 2, 1)):
         document = Document(0, 1, np.arange(3, 3 + count, dtype=np.int32), np.ones(count, bool))
         store = open_store(tmp_path / name, ["a.txt"], lambda d=document: [d])
-        assert store.documents["first_target"].tolist() == [first]
+        assert store.documents()["first_target"].tolist() == [first]
         ids, labels = store.read(0, count)
         assert ids.tolist() == [3, 4][:count] and labels.tolist() == [-100, 4][:count]
 
