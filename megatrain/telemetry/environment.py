@@ -2,8 +2,10 @@
 
 import os
 import platform
+import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,10 +21,11 @@ def environment(device: str) -> dict[str, Any]:
     gpu = find_gpu(device)
     return {
         "python": platform.python_version(),
+        "commit": commit(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "system": platform.system(),
         "kernel": platform.release(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": psutil.cpu_count(logical=False),
         "usable_cores": usable_cores(),
         "host_memory_bytes": psutil.virtual_memory().total,
@@ -30,6 +33,25 @@ def environment(device: str) -> dict[str, Any]:
         "device": device,
         "gpu": None if gpu is None else vars(gpu),
     }
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this file is in; MEGATRAIN_COMMIT says it elsewhere."""
+    if "MEGATRAIN_COMMIT" in os.environ:
+        return os.environ["MEGATRAIN_COMMIT"]
+    here = Path(__file__)
+    try:
+        # An installed package may lie in a checkout of something else.
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        return _git(here.parent, "rev-parse", "HEAD")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
 
 
 def usable_cores() -> int:
@@ -46,7 +68,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor as the system names it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:

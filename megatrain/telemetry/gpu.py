@@ -1,12 +1,12 @@
 """The NVIDIA GPUs of this machine as the driver names them, and their published peaks."""
 
-import json
 import os
-import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from typing import Any
+
+from megatrain.telemetry.known_gpus import by_driver_name
 
 
 @dataclass(frozen=True)
@@ -20,43 +20,59 @@ class Gpu:
 
 def find_gpu(device: str) -> Gpu | None:
     """The GPU that torch calls `device` (`cuda` or `cuda:N`); None without one or without NVML."""
-    if not device.startswith("cuda"):
-        return None
+    with driver(device) as asked:
+        if asked is None:
+            return None
+        nvml, handle = asked
+        try:
+            return Gpu(
+                name=nvml.nvmlDeviceGetName(handle),
+                memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+                driver=nvml.nvmlSystemGetDriverVersion(),
+            )
+        except nvml.NVMLError:
+            return None
+
+
+def gpu_identity(device: str) -> tuple[str, str] | None:
+    """The GPU's unique number and the driver's version; None without either."""
+    with driver(device) as asked:
+        if asked is None:
+            return None
+        nvml, handle = asked
+        try:
+            return nvml.nvmlDeviceGetUUID(handle), nvml.nvmlSystemGetDriverVersion()
+        except nvml.NVMLError:
+            return None
+
+
+@contextmanager
+def driver(device: str) -> Iterator[tuple[Any, Any] | None]:
+    """NVML and its handle of the GPU that torch calls `device`; None where there is none."""
     try:
         import pynvml
     except ImportError:
-        return None
+        yield None
+        return
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return None
+        yield None
+        return
     try:
-        handle = _handle(pynvml, int(device.partition(":")[2] or 0))
-        return Gpu(
-            name=pynvml.nvmlDeviceGetName(handle),
-            memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-            driver=pynvml.nvmlSystemGetDriverVersion(),
-        )
-    except pynvml.NVMLError:
-        return None
+        try:
+            handle = _handle(pynvml, int(device.partition(":")[2] or 0))
+        except (pynvml.NVMLError, ValueError):
+            handle = None
+        yield None if handle is None or not device.startswith("cuda") else (pynvml, handle)
     finally:
         pynvml.nvmlShutdown()
 
 
 def bf16_peak_tflops(gpu_name: str) -> float | None:
-    """Dense bf16 peak from `gpus.json` (each entry names its source); None when not listed."""
-    if re.search(r"\b(Laptop|Max-Q)\b", gpu_name):  # same name, far lower clocks
-        return None
-    for name, peak in _peaks():
-        if re.search(rf"\b{re.escape(name)}\b", gpu_name):
-            return peak
-    return None
-
-
-@cache
-def _peaks() -> list[tuple[str, float]]:
-    table = json.loads(resources.files("megatrain.telemetry").joinpath("gpus.json").read_text())
-    return [(entry["name"], float(entry["bf16_tflops"])) for entry in table["gpus"]]
+    """Dense bf16 peak of a driver's product name; None when `gpus.json` does not list it."""
+    known = by_driver_name(gpu_name)
+    return None if known is None else known.bf16_tflops
 
 
 def _handle(pynvml: Any, index: int) -> Any:

@@ -9,7 +9,8 @@ PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
     {"errors", "units"},
-    {"placement", "machine", "tile", "telemetry", "kernels"},
+    {"placement", "tile", "telemetry", "kernels"},
+    {"machine"},
     {"config", "device"},
     {"store", "model", "loss", "optim", "data", "distributed"},
     {"engine", "checkpoint"},

@@ -3,11 +3,13 @@
 import io
 import json
 import os
+import subprocess
 
 import pytest
 from rich.console import Console
 
 from megatrain.errors import InputError
+from megatrain.telemetry import environment as environment_module
 from megatrain.telemetry import memory
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.curve import draw_loss
@@ -104,7 +106,10 @@ def test_progress_on_a_terminal_is_a_bar_with_an_eta():
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA L4", 121),
-        ("NVIDIA L40", None),
+        ("NVIDIA L40", 181),
+        ("NVIDIA A10", 125),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("Tesla T4", None),
     ],
@@ -166,3 +171,21 @@ def test_declared_host_memory_counts_instead_of_what_the_system_shows(monkeypatc
     monkeypatch.setenv("MEGATRAIN_HOST_MEMORY", "much")
     with pytest.raises(InputError, match="MEGATRAIN_HOST_MEMORY.*much"):
         memory.host_available_bytes()
+
+
+def test_the_commit_is_that_of_this_checkout_or_the_one_declared(monkeypatch):
+    monkeypatch.delenv("MEGATRAIN_COMMIT", raising=False)
+    found = environment_module.commit()
+    assert found is None or len(found) == 40  # None: an unpacked archive
+    monkeypatch.setenv("MEGATRAIN_COMMIT", "abc")
+    assert environment("cpu")["commit"] == "abc"
+
+
+def test_a_package_that_lies_in_another_checkout_has_no_commit(tmp_path, monkeypatch):
+    monkeypatch.delenv("MEGATRAIN_COMMIT", raising=False)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    command = ["git", "-C", tmp_path, *identity, "commit", "-q", "--allow-empty", "-m", "a"]
+    subprocess.run(command, check=True)
+    monkeypatch.setattr(environment_module, "__file__", str(tmp_path / "environment.py"))
+    assert environment_module.commit() is None

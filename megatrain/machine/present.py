@@ -1,0 +1,37 @@
+"""The machine this process runs on: as `megatrain doctor` measured it, or as it is listed."""
+
+from dataclasses import replace
+from typing import Literal
+
+from megatrain.errors import InputError
+from megatrain.machine import cache
+from megatrain.machine.listed import machine_for
+from megatrain.machine.rates import Machine
+from megatrain.telemetry.environment import usable_cores
+from megatrain.telemetry.gpu import find_gpu
+from megatrain.telemetry.memory import host_limit_bytes
+
+
+def present_machine(
+    device: str = "cuda", *, precision: Literal["bf16", "fp32"] = "bf16"
+) -> Machine | None:
+    """The rates of this machine with the GPU that torch calls `device`.
+
+    The host's memory is what this process may use now, whatever it was at the measurement.
+
+    Returns:
+        None without a GPU, or with one that was neither measured nor is listed.
+    """
+    gpu = find_gpu(device)
+    if gpu is None:
+        return None
+    memory = host_limit_bytes()
+    measured = cache.read(cache.key_of(device), precision)
+    if measured is not None:
+        return replace(measured, host_memory_bytes=memory)
+    try:
+        return machine_for(
+            gpu.name, memory, usable_cores(), int(gpu.memory_bytes * 0.99), precision=precision
+        )
+    except InputError:
+        return None

@@ -1,0 +1,117 @@
+"""GPUs and their published figures, from `gpus.json` (each entry names its source)."""
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from megatrain.errors import InputError
+
+# What people leave out of a name, and drivers put into it.
+_MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon"}
+# The name of a whole product with less of it behind: lower clocks, or a slice.
+_LESSER = {"laptop", "mobile", "max", "mig", "vgpu"}
+
+
+@dataclass(frozen=True)
+class KnownGpu:
+    """One line of `gpus.json`: peaks and sizes on paper, and the usual shares of them.
+
+    Attributes:
+        bus_gbps: one way between host and device, from the link's generation and lanes.
+        host: `desktop`, `workstation` or `server`: what it usually sits in.
+        tested: whether MegaTrain has been measured on it.
+        shares: of the peaks, reached in `matmul`, `attention_forward`, `attention_backward` and
+            `memory`.
+    """
+
+    name: str
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gib: float
+    memory_gbps: float
+    bus_gbps: float
+    host: str
+    tested: bool
+    shares: dict[str, float]
+    words: frozenset[str]
+    source: str
+
+
+def by_driver_name(gpu_name: str) -> KnownGpu | None:
+    """The entry for a driver's product name; None when not listed, or only a part of a GPU."""
+    words = _words(gpu_name)
+    if words & _LESSER:
+        return None
+    fitting = [gpu for gpu in known_gpus() if gpu.words <= words]
+    return max(fitting, key=lambda gpu: len(gpu.words), default=None)
+
+
+def named_gpu(text: str) -> KnownGpu:
+    """The entry that a user means: `4090`, `rtx4090`, `H100 PCIe`, or a driver's product name.
+
+    Raises:
+        InputError: none, or several.
+    """
+    wanted = _squeezed(text)
+    found = next((gpu for gpu in known_gpus() if _squeezed(gpu.name) == wanted), None)
+    found = found or by_driver_name(text)
+    if found is not None:
+        return found
+    raise InputError(
+        f"unknown GPU {text!r}{_nearest(text)} (for one that is not listed, name the most similar "
+        "and give --device-memory)"
+    )
+
+
+@cache
+def known_gpus() -> tuple[KnownGpu, ...]:
+    """All of `gpus.json`."""
+    path = resources.files("megatrain.telemetry").joinpath("gpus.json")
+    table = json.loads(path.read_text(encoding="utf-8"))
+    return tuple(_entry(entry, table["shares"]) for entry in table["gpus"])
+
+
+def pcie_gbps(generation: int, lanes: int) -> float:
+    """What a PCIe link carries one way on paper, GB/s: 2 GB/s a lane in generation 4."""
+    return 2.0 * lanes * 2.0 ** (generation - 4)
+
+
+def _entry(entry: dict[str, Any], shares: dict[str, dict[str, float]]) -> KnownGpu:
+    generation, lanes = entry["pcie"]
+    return KnownGpu(
+        name=entry["name"],
+        bf16_tflops=float(entry["bf16_tflops"]),
+        fp32_tflops=float(entry["fp32_tflops"]),
+        memory_gib=float(entry["memory_gib"]),
+        memory_gbps=float(entry["memory_gbps"]),
+        bus_gbps=float(entry.get("bus_gbps", pcie_gbps(generation, lanes))),
+        host=entry["host"],
+        tested=entry.get("tested", False),
+        shares=shares[entry["family"]],
+        words=frozenset(_words(entry.get("key", entry["name"]))),
+        source=entry["source"],
+    )
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower())) - _MAKERS
+
+
+def _squeezed(name: str) -> str:
+    return re.sub(rf"{'|'.join(sorted(_MAKERS))}|[^a-z0-9]", "", name.lower())
+
+
+def _nearest(text: str) -> str:
+    wanted = _words(text)
+    close = [gpu.name for gpu in known_gpus() if wanted and wanted <= gpu.words]
+    if not close:
+        by_squeezed = {_squeezed(gpu.name): gpu.name for gpu in known_gpus()}
+        near = difflib.get_close_matches(_squeezed(text), by_squeezed, n=3, cutoff=0.5)
+        close = [by_squeezed[name] for name in near]
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; known are {', '.join(gpu.name for gpu in known_gpus())}"
