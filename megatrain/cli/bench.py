@@ -1,9 +1,7 @@
 """`megatrain bench CASE`: measurements that carry what is needed to repeat them."""
 
 import json
-import os
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +15,11 @@ import yaml
 from megatrain.cli.shapes import SHAPES, qwen2_config
 from megatrain.errors import InputError
 from megatrain.placement import Placement
-from megatrain.telemetry.environment import environment
+from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.telemetry.picture import draw
+from megatrain.telemetry.recorder import StepRecorder
 from megatrain.telemetry.timeline import Span, breakdown, chrome_trace
 from megatrain.units import gib
 
@@ -116,8 +115,8 @@ def step(
 def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]:
     """Build the model of `case`, run its steps and return the result as plain JSON values.
 
-    One more step than asked for is run, with times taken of all its work; `timeline` is where its
-    trace goes (Trace Event Format).
+    Two more steps than asked for are run, with times taken of all their work; `timeline` is where
+    the second one's trace goes (Trace Event Format).
     """
     started = time.perf_counter()
     engine = _build(case)
@@ -134,7 +133,7 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
         return {
             "benchmark": "step",
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": _commit(),
+            "commit": commit(),
             "case": asdict(case),
             "placement": engine.placement.as_dict(),
             "parameters": engine.num_parameters,
@@ -186,11 +185,14 @@ def _timed_steps(engine: "Engine", case: StepCase) -> tuple[list[float], list[fl
 
 
 def _recorded_step(engine: "Engine", case: StepCase) -> list[Span]:
-    """The spans of one more step and of the updates it starts."""
+    """The spans of one more step, with the updates of the step before it under its forward."""
     micro_batches = _random_step(case, engine.config.vocab_size, case.seed)
-    with engine.recording() as spans:
-        engine.step(micro_batches)
-    return spans
+    recorder = StepRecorder(engine.recording)
+    recorder.begin()
+    engine.step(micro_batches)
+    recorder.next()
+    engine.step(micro_batches)
+    return recorder.end()
 
 
 def _random_step(case: StepCase, vocab_size: int, seed: int) -> "list[dict[str, Tensor]]":
@@ -243,15 +245,3 @@ def _parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
             raise InputError(f"--placement {choice}: write NAME=VALUE with NAME one of {valid}")
         parsed[name] = yaml.safe_load(value)
     return parsed or None
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that this file is in; MEGATRAIN_COMMIT says it elsewhere."""
-    if "MEGATRAIN_COMMIT" in os.environ:
-        return os.environ["MEGATRAIN_COMMIT"]
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

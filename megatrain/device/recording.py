@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatrain.device.base import HOST_STREAMS, Buffer, Device
+from megatrain.device.base import HOST_STREAMS, UPDATE, Buffer, Device
 from megatrain.telemetry.timeline import Span
 
 
@@ -21,7 +21,7 @@ class Recording:
         self._device = device
         self.kind, self.torch_device = device.kind, device.torch_device
         self._on = False
-        self._marks: list[tuple[str, str, Any, Any, tuple[str, ...]]] = []
+        self._marks: list[tuple[str, str, Any, Any, tuple[str, ...], int]] = []
         self._host: list[Span] = []
         self._waits: defaultdict[str, list[str]] = defaultdict(list)
 
@@ -39,8 +39,8 @@ class Recording:
             self._device.synchronize(self._device.record(stream), "recording stops")
         seconds = self._device.seconds
         spans = [
-            Span(stream, name, seconds(self._origin, a), seconds(self._origin, b), after)
-            for stream, name, a, b, after in self._marks
+            Span(stream, name, seconds(self._origin, a), seconds(self._origin, b), after, num_bytes)
+            for stream, name, a, b, after, num_bytes in self._marks
         ]
         return sorted([*spans, *self._host], key=lambda span: span.start)
 
@@ -56,24 +56,30 @@ class Recording:
             return self._device.run(stream, name, work, reads, writes)
         after = self._after(stream)
         if stream in HOST_STREAMS:
-            timed = self._timed(stream, name, work, after)
+            num_bytes = _update_bytes(reads, writes) if stream == UPDATE else 0
+            timed = self._timed(stream, name, work, after, num_bytes)
             return self._device.run(stream, name, timed, reads, writes)
         begin = self._device.mark(stream)
         result = self._device.run(stream, name, work, reads, writes)
-        self._marks.append((stream, name, begin, self._device.mark(stream), after))
+        self._marks.append((stream, name, begin, self._device.mark(stream), after, 0))
         return result
 
     def _after(self, stream: str) -> tuple[str, ...]:
         return tuple(self._waits.pop(stream, ()))
 
     def _timed(
-        self, stream: str, name: str, work: Callable[[], Any], after: tuple[str, ...]
+        self,
+        stream: str,
+        name: str,
+        work: Callable[[], Any],
+        after: tuple[str, ...],
+        num_bytes: int,
     ) -> Callable[[], Any]:
         def timed() -> Any:
             begin = time.perf_counter() - self._origin_host
             result = work()
             end = time.perf_counter() - self._origin_host
-            self._host.append(Span(stream, name, begin, end, after))
+            self._host.append(Span(stream, name, begin, end, after, num_bytes))
             return result
 
         return timed
@@ -84,7 +90,8 @@ class Recording:
         after, begin = self._after(stream), self._device.mark(stream)
         self._device.copy(stream, to, source, numel)
         name = f"{source.name} -> {to.name}"
-        self._marks.append((stream, name, begin, self._device.mark(stream), after))
+        num_bytes = source.data[:numel].nbytes
+        self._marks.append((stream, name, begin, self._device.mark(stream), after, num_bytes))
         return None
 
     def wait(self, stream: str, event: Any | None, why: str) -> None:
@@ -124,3 +131,10 @@ class Recording:
 
     def close(self) -> None:
         self._device.close()
+
+
+def _update_bytes(reads: Sequence[Buffer], writes: Sequence[Buffer]) -> int:
+    """What an update moves through host memory: it reads the gradient, and all that it writes."""
+    numel = max((buffer.data.numel() for buffer in writes), default=0)
+    gradient = sum(buffer.data[:numel].nbytes for buffer in reads)  # a shared slab is longer
+    return gradient + 2 * sum(buffer.data.nbytes for buffer in writes)

@@ -4,8 +4,8 @@ Times are seconds from the start of the recording.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # A stream is idle from here on; below, the gap is the launch of the next piece of work.
@@ -18,6 +18,7 @@ class Span:
 
     Attributes:
         after: names of the waits put on the stream since its last work.
+        num_bytes: that a copy brings over the bus, or an update through host memory; 0: not known.
     """
 
     stream: str
@@ -25,6 +26,7 @@ class Span:
     start: float
     end: float
     after: tuple[str, ...] = ()
+    num_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -109,8 +111,49 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
             "tid": lanes[span.stream],
             "ts": span.start * 1e6,
             "dur": span.seconds * 1e6,
-            "args": {"after": list(span.after)},
+            "args": {"after": list(span.after), "bytes": span.num_bytes},
         }
         for span in ordered
     ]
     return {"traceEvents": names + events}
+
+
+def read_trace(trace: Mapping[str, Any]) -> list[Span]:
+    """The spans of a trace that `chrome_trace` made.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        events = trace["traceEvents"]
+        lanes = {e["tid"]: str(e["args"]["name"]) for e in events if e["ph"] == "M"}
+        return [
+            Span(
+                lanes[event["tid"]],
+                str(event["name"]),
+                event["ts"] / 1e6,
+                (event["ts"] + event["dur"]) / 1e6,
+                tuple(str(why) for why in event["args"]["after"]),
+                int(event["args"].get("bytes", 0)),
+            )
+            for event in events
+            if event["ph"] == "X"
+        ]
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"not a timeline ({type(error).__name__}: {error})") from error
+
+
+def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
+    """What ran between two times, with times counted from `start`; spans are cut at both ends.
+
+    Of one that is cut, as many bytes are counted as its part of the time.
+    """
+    inside = []
+    for span in spans:
+        begins, ends = max(span.start, start), min(span.end, end)
+        if begins < ends:
+            share = (ends - begins) / span.seconds
+            num_bytes = round(span.num_bytes * share)
+            cut = replace(span, start=begins - start, end=ends - start, num_bytes=num_bytes)
+            inside.append(cut)
+    return inside

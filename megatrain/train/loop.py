@@ -18,6 +18,7 @@ from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.train.folders import METRICS, MODEL, new_run_folder, whole_folder
 from megatrain.train.prepare import Job, prepare
 from megatrain.train.stop import StopRequest
+from megatrain.train.timeline import RunTimeline
 from megatrain.units import duration
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ def train(config: Config, name: str) -> Outcome:
     """Train as `config` says and write the run's folder; `name` is part of a derived folder name.
 
     The folder appears when the first step can start and holds `config.yaml`, `environment.json`,
-    `metrics.jsonl`, then `loss.png` and, last and whole, `model/`.
+    `metrics.jsonl`, then `timeline.json` of one early step, `loss.png`, `timeline.png` and, last
+    and whole, `model/`.
 
     Raises:
         InputError: configuration, data or model cannot be used; nothing was written.
@@ -50,23 +52,25 @@ def train(config: Config, name: str) -> Outcome:
         _describe_run(folder, config, job)
         log.info("writing to %s", folder)
         metrics = MetricsWriter(folder / METRICS)
+        timeline = RunTimeline(job.engine.recording, folder, job.total_steps)
         try:
-            steps = _steps(job, config, metrics)
+            steps = _steps(job, config, metrics, timeline)
         finally:
             _draw(folder)
+            timeline.draw()
         _write_model(job, folder / MODEL)
         return Outcome(folder, steps, job.engine.num_parameters, job.engine.memory())
     finally:
         job.close()
 
 
-def _steps(job: Job, config: Config, metrics: MetricsWriter) -> int:
+def _steps(job: Job, config: Config, metrics: MetricsWriter, timeline: RunTimeline) -> int:
     """All steps, or those until Ctrl-C; returns how many were done."""
     meter = _Meter(job, config)
     progress = TrainingProgress(job.total_steps, config.output.log_every)
     with progress, StopRequest() as stop:
         for step in range(1, job.total_steps + 1):
-            record = _one_step(job, meter, step, metrics)
+            record = _one_step(job, meter, step, metrics, timeline)
             metrics.write(**record)
             progress.step(record)
             if _evaluation_is_due(config, step, job.total_steps):
@@ -77,11 +81,14 @@ def _steps(job: Job, config: Config, metrics: MetricsWriter) -> int:
     return job.total_steps
 
 
-def _one_step(job: Job, meter: "_Meter", step: int, metrics: MetricsWriter) -> dict[str, Any]:
+def _one_step(
+    job: Job, meter: "_Meter", step: int, metrics: MetricsWriter, timeline: RunTimeline
+) -> dict[str, Any]:
     lr = job.schedule.get_last_lr()[0]
     started = time.perf_counter()
     try:
-        result = job.engine.step(next(job.loader))
+        micro_batches = next(job.loader)
+        result = timeline.step(step, lambda: job.engine.step(micro_batches))
     except RunFailed as error:
         rows = job.loader.describe()
         metrics.write(step=step, failed=str(error), rows=rows)

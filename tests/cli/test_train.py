@@ -26,7 +26,9 @@ def sets(**overrides):
 def test_a_run_leaves_all_it_promises(trained):
     folder, result = trained
     names = {path.name for path in folder.iterdir()}
-    assert names == {"config.yaml", "environment.json", "metrics.jsonl", "loss.png", "model"}
+    pictures = {"loss.png", "timeline.png"}
+    files = {"config.yaml", "environment.json", "metrics.jsonl", "timeline.json"}
+    assert names == {*files, *pictures, "model"}
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((folder / "environment.json").read_text())
     assert record["packages"]["torch"]

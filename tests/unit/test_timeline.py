@@ -9,7 +9,9 @@ from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine
 from megatrain.telemetry.picture import draw
-from megatrain.telemetry.timeline import Span, breakdown, chrome_trace
+from megatrain.telemetry.recorder import StepRecorder
+from megatrain.telemetry.timeline import Span, breakdown, chrome_trace, read_trace, window
+from megatrain.train.timeline import RunTimeline
 
 SPANS = [
     Span("compute", "layer 0", 0.0, 1.0),
@@ -38,25 +40,100 @@ def test_a_trace_opens_in_perfetto() -> None:
     assert [e["tid"] for e in whole] == [lanes[span.stream] for span in SPANS]
 
 
+def test_a_trace_is_read_as_it_was_written() -> None:
+    spans = [*SPANS, Span("copy out", "gradient", 6.0, 7.0, ("a", "b"), num_bytes=5)]
+    read = read_trace(json.loads(json.dumps(chrome_trace(spans))))
+    assert [(s.stream, s.name, s.after, s.num_bytes) for s in read] == [
+        (s.stream, s.name, s.after, s.num_bytes) for s in spans
+    ]
+    times = [(s.start, s.end) for s in spans]
+    assert [(s.start, s.end) for s in read] == [pytest.approx(pair) for pair in times]
+
+
+@pytest.mark.parametrize(
+    "trace", [{}, [], {"traceEvents": 3}, {"traceEvents": [{"ph": "X", "tid": 1}]}]
+)
+def test_what_is_no_trace_is_refused(trace: object) -> None:
+    with pytest.raises(ValueError, match="not a timeline"):
+        read_trace(trace)  # type: ignore[arg-type]
+
+
+def test_a_window_cuts_spans_and_their_bytes() -> None:
+    spans = [Span("compute", "before", 0.0, 1.0), Span("copy in", "w", 1.0, 5.0, ("x",), 400)]
+    assert window(spans, 2.0, 4.0) == [Span("copy in", "w", 0.0, 2.0, ("x",), 200)]
+
+
+def _tiny_engine(width: int = 8) -> Engine:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+    )
+    return Engine(config, optimizer=AdamW(), device="cpu", precision="fp32")
+
+
+IDS = torch.ones(2, 4).long()
+BATCH = [{"input_ids": IDS, "labels": IDS}]
+
+
+def test_the_second_of_two_steps_is_kept() -> None:
+    with _tiny_engine() as engine:
+        recorder = StepRecorder(engine.recording)
+        recorder.begin()
+        engine.step(BATCH)
+        recorder.next()
+        engine.step(BATCH)
+        spans = recorder.end()
+    names = [span.name for span in spans]
+    assert names.count("layer 0") == names.count("layer 0 backward") == 1
+    assert all(span.start >= 0 for span in spans)
+
+
+def test_bytes_of_copies_and_updates_are_noted() -> None:
+    with _tiny_engine(64) as engine:
+        with engine.recording() as spans:
+            engine.step(BATCH)
+        layer = sum(p.numel() for n, p in engine.named_masters() if ".layers.0." in n)
+    by_name = {span.name: span for span in spans}
+    assert by_name["update layer 0"].num_bytes == pytest.approx(28 * layer, rel=0.05)
+    copy_in = next(s for s in spans if s.stream == "copy in" and "layer 0 weights" in s.name)
+    assert copy_in.num_bytes == pytest.approx(4 * layer, rel=0.05)
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(1, 1), (2, 2), (8, 6)])
+def test_a_run_keeps_the_timeline_of_one_early_step(tmp_path: Path, steps: int, kept: int) -> None:
+    with _tiny_engine() as engine:
+        timeline = RunTimeline(engine.recording, tmp_path, steps)
+        for number in range(1, steps + 1):
+            assert timeline.step(number, lambda: engine.step(BATCH)).tokens == 8
+            assert (tmp_path / "timeline.json").exists() == (number >= kept)
+    timeline.draw()
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    assert trace["otherData"]["step"] == kept
+    assert [span.name for span in read_trace(trace)].count("layer 2 backward") == 1
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_timeline_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
+    with _tiny_engine() as engine:
+        timeline = RunTimeline(engine.recording, tmp_path / "gone", 1)
+        assert timeline.step(1, lambda: engine.step(BATCH)).tokens == 8
+        timeline.draw()
+
+
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     draw(SPANS, tmp_path / "step.png", "a step")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_visit_of_a_step_is_noted() -> None:
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-    )
-    ids = torch.ones(2, 4).long()
-    with Engine(config, optimizer=AdamW(), device="cpu") as engine:
+    with _tiny_engine() as engine:
         with engine.recording() as spans:
-            engine.step([{"input_ids": ids, "labels": ids}])
+            engine.step(BATCH)
         noted = len(spans)
-        engine.step([{"input_ids": ids, "labels": ids}])
+        engine.step(BATCH)
     names = [span.name for span in spans]
     for visit in range(3):
         assert {f"layer {visit}", f"layer {visit} backward", f"update layer {visit}"} <= set(names)
