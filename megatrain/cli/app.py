@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from megatrain.cli.bench import bench
 from megatrain.errors import MegatrainError, RunFailed
+from megatrain.telemetry.console import StderrHandler
 
 
 class ReportingGroup(TyperGroup):
@@ -55,7 +56,8 @@ def common(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Options that come before the command."""
-    logging.basicConfig(format="megatrain: %(message)s", level=logging.WARNING)
+    handlers = [StderrHandler()]
+    logging.basicConfig(format="megatrain: %(message)s", level=logging.WARNING, handlers=handlers)
     logging.getLogger("megatrain").setLevel(logging.INFO)
 
 

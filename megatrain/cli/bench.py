@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -107,6 +108,8 @@ def step(
     for line in result["breakdown"]["lines"][:SHOWN_LINES]:
         print(line)
     print(_summary(result))
+    if result["recompilations_after_warmup"]:
+        print(_recompiled(result["recompilations_after_warmup"]), file=sys.stderr)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -122,7 +125,7 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
     engine = _build(case)
     try:
         build_seconds = time.perf_counter() - started
-        times, losses = _timed_steps(engine, case)
+        times, losses, compilations = _timed_steps(engine, case)
         spans = _recorded_step(engine, case)
         if timeline is not None:
             timeline.parent.mkdir(parents=True, exist_ok=True)
@@ -143,6 +146,8 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
             "losses": losses,
             **_statistics(times[case.warmup :], tokens, engine.num_parameters),
             **_utilisation(engine, case),
+            "compilations": sum(compilations),
+            "recompilations_after_warmup": compilations[1],
             "breakdown": breakdown(spans, "compute").as_dict(),
             "memory": engine.memory(),
             "host_peak_bytes": peak_process_bytes(),
@@ -173,15 +178,22 @@ def _build(case: StepCase) -> "Engine":
     )
 
 
-def _timed_steps(engine: "Engine", case: StepCase) -> tuple[list[float], list[float]]:
-    """Seconds and loss of every step, those of the warm-up first."""
+def _timed_steps(
+    engine: "Engine", case: StepCase
+) -> tuple[list[float], list[float], tuple[int, int]]:
+    """Seconds and loss of every step, those of the warm-up first; compilations in it and after."""
+    from megatrain.model.compiled import num_compilations
+
     times, losses = [], []
+    before = warm = num_compilations()
     for index in range(case.warmup + case.steps):
+        if index == case.warmup:
+            warm = num_compilations()
         micro_batches = _random_step(case, engine.config.vocab_size, case.seed + index)
         started = time.perf_counter()
         losses.append(float(engine.step(micro_batches).loss))
         times.append(time.perf_counter() - started)
-    return times, losses
+    return times, losses, (warm - before, num_compilations() - warm)
 
 
 def _recorded_step(engine: "Engine", case: StepCase) -> list[Span]:
@@ -233,6 +245,13 @@ def _summary(result: dict[str, Any]) -> str:
         f"device {gib(result['memory']['device_peak_bytes'])}, "
         f"host {gib(result['host_peak_bytes'])} "
         f"({result['host_bytes_per_parameter']:.2f} bytes a parameter)"
+    )
+
+
+def _recompiled(count: int) -> str:
+    return (
+        f"megatrain: warning: {count} compilations after the warm-up are part of the measured "
+        "steps; give more --warmup, or see why with TORCH_LOGS=recompiles"
     )
 
 

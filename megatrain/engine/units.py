@@ -18,6 +18,7 @@ from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.sink import Room
 from megatrain.loss import chunked_loss, chunked_loss_gradients, cross_entropy_sum
+from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.model.skeleton import PROLOGUE, Ref, last_hidden, with_hidden
 from megatrain.store import Tile
@@ -248,7 +249,9 @@ class Head(Unit):
         """Args: `tokens` whose logits exist at once."""
         super().__init__(device, program, tile)
         self.tokens = tokens
-        self.cross_entropy = torch.compile(cross_entropy_sum) if compiled else cross_entropy_sum
+        self.cross_entropy = cross_entropy_sum
+        if compiled:
+            self.cross_entropy = compile_and_tell(cross_entropy_sum, "the loss")
 
     def loss_and_vjp(
         self, slot: Buffer, batch: Batch, h: State, room: Room

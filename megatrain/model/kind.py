@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from megatrain.model.compiled import compile_and_tell
+
 # transformers numbers its layers for the key-value cache, which training does not use. The number
 # is no part of a kind unless the layer's forward reads it (`probe` tries it without).
 INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
 
 # What a call is for; each is compiled for itself.
 FORWARD, RECOMPUTE, KEEP = PURPOSES = ("forward", "recompute", "keep")
+_NEWS = {FORWARD: "forward", RECOMPUTE: "backward", KEEP: "kept graph"}
 
 # Share of a layer's activations that a compiled kept graph may hold; the cheap rest is recomputed.
 # Half is about the outputs of the matrix products and of attention.
@@ -53,9 +56,11 @@ class Kind:
         leaves, self.output_spec = pytree.tree_flatten(output)
         return leaves
 
-    def compile(self) -> None:
+    def compile(self, name: str) -> None:
         """Compile the call, apart for each purpose (torch.compile, at the first call)."""
-        self.compiled = {p: torch.compile(_own_code(_apply, p)) for p in PURPOSES}
+        self.compiled = {
+            p: compile_and_tell(_own_code(_apply, p), f"{name} ({_NEWS[p]})") for p in PURPOSES
+        }
         self.compiled[KEEP] = _within_budget(self.compiled[KEEP])
 
 

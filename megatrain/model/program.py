@@ -71,8 +71,9 @@ class Program:
 
     def compile(self) -> None:
         """Compile the templates (torch.compile), once per kind; layers of a kind share the code."""
-        for kind in {id(layer.kind): layer.kind for layer in self.outline.layers}.values():
-            kind.compile()
+        kinds = {id(layer.kind): layer.kind for layer in self.outline.layers}.values()
+        for number, kind in enumerate(kinds, 1):
+            kind.compile(f"layer kind {number} of {len(kinds)}")
 
     @contextmanager
     def eager(self) -> Iterator[None]:

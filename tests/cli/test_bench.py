@@ -1,8 +1,10 @@
 """The step benchmark: its shapes are the published ones and its result can be repeated."""
 
 import json
+from functools import partial
 
 import pytest
+import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
@@ -48,3 +50,22 @@ def test_a_measurement_carries_what_repeats_it(megatrain, tmp_path):
     assert written["model_tflops"] == pytest.approx(expected)
     assert written["environment"]["packages"]["torch"]
     assert "model TFLOPS" in result.stdout
+    assert written["compilations"] == written["recompilations_after_warmup"] == 0
+    assert written["breakdown"]["busy"]["compute"] > 0
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_compilations_in_measured_steps_are_warned_of(megatrain, tmp_path, monkeypatch, warmup):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    result = megatrain(
+        *["bench", "step", "--shape", "toy", "--layers", 2, "--device", "cpu"],
+        *["--precision", "fp32", "--sequences", 2, "--sequence-length", 8, "--micro-batch", 1],
+        *["--placement", "compile=true", "--warmup", warmup, "--steps", 1],
+        *["--output", tmp_path / "step.json"],
+    )
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "step.json").read_text())
+    assert written["compilations"] == 3  # forward and backward of the one kind; the loss
+    assert written["recompilations_after_warmup"] == (0 if warmup else 3)
+    assert ("3 compilations after the warm-up" in result.stderr) == (warmup == 0)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import subprocess
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from megatrain.errors import InputError
 from megatrain.telemetry import environment as environment_module
 from megatrain.telemetry import memory
-from megatrain.telemetry.console import TrainingProgress
+from megatrain.telemetry.console import StderrHandler, TrainingProgress
 from megatrain.telemetry.curve import draw_loss
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
@@ -84,6 +85,17 @@ def test_progress_is_plain_lines_where_there_is_no_terminal():
     for part in ("MFU 40.5%", "device 3.0 GiB", "host 100.0 GiB", "ETA "):
         assert part in lines[0]
     assert "\x1b" not in out.getvalue()
+
+
+def test_log_lines_go_above_the_live_bar():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, legacy_windows=False)
+    log = logging.Logger("compilations")
+    log.addHandler(StderrHandler())
+    with TrainingProgress(25, log_every=10, console=console) as progress:
+        progress.step(RECORD | {"step": 5})
+        log.info("compiling layer kind 1 of 1 (forward)...")
+    assert "compiling layer kind 1 of 1 (forward)..." in out.getvalue()
 
 
 def test_progress_on_a_terminal_is_a_bar_with_an_eta():
