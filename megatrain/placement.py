@@ -14,10 +14,11 @@ _LEAST = {
     "boundary_lanes": 1,
     "head_tokens": 1,
     "update_threads": 1,
+    "gradient_lanes": 1,
     "keep_layers": 0,
     "prefetch": 0,
 }
-_OPTIONAL = ("prefetch", "update_threads")
+_OPTIONAL = ("prefetch", "update_threads", "gradient_lanes")
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,13 @@ class Placement:
     """How a model is spread over the tiers and streamed.
 
     Attributes:
-        slots: device buffers for the weights of one tile each; 1 means no overlap of copies.
+        slots: device buffers for the weights of one layer each; a larger tile takes several. 1
+            means no overlap of copies.
         prefetch: tiles asked for ahead of the one in use, at most `slots - 1`; None: `slots - 1`.
+        gradient_lanes: pieces of a gradient (32 MiB in bf16) on their way out at once; None: as
+            many as the largest layer has, so that no layer waits for the bus.
+        keep_rows: embedding rows stay on the device from the forward to their backward; else they
+            cross the bus twice.
         slabs: host rooms for gradients in flight when not clipping; with clipping each tile has
             its own, since no update may start before the global norm is known.
         boundaries: where a layer's input waits for its backward: on the device or on the host.
@@ -41,6 +47,8 @@ class Placement:
 
     slots: int = 2
     prefetch: int | None = None
+    gradient_lanes: int | None = None
+    keep_rows: bool = True
     slabs: int = 2
     boundaries: Literal["device", "host"] = "device"
     boundary_lanes: int = 4
@@ -59,6 +67,8 @@ class Placement:
                 raise InputError(f"placement.{name} is {value!r}; it must be an integer")
             if value < least:
                 raise InputError(f"placement.{name} is {value}; it must be >= {least}")
+        if type(self.keep_rows) is not bool:
+            raise InputError(f"placement.keep_rows is {self.keep_rows!r}; it must be true or false")
         if isinstance(self.resident, str):
             raise InputError(
                 f"placement.resident is {self.resident!r}; it must be a list of tile names"

@@ -18,6 +18,7 @@ from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.stream import Stream
 from megatrain.engine.units import Head, Layer, Prologue
 from megatrain.engine.update import Update
+from megatrain.engine.workroom import WorkRoom
 from megatrain.errors import InputError
 from megatrain.model.build import emptied, empty_model, load_config
 from megatrain.model.init import initialise
@@ -160,9 +161,17 @@ class Assembly:
         return (t for t in self.store.tiles if t.name not in never and not t.resident)
 
     def stream(self) -> Stream:
-        numel = max((tile.layout.numel for tile in self.streamed()), default=0)
-        placement = self.placement
-        return Stream(self.device, placement.slots, placement.prefetch_distance, numel, self.dtype)
+        sizes = {tile.name: tile.layout.numel for tile in self.streamed()}
+        largest = max(sizes.values(), default=0)
+        layer = max((n for name, n in sizes.items() if name.startswith("layer")), default=largest)
+        slots, distance = self.placement.slots, self.placement.prefetch_distance
+        return Stream(self.device, slots, distance, layer, largest, self.dtype)
+
+    def work_room(self, *, train: bool) -> WorkRoom:
+        tiles = [t for t in self.store.tiles if t.name not in ("embedding", "unused")]
+        numel = max(tile.layout.trainable_numel for tile in tiles) if train else 0
+        beside = self.tiles["prologue"].layout.trainable_numel if train else 0
+        return WorkRoom(self.device, numel, beside, self.dtype)
 
     def units(self, embedding: Embedding) -> tuple[list[Prologue | Layer], Head]:
         device, program, tiles = self.device, self.program, self.tiles
@@ -174,7 +183,7 @@ class Assembly:
         head = Head(device, program, tiles["head"], tokens, compiled=compiled)
         return [Prologue(device, program, tiles["prologue"], embedding), *layers], head
 
-    def embedding(self, sink: Sink | None) -> Embedding:
+    def embedding(self, sink: Sink | None, work: WorkRoom) -> Embedding:
         return Embedding(
             self.device,
             self.program.outline.gathered,
@@ -182,12 +191,14 @@ class Assembly:
             self.tiles["head"],
             self.dtype,
             sink,
+            work,
             self.threads(),
+            keep_rows=self.placement.keep_rows,
         )
 
     def inference(self) -> Parts:
         """Parts of a forward-only pass."""
-        embedding = self.embedding(None)
+        embedding = self.embedding(None, self.work_room(train=False))
         trunk, head = self.units(embedding)
         return Parts(trunk, head, embedding, self.stream())
 
@@ -201,8 +212,10 @@ class Assembly:
         held = [self.tiles["head"]] if tied else []
         waiting = tiles if update.deferred else [*held, *(t for t in tiles if t.resident)]
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
-        sink = Sink(device, tiles, self.dtype, placement.slabs, waiting, update.ready)
-        embedding = self.embedding(sink)
+        work = self.work_room(train=True)
+        slabs, lanes = placement.slabs, placement.gradient_lanes
+        sink = Sink(device, tiles, self.dtype, slabs, waiting, update.ready, work, lanes)
+        embedding = self.embedding(sink, work)
         trunk, head = self.units(embedding)
         saved: Saved | HostSaved = Saved(device)
         if placement.boundaries == "host":

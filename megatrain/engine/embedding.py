@@ -1,7 +1,7 @@
 """Embedding tables stay on the host: only the rows of a step's tokens cross the bus.
 
-Forward: the distinct rows are gathered by a host thread and copied in once per step. Backward:
-their gradients, summed in fp32 on the device, are copied out and scattered into the host gradient.
+Forward: the distinct rows are gathered by a host thread and copied in. Backward: they are copied in
+again unless they were kept; their gradients, summed in fp32 on the device, are copied out and scattered into the host gradient.
 A table tied to the head already has a dense gradient there; its rows come in, are added to, and go
 back, so that the norm is that of the sum.
 
@@ -21,6 +21,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS
 from megatrain.engine.batch import Batch
 from megatrain.engine.sink import Sink, Slab
+from megatrain.engine.workroom import WorkRoom
 from megatrain.store import Tile
 from megatrain.tile import Entry
 
@@ -41,37 +42,48 @@ class _Table:
         return self.entry.view(plane.data)
 
 
-class _Room:
-    """A table's rows of one step: on the device, their gradient sums, and on the host."""
+class _Staging:
+    """A table's rows of one step on the host."""
 
-    def __init__(self, device: Device, name: str, dtype: torch.dtype) -> None:
-        self._device, self._name, self._dtype = device, name, dtype
-        self._capacity = 0
-        self.staged: Buffer
-        self.host_bytes = 0
+    def __init__(self, device: Device, table: _Table, dtype: torch.dtype) -> None:
+        self._device, self._table, self._dtype = device, table, dtype
+        self._buffer: Buffer | None = None
+        self.free: Any = None  # the copy that read it is done
 
-    def grow(self, numel: int, *, staged: bool) -> None:
-        """Make room for `numel` elements; grown geometrically, so a run settles soon."""
-        if numel <= self._capacity:
-            return
-        if self.host_bytes:
-            self._device.free(self.staged)
-        self._capacity = max(numel, self._capacity * 3 // 2)
-        name, size, device = self._name, self._capacity, self._device
-        self.rows = device.empty(f"{name} rows", size, self._dtype)
-        self.sums = device.empty(f"{name} row gradients", size, torch.float32)
-        self.staging_free: Any = None
-        if staged:
-            self.staged = device.host(f"{name} staged rows", size, self._dtype, pinned=True)
-            self.host_bytes = self.staged.data.nbytes
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.data.nbytes
 
-    def staged_rows(self, table: _Table, unique_U: Tensor) -> Tensor:
-        """The staging room as `[U, D]`.
+    def grow(self, numel: int) -> None:
+        """Make room for `numel` elements."""
+        if self._buffer is not None:
+            self._device.free(self._buffer)
+        name = f"{self._table.entry.name} staged rows"
+        self._buffer = self._device.host(name, numel, self._dtype, pinned=True)
+        self.free = None
+
+    @property
+    def buffer(self) -> Buffer:
+        assert self._buffer is not None
+        return self._buffer
+
+    def rows(self, unique_U: Tensor) -> Tensor:
+        """The room as `[U, D]`.
 
         For work on a host thread this is taken when the work is put on: by the time it runs, a
         next step may have replaced the room by a larger one.
         """
-        return self.staged.data[: len(unique_U) * table.width].view(-1, table.width)
+        width = self._table.width
+        return self.buffer.data[: len(unique_U) * width].view(-1, width)
+
+
+@dataclass
+class _Room:
+    """A table's rows of one step: on the device, their gradient sums, and on the host."""
+
+    rows: Buffer
+    sums: Buffer
+    staging: _Staging
 
 
 class Embedding:
@@ -85,17 +97,23 @@ class Embedding:
         tied: Tile,
         dtype: torch.dtype,
         sink: Sink | None,
+        work: WorkRoom,
         threads: int,
+        *,
+        keep_rows: bool,
     ) -> None:
         """Args: `names` of the gathered tables; `tied` the head's tile."""
         self._device, self._sink, self._threads = device, sink, threads
+        self._work, self._keep_rows = work, keep_rows
         self._tables = [
             _Table(tile, tile.layout.by_name[name], tile is tied)
             for name in names
             for tile in tiles
             if name in tile.layout.by_name
         ]
-        self._rooms = [_Room(device, table.entry.name, dtype) for table in self._tables]
+        self._staging = [_Staging(device, table, dtype) for table in self._tables]
+        self._capacity = 0  # rows
+        self._rooms: list[_Room] = []
         self._dense: tuple[Slab, Any] | None = None
 
     def completes(self, tile: Tile) -> bool:
@@ -105,21 +123,43 @@ class Embedding:
     @property
     def host_bytes(self) -> int:
         """Pinned host memory held for rows on their way."""
-        return sum(room.host_bytes for room in self._rooms)
+        return sum(staging.host_bytes for staging in self._staging)
 
     def fetch(self, batch: Batch) -> None:
         """Start the rows' way to the device and hand them to every micro-batch."""
+        self._lay_out(len(batch.unique_U))
         for table, room in zip(self._tables, self._rooms, strict=True):
-            numel = len(batch.unique_U) * table.width
-            room.grow(numel, staged=not table.tile.resident)
-            if table.tile.resident:
-                self._gather_there(table, room, batch)
-            else:
-                self._gather(table, room, table.tile.weights, table.tile.updated, batch.unique_U)
-                self._arrive(room, room.rows, numel)
-            rows_UD = room.rows.data[:numel].view(-1, table.width)
+            if not table.tile.resident:
+                plane, updated = table.tile.weights, table.tile.updated
+                self._gather(table, room, plane, updated, batch.unique_U)
+            self._bring(table, room, batch)
+            rows_UD = room.rows.data[: len(batch.unique_U) * table.width].view(-1, table.width)
             for micro in batch.micro:
                 micro.rows.tables[table.entry.name] = rows_UD
+
+    def _lay_out(self, num_rows: int) -> None:
+        """Rooms for so many rows; grown geometrically, so a run settles soon."""
+        grows = num_rows > self._capacity
+        if grows:
+            self._capacity = max(num_rows, self._capacity * 3 // 2)
+        lengths = [min(self._capacity, t.entry.shape[0]) * t.width for t in self._tables]
+        self._rooms = []  # they would hold on to a work room that is replaced
+        names = [table.entry.name for table in self._tables]
+        rooms = self._work.tables(names, lengths, kept=self._keep_rows)
+        for table, staging, length in zip(self._tables, self._staging, lengths, strict=True):
+            if grows and not table.tile.resident:
+                staging.grow(length)
+        self._rooms = [
+            _Room(room.rows, room.sums, staging)
+            for room, staging in zip(rooms, self._staging, strict=True)
+        ]
+
+    def _bring(self, table: _Table, room: _Room, batch: Batch) -> None:
+        """A table's rows to the device, from where they are or were gathered."""
+        if table.tile.resident:
+            self._gather_there(table, room, batch)
+        else:
+            self._arrive(room, room.rows, len(batch.unique_U) * table.width)
 
     @property
     def rows(self) -> list[Buffer]:
@@ -131,11 +171,13 @@ class Embedding:
         """What the prologue's backward writes."""
         return [room.sums for room in self._rooms]
 
-    def clear(self) -> None:
-        """Zero the sums of row gradients and their squares."""
+    def prepare_gradients(self, batch: Batch) -> None:
+        """The rows are here again; sums of their gradients and their squares begin at zero."""
         assert self._sink is not None
         squares = self._sink.squares
         for table, room in zip(self._tables, self._rooms, strict=True):
+            if not self._keep_rows:
+                self._bring(table, room, batch)
 
             def work(place: int = -1 if table.tied else table.tile.index, room: Any = room) -> None:
                 room.sums.data.zero_()
@@ -172,7 +214,7 @@ class Embedding:
                 slab = given[table.tile.index][1]
             else:
                 slab = self._cleared(table)
-            self._measure(table, room)
+            self._measure(table, room, len(batch.unique_U) * table.width)
             landed = self._scatter(table, room, slab, batch.unique_U)
             given[table.tile.index] = (table.tile, slab, landed)
         for tile, slab, landed in given.values():
@@ -214,23 +256,23 @@ class Embedding:
         self, table: _Table, room: _Room, plane: Buffer, after: Any, unique_U: Tensor
     ) -> None:
         """Rows of a host plane into the staging room, by a host thread."""
-        out_UD = room.staged_rows(table, unique_U)
+        out_UD = room.staging.rows(unique_U)
 
         def work() -> None:
             kernels.gather_rows(table.of(plane), unique_U, out_UD, threads=self._threads)
 
         self._device.wait(ROWS, after, "rows due")
-        self._device.wait(ROWS, room.staging_free, "staging free")
-        self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [room.staged])
+        self._device.wait(ROWS, room.staging.free, "staging free")
+        self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [room.staging.buffer])
 
     def _arrive(self, room: _Room, to: Buffer, numel: int) -> None:
         """Staged rows to the device; later compute work may read them."""
         device = self._device
         device.wait(COPY_IN, device.record(ROWS), "rows gathered")
         device.wait(COPY_IN, device.record(COMPUTE), "row room free")
-        device.copy(COPY_IN, to, room.staged, numel)
-        room.staging_free = device.record(COPY_IN)
-        device.wait(COMPUTE, room.staging_free, "rows arrived")
+        device.copy(COPY_IN, to, room.staging.buffer, numel)
+        room.staging.free = device.record(COPY_IN)
+        device.wait(COMPUTE, room.staging.free, "rows arrived")
 
     def _cleared(self, table: _Table) -> Slab:
         assert self._sink is not None
@@ -261,29 +303,30 @@ class Embedding:
 
         self._device.run(COMPUTE, "add tied rows", work, [room.rows], [room.sums, squares])
 
-    def _measure(self, table: _Table, room: _Room) -> None:
+    def _measure(self, table: _Table, room: _Room, numel: int) -> None:
         """Round the sums for their way out; an untied table's square is taken here."""
         assert self._sink is not None
         squares = self._sink.squares
 
         def work() -> None:
+            sums = room.sums.data[:numel]
             if not table.tied:
-                squares.data[table.tile.index] += torch.linalg.vector_norm(room.sums.data) ** 2
-            room.rows.data.copy_(room.sums.data)
+                squares.data[table.tile.index] += torch.linalg.vector_norm(sums) ** 2
+            room.rows.data[:numel].copy_(sums)
 
         self._device.run(COMPUTE, "measure rows", work, [room.sums], [room.rows, squares])
 
     def _scatter(self, table: _Table, room: _Room, slab: Slab, unique_U: Tensor) -> Any:
-        device, rows_UD = self._device, room.staged_rows(table, unique_U)
+        device, rows_UD = self._device, room.staging.rows(unique_U)
 
         def work() -> None:
             plane = table.of(slab.buffer)
             kernels.scatter_rows(plane, unique_U, rows_UD, threads=self._threads)
 
         device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")
-        device.copy(COPY_OUT, room.staged, room.rows, rows_UD.numel())
+        device.copy(COPY_OUT, room.staging.buffer, room.rows, rows_UD.numel())
         device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")
-        device.run(ROWS, f"scatter {table.entry.name}", work, [room.staged], [slab.buffer])
+        device.run(ROWS, f"scatter {table.entry.name}", work, [room.staging.buffer], [slab.buffer])
         return device.record(ROWS)
 
 

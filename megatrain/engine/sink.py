@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +10,12 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT
+from megatrain.engine.workroom import WorkRoom
 from megatrain.store import Tile, planes
 
-LANES = 2  # gradients on the device at once: one being made, one leaving
+# Elements of a gradient that are rounded and sent at once. 32 MiB in bf16: large enough for the
+# bus (0.6 ms), small enough that a few of them are nothing beside a tile.
+PIECE = 1 << 24
 
 
 @dataclass
@@ -29,7 +33,6 @@ class Room:
     tile: Tile
     sums: Buffer
     views: dict[str, Tensor]
-    lane: "_Lane"
 
     def add(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients; None counts as zero (an expert without tokens)."""
@@ -41,8 +44,9 @@ class Room:
 
 @dataclass
 class _Lane:
-    sums: Buffer
-    outgoing: Buffer
+    """A piece of a gradient on its way out, in the compute dtype."""
+
+    buffer: Buffer
     left: Any = None  # the copy to the host is done
 
 
@@ -64,11 +68,20 @@ class Sink:
         slabs: int,
         own: Sequence[Tile],
         ready: Callable[[Tile, Slab, Any], None],
+        work: WorkRoom,
+        lanes: int | None,
     ) -> None:
-        """Args: `own` tiles have a host slab each; the others share `slabs` of them."""
-        self._device, self.ready = device, ready
+        """Args: `own` tiles have a host slab each; the others share `slabs` of them.
+
+        `lanes` pieces may be on their way out at once; None: as many as the largest layer has.
+        """
+        self._device, self.ready, self._work = device, ready, work
         numel = max(tile.layout.trainable_numel for tile in tiles)
-        self._lanes = _lanes(device, numel, dtype)
+        self._piece = min(PIECE, max(1, numel))
+        self._lanes = [
+            _Lane(device.empty(f"leaving gradient {i}", self._piece, dtype))
+            for i in range(lanes or self._pieces_of_a_layer(tiles))
+        ]
         self._turn = 0
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
@@ -83,15 +96,16 @@ class Sink:
             s.buffer.data.nbytes for s in every if s.buffer.data.device.type != "cuda"
         )
 
+    def _pieces_of_a_layer(self, tiles: Sequence[Tile]) -> int:
+        layers = [t.layout.trainable_numel for t in tiles if t.name.startswith("layer")]
+        return max(1, -(-max(layers, default=0) // self._piece))
+
     def room(self, tile: Tile) -> Room:
         """Zeroed fp32 sums for a tile's gradient."""
-        lane = self._lanes[self._turn % LANES]
-        self._turn += 1
-        self._device.wait(COMPUTE, lane.left, "outgoing buffer free")
-        sums = lane.sums.data[: tile.layout.trainable_numel]
-        self._device.run(COMPUTE, f"clear {lane.sums.name}", sums.zero_, writes=[lane.sums])
-        views = {entry.name: entry.view(sums) for entry in tile.layout.trainable}
-        return Room(tile, lane.sums, views, lane)
+        sums = self._work.sums(tile.layout.trainable_numel)
+        self._device.run(COMPUTE, "clear gradient sums", sums.data.zero_, writes=[sums])
+        views = {entry.name: entry.view(sums.data) for entry in tile.layout.trainable}
+        return Room(tile, sums, views)
 
     def put(self, room: Room, *, complete: bool = True) -> tuple[Slab, Any]:
         """Measure a gradient and send it out.
@@ -99,25 +113,33 @@ class Sink:
         With `complete` its update is told; else whoever adds the rest calls `ready`. Returns the
         slab and the event of the gradient's landing there.
         """
-        tile, lane, device = room.tile, room.lane, self._device
-        numel = tile.layout.trainable_numel
+        tile, sums, device = room.tile, room.sums, self._device
 
-        outgoing = self._own[tile.index].buffer if tile.resident else lane.outgoing
+        def measure() -> None:
+            self.squares.data[tile.index] = torch.linalg.vector_norm(sums.data) ** 2
 
-        def leave() -> None:
-            sums = lane.sums.data[:numel]
-            self.squares.data[tile.index] = torch.linalg.vector_norm(sums) ** 2
-            if outgoing is not lane.sums:
-                outgoing.data[:numel].copy_(sums)
-
-        device.run(COMPUTE, f"measure {tile.name}", leave, [lane.sums], [outgoing, self.squares])
+        device.run(COMPUTE, f"measure {tile.name}", measure, [sums], [self.squares])
         if tile.resident:
-            return self._landed(tile, self._own[tile.index], device.record(COMPUTE), complete)
+            slab = self._own[tile.index]
+            self._round(tile, sums.data, slab.buffer, sums)
+            return self._landed(tile, slab, device.record(COMPUTE), complete)
+        slab, numel = self.claim(tile, COPY_OUT), len(sums.data)
+        for start in range(0, max(1, numel), self._piece):  # an empty gradient has its turn, too
+            self._send(tile, sums, slab, start, min(start + self._piece, numel))
+        return self._landed(tile, slab, device.record(COPY_OUT), complete)
+
+    def _send(self, tile: Tile, sums: Buffer, slab: Slab, start: int, stop: int) -> None:
+        device, lane = self._device, self._lanes[self._turn % len(self._lanes)]
+        self._turn += 1
+        device.wait(COMPUTE, lane.left, "outgoing buffer free")
+        self._round(tile, sums.data[start:stop], lane.buffer, sums)
         device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")
-        slab = self.claim(tile, COPY_OUT)
-        device.copy(COPY_OUT, slab.buffer, lane.outgoing, numel)
+        device.copy(COPY_OUT, slab.buffer.piece(start, stop), lane.buffer, stop - start)
         lane.left = device.record(COPY_OUT)
-        return self._landed(tile, slab, lane.left, complete)
+
+    def _round(self, tile: Tile, values: Tensor, to: Buffer, sums: Buffer) -> None:
+        work = partial(to.data[: len(values)].copy_, values)
+        self._device.run(COMPUTE, f"round {tile.name}", work, [sums], [to])
 
     def _landed(self, tile: Tile, slab: Slab, event: Any, complete: bool) -> tuple[Slab, Any]:
         if complete:
@@ -132,14 +154,6 @@ class Sink:
         self._claimed += 1
         self._device.wait(stream, slab.free, "slab free")
         return slab
-
-
-def _lanes(device: Device, numel: int, dtype: torch.dtype) -> list[_Lane]:
-    if dtype == torch.float32:
-        each = [device.empty(f"gradient sums {i}", numel, torch.float32) for i in range(LANES)]
-        return [_Lane(sums, sums) for sums in each]
-    shared = device.empty("gradient sums", numel, torch.float32)
-    return [_Lane(shared, device.empty(f"outgoing {i}", numel, dtype)) for i in range(LANES)]
 
 
 def _own_slabs(device: Device, tiles: Sequence[Tile], dtype: torch.dtype) -> dict[int, Slab]:

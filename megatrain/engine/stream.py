@@ -1,4 +1,7 @@
-"""Weights in: tiles are copied into a few slots ahead of their use."""
+"""Weights in: tiles are copied into a few slots ahead of their use.
+
+A slot is as large as the largest layer. A larger tile (the head) takes several neighbours.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,35 +23,76 @@ class Streamed(Protocol):
 Unit = TypeVar("Unit", bound=Streamed)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     buffer: Buffer
     free: Any  # the work that read it is done
-    ready: Any = None  # its weights have arrived
+
+
+@dataclass
+class _Place:
+    """Where one visit of the itinerary finds its weights."""
+
+    slots: list[_Slot]
+    buffer: Buffer
+    ready: Any = None  # they have arrived
 
 
 class Stream:
-    """Loads tiles in the order of an itinerary, `distance` tiles ahead of the one in use."""
+    """Loads tiles in the order of an itinerary, up to `distance` tiles ahead of the one in use."""
 
     def __init__(
-        self, device: Device, slots: int, distance: int, numel: int, dtype: torch.dtype
+        self,
+        device: Device,
+        slots: int,
+        distance: int,
+        numel: int,
+        largest: int,
+        dtype: torch.dtype,
     ) -> None:
-        """Args: `numel` elements of each slot, the largest tile's."""
-        self._device = device
-        self._distance = distance
-        # Device memory is free to use only in the order of COMPUTE, where it was given.
-        self._slots = [
-            _Slot(device.empty(f"slot {i}", numel, dtype), device.record(COMPUTE))
-            for i in range(slots)
+        """Args: `numel` elements of a slot, `largest` of the largest tile.
+
+        There are as many slots as the largest tile takes, if `slots` are fewer.
+        """
+        self._device, self._distance, self._numel = device, distance, numel
+        count = max(slots, _slots_of(largest, numel))
+        self._memory = device.empty("slots", count * numel, dtype)
+        pieces = [
+            Buffer(f"slot {i}", self._memory.data[i * numel : (i + 1) * numel])
+            for i in range(count)
         ]
+        # Device memory is free to use only in the order of COMPUTE, where it was given.
+        device.run(COMPUTE, "allocate slots", lambda: None, writes=pieces)
+        self._slots = [_Slot(piece, device.record(COMPUTE)) for piece in pieces]
         self._itinerary: list[Streamed] = []
+        self._places: list[_Place] = []
         self._loaded = self._visited = 0
 
     def begin(self, itinerary: Sequence[Streamed]) -> None:
         """Set all visits of a step, both sweeps, and start the first loads."""
         self._itinerary = [unit for unit in itinerary if not unit.tile.resident]
+        self._places = list(self._plan())
         self._loaded = self._visited = 0
         self._load_until(self._distance)
+
+    def _plan(self) -> Iterator[_Place]:
+        """Each visit's slots, in turn; a tile that does not fit in the last ones takes the first."""
+        start = 0
+        for unit in self._itinerary:
+            count = _slots_of(unit.tile.layout.numel, self._numel)
+            if start + count > len(self._slots):
+                start = 0
+            slots = self._slots[start : start + count]
+            yield _Place(slots, self._joined(start, slots))
+            start += count
+
+    def _joined(self, start: int, slots: list[_Slot]) -> Buffer:
+        if len(slots) == 1:
+            return slots[0].buffer
+        stop = start + len(slots)
+        data = self._memory.data[start * self._numel : stop * self._numel]
+        parts = tuple(slot.buffer for slot in slots)
+        return Buffer(f"slots {start} to {stop - 1}", data, parts)
 
     def visit(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, Buffer]]:
         """Each unit with its weights, which hold until the next one is asked for."""
@@ -59,20 +103,32 @@ class Stream:
             position = self._visited
             assert self._itinerary[position] is unit, "visits must follow the itinerary"
             self._load_until(position + self._distance)
-            slot = self._slots[position % len(self._slots)]
-            self._device.wait(COMPUTE, slot.ready, "weights arrived")
-            yield unit, slot.buffer
-            slot.free = self._device.record(COMPUTE)
+            place = self._places[position]
+            self._device.wait(COMPUTE, place.ready, "weights arrived")
+            yield unit, place.buffer
+            done = self._device.record(COMPUTE)
+            for slot in place.slots:
+                slot.free = done
             self._visited += 1
 
     def _load_until(self, position: int) -> None:
-        while self._loaded <= min(position, len(self._itinerary) - 1):
-            slot = self._slots[self._loaded % len(self._slots)]
-            self._load(self._itinerary[self._loaded].tile, slot)
+        last = min(position, len(self._itinerary) - 1)
+        while self._loaded <= last and not self._taken(self._places[self._loaded]):
+            self._load(self._itinerary[self._loaded].tile, self._places[self._loaded])
             self._loaded += 1
 
-    def _load(self, tile: Tile, slot: _Slot) -> None:
+    def _taken(self, place: _Place) -> bool:
+        """Whether a visit to come, or the one at work, has its weights there."""
+        ahead = self._places[self._visited : self._loaded]
+        return any(slot in place.slots for other in ahead for slot in other.slots)
+
+    def _load(self, tile: Tile, place: _Place) -> None:
         self._device.wait(COPY_IN, tile.updated, "version due")
-        self._device.wait(COPY_IN, slot.free, "slot free")
-        self._device.copy(COPY_IN, slot.buffer, tile.weights, tile.layout.numel)
-        slot.ready = self._device.record(COPY_IN)
+        for slot in place.slots:
+            self._device.wait(COPY_IN, slot.free, "slot free")
+        self._device.copy(COPY_IN, place.buffer, tile.weights, tile.layout.numel)
+        place.ready = self._device.record(COPY_IN)
+
+
+def _slots_of(tile_numel: int, slot_numel: int) -> int:
+    return max(1, -(-tile_numel // max(1, slot_numel)))

@@ -93,8 +93,8 @@ class Prologue(Unit):
 
     def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
         """Gradients of the prologue's weights into `room`, of the rows into `embedding`."""
+        self.embedding.prepare_gradients(batch)
         reads, writes = [slot, *self.embedding.rows], [room.sums, *self.embedding.sums]
-        self.embedding.clear()
         for index in range(len(batch.micro)):
             self.seed(batch, self.visit, index)
             self.device.run(

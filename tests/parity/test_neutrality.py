@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatrain import Placement, kernels
+from megatrain.engine import sink
 from tests.families.plain import Step
 from tests.parity.cases import (
     llama,
@@ -65,6 +66,8 @@ def placements() -> list[Placement]:
     found += [Placement(update_threads=threads) for threads in (1, 2, 5)]
     found += [
         Placement(keep_layers=2),
+        Placement(keep_rows=False),
+        Placement(keep_rows=False, gradient_lanes=1, slots=1, boundaries="host"),
         Placement(keep_layers=99, boundaries="host"),
         Placement(resident=("embedding", "layer 3", "head")),
         Placement(resident=("layer 0",), boundaries="host", slots=1),
@@ -80,6 +83,31 @@ def test_no_placement_changes_a_bit(precision: Any, tied: bool, clip: float | No
     for placement in placements()[number % 3 :: 3]:
         got = train(steps, precision, tied, clip, placement=placement)
         assert identical(got, wanted), placement
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tiles_larger_than_a_slot_and_gradients_in_pieces_change_no_bit(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head takes five slots, and leaves in 33 pieces."""
+    steps = make_batches(2, SHAPES)
+
+    def run(**choices: Any) -> Numbers:
+        model = llama(tie_word_embeddings=tied, vocab_size=1024)
+        engine = make_engine(model, precision="bf16", placement=Placement(**choices))
+        results = [engine.step(step) for step in steps]
+        return (
+            [r.loss for r in results],
+            [r.grad_norm for r in results],
+            masters(engine),
+            moments(engine),
+        )
+
+    wanted = run(slots=8)
+    monkeypatch.setattr(sink, "PIECE", 1000)
+    for choices in ({"slots": 1}, {"slots": 2, "gradient_lanes": 1}, {"slots": 6, "prefetch": 3}):
+        for keep_rows in (True, False):
+            assert identical(run(**choices, keep_rows=keep_rows), wanted), choices
 
 
 def test_the_comparison_sees_a_single_bit() -> None:

@@ -3,12 +3,14 @@
 import functools
 import itertools
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, Placement
 from megatrain.device import TraceDevice
+from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, open_source, tile_layouts
 from megatrain.engine.batch import prepare
 from megatrain.engine.step import forward_only, train_step
@@ -20,6 +22,9 @@ from megatrain.store import Store
 # Nothing; the ends of the stack and the table; one layer among streamed ones.
 RESIDENT = ((), ("embedding", "layer 0", "head"), ("layer 2",))
 
+VOCAB = 200  # the head takes three slots
+PIECE = 256  # elements of a gradient sent at once: a layer has three, the head seven
+
 STEPS = 3  # enough for every slot, lane and slab to be used again
 
 
@@ -27,7 +32,7 @@ STEPS = 3  # enough for every slot, lane and slab to be used again
 def tiny_program(tied: bool) -> tuple[Program, StreamedOptimizer]:
     """Five layers: more than any number of slots tried."""
     config = LlamaConfig(
-        vocab_size=32,
+        vocab_size=VOCAB,
         hidden_size=8,
         intermediate_size=16,
         num_hidden_layers=5,
@@ -41,6 +46,7 @@ def tiny_program(tied: bool) -> tuple[Program, StreamedOptimizer]:
 
 def schedules() -> Iterator[dict]:
     """Every schedule the engine can choose, as arguments of `trace`."""
+    rest = itertools.cycle(itertools.product((1, 3, None), (True, False), RESIDENT))
     for slots, boundaries, clip, tied, precision in itertools.product(
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
@@ -48,12 +54,16 @@ def schedules() -> Iterator[dict]:
             lanes_tried = (1, 3) if boundaries == "host" else (1,)
             slabs_tried = (2, 9) if clip is None else (2,)  # with 9, no tile waits for another's
             for lanes, slabs in itertools.product(lanes_tried, slabs_tried):
+                gradient_lanes, keep_rows, resident = next(rest)
                 placement = Placement(
                     slots=slots,
                     prefetch=prefetch,
                     slabs=slabs,
                     boundaries=boundaries,
                     boundary_lanes=lanes,
+                    gradient_lanes=gradient_lanes,
+                    keep_rows=keep_rows,
+                    resident=resident,
                 )
                 yield {
                     "placement": placement,
@@ -76,12 +86,14 @@ def trace(
     program, optimizer = tiny_program(tied)
     layouts = tile_layouts(program.outline, optimizer.group_of())
     store = Store(device, layouts, dtype, train=True, resident=placement.resident)
-    parts = Assembly(device, program, store, dtype, placement).training(optimizer, max_grad_norm)
+    assembly = Assembly(device, program, store, dtype, placement)
+    with mock.patch.object(sink, "PIECE", PIECE):
+        parts = assembly.training(optimizer, max_grad_norm)
     micro_batches = [
         {"input_ids": torch.ones(rows, 4).long(), "labels": torch.ones(rows, 4).long()}
         for rows in (2, 1, 3)
     ]
-    batch = prepare(micro_batches, torch.device("cpu"), 32, labelled=True, seed=0)
+    batch = prepare(micro_batches, torch.device("cpu"), VOCAB, labelled=True, seed=0)
     for _ in range(STEPS):
         train_step(parts, batch)
         forward_only(parts, batch, lambda head, slot, h: head.loss(slot, batch, h))

@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import CpuDevice
+from megatrain.engine import sink
 from tests.race.late import LateDevice
 
 # Each step has more tokens and longer rows than the one before: every room is replaced.
@@ -19,6 +20,8 @@ PLACEMENTS = {
     "more of all": Placement(slots=3, boundaries="host", boundary_lanes=3, slabs=9),
     "kept graphs": Placement(keep_layers=2, boundaries="host"),
     "resident": Placement(resident=("embedding", "layer 0", "head")),
+    "small": Placement(slots=1, gradient_lanes=1, keep_rows=False, boundaries="host"),
+    "small, prefetching": Placement(slots=3, gradient_lanes=2, keep_rows=False, resident=("head",)),
 }
 
 # Tied or not; clipped to a norm or not; an evaluation after each step, or step upon step.
@@ -63,6 +66,12 @@ def train(
                 numbers.append(engine.evaluate(step[:1]))
         masters = [master.clone() for _, master in engine.named_masters()]
     return numbers, masters
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient leaves in several pieces. (The head takes two slots.)"""
+    monkeypatch.setattr(sink, "PIECE", 500)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)

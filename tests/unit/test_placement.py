@@ -20,6 +20,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prefetch": -1}, "prefetch is -1; it must be >= 0"),
     ({"slots": 3, "prefetch": 3}, "prefetch is 3; with 3 slots it must be between 0 and 2"),
     ({"prefetch": "1"}, "prefetch is '1'; it must be an integer"),
+    ({"gradient_lanes": 0}, "gradient_lanes is 0; it must be >= 1"),
+    ({"keep_rows": 1}, "keep_rows is 1; it must be true or false"),
     ({"boundaries": "disk"}, "boundaries is 'disk'; it must be 'device' or 'host'"),
     ({"resident": "head"}, "resident is 'head'; it must be a list of tile names"),
 ]

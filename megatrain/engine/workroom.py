@@ -1,0 +1,87 @@
+"""Device memory that one visit after the other works in: gradient sums, embedding rows.
+
+One range, as large as the largest visit needs:
+
+    | fp32 sums of a tile's gradient ...................... | rows, if they are kept |
+    | sums of a small prologue | sums of the rows, fp32 | rows |
+
+The first line is a layer or the head, the second the prologue's backward. Rows that are not kept
+lie where the sums are; they are brought again for the backward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE
+from megatrain.units import align
+
+_STEP = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
+
+
+@dataclass(frozen=True)
+class TableRoom:
+    """Where the rows of one table lie in a step, and the sums of their gradients."""
+
+    rows: Buffer
+    sums: Buffer
+
+
+class WorkRoom:
+    """The range. All but the rows is touched by COMPUTE alone."""
+
+    def __init__(self, device: Device, numel: int, beside: int, dtype: torch.dtype) -> None:
+        """Args: `numel` gradient elements of the largest tile, `beside` of the prologue's."""
+        self._device, self._dtype = device, dtype
+        self._numel, self._beside = align(numel, _STEP), align(beside, _STEP)
+        self._memory: Tensor
+        self._overlapping: tuple[Buffer, ...] = ()
+        self._take(self._numel)
+
+    def _take(self, numel: int) -> None:
+        self._memory = self._device.empty("work room", numel, torch.float32).data
+
+    def sums(self, numel: int) -> Buffer:
+        """Room for `numel` fp32 sums, not cleared."""
+        return Buffer("gradient sums", self._memory[:numel], self._overlapping)
+
+    def tables(
+        self, names: Sequence[str], lengths: Sequence[int], *, kept: bool
+    ) -> list[TableRoom]:
+        """Rooms for tables of so many elements, until the next call; the range grows if it must.
+
+        Args:
+            kept: the sums of tiles leave the rows alone.
+        """
+        self._overlapping = ()
+        sums, stop = _in_a_row(lengths, self._beside)
+        in_fp32 = [-(-length * self._dtype.itemsize // 4) for length in lengths]
+        rows, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
+        if stop > len(self._memory):
+            del self._memory
+            self._take(stop)
+        rooms = [
+            TableRoom(
+                Buffer(f"{name} rows", self._memory[row:].view(self._dtype)[:length]),
+                Buffer(f"{name} row gradients", self._memory[start : start + length]),
+            )
+            for name, length, start, row in zip(names, lengths, sums, rows, strict=True)
+        ]
+        every = [buffer for room in rooms for buffer in (room.rows, room.sums)]
+        self._overlapping = tuple(room.sums for room in rooms) if kept else tuple(every)
+        # What was here was the sums', in the order of COMPUTE; rows that went out have gone, since
+        # a step ends when all copies out have.
+        self._device.run(COMPUTE, "lay out rows", lambda: None, writes=every)
+        return rooms
+
+
+def _in_a_row(lengths: Sequence[int], offset: int) -> tuple[list[int], int]:
+    """Where each of some pieces starts that follow each other from `offset`, and their end."""
+    starts = []
+    for length in lengths:
+        starts.append(offset)
+        offset = align(offset + length, _STEP)
+    return starts, offset
