@@ -1,9 +1,9 @@
 """Embedding tables stay on the host: only the rows of a step's tokens cross the bus.
 
 Forward: the distinct rows are gathered by a host thread and copied in. Backward: they are copied in
-again unless they were kept; their gradients, summed in fp32 on the device, are copied out and scattered into the host gradient.
-A table tied to the head already has a dense gradient there; its rows come in, are added to, and go
-back, so that the norm is that of the sum.
+again unless they were kept; their gradients, summed in fp32 on the device, are copied out and
+scattered into the host gradient. A table tied to the head already has a dense gradient there; its
+rows come in, are added to, and go back, so that the norm is that of the sum.
 
 Legend: U distinct tokens of the step, D width of a table.
 """

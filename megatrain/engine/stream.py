@@ -76,7 +76,7 @@ class Stream:
         self._load_until(self._distance)
 
     def _plan(self) -> Iterator[_Place]:
-        """Each visit's slots, in turn; a tile that does not fit in the last ones takes the first."""
+        """Each visit's slots, in turn; a tile too large for the last ones takes the first."""
         start = 0
         for unit in self._itinerary:
             count = _slots_of(unit.tile.layout.numel, self._numel)
