@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 
 from megatrain.telemetry.timeline import Span, window
 
@@ -33,6 +33,11 @@ class StepRecorder:
     def next(self) -> None:
         """The step to be kept is about to start."""
         self._start = time.perf_counter() - self._origin
+
+    def cancel(self) -> None:
+        """A step failed: drop what was recorded. What ails the device is the step's to report."""
+        with suppress(Exception):
+            self._open.close()
 
     def end(self) -> list[Span]:
         """The kept step has ended: its spans. Waits for the updates that it has started."""

@@ -40,12 +40,14 @@ class Breakdown:
     Attributes:
         seconds: of the whole recording.
         busy: seconds per stream.
+        num_bytes: per stream, where they are known: over the bus, or through host memory.
         work: seconds per `(stream, kind of work)`; numbers in names are left out.
         idle: seconds in which the main stream did nothing, by what it waited for.
     """
 
     seconds: float
     busy: dict[str, float] = field(default_factory=dict)
+    num_bytes: dict[str, int] = field(default_factory=dict)
     work: dict[tuple[str, str], float] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
 
@@ -55,6 +57,7 @@ class Breakdown:
         return {
             "seconds": self.seconds,
             "busy": self.busy,
+            "num_bytes": self.num_bytes,
             "work": work,
             "idle": self.idle,
             "lines": self.lines(),
@@ -74,9 +77,11 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
         return Breakdown(0.0)
     first, last = min(s.start for s in spans), max(s.end for s in spans)
     busy: defaultdict[str, float] = defaultdict(float)
+    moved: defaultdict[str, int] = defaultdict(int)
     work: defaultdict[tuple[str, str], float] = defaultdict(float)
     for span in spans:
         busy[span.stream] += span.seconds
+        moved[span.stream] += span.num_bytes
         work[span.stream, _kind(span.name)] += span.seconds
     idle: defaultdict[str, float] = defaultdict(float)
     at = first
@@ -87,7 +92,8 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
         at = max(at, span.end)
     if last > at:
         idle["end of step"] += last - at
-    return Breakdown(last - first, dict(busy), dict(work), dict(idle))
+    known = {stream: count for stream, count in moved.items() if count}
+    return Breakdown(last - first, dict(busy), known, dict(work), dict(idle))
 
 
 def _kind(name: str) -> str:

@@ -37,7 +37,13 @@ class RunTimeline:
             self._recorder.begin()
         if turn == self._recorded:
             self._recorder.next()
-        result = step()
+        try:
+            result = step()
+        except BaseException:
+            # Where the run goes on without this step, the next two are recorded.
+            self._recorder.cancel()
+            self._recorded = max(self._recorded, turn + 1)
+            raise
         self._done = turn
         if turn == self._recorded:
             self._spans = self._recorder.end()
