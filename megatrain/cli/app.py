@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from megatrain.cli.bench import bench
+from megatrain.cli.planning import doctor
 from megatrain.errors import MegatrainError, RunFailed
 from megatrain.telemetry.console import StderrHandler
 
@@ -45,6 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
+app.command()(doctor)
 
 
 Precision = Literal["bf16", "fp32"]

@@ -10,7 +10,7 @@ from megatrain.units import GIB, MIB
 # The driver keeps some of the memory on the label: 0.4 % on an H200, 1.5 % on a 24 GiB card.
 _VISIBLE = 0.98
 # An H200's process: CUDA context, cuBLAS, cuDNN and Triton modules.
-_CONTEXT_BYTES = 600 * MIB
+CONTEXT_BYTES = 600 * MIB
 # 55.5 of 63 GB/s that a PCIe 5 x16 link carries (H200).
 _BUS_SHARE = 0.87
 _LAUNCH_SECONDS = 10e-6
@@ -47,7 +47,7 @@ def machine_for(
     return Machine(
         name=f"{gpu.name}, {cores} cores",
         device_memory_bytes=memory,
-        device_context_bytes=_CONTEXT_BYTES,
+        device_context_bytes=CONTEXT_BYTES,
         host_memory_bytes=host_memory,
         cores=cores,
         matmul_tflops=matmul,

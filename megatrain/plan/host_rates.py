@@ -1,0 +1,154 @@
+"""Rates of the host: memory by threads, the optimizer's update, the disk."""
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megatrain import kernels
+from megatrain.device.ranges import host_range
+from megatrain.errors import DoesNotFit
+from megatrain.plan.measure import Measurement, attempt, host_seconds
+from megatrain.telemetry.environment import usable_cores
+from megatrain.telemetry.memory import host_available_bytes
+from megatrain.units import GIB, MIB
+
+UPDATE_BYTES = 26  # a parameter: weights, remainder, two moments in and out, gradient in
+_PLANES_BYTES = 14
+_SETTINGS = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_CHUNK = 8 * MIB
+_DISK_SECONDS = 4.0
+
+
+def host_measurements(folder: Path, *, most_bytes: int = 4 * GIB) -> list[Measurement]:
+    """All of them; host memory of `most_bytes` is used at most, and a tenth of what is free."""
+    room = min(most_bytes, host_available_bytes() // 10)
+    threads = update_threads()
+    found = [
+        attempt(
+            f"host_triad_{n}_threads_gbps",
+            f"host memory, a = b + c, {n} thread{'s' if n > 1 else ''}",
+            "GB/s",
+            lambda n=n: triad_gbps(n, room),
+        )
+        for n in thread_counts(usable_cores())
+    ]
+    found.append(
+        attempt(
+            "update_gparams",
+            f"AdamW on the host, {threads} thread{'s' if threads > 1 else ''}",
+            "Gparam/s",
+            lambda: update_gparams(threads, room),
+        )
+    )
+    return [*found, *disk_measurements(folder)]
+
+
+def update_threads() -> int:
+    """As many as the engine gives the optimizer when the placement does not say."""
+    return max(1, usable_cores() - 2)
+
+
+def thread_counts(cores: int) -> list[int]:
+    """Powers of two up to all cores, and all cores."""
+    return sorted({1 << n for n in range(cores.bit_length()) if 1 << n <= cores} | {cores})
+
+
+def triad_gbps(threads: int, room_bytes: int) -> float:
+    """Reads two arrays and writes a third; 12 bytes an element are counted."""
+    numel = min(room_bytes // 12, 128 << 20)
+    one, two, three = (host_range("triad", numel, torch.float32) for _ in range(3))
+    with torch_threads(threads):
+        return 12 * numel / host_seconds(lambda: torch.add(one, two, out=three)) / 1e9
+
+
+def update_gparams(threads: int, room_bytes: int) -> float:
+    """Billions of parameters a second through the update, split master and bf16 gradient."""
+    numel = min(room_bytes // _PLANES_BYTES, 256 << 20)
+    if numel < 1 << 20:
+        raise DoesNotFit("too little host memory is free")
+    types = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
+    planes = [host_range("update", numel, dtype) for dtype in types]
+    planes[-1].fill_(0.01)
+    seconds = host_seconds(lambda: kernels.adamw(*planes, step=10, threads=threads, **_SETTINGS))
+    return numel / seconds / 1e9
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Torch's own CPU work on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measurement]:
+    """Sequential write and read of one file in `folder`, past the page cache where it can be."""
+    labels = {"disk_write_gbps": "disk, write", "disk_read_gbps": "disk, read"}
+    try:
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".megatrain-doctor-")
+    except OSError as error:
+        return [
+            Measurement(key, label, None, "GB/s", f"{folder}: {error.strerror}")
+            for key, label in labels.items()
+        ]
+    os.close(handle)
+    path = Path(name)
+    free = os.statvfs(folder)
+    wanted = min(num_bytes, free.f_bavail * free.f_frsize // 10) // _CHUNK * _CHUNK
+    written = 0
+
+    def write() -> float:
+        nonlocal written
+        written, seconds = _transfer(path, os.O_WRONLY, wanted, os.writev)
+        return written / seconds / 1e9
+
+    def read() -> float:
+        moved, seconds = _transfer(path, os.O_RDONLY, written, os.readv)
+        return moved / seconds / 1e9
+
+    try:
+        works = (write, read)
+        return [
+            attempt(key, label, "GB/s", work)
+            for (key, label), work in zip(labels.items(), works, strict=True)
+        ]
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _transfer(
+    path: Path, mode: int, num_bytes: int, move: Callable[[int, list[mmap.mmap]], int]
+) -> tuple[int, float]:
+    """Bytes moved in at most `_DISK_SECONDS`, and the time that took."""
+    if num_bytes < _CHUNK:
+        raise OSError("too little disk space is free")
+    handle = _open_direct(path, mode)
+    try:
+        with mmap.mmap(-1, _CHUNK) as buffer:  # of whole pages, as direct access demands
+            if mode == os.O_WRONLY:
+                buffer.write(os.urandom(MIB) * (_CHUNK // MIB))
+            moved, started = 0, time.perf_counter()
+            while moved < num_bytes and time.perf_counter() - started < _DISK_SECONDS:
+                moved += move(handle, [buffer])
+            if mode == os.O_WRONLY:
+                os.fsync(handle)
+            return moved, time.perf_counter() - started
+    finally:
+        os.close(handle)
+
+
+def _open_direct(path: Path, mode: int) -> int:
+    """Past the page cache; through it where the file system has no such thing (tmpfs)."""
+    try:
+        return os.open(path, mode | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return os.open(path, mode)

@@ -1,0 +1,298 @@
+"""The doctor: what it measures, what it says, and that nothing stops it."""
+
+import json
+import mmap
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatrain.device import CpuDevice
+from megatrain.errors import DoesNotFit
+from megatrain.machine import Machine, cache
+from megatrain.plan import doctor, facts, host_rates, measure
+from megatrain.plan.device_rates import Sizes, bus_measurements, compute_measurements
+from megatrain.plan.facts import Facts, parse_cores
+from megatrain.plan.findings import findings
+from megatrain.telemetry import gpu_state as states
+from megatrain.telemetry.gpu_state import GpuState
+from megatrain.units import GIB, MIB
+
+SMALL = Sizes(
+    copy_bytes=1 << 16,
+    products=((16, 8, 12, 3), (16, 8, 8, 2), (16, 16, 16, 0)),
+    attention=((2, 8), (1, 16)),
+    fp32_product=(16, 16, 16),
+    fp32_attention=(2, 8),
+    heads=2,
+    head_size=16,
+    launches=3,
+)
+GPU = GpuState(
+    name="NVIDIA H200",
+    driver="580.1",
+    cuda_version=13000,
+    pcie_generation=5,
+    pcie_generation_most=5,
+    pcie_lanes=16,
+    pcie_lanes_most=16,
+    power_limit_watts=700.0,
+    power_default_watts=700.0,
+    slowed_by=(),
+    other_processes=(),
+    used_bytes=1 << 30,
+    numa_node=0,
+)
+HEALTHY = Facts(
+    cpu="Some CPU",
+    cores=16,
+    quota_cores=None,
+    memory_bytes=128 * GIB,
+    allowed_bytes=128 * GIB,
+    free_bytes=125 * GIB,
+    memlock_bytes=None,
+    huge_pages="madvise",
+    shm_free_bytes=8 * GIB,
+    folder="/data",
+    disk_free_bytes=900 * GIB,
+    allowed_nodes=(0,),
+    kernels="native (avx512)",
+    compiles=True,
+    torch_cuda="13.0",
+    gpu=GPU,
+)
+RATES = {"to_device_pinned_gbps": 55.5, "to_device_pageable_gbps": 10.0}
+
+
+def found(changed: Facts, pinning: bool | None = True, rates=RATES) -> list[str]:
+    return [str(finding) for finding in findings(changed, rates, pinning=pinning)]
+
+
+def test_nothing_is_wrong_with_a_healthy_machine():
+    assert found(HEALTHY) == []
+    assert found(replace(HEALTHY, gpu=replace(GPU, numa_node=None, cuda_version=None))) == []
+
+
+TROUBLES = {
+    "quota": ({"quota_cores": 4.0}, {}, "cgroup allows 4 cores' time"),
+    "cores": ({"cores": 4}, {}, "4 cores for the optimizer"),
+    "cgroup": ({"allowed_bytes": 64 * GIB, "free_bytes": 64 * GIB}, {}, "64.0 GiB of the machine"),
+    "busy": ({"free_bytes": 60 * GIB}, {}, "68.0 GiB of host memory are in use"),
+    "pages": ({"huge_pages": "never"}, {}, "huge pages are off"),
+    "kernels": ({"kernels": "reference (no native library)"}, {}, "several times slower"),
+    "disk": ({"disk_free_bytes": 5 * GIB}, {}, "5.0 GiB are free in /data"),
+    "shm": ({"shm_free_bytes": 8 * MIB}, {}, "/dev/shm has 8 MiB free"),
+    "memlock": ({"memlock_bytes": 8 * MIB}, {}, "8192 KiB; where the driver keeps to it, host "
+                "memory stays unpinned and copies slower (5.5 times)"),
+    "compiler": ({"compiles": False}, {}, "no Triton or no C compiler"),
+    "numa": ({}, {"numa_node": 1}, "NUMA node 1 and this process may only run on 0"),
+    "generation": ({}, {"pcie_generation": 3, "pcie_lanes": 8}, "generation 3 of 5"),
+    "lanes": ({}, {"pcie_lanes": 8}, "lanes 8 of 16"),
+    "power": ({}, {"power_limit_watts": 400.0}, "400 W, its default 700 W"),
+    "hot": ({}, {"slowed_by": ("temperature (hardware)",)}, "clocks are lowered: temperature"),
+    "others": ({}, {"other_processes": ((77, 3 * GIB),)}, "(77) hold 3.0 GiB"),
+    "driver": ({}, {"cuda_version": 12040}, "runs CUDA 12, and torch was built with 13.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_each_trouble_is_found_alone_and_has_a_remedy(name):
+    host, gpu, text = TROUBLES[name]
+    changed = replace(HEALTHY, **host, gpu=replace(GPU, **gpu))
+    said = findings(changed, RATES, pinning=True)
+    assert sum(text in finding.what for finding in said) == 1, said
+    assert len(said) == (2 if name in ("generation", "quota") else 1), said
+    assert all(finding.remedy for finding in said)
+
+
+def test_a_slow_bus_no_pinning_and_no_gpu_are_found():
+    assert "reach 20.0 GB/s of 64" in found(HEALTHY, rates={"to_device_pinned_gbps": 20.0})[0]
+    assert "cannot be pinned" in found(HEALTHY, pinning=False)[0]
+    assert "without CUDA" in found(replace(HEALTHY, gpu=None, torch_cuda=None), None)[0]
+    assert "the driver shows no GPU" in found(replace(HEALTHY, gpu=None), None)[0]
+
+
+def test_the_facts_of_this_machine():
+    here = facts.collect("cpu", Path("runs") / "not" / "there")
+    assert here.cores >= 1 and here.free_bytes <= here.allowed_bytes <= here.memory_bytes
+    assert Path(here.folder).is_dir() and here.disk_free_bytes > 0
+    assert here.gpu is None
+
+
+def test_lists_of_cores_and_limits_of_a_cgroup(tmp_path, monkeypatch):
+    assert parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert parse_cores("\n") == set()
+    monkeypatch.setattr(facts, "_QUOTA", tmp_path / "cpu.max")
+    for text, cores in (("max 100000", None), ("250000 100000", 2.5), ("", None)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert facts._quota() == cores
+
+
+class Library:
+    """As pynvml, for a GPU that answers little."""
+
+    class NVMLError(Exception):
+        pass
+
+    nvmlSystemGetDriverVersion = staticmethod(lambda: "580.1")
+
+    def __getattr__(self, name):
+        def refuse(*arguments):
+            raise self.NVMLError("not supported")
+
+        answers = {
+            "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlDeviceGetMaxPcieLinkWidth": 16,
+            "nvmlDeviceGetEnforcedPowerLimit": 400_000,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": 0x1 | 0x4 | 0x40,
+            "nvmlDeviceGetComputeRunningProcesses": [
+                SimpleNamespace(pid=os.getpid(), usedGpuMemory=5),
+                SimpleNamespace(pid=1, usedGpuMemory=None),
+            ],
+        }
+        if name == "nvmlSystemGetCudaDriverVersion_v2":
+            raise AttributeError(name)
+        return (lambda handle: answers[name]) if name in answers else refuse
+
+
+def test_a_driver_may_leave_questions_unanswered(monkeypatch):
+    from contextlib import nullcontext
+
+    monkeypatch.setattr(states, "driver", lambda device: nullcontext((Library(), None)))
+    state = states.gpu_state("cuda")
+    assert (state.name, state.driver, state.pcie_lanes_most) == ("NVIDIA H200", "580.1", 16)
+    assert (state.pcie_lanes, state.cuda_version, state.used_bytes) == (None, None, None)
+    assert state.power_limit_watts == 400.0
+    assert state.slowed_by == ("temperature (hardware)",)
+    assert state.other_processes == ((1, 0),)
+    assert found(replace(HEALTHY, gpu=replace(state, other_processes=(), slowed_by=()))) == []
+
+
+def test_a_measurement_that_fails_says_why():
+    def fail() -> float:
+        raise RuntimeError("CUDA error: busy\nmore")
+
+    assert measure.attempt("a", "b", "s", fail).why_not == "CUDA error: busy"
+    assert measure.attempt("a", "b", "s", lambda: 2.0).value == 2.0
+
+
+def test_every_rate_can_be_measured():
+    device = CpuDevice()
+    found = bus_measurements(device, 1 << 16) + compute_measurements(device, SMALL)
+    assert [m for m in found if m.why_not or not m.value or m.value <= 0] == []
+    assert len({m.name for m in found}) == len(found) == 5 + 6 + 4 + 4
+
+
+def test_a_host_without_memory_or_disk_is_still_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_rates, "host_available_bytes", lambda: 1000)
+    found = {m.name: m for m in host_rates.host_measurements(tmp_path / "none")}
+    assert found["update_gparams"].why_not == "too little host memory is free"
+    assert "No such file" in found["disk_write_gbps"].why_not
+
+
+def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
+    rates = host_rates.disk_measurements(tmp_path, num_bytes=16 * MIB)
+    assert [m.name for m in rates if m.value and m.value > 0] == [
+        "disk_write_gbps",
+        "disk_read_gbps",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+    def full(handle: int, buffers: list[mmap.mmap]) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", full)
+    rates = host_rates.disk_measurements(tmp_path, num_bytes=16 * MIB)
+    assert all("No space left" in m.why_not or "too little" in m.why_not for m in rates)
+    assert list(tmp_path.iterdir()) == []
+
+
+class FakeGpu(CpuDevice):
+    """Computes on the CPU and says that it is a GPU."""
+
+    kind = "cuda"
+    pins = True
+
+    def host(self, name, numel, dtype, *, pinned):
+        if pinned and not self.pins:
+            raise DoesNotFit("cannot pin 1.0 GiB of host memory")
+        return super().host(name, numel, dtype, pinned=pinned)
+
+    def memory(self):
+        return super().memory() | {"device_total_bytes": 100 * GIB, "device_bytes": 0}
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch, tmp_path):
+    """A machine whose GPU, measurements of the host and cache are the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    device = FakeGpu()
+    key = cache.Key("GPU-1", "580.1", "CPU", 16)
+    monkeypatch.setattr(cache, "key_of", lambda name: key)
+    monkeypatch.setattr(doctor, "open_device", lambda name: device)
+    monkeypatch.setattr(doctor, "collect", lambda name, folder: HEALTHY)
+    used = iter(range(1 << 30, 1 << 40, 500 * MIB))
+    monkeypatch.setattr(doctor, "gpu_state", lambda name: replace(GPU, used_bytes=next(used)))
+    host = [("update_gparams", 4.0), ("disk_write_gbps", None)]
+    monkeypatch.setattr(
+        doctor,
+        "host_measurements",
+        lambda folder: [measure.Measurement(name, name, value, "") for name, value in host],
+    )
+    return SimpleNamespace(device=device, key=key, folder=tmp_path)
+
+
+def test_a_diagnosis_is_kept_for_plans(gpu_machine):
+    diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
+    assert diagnosis.kept == str(gpu_machine.key.file) and diagnosis.not_kept is None
+    for precision in ("bf16", "fp32"):
+        machine = cache.read(gpu_machine.key, precision)
+        assert machine == diagnosis.machines[precision]
+        assert machine.update_gbps == 4.0 * 26 and machine.disk_write_gbps is None
+        assert machine.device_memory_bytes == 100 * GIB
+        assert machine.device_context_bytes == 500 * MIB
+        for field in fields(Machine):
+            assert getattr(machine, field.name) is not None or field.name == "disk_write_gbps"
+    assert json.loads(json.dumps(diagnosis.as_dict()))["facts"]["cpu"] == "Some CPU"
+
+
+def test_a_machine_that_cannot_pin_is_planned_with_pageable_copies(gpu_machine):
+    gpu_machine.device.pins = False
+    diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
+    rates = {m.name: m for m in diagnosis.measurements}
+    assert rates["to_device_pinned_gbps"].why_not.startswith("cannot pin")
+    assert diagnosis.machines["bf16"].to_device_gbps == rates["to_device_pageable_gbps"].value
+    assert "cannot be pinned" in diagnosis.findings[0].what
+
+
+def test_what_could_not_be_measured_is_not_kept(gpu_machine, monkeypatch):
+    monkeypatch.setattr(doctor, "compute_measurements", lambda device, sizes: [])
+    diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
+    assert diagnosis.machines == {} and diagnosis.kept is None
+    assert diagnosis.not_kept.endswith("could not be measured")
+    assert not gpu_machine.key.file.exists()
+
+
+def test_a_gpu_that_cannot_be_opened_is_said(gpu_machine, monkeypatch):
+    def busy(name):
+        if name == "cpu":
+            return CpuDevice()
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore")
+
+    monkeypatch.setattr(doctor, "open_device", busy)
+    diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
+    assert "busy or unavailable" in diagnosis.findings[0].what
+    assert diagnosis.kept is None
+
+
+def test_matrix_rates_are_weighed_by_their_time():
+    rates = {
+        "bf16_product_16x8x12_forward_tflops": 10.0,
+        "bf16_product_16x8x12_backward_tflops": 10.0,
+        "bf16_product_16x8x8_forward_tflops": 5.0,
+        "bf16_product_16x8x8_backward_tflops": 5.0,
+    }
+    mean = doctor._mean_tflops(SMALL.products, "bf16", rates.__getitem__)
+    assert mean == pytest.approx((36 + 16) / (36 / 10 + 16 / 5))
