@@ -97,3 +97,42 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Count an optimizer step; the update itself is the engine's."""
         self.num_steps += 1
+
+    def saved_groups(self) -> list[dict[str, Any]]:
+        """The groups as plain JSON values: names of parameters, and what a schedule made of them.
+
+        Raises:
+            InputError: somebody put something into a group that is no number or text.
+        """
+        return [
+            {name: _plain(name, value) for name, value in group.items() if name != "params"}
+            for group in self.param_groups
+        ]
+
+    def restore(self, groups: Sequence[dict[str, Any]], num_steps: int) -> None:
+        """Take over groups that `saved_groups` gave.
+
+        Raises:
+            InputError: they are of other parameters, or their settings are none.
+        """
+        names = [group["param_names"] for group in self.param_groups]
+        if [group.get("param_names") for group in groups] != names:
+            raise InputError("the optimizer's groups are of other parameters than the model's")
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            values = {name: value for name, value in saved.items() if name != "param_names"}
+            known: dict[str, Any] = {name: values.get(name) for name in self.defaults}
+            AdamW(**known)  # refuses what is no setting
+            group.update(values, betas=tuple(values["betas"]))
+        self.num_steps = num_steps
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(name, each) for each in value]
+    if value is not None and not isinstance(value, int | float | str):
+        raise InputError(
+            f"the optimizer's {name!r} is a {type(value).__name__}, which no checkpoint can hold"
+        )
+    return value

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from megatrain.errors import InputError
+from megatrain.units import GIB
 
 _LEAST = {
     "slots": 1,
@@ -17,6 +18,7 @@ _LEAST = {
     "gradient_lanes": 1,
     "keep_layers": 0,
     "prefetch": 0,
+    "save_bytes": 0,
 }
 _OPTIONAL = ("prefetch", "update_threads", "gradient_lanes")
 
@@ -43,6 +45,8 @@ class Placement:
         head_tokens: tokens whose logits exist at once.
         compile: compile one forward and one backward per layer kind with torch.compile.
         update_threads: host threads of the optimizer; None: all cores but two.
+        save_bytes: host memory at most for parts of tiles whose update is due before a save in the
+            background has written them; when it is full, updates wait for the disk.
     """
 
     slots: int = 2
@@ -57,6 +61,7 @@ class Placement:
     head_tokens: int = 4096
     compile: bool = False
     update_threads: int | None = None
+    save_bytes: int = 4 * GIB
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -4,7 +4,7 @@ Bytes per parameter: bf16 compute 2 (weights) + 2 (remainder) + 8 (moments); fp3
 The gradient plane belongs to the sink (engine/sink.py).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ class Tile:
         resident: whether all of it rests on the device, where it is used and updated.
         version: updates applied or on their way.
         updated: event of the newest update; None when there is nothing to wait for.
+        let_go: makes the update wait until nobody else needs the planes as they are (a save that
+            is going on); None: nobody does. Called once, before the update is put on its stream.
     """
 
     index: int
@@ -43,6 +45,7 @@ class Tile:
     resident: bool = False
     version: int = 0
     updated: Any = None
+    let_go: Callable[[], None] | None = None
 
     @property
     def name(self) -> str:

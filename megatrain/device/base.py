@@ -18,7 +18,9 @@ COPY_IN = "copy in"  # host to device
 COPY_OUT = "copy out"  # device to host
 UPDATE = "update"  # a host thread: optimizer
 ROWS = "rows"  # a host thread: embedding rows in and out of the host planes
-HOST_STREAMS = (UPDATE, ROWS)
+SAVE = "save"  # a host thread: lets a save's writers at the planes
+SAVE_OUT = "copy to save"  # device to host: tiles that rest on the device
+HOST_STREAMS = (UPDATE, ROWS, SAVE)
 
 MEMORY_KEYS = (
     "device_bytes",

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megatrain.checkpoint import Checkpoint, offering_another, read_tiles
 from megatrain.device import Device
 from megatrain.engine.embedding import Embedding
+from megatrain.engine.resume import open_model, read_buffers, saved_dtype
 from megatrain.engine.saved import HostSaved, Saved
 from megatrain.engine.sink import Sink
 from megatrain.engine.step import Parts, TrainingParts
@@ -24,7 +26,7 @@ from megatrain.model.build import emptied, empty_model, load_config
 from megatrain.model.init import initialise
 from megatrain.model.outline import Outline
 from megatrain.model.program import Program
-from megatrain.model.weights import read_weights, resolve_model
+from megatrain.model.weights import read_weights, resolve_model, source_dtype
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.store import Store, Tile
@@ -38,26 +40,38 @@ Write = Callable[[str, Tensor], None]
 
 @dataclass
 class Source:
-    """A model's structure and how to fill its weights: `fill(write)` calls write(name, values)."""
+    """A model's structure, and where its weights come from: one of the last three, or drawn.
+
+    Attributes:
+        dtype: of the weights, in which exports are written.
+    """
 
     model: PreTrainedModel
-    folder: Path | None
-    given: PreTrainedModel | None
+    dtype: torch.dtype
+    folder: Path | None = None
+    given: PreTrainedModel | None = None
+    saved: Checkpoint | None = None
 
 
 def open_source(
-    model: PreTrainedModel | PreTrainedConfig | str | Path,
+    model: PreTrainedModel | PreTrainedConfig | Checkpoint | str | Path,
     *,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
 ) -> Source:
-    """Structure of a model given as a module, a configuration, a folder or a hub id.
+    """Structure of a model given as a module, a configuration, a checkpoint, a folder or a hub id.
 
     Raises:
         InputError: it cannot be read or is not a causal language model.
     """
+    if isinstance(model, Checkpoint):
+        empty = open_model(
+            model, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+        )
+        return Source(empty, saved_dtype(model), saved=model)
     if isinstance(model, PreTrainedModel):
-        return Source(emptied(model, attn_implementation=attn_implementation), None, model)
+        empty = emptied(model, attn_implementation=attn_implementation)
+        return Source(empty, next(model.parameters()).dtype, given=model)
     if not isinstance(model, PreTrainedConfig | str | Path):
         raise InputError(
             f"the model is a {type(model).__name__}; give a transformers model or configuration, "
@@ -68,7 +82,8 @@ def open_source(
     empty = empty_model(
         config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
     )
-    return Source(empty, folder, None)
+    dtype = getattr(model, "dtype", None) or torch.float32
+    return Source(empty, dtype if folder is None else source_dtype(folder), folder)
 
 
 def tile_layouts(outline: Outline, groups: dict[str, int]) -> list[TileLayout]:
@@ -95,7 +110,10 @@ def tile_layouts(outline: Outline, groups: dict[str, int]) -> list[TileLayout]:
 
 
 def fill(source: Source, outline: Outline, store: Store, device: Device, seed: int) -> None:
-    """Bring every weight and persistent buffer to its place: read, copied, or drawn."""
+    """Bring every weight and persistent buffer to its place: read, copied, or drawn.
+
+    From a checkpoint, also the rest of a tile's state.
+    """
     write = _writer(store, source.model, threads=1)  # one of many readers at a time
 
     def draw(only: Any = None) -> None:
@@ -105,7 +123,11 @@ def fill(source: Source, outline: Outline, store: Store, device: Device, seed: i
         wide = _writer(store, source.model, threads=_threads())
         initialise(outline, device.torch_device, start, wide, only)
 
-    if source.folder is not None:
+    if source.saved is not None:
+        with offering_another(source.saved.folder):
+            read_tiles(source.saved, store.tiles, _threads())
+            read_buffers(source.saved, source.model)
+    elif source.folder is not None:
         missing = read_weights(source.folder, source.model, write, threads=_threads())
         if missing:
             draw(missing)
@@ -223,3 +245,14 @@ class Assembly:
         parts = TrainingParts(trunk, head, embedding, self.stream(), saved, sink, update)
         parts.keep_graphs(placement.keep_layers)
         return parts
+
+
+def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
+    """Host memory by what it holds: planes, gradients, rows and boundaries on their way."""
+    sizes = {f"host_{k}_bytes": v for k, v in store.bytes_by_plane().items()}
+    sizes["host_rows_bytes"] = parts.embedding.host_bytes
+    if isinstance(parts, TrainingParts):
+        sizes["host_gradients_bytes"] = parts.sink.host_bytes
+        saved = parts.saved
+        sizes["host_boundaries_bytes"] = saved.host_bytes if isinstance(saved, HostSaved) else 0
+    return sizes

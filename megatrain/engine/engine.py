@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megatrain.checkpoint import Checkpoint, Saver
 from megatrain.device import Buffer, Device, Recording, open_device
-from megatrain.engine.assemble import Assembly, Source, fill, open_source, tile_layouts
+from megatrain.engine.assemble import Assembly, Source, fill, host_bytes, open_source, tile_layouts
 from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.continuing import Continuing
 from megatrain.engine.fit import KeptGraphs, available_bytes, initial_placement
 from megatrain.engine.packing import Packing
-from megatrain.engine.saved import HostSaved
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.units import Head, State
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.export import write_weights
 from megatrain.model.probe import outline
 from megatrain.model.program import Program
-from megatrain.model.weights import source_dtype
 from megatrain.optim import AdamW, StreamedOptimizer, is_number
 from megatrain.placement import Placement
 from megatrain.store import Store
@@ -52,7 +52,7 @@ class StepResult:
     seconds: float
 
 
-class Engine:
+class Engine(Continuing):
     """Trains a causal language model whose state rests in host memory.
 
     Attributes:
@@ -63,7 +63,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PreTrainedModel | PreTrainedConfig | str | Path,
+        model: PreTrainedModel | PreTrainedConfig | Checkpoint | str | Path,
         *,
         optimizer: AdamW | None = None,
         max_grad_norm: float | None = 1.0,
@@ -79,7 +79,7 @@ class Engine:
 
         Args:
             model: a transformers model (its weights are copied; on the meta device: drawn), a
-                configuration (weights drawn), a folder, or a hub id.
+                configuration (weights drawn), a folder, a hub id, or a checkpoint (see `load`).
             optimizer: None leaves out all that only training needs (2 bytes per parameter).
             max_grad_norm: exact clipping of the global norm; None for none.
             precision: what layers are computed in; masters and moments are fp32.
@@ -98,7 +98,7 @@ class Engine:
         )
         self._outline = outline(source.model)
         self.config: PreTrainedConfig = source.model.config
-        self._dtype = _saved_dtype(source.folder, model)
+        self._source_dtype, self._precision = source.dtype, precision
         self.optimizer = None if optimizer is None else StreamedOptimizer(optimizer, source.model)
         groups = {} if self.optimizer is None else self.optimizer.group_of()
         opened = device if isinstance(device, Device) else open_device(device)
@@ -109,10 +109,14 @@ class Engine:
             self.placement = placement
         else:
             self._place(layouts, train, precision, tokens_per_step)
-        self._seed, self._steps, self._clips = seed, 0, max_grad_norm is not None
+        self._seed, self._steps, self._max_grad_norm = seed, 0, max_grad_norm
+        self._given = optimizer
         self._packing = Packing(self.config.model_type, DTYPES[precision], self._trial_logits)
         self._assemble(source, layouts, DTYPES[precision], max_grad_norm)
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
+        # Without clipping, updates follow the backward: the last tile is the first.
+        spare, backward = self.placement.save_bytes, max_grad_norm is None
+        self._saver = Saver(self.device, self._store.tiles, spare, reverse=backward)
 
     def _assemble(
         self,
@@ -218,7 +222,7 @@ class Engine:
             raise DoesNotFit(
                 f"the device has no memory left ({reason}); use smaller micro-batches, "
                 "placement.boundaries: host, fewer resident tiles or fewer slots"
-                + (" (no weight has been changed)" if self._clips else "")
+                + (" (no weight has been changed)" if self._max_grad_norm is not None else "")
             ) from error
 
     def _prepare(
@@ -279,20 +283,17 @@ class Engine:
             entry.name: (lambda tile=tile, entry=entry: tile.read_master(entry))
             for tile, entry in self._store.entries()
         }
-        write_weights(Path(folder), model, masters, dtype=dtype or self._dtype)
+        write_weights(Path(folder), model, masters, dtype=dtype or self._source_dtype)
 
     def memory(self) -> dict[str, int]:
         """Bytes by place: host planes, rows, gradients, boundaries; device memory and its peak."""
-        sizes = {f"host_{k}_bytes": v for k, v in self._store.bytes_by_plane().items()}
-        sizes["host_rows_bytes"] = self._parts.embedding.host_bytes
-        if isinstance(self._parts, TrainingParts):
-            sizes["host_gradients_bytes"] = self._parts.sink.host_bytes
-            saved = self._parts.saved
-            sizes["host_boundaries_bytes"] = saved.host_bytes if isinstance(saved, HostSaved) else 0
+        sizes = host_bytes(self._store, self._parts)
+        sizes["host_checkpoint_bytes"] = self._saver.host_bytes
         return {**sizes, "host_bytes": sum(sizes.values()), **self.device.memory()}
 
     def close(self) -> None:
-        """Finish what runs and give back pinned memory; the engine is not usable afterwards."""
+        """Finish what runs, a save included, and give back pinned memory; the engine is done."""
+        self._saver.close()
         self.device.close()
 
     def __enter__(self) -> "Engine":
@@ -317,11 +318,3 @@ def _check_arguments(
         raise InputError(f"placement is {placement!r}; it must be 'auto' or a Placement(...)")
     if type(seed) is not int:
         raise InputError(f"seed is {seed!r}; it must be an integer")
-
-
-def _saved_dtype(folder: Path | None, model: Any) -> torch.dtype:
-    if folder is not None:
-        return source_dtype(folder)
-    if isinstance(model, PreTrainedModel):
-        return next(model.parameters()).dtype
-    return getattr(model, "dtype", None) or torch.float32

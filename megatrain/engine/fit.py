@@ -12,10 +12,11 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from megatrain.device import Device
 from megatrain.engine.forecast import Forecast
+from megatrain.errors import InputError
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
 from megatrain.placement import Placement
@@ -148,3 +149,22 @@ class KeptGraphs:
                 gib(added),
                 self._fitting(num_tokens),
             )
+
+    def as_dict(self) -> dict[str, Any]:
+        """What has been measured, as plain JSON values."""
+        return {"limit": self._limit, "plain": self._plain, "last": self._last,
+                "graph_bytes_per_token": self._graph_bytes_per_token}  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with what `as_dict` gave, so that the choices are those of that run.
+
+        Raises:
+            InputError: it was made by another version.
+        """
+        try:
+            plain = state["plain"]
+            self._plain = None if plain is None else (int(plain[0]), max(int(plain[1]), 1))
+            self._limit, self._last = int(state["limit"]), int(state["last"])
+            self._graph_bytes_per_token = float(state["graph_bytes_per_token"])
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise InputError(f"the checkpoint's measurements cannot be read ({error})") from error

@@ -148,6 +148,9 @@ class Update:
         stream = COMPUTE if tile.resident else UPDATE
         if not tile.resident:
             self._device.wait(UPDATE, landed, "gradient landed")
+        if tile.let_go is not None:
+            tile.let_go()
+            tile.let_go = None
         tile.version += 1
         self._started.append(tile)
         groups = [dict(group) for group in self._optimizer.param_groups]

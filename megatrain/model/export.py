@@ -67,7 +67,7 @@ def write_weights(
     try:
         _prepare(folder, partial)
         _check_space(folder, sum(each.num_bytes for batch in batches for each in batch.outputs))
-        _write_configs(partial, model, dtype)
+        write_configs(partial, model, dtype)
         values = _values(model, batches, lambda name: _value(model, tensors, saved[name]))
         _write_shards(partial, model, batches, values, max_shard_bytes)
         _keep_other_files(folder, partial)
@@ -154,7 +154,8 @@ def _values(
         )
 
 
-def _write_configs(partial: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+def write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """config.json and generation_config.json of a model that is stored in `dtype`."""
     # Written without transformers' strict check: a published configuration that has become
     # questionable is no reason to lose a trained model.
     config = copy.deepcopy(model.config)
@@ -163,9 +164,9 @@ def _write_configs(partial: Path, model: PreTrainedModel, dtype: torch.dtype) ->
     for key in config.sub_configs:
         if getattr(config, key, None) is not None:
             getattr(config, key).dtype = dtype
-    config.to_json_file(partial / "config.json", use_diff=True)
+    config.to_json_file(folder / "config.json", use_diff=True)
     if model.can_generate():
-        model.generation_config.to_json_file(partial / "generation_config.json")
+        model.generation_config.to_json_file(folder / "generation_config.json")
 
 
 def _write_shards(

@@ -174,12 +174,17 @@ def read_json(path: Path) -> dict[str, Any]:
             raise InputError(
                 f"{path}: larger than {MAX_JSON_BYTES // MIB} MiB, that cannot be right"
             )
-        return _parse_object(path.read_bytes(), path)
+        return parse_object(path.read_bytes(), path)
     except OSError as error:
         raise InputError(f"{path}: cannot read it: {error.strerror}") from error
 
 
-def _parse_object(text: bytes, path: Path) -> dict[str, Any]:
+def parse_object(text: bytes, path: Path) -> dict[str, Any]:
+    """A JSON object from text that need not be honest; `path` is for the message.
+
+    Raises:
+        InputError: not JSON, nested too deeply, a key twice or too long, or not an object.
+    """
     try:
         content = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
     except RecursionError as error:
@@ -219,7 +224,7 @@ def read_header(path: Path) -> list[Stored]:
             text = file.read(header_bytes)
     except OSError as error:
         raise InputError(f"{path}: cannot read it: {error.strerror}") from error
-    entries = _parse_object(text, path)
+    entries = parse_object(text, path)
     entries.pop("__metadata__", None)
     data_start = 8 + header_bytes
     tensors = [_entry(path, name, entry, data_start) for name, entry in entries.items()]
@@ -284,16 +289,15 @@ class Described:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write_shard(path: Path, described: Sequence[Described], tensors: Iterable[Tensor]) -> None:
-    """One shard with `tensors`, taken one by one in the order of `described`.
+def header_bytes(
+    described: Sequence[Described], metadata: dict[str, str], boundary: int = 8
+) -> bytes:
+    """What a file with these tensors, end to end in this order, begins with.
 
-    Element sizes must not increase along `described`, so that each tensor is aligned.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
-        ValueError: a tensor is not as described.
+    The data start at a multiple of `boundary`. Element sizes must not increase along `described`,
+    so that each tensor is aligned.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for entry in described:
         header[entry.name] = {
@@ -303,9 +307,19 @@ def write_shard(path: Path, described: Sequence[Described], tensors: Iterable[Te
         }
         offset += entry.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(align(len(text), 8))
+    text = text.ljust(align(8 + len(text), boundary) - 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_shard(path: Path, described: Sequence[Described], tensors: Iterable[Tensor]) -> None:
+    """One shard with `tensors`, taken one by one in the order of `described` (`header_bytes`).
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+        ValueError: a tensor is not as described.
+    """
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_bytes(described, {"format": "pt"}))
         values = iter(tensors)
         for entry in described:
             tensor = next(values)

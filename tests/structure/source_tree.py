@@ -13,7 +13,8 @@ LEVELS = (
     {"machine"},
     {"config", "device"},
     {"store", "model", "loss", "optim", "data", "distributed"},
-    {"engine", "checkpoint"},
+    {"checkpoint"},  # knows tiles and files, no steps: the engine saves itself through it
+    {"engine"},
     {"plan"},
     {"train"},
     {"cli"},

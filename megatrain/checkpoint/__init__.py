@@ -1,0 +1,37 @@
+"""Checkpoints: a run's exact state on disk, written while training goes on."""
+
+from megatrain.checkpoint.folders import (
+    is_checkpoint,
+    mark,
+    newest_whole,
+    offering_another,
+    open_checkpoint,
+    remove_leftovers,
+    rotate,
+    verify,
+    whole_checkpoints,
+)
+from megatrain.checkpoint.manifest import BUFFERS, MODEL, Checkpoint, Settings
+from megatrain.checkpoint.read import read_tiles
+from megatrain.checkpoint.saver import Contents, Saver, Saving, as_json
+
+__all__ = [
+    "BUFFERS",
+    "MODEL",
+    "Checkpoint",
+    "Contents",
+    "Saver",
+    "Saving",
+    "Settings",
+    "as_json",
+    "is_checkpoint",
+    "mark",
+    "newest_whole",
+    "offering_another",
+    "open_checkpoint",
+    "read_tiles",
+    "remove_leftovers",
+    "rotate",
+    "verify",
+    "whole_checkpoints",
+]

@@ -1,0 +1,58 @@
+"""Plain JSON values as the dataclasses that they should be, or a word on what is wrong."""
+
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+
+def decode(wanted: Any, value: Any, where: str) -> Any:
+    """`value` as the annotated type `wanted`.
+
+    Knows dataclasses, `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, unions with None, Any, and
+    the types of JSON itself. An integer is taken for a float, but no bool for a number.
+
+    Raises:
+        ValueError: it is none; `where` and the path to it begin the message.
+    """
+    if wanted is Any:
+        return value
+    if is_dataclass(wanted):
+        return _record(wanted, value, where)
+    if get_origin(wanted) is UnionType:
+        if value is None and NoneType in get_args(wanted):
+            return None
+        [inner] = (each for each in get_args(wanted) if each is not NoneType)
+        return decode(inner, value, where)
+    if get_origin(wanted) is dict:
+        items = _expect(dict, value, where).items()
+        return {key: decode(get_args(wanted)[1], each, f"{where}.{key}") for key, each in items}
+    if get_origin(wanted) is tuple:
+        return _row(get_args(wanted), value, where)
+    if wanted is float and type(value) is int and abs(value) < 2**53:
+        return float(value)
+    return _expect(wanted, value, where)
+
+
+def _record(wanted: Any, value: Any, where: str) -> Any:
+    names, types = {field.name for field in fields(wanted)}, get_type_hints(wanted)
+    given = _expect(dict, value, where)
+    if given.keys() != names:
+        wrong = min(given.keys() ^ names)
+        raise ValueError(f"{where} {'lacks' if wrong in names else 'has an unknown'} {wrong[:80]}")
+    return wanted(**{name: decode(types[name], given[name], f"{where}.{name}") for name in names})
+
+
+def _row(wanted: tuple, value: Any, where: str) -> tuple:
+    given = _expect(list, value, where)
+    if wanted[-1] is Ellipsis:
+        return tuple(decode(wanted[0], each, f"{where}[{i}]") for i, each in enumerate(given))
+    if len(given) != len(wanted):
+        raise ValueError(f"{where} has {len(given)} values instead of {len(wanted)}")
+    pairs = zip(wanted, given, strict=True)
+    return tuple(decode(kind, each, f"{where}[{i}]") for i, (kind, each) in enumerate(pairs))
+
+
+def _expect(kind: type, value: Any, where: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{where[:200]} is a {type(value).__name__} instead of a {kind.__name__}")
+    return value

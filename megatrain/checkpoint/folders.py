@@ -1,0 +1,98 @@
+"""The checkpoints of a run's folder: which are whole, which stay."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatrain.checkpoint import files
+from megatrain.checkpoint.manifest import KEEP, MANIFEST, Checkpoint, read_checkpoint
+from megatrain.errors import InputError
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """Whether a folder says that it is a checkpoint; it may be a damaged one."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """A checkpoint whose manifest, small files and sizes hold together; tiles are not read.
+
+    Raises:
+        InputError: it names the file and what is wrong, and the newest whole checkpoint beside it.
+    """
+    with offering_another(Path(folder)):
+        return read_checkpoint(Path(folder))
+
+
+def verify(folder: str | Path) -> Checkpoint:
+    """`open_checkpoint`, and compare every byte of every file with its checksum.
+
+    Raises:
+        InputError: as `open_checkpoint` does.
+    """
+    checkpoint = open_checkpoint(folder)
+    with offering_another(checkpoint.folder):
+        for name in checkpoint.manifest.files:
+            checkpoint.check_file(name)
+    return checkpoint
+
+
+def whole_checkpoints(parent: str | Path) -> list[Path]:
+    """The checkpoints in a folder that `open_checkpoint` takes, the one of most steps first."""
+    found = []
+    parent = Path(parent)
+    for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
+        if folder.name.startswith(".") or not is_checkpoint(folder):
+            continue
+        try:
+            found.append(read_checkpoint(folder))
+        except InputError:
+            continue
+    return [each.folder for each in sorted(found, key=lambda c: (-c.step, c.folder.name))]
+
+
+def newest_whole(parent: str | Path) -> Path | None:
+    """The first of `whole_checkpoints`."""
+    return next(iter(whole_checkpoints(parent)), None)
+
+
+def mark(folder: str | Path) -> None:
+    """Let a checkpoint stay whatever `rotate` is told."""
+    (Path(folder) / KEEP).touch()
+
+
+def rotate(parent: str | Path, keep_last: int) -> list[Path]:
+    """Remove whole checkpoints but the newest `keep_last` and the marked ones; returns them.
+
+    What is damaged, unknown or not a checkpoint is left alone.
+
+    Raises:
+        ValueError: `keep_last` is below 1.
+        OSError: one cannot be removed.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last is {keep_last}; the newest checkpoint always stays")
+    old = [each for each in whole_checkpoints(parent)[keep_last:] if not (each / KEEP).exists()]
+    for folder in old:
+        files.remove(folder)
+    return old
+
+
+def remove_leftovers(parent: str | Path) -> None:
+    """Tidy up after killed saves in a folder; a save does this itself, before it begins.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    files.put_right(Path(parent))
+
+
+@contextmanager
+def offering_another(folder: Path) -> Iterator[None]:
+    """Add to an InputError where the newest whole checkpoint beside `folder` is."""
+    try:
+        yield
+    except InputError as error:
+        others = [each for each in whole_checkpoints(folder.parent) if each != folder]
+        hint = f"; take {others[0]}" if others else "; no whole checkpoint is beside it"
+        raise InputError(f"{error}{hint}") from error

@@ -1,0 +1,274 @@
+"""What a checkpoint says of itself: `manifest.json`, checked before anything in it is believed."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint.decode import decode
+from megatrain.checkpoint.files import ALGORITHMS, MAX_PIECE_BYTES, OldFile, regular_size
+from megatrain.errors import InputError
+from megatrain.model.shards import (
+    DTYPES,
+    MAX_DIMENSIONS,
+    MAX_JSON_BYTES,
+    MAX_NAME_LENGTH,
+    read_json,
+)
+from megatrain.units import MIB
+
+FORMAT, VERSION = "megatrain checkpoint", 1
+MANIFEST, EXTRA, BUFFERS, MODEL, TILES, KEEP = (
+    "manifest.json", "extra.json", "buffers.safetensors", "model", "tiles", "keep"
+)  # fmt: skip
+
+_LARGEST = 2**62  # of any number that counts bytes or elements
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: its size, and `(bytes, checksum)` of each piece from its beginning on."""
+
+    num_bytes: int
+    pieces: tuple[tuple[int, str], ...]
+
+    def spans(self) -> Iterator[tuple[int, int, str]]:
+        """`(offset, bytes, checksum)` of each piece."""
+        offset = 0
+        for num_bytes, checksum in self.pieces:
+            yield offset, num_bytes, checksum
+            offset += num_bytes
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One flat tensor of a tile's file; `dtype` as safetensors says it."""
+
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Where a parameter lies in its tile's planes: `offset` in elements, the same in each.
+
+    The planes of moments hold those with an optimizer group; a frozen one has none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    group: int | None
+
+
+@dataclass(frozen=True)
+class TileRecord:
+    """One tile: the file of its planes, and how many updates it has had."""
+
+    name: str
+    file: str
+    version: int
+    planes: dict[str, Plane]
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that an engine is made of besides its tiles.
+
+    Attributes:
+        steps: optimizer steps done.
+        kept_graphs: what the engine measured to choose how many layers keep their graphs; None
+            if the placement says how many.
+        dtype: of the model's source, in which exports are written.
+        model_class: of transformers.
+        frozen: parameters that do not require gradients.
+        optimizer: AdamW's settings; `groups`: torch's parameter groups as a schedule left them.
+        num_steps: the optimizer's own count.
+    """
+
+    steps: int
+    seed: int
+    precision: str
+    max_grad_norm: float | None
+    device: str
+    placement: dict[str, Any]
+    kept_graphs: dict[str, Any] | None
+    dtype: str
+    model_class: str
+    attn_implementation: str | None
+    frozen: tuple[str, ...]
+    optimizer: dict[str, Any] | None
+    groups: tuple[dict[str, Any], ...]
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole of `manifest.json`. `algorithm` made all checksums, `checksum` this file's own."""
+
+    format: str
+    version: int
+    algorithm: str
+    settings: Settings
+    files: dict[str, FileRecord]
+    tiles: tuple[TileRecord, ...]
+    checksum: str = ""
+
+    def as_text(self) -> str:
+        """The file's text, signed with its checksum."""
+        content = asdict(self)
+        del content["checksum"]
+        return json.dumps({**content, "checksum": _own_checksum(content)}, indent=1) + "\n"
+
+
+def _own_checksum(content: dict[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return ALGORITHMS[content["algorithm"]](text.encode())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest holds together, with the files that it names.
+
+    Attributes:
+        extra: what the caller of the save gave.
+    """
+
+    folder: Path
+    manifest: Manifest
+    extra: dict[str, Any]
+
+    @property
+    def settings(self) -> Settings:
+        """What the engine was made of."""
+        return self.manifest.settings
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that it has had."""
+        return self.settings.steps
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its files."""
+        return sum(record.num_bytes for record in self.manifest.files.values())
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is marked to stay for ever."""
+        return (self.folder / KEEP).exists()
+
+    @property
+    def model_folder(self) -> Path:
+        """Configuration of the model, and what the caller attached; no weights."""
+        return self.folder / MODEL
+
+    def open(self, name: str) -> OldFile:
+        """One of its files."""
+        return OldFile(self.folder / name, self.manifest.algorithm)
+
+    def check_file(self, name: str) -> None:
+        """Compare every byte of a file with its checksums.
+
+        Raises:
+            InputError: it is not what was saved.
+        """
+        record = self.manifest.files[name]
+        room = memoryview(bytearray(max((size for size, _ in record.pieces), default=0)))
+        with self.open(name) as file:
+            for offset, num_bytes, checksum in record.spans():
+                file.read(room[:num_bytes], offset, checksum)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read and check the manifest; check sizes of all files, and bytes of all but the tiles'.
+
+    Raises:
+        InputError: it names the file, and what is wrong with it.
+    """
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no checkpoint there")
+    if regular_size(folder, MANIFEST) > MAX_JSON_BYTES:
+        raise InputError(f"{path}: larger than {MAX_JSON_BYTES // MIB} MiB, that cannot be right")
+    manifest = _believed(read_json(path), path)
+    for name, record in manifest.files.items():
+        actual = regular_size(folder, name)
+        if actual != record.num_bytes:
+            what = "truncated" if actual < record.num_bytes else "too long"
+            raise InputError(
+                f"{folder / name}: {what}: it has {actual} bytes, {record.num_bytes} were saved"
+            )
+    checkpoint = Checkpoint(folder, manifest, {})
+    for name in manifest.files.keys() - {tile.file for tile in manifest.tiles}:
+        checkpoint.check_file(name)
+    extra = read_json(folder / EXTRA) if EXTRA in manifest.files else {}
+    return Checkpoint(folder, manifest, extra)
+
+
+def _believed(content: dict[str, Any], path: Path) -> Manifest:
+    if content.get("format") != FORMAT:
+        raise InputError(f"{path}: it is not the manifest of a checkpoint")
+    if content.get("version") != VERSION:
+        raise InputError(
+            f"{path}: format version {str(content.get('version'))[:40]} is unknown here (this is "
+            f"{VERSION}); use the version of megatrain that wrote it, or a newer one"
+        )
+    algorithm = content.get("algorithm")
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
+        raise InputError(
+            f"{path}: checksums are made with {str(algorithm)[:40]}, which is not to be had here; "
+            "install xxhash"
+        )
+    try:
+        unsigned = {key: value for key, value in content.items() if key != "checksum"}
+        if content.get("checksum") != _own_checksum(unsigned):
+            raise ValueError("its text was changed after it was saved (its own checksum differs)")
+        manifest = decode(Manifest, content, "manifest")
+        _check_files(manifest)
+        for tile in manifest.tiles:
+            _check_tile(manifest, tile)
+        _check_names(manifest)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: {str(error)[:400]}; the checkpoint is damaged") from error
+    return manifest
+
+
+def _check_files(manifest: Manifest) -> None:
+    for name, record in manifest.files.items():
+        parts = name.split("/")
+        if not name.isprintable() or "\\" in name or any(p in ("", ".", "..") for p in parts):
+            raise ValueError(f"the name {name[:80]!r} leaves the folder")
+        if any(not 0 < size <= MAX_PIECE_BYTES for size, _ in record.pieces):
+            raise ValueError(f"{name!r} has a piece of an impossible size")
+        if sum(size for size, _ in record.pieces) != record.num_bytes:
+            raise ValueError(f"{name!r}: its pieces do not make up its size")
+
+
+def _check_tile(manifest: Manifest, tile: TileRecord) -> None:
+    if tile.file not in manifest.files:
+        raise ValueError(f"tile {tile.name[:80]!r} has no file")
+    weights = tile.planes.get("weights")
+    if weights is None:
+        raise ValueError(f"tile {tile.name[:80]!r} has no weights")
+    for plane in tile.planes.values():
+        if plane.dtype not in DTYPES or not 0 <= plane.numel < _LARGEST:
+            raise ValueError(f"tile {tile.name[:80]!r} has an impossible plane")
+    for each in tile.parameters:
+        sizes = (*each.shape, each.offset)
+        if len(sizes) > MAX_DIMENSIONS or not all(0 <= n < _LARGEST for n in sizes):
+            raise ValueError(f"parameter {each.name[:80]!r} has an impossible shape")
+        if each.offset + prod(each.shape) > weights.numel or len(each.name) > MAX_NAME_LENGTH:
+            raise ValueError(f"parameter {each.name[:80]!r} does not fit its tile")
+
+
+def _check_names(manifest: Manifest) -> None:
+    names = [each.name for tile in manifest.tiles for each in tile.parameters]
+    if len(set(names)) != len(names):
+        raise ValueError("a parameter is in two places")
+    files = [tile.file for tile in manifest.tiles]
+    if len(set(files)) != len(files):
+        raise ValueError("two tiles have one file")

@@ -1,0 +1,186 @@
+"""Tiles back from a checkpoint, straight into their planes, by many threads at once."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.files import OldFile
+from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord
+from megatrain.checkpoint.pieces import dtype_name, planes_of
+from megatrain.errors import InputError
+from megatrain.model.shards import DTYPES, Stored, read_header
+from megatrain.store import Tile
+from megatrain.tile import Entry
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Bytes `start` to `stop` of a file and where they go (uint8 of the same length)."""
+
+    start: int
+    stop: int
+    target: Tensor
+
+
+def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> None:
+    """Fill every plane and version of `tiles`; every byte read is checked first or as it arrives.
+
+    Parameters are found by name, wherever the checkpoint's tiles had them. Each thread takes room
+    for a piece at most, and only where a piece cannot be read into its plane as a whole. After an
+    error the planes hold anything.
+
+    Raises:
+        InputError: a file is damaged, or the checkpoint is one of other parameters or planes.
+    """
+    _Match(checkpoint, tiles).check()
+    with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
+        reads = [pool.submit(job) for job in _jobs(checkpoint, tiles)]
+        try:
+            for each in reads:
+                each.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    versions = {p.name: tile.version for tile in checkpoint.manifest.tiles for p in tile.parameters}
+    for tile in tiles:
+        if tile.layout.entries:
+            tile.version = versions[tile.layout.entries[0].name]
+
+
+@dataclass
+class _Match:
+    """The checkpoint's parameters against those that are to be filled."""
+
+    checkpoint: Checkpoint
+    tiles: Sequence[Tile]
+
+    def check(self) -> None:
+        saved = {
+            each.name: (record, each)
+            for record in self.checkpoint.manifest.tiles
+            for each in record.parameters
+        }
+        for tile in self.tiles:
+            for entry in tile.layout.entries:
+                if entry.name not in saved:
+                    self._refuse(f"it has no parameter {entry.name!r}")
+                record, parameter = saved.pop(entry.name)
+                self._check_parameter(tile, entry, record, parameter)
+        if saved:
+            self._refuse(f"its parameter {min(saved)!r} is unknown to the model")
+
+    def _check_parameter(
+        self, tile: Tile, entry: Entry, record: TileRecord, parameter: Parameter
+    ) -> None:
+        if parameter.shape != entry.shape:
+            self._refuse(f"{entry.name!r} has shape {parameter.shape} instead of {entry.shape}")
+        for name, buffer in planes_of(tile).items():
+            if entry.group is None and name.endswith("moment"):
+                continue
+            plane = record.planes.get(name)
+            if plane is None or plane.numel < parameter.offset + prod(parameter.shape):
+                self._refuse(f"it has no {name} of {entry.name!r}")
+            elif plane.dtype != dtype_name(buffer):
+                self._refuse(f"{name} of {entry.name!r} is {plane.dtype}, not {dtype_name(buffer)}")
+
+    def _refuse(self, what: str) -> None:
+        raise InputError(f"{self.checkpoint.folder}: {what}; it is of another model or precision")
+
+
+def _jobs(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator["_Job"]:
+    places = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
+    for record in checkpoint.manifest.tiles:
+        ranges = list(_ranges(record, tile_planes(checkpoint, record), places))
+        for offset, num_bytes, checksum in checkpoint.manifest.files[record.file].spans():
+            inside = [r for r in ranges if r.start < offset + num_bytes and offset < r.stop]
+            yield _Job(checkpoint, record.file, offset, num_bytes, checksum, inside)
+
+
+def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]:
+    """Where the planes of a tile's file lie.
+
+    Raises:
+        InputError: the file does not have the planes that the manifest says.
+    """
+    path = checkpoint.folder / record.file
+    _, first, checksum = next(checkpoint.manifest.files[record.file].spans(), (0, 0, ""))
+    with checkpoint.open(record.file) as file:
+        file.read(memoryview(bytearray(first)), 0, checksum)
+    stored = {each.name: each for each in read_header(path)}
+    said = {n: (DTYPES[plane.dtype], (plane.numel,)) for n, plane in record.planes.items()}
+    if {n: (each.dtype, each.shape) for n, each in stored.items()} != said:
+        raise InputError(f"{path}: its planes are not those that the manifest gives tile "
+                         f"{record.name!r}; the checkpoint is damaged")  # fmt: skip
+    return stored
+
+
+def _ranges(
+    record: TileRecord, stored: dict[str, Stored], places: dict[str, tuple[Tile, Entry]]
+) -> Iterator[_Range]:
+    """Where every byte of a tile's file goes: whole planes if the layout is as it was."""
+    tile = places[record.parameters[0].name][0] if record.parameters else None
+    for name, plane in stored.items():
+        if tile is None:
+            continue
+        if _same_layout(record, tile) and _numel(tile, name) == plane.shape[0]:
+            yield _Range(plane.start, plane.start + plane.num_bytes, _bytes(tile, name))
+            continue
+        size = plane.dtype.itemsize
+        for parameter in record.parameters:
+            there, entry = places[parameter.name]
+            saved, wanted = plane.shape[0] - parameter.offset, _numel(there, name) - entry.offset
+            if entry.numel > min(saved, wanted):
+                continue  # a frozen one, which has no moments
+            start = plane.start + parameter.offset * size
+            target = _bytes(there, name)[entry.offset * size :][: entry.numel * size]
+            yield _Range(start, start + len(target), target)
+
+
+def _same_layout(record: TileRecord, tile: Tile) -> bool:
+    saved = [(p.name, p.shape, p.offset) for p in record.parameters]
+    return saved == [(e.name, e.shape, e.offset) for e in tile.layout.entries]
+
+
+def _numel(tile: Tile, plane: str) -> int:
+    planes = planes_of(tile)
+    return planes[plane].data.numel() if plane in planes else 0
+
+
+def _bytes(tile: Tile, plane: str) -> Tensor:
+    return planes_of(tile)[plane].data.view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One piece of a file and the ranges that lie in it."""
+
+    checkpoint: Checkpoint
+    file: str
+    offset: int
+    num_bytes: int
+    checksum: str
+    ranges: list[_Range]
+
+    def __call__(self) -> None:
+        with self.checkpoint.open(self.file) as file:
+            if len(self.ranges) == 1:
+                [only] = self.ranges
+                place = self.offset - only.start
+                target = only.target[max(place, 0) :][: self.num_bytes]
+                if place >= 0 and len(target) == self.num_bytes and target.device.type == "cpu":
+                    return self._read(file, target)
+            data = torch.empty(self.num_bytes, dtype=torch.uint8)
+            self._read(file, data)
+        for each in self.ranges:
+            start, stop = max(each.start, self.offset), min(each.stop, self.offset + self.num_bytes)
+            each.target[start - each.start : stop - each.start].copy_(
+                data[start - self.offset : stop - self.offset]
+            )
+        return None
+
+    def _read(self, file: OldFile, target: Tensor) -> None:
+        file.read(target.numpy().data, self.offset, self.checksum)

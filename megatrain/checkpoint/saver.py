@@ -1,0 +1,337 @@
+"""Saves an engine's state while it trains: the one place that writes checkpoints."""
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.checkpoint import files
+from megatrain.checkpoint.manifest import (
+    EXTRA,
+    FORMAT,
+    KEEP,
+    MANIFEST,
+    MODEL,
+    TILES,
+    VERSION,
+    FileRecord,
+    Manifest,
+    Parameter,
+    Plane,
+    Settings,
+    TileRecord,
+)
+from megatrain.checkpoint.pieces import (
+    Snapshot,
+    Spare,
+    TileFile,
+    dtype_name,
+    planes_of,
+    tile_file,
+)
+from megatrain.checkpoint.release import Release, Staging
+from megatrain.device import Device
+from megatrain.device.base import SAVE
+from megatrain.errors import DoesNotFit, InputError, RunFailed
+from megatrain.model.shards import MAX_JSON_BYTES, parse_object
+from megatrain.store import Tile
+from megatrain.units import align, gib
+
+_log = logging.getLogger(__name__)
+
+WRITERS = 4  # each writes a tile's file: one file takes no two writes at once
+_HEALTH_SECONDS = 0.5  # between two looks at the device's host threads while writers write
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds besides tiles.
+
+    Attributes:
+        extra: the caller's JSON text.
+        documents: writes the model's configuration and buffers into the folder.
+        attach: writes what the caller wants beside the configuration; None: nothing.
+        keep: whether it is marked to stay for ever.
+    """
+
+    settings: Settings
+    extra: str
+    documents: Callable[[Path], None]
+    attach: Callable[[Path], None] | None = None
+    keep: bool = False
+
+
+class Saving:
+    """A save on its way.
+
+    Attributes:
+        folder: where the checkpoint will be.
+        step: optimizer steps of the state that is saved.
+        num_bytes: of all tiles.
+        error: why it failed; None while it runs and when it went well.
+        seconds: from the call to its end; None while it runs.
+        moved_bytes: copied into spare memory because an update was due.
+    """
+
+    def __init__(
+        self, device: Device, folder: Path, contents: Contents, jobs: list[TileFile], spare: Spare
+    ) -> None:
+        self.folder, self.step = folder, contents.settings.steps
+        self.num_bytes = sum(job.num_bytes for job in jobs)
+        self.error: RunFailed | None = None
+        self.seconds: float | None = None
+        self.snapshot = Snapshot(spare)
+        self._device, self._contents, self._jobs = device, contents, jobs
+        self._started = time.perf_counter()
+        self._thread = threading.Thread(target=self._run, name="megatrain save", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.snapshot.moved_bytes
+
+    def wait(self) -> None:
+        """Block until the checkpoint is whole on the disk.
+
+        Raises:
+            RunFailed: it could not be written; nothing of it is left, older ones are as they were.
+        """
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+    def join(self) -> None:
+        """Block until it has ended, well or not."""
+        if not self.done:
+            with suppress(RunFailed):  # a dead host thread: then the save ends by itself
+                self._device.synchronize(self._device.record(SAVE), "save put on its way")
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """Make it fail soon."""
+        self.snapshot.abandon([piece for job in self._jobs for piece in job.pieces])
+
+    def _run(self) -> None:
+        partial = files.hidden(self.folder, files.PARTIAL)
+        try:
+            self._write(partial)
+        except BaseException as error:
+            self._fail(error)
+        self.seconds = time.perf_counter() - self._started
+
+    def _fail(self, error: BaseException) -> None:
+        self.abandon()
+        reason = f"{error.strerror or error}" if isinstance(error, OSError) else f"{error}"
+        try:
+            files.remove_partial(self.folder)
+            left = "nothing of it is left"
+        except OSError as other:
+            left = f"what it has written could not be removed ({other.strerror or other})"
+        self.error = RunFailed(
+            f"{self.folder}: cannot save the checkpoint of step {self.step}: {reason}; {left}, "
+            "earlier checkpoints are as they were"
+        )
+        self.error.__cause__ = error
+
+    def _write(self, partial: Path) -> None:
+        parent = self.folder.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        files.sync_folder(parent.parent)
+        files.put_right(parent)
+        self._check_space(parent)
+        for folder in (partial, partial / TILES, partial / MODEL):
+            files.make_folder(folder)
+        with self._writers(partial) as tiles:
+            documents = self._write_documents(partial)
+        self._device.synchronize(None, "save complete")  # raises if an update has failed
+        records = dict(zip([job.name for job in self._jobs], tiles, strict=True)) | documents
+        manifest = self._manifest(records)
+        for folder in (partial / TILES, partial / MODEL):
+            files.sync_folder(folder)
+        files.write_text(partial / MANIFEST, manifest.as_text())
+        files.sync_folder(partial)
+        files.publish(partial, self.folder)
+
+    def _check_space(self, parent: Path) -> None:
+        free = shutil.disk_usage(parent).free
+        if free < self.num_bytes:
+            raise RunFailed(f"it takes {gib(self.num_bytes)} and the disk has {gib(free)} left")
+
+    @contextmanager
+    def _writers(self, partial: Path) -> Iterator[list[FileRecord]]:
+        """Write all tiles while the body runs; the records are there when the block has ended."""
+        records: list[FileRecord] = []
+        with ThreadPoolExecutor(WRITERS, thread_name_prefix="megatrain save") as pool:
+            try:
+                written = [pool.submit(self._write_tile, partial, job) for job in self._jobs]
+                yield records
+                left = set(written)
+                while left:
+                    done, left = wait_for(left, _HEALTH_SECONDS, FIRST_EXCEPTION)
+                    for each in done:
+                        each.result()
+                    self._device.synchronize(None, "save going on")  # it would wait for ever
+            except BaseException:
+                self.abandon()
+                raise
+            records += [each.result() for each in written]
+
+    def _write_tile(self, partial: Path, job: TileFile) -> FileRecord:
+        summed = files.ALGORITHMS[files.ALGORITHM]
+        pieces = [(len(job.header), summed(job.header))]
+        with files.NewFile(partial / job.name) as file:
+            file.write(job.header, 0)
+            for piece in job.pieces:
+                data = self.snapshot.take(piece)
+                try:
+                    pieces.append((len(data), summed(data)))
+                    file.write(data, piece.offset)
+                finally:
+                    self.snapshot.give(piece)
+        return FileRecord(job.num_bytes, tuple(pieces))
+
+    def _write_documents(self, partial: Path) -> dict[str, FileRecord]:
+        """Everything but tiles and manifest."""
+        contents = self._contents
+        contents.documents(partial)
+        if contents.attach is not None:
+            contents.attach(partial / MODEL)
+        files.write_text(partial / EXTRA, contents.extra)
+        paths = [path for path in partial.rglob("*") if path.is_file()]
+        records = {
+            path.relative_to(partial).as_posix(): files.settle(path)
+            for path in paths
+            if path.relative_to(partial).parts[0] != TILES
+        }
+        if contents.keep:
+            files.write_text(partial / KEEP, "")
+        return {name: FileRecord(*record) for name, record in records.items()}
+
+    def _manifest(self, records: dict[str, FileRecord]) -> Manifest:
+        tiles = [_tile_record(job) for job in self._jobs]
+        tiles.sort(key=lambda tile: tile.file)
+        settings = self._contents.settings
+        return Manifest(FORMAT, VERSION, files.ALGORITHM, settings, records, tuple(tiles))
+
+
+class Saver:
+    """An engine's checkpoints; owns the memory that saves need.
+
+    Attributes:
+        last: the newest save, ended or not.
+    """
+
+    def __init__(
+        self, device: Device, tiles: Sequence[Tile], spare_bytes: int, *, reverse: bool
+    ) -> None:
+        """Args: `spare_bytes` at most; `reverse` if the last tile is the first to be updated."""
+        self._device, self._tiles, self._spare_bytes = device, tiles, spare_bytes
+        self._reverse = reverse
+        self._spare: Spare | None = None
+        self._staging = Staging(device)
+        self.last: Saving | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory taken for saves, from the first background save on."""
+        return self._staging.num_bytes + (self._spare.num_bytes if self._spare else 0)
+
+    def begin(self, folder: Path, contents: Contents, *, spare: bool) -> Saving:
+        """Start saving the state after the updates started so far; waits for a save before it.
+
+        Args:
+            spare: whether updates are going to be started before it is written.
+
+        Raises:
+            RunFailed: a step that was broken off has left tiles of different versions.
+        """
+        self._check_versions()
+        if self.last is not None:
+            self.last.join()
+        jobs = self._jobs()
+        room = self._room(jobs) if spare else Spare(None)
+        self.last = Saving(self._device, folder, contents, jobs, room)
+        try:
+            Release(self._device, self.last.snapshot, self._staging).start(jobs)
+        except BaseException:
+            self.last.abandon()
+            raise
+        return self.last
+
+    def close(self) -> None:
+        """Wait for a running save."""
+        if self.last is not None:
+            self.last.join()
+
+    def _check_versions(self) -> None:
+        trained = [tile for tile in self._tiles if tile.layout.trainable_numel]
+        if len({tile.version for tile in trained}) > 1:
+            raise RunFailed(
+                "a step was broken off when some tiles had been updated and others had not, so "
+                "there is nothing to be saved; go back to the last checkpoint and set max_grad_norm"
+            )
+
+    def _jobs(self) -> list[TileFile]:
+        """What is overwritten first is written first."""
+        order = sorted(self._tiles, key=lambda tile: -tile.index if self._reverse else tile.index)
+        order.sort(key=lambda tile: not tile.resident)
+        return [tile_file(tile, _file_name(tile)) for tile in order]
+
+    def _room(self, jobs: Sequence[TileFile]) -> Spare:
+        if self._spare is None:
+            most = sum(job.num_bytes for job in jobs if not job.tile.resident)
+            size = min(self._spare_bytes, align(most, files.PIECE_BYTES))
+            self._spare = Spare(None)
+            blocks = size // files.PIECE_BYTES * files.PIECE_BYTES
+            try:
+                if blocks:
+                    name = "spare memory of saves"
+                    self._spare = Spare(self._device.host(name, blocks, torch.uint8, pinned=False))
+            except DoesNotFit as error:
+                _log.warning("saves will hold up updates more than need be: %s", error)
+        return self._spare
+
+
+def _file_name(tile: Tile) -> str:
+    return f"{TILES}/{tile.index:04d}-{tile.name.replace(' ', '-')}.safetensors"
+
+
+def _tile_record(job: TileFile) -> TileRecord:
+    tile = job.tile
+    planes = {n: Plane(dtype_name(b), b.data.numel()) for n, b in planes_of(tile).items()}
+    parameters = tuple(
+        Parameter(each.name, each.shape, each.offset, each.group) for each in tile.layout.entries
+    )
+    return TileRecord(tile.name, job.name, job.version, planes, parameters)
+
+
+def as_json(extra: dict[str, Any]) -> str:
+    """The caller's dictionary as text, which later changes of it do not reach.
+
+    Raises:
+        InputError: it could not be read back.
+    """
+    where = Path("the extra state of a checkpoint")
+    try:
+        text = json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{where} cannot be saved: {error}; give plain JSON values") from error
+    if len(text) > MAX_JSON_BYTES:
+        raise InputError(f"{where} takes {len(text)} bytes; {MAX_JSON_BYTES} are allowed")
+    parse_object(text.encode(), where)
+    return text

@@ -1,0 +1,159 @@
+"""The part of an engine that saves it, and goes on from what was saved."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+
+from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, open_checkpoint
+from megatrain.device import Device, Recording, open_device
+from megatrain.engine.fit import KeptGraphs
+from megatrain.engine.resume import (
+    check_precision,
+    describe_optimizer,
+    documents,
+    resumed_placement,
+    saved_optimizer,
+    settings_of,
+)
+from megatrain.errors import InputError
+from megatrain.model.outline import Outline
+from megatrain.optim import AdamW, StreamedOptimizer
+from megatrain.placement import Placement
+
+
+class Continuing:
+    """`save` and `load`; the engine sets the attributes."""
+
+    device: Recording
+    optimizer: StreamedOptimizer | None
+    placement: Placement
+    _outline: Outline
+    _saver: Saver
+    _kept: KeptGraphs | None
+    _given: AdamW | None
+    _precision: str
+    _max_grad_norm: float | None
+    _seed: int
+    _steps: int
+    _source_dtype: torch.dtype
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        extra: dict[str, Any] | None = None,
+        attach: Callable[[Path], None] | None = None,
+        keep: bool = False,
+        wait: bool = True,
+    ) -> Saving:
+        """Save the exact state after the last step, so that `load` goes on bit for bit.
+
+        The folder appears, or is replaced, when all of it is on the disk. A save waits for the one
+        before it: whoever would rather skip one looks at `saving` first.
+
+        Args:
+            extra: JSON values of the caller, which `open_checkpoint(folder).extra` gives back.
+            attach: writes more files (a tokenizer) into the folder given, the checkpoint's
+                `model`; runs on another thread.
+            keep: mark it, so that `checkpoint.rotate` never removes it.
+            wait: return when it is on the disk; else at once, and steps may be taken meanwhile.
+
+        Raises:
+            InputError: `extra` is not JSON, or `folder` is a file.
+            RunFailed: it could not be written (with `wait`; else the Saving says so), or a step
+                without clipping was broken off midway. Older checkpoints stay as they are.
+        """
+        folder = Path(os.path.abspath(folder))
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{folder}: is a file; give a folder to save to")
+        model = self._outline.skeleton.model
+        written = documents(model, self._source_dtype)
+        contents = Contents(self._described(), as_json(extra or {}), written, attach, keep)
+        background = self.optimizer is not None and not wait
+        saving = self._saver.begin(folder, contents, spare=background)
+        if wait:
+            saving.wait()
+        return saving
+
+    def _described(self) -> Settings:
+        optimizer = self.optimizer
+        return settings_of(
+            self._outline.skeleton.model,
+            self._source_dtype,
+            steps=self._steps,
+            seed=self._seed,
+            precision=self._precision,
+            max_grad_norm=self._max_grad_norm,
+            device=self.device.kind,
+            placement=self.placement.as_dict(),
+            kept_graphs=None if self._kept is None else self._kept.as_dict(),
+            optimizer=describe_optimizer(self._given),
+            groups=() if optimizer is None else tuple(optimizer.saved_groups()),
+            num_steps=0 if optimizer is None else optimizer.num_steps,
+        )
+
+    @property
+    def saving(self) -> Saving | None:
+        """The save that is going on; None if there is none."""
+        last = self._saver.last
+        return None if last is None or last.done else last
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done, those before a `load` included."""
+        return self._steps
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        placement: Placement | Literal["auto"] | None = None,
+        device: str | Device | None = None,
+        precision: Literal["bf16", "fp32"] | None = None,
+        max_grad_norm: float | Literal["saved"] | None = "saved",
+        trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
+    ) -> Self:
+        """An engine that goes on where `save` was called.
+
+        Args:
+            folder: a checkpoint; every byte of it is checked.
+            placement: None takes the saved one, if the kind of device is the same; else `auto`.
+            precision: as a check: it cannot change.
+            max_grad_norm: another one, or None, from now on.
+            attn_implementation: None takes the saved one.
+
+        Raises:
+            InputError: the checkpoint is damaged or cannot be used as wanted; the message names
+                the file, and another checkpoint beside it that is whole.
+            DoesNotFit: not enough host or device memory.
+        """
+        checkpoint = open_checkpoint(folder)
+        settings = checkpoint.settings
+        opened = device if isinstance(device, Device) else open_device(device)
+        make: Any = cls
+        engine = make(
+            checkpoint,
+            optimizer=saved_optimizer(checkpoint),
+            max_grad_norm=settings.max_grad_norm if max_grad_norm == "saved" else max_grad_norm,
+            precision=check_precision(checkpoint, precision),
+            placement=resumed_placement(checkpoint, placement, opened.kind),
+            device=opened,
+            seed=settings.seed,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attn_implementation,
+        )
+        engine._resume(settings, chosen=placement is not None)
+        return engine
+
+    def _resume(self, settings: Settings, *, chosen: bool) -> None:
+        self._steps = settings.steps
+        if self.optimizer is not None:
+            self.optimizer.restore(settings.groups, settings.num_steps)
+        if settings.kept_graphs is not None and not chosen and self.device.kind == settings.device:
+            self._kept = KeptGraphs(len(self._outline.layers), 0)
+            self._kept.restore(settings.kept_graphs)

@@ -1,0 +1,164 @@
+"""What a checkpoint holds of an engine besides its tiles, and the way back."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from megatrain.checkpoint import BUFFERS, MODEL, Checkpoint, Settings
+from megatrain.errors import InputError
+from megatrain.model.build import empty_model, load_config
+from megatrain.model.export import write_configs
+from megatrain.model.shards import Described, read_header, write_shard
+from megatrain.optim import AdamW
+from megatrain.placement import Placement
+
+SOURCE_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
+
+
+def describe_optimizer(settings: AdamW | None) -> dict[str, Any] | None:
+    """AdamW's settings as plain JSON values."""
+    if settings is None:
+        return None
+    return asdict(settings) | {"betas": list(settings.betas), "no_decay": list(settings.no_decay)}
+
+
+def documents(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[Path], None]:
+    """Writes the model's configuration and its persistent buffers into a checkpoint."""
+
+    def write(folder: Path) -> None:
+        write_configs(folder / MODEL, model, dtype)
+        buffers = persistent_buffers(model)
+        names = sorted(buffers, key=lambda name: -buffers[name].itemsize)
+        if names:
+            described = [Described(n, buffers[n].dtype, tuple(buffers[n].shape)) for n in names]
+            write_shard(folder / BUFFERS, described, (buffers[name] for name in names))
+
+    return write
+
+
+def persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The buffers that belong to the model's weights, by name."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def read_buffers(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Give `model` the persistent buffers of a checkpoint.
+
+    Raises:
+        InputError: they are those of another model.
+    """
+    path = checkpoint.folder / BUFFERS
+    stored = {}
+    if BUFFERS in checkpoint.manifest.files:
+        stored = {each.name: each for each in read_header(path)}
+    buffers = persistent_buffers(model)
+    if {n: (each.dtype, each.shape) for n, each in stored.items()} != {
+        n: (each.dtype, tuple(each.shape)) for n, each in buffers.items()
+    }:
+        raise InputError(f"{path}: its buffers are not those of a {type(model).__name__}")
+    for name, buffer in buffers.items():
+        buffer.copy_(stored[name].read())
+
+
+def open_model(
+    checkpoint: Checkpoint,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """The checkpoint's model without its weights, frozen where it was.
+
+    Raises:
+        InputError: transformers makes another model of its configuration.
+    """
+    settings, folder = checkpoint.settings, checkpoint.model_folder
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    model = empty_model(
+        config,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation or settings.attn_implementation,
+    )
+    if type(model).__name__ != settings.model_class:
+        raise InputError(
+            f"{folder / 'config.json'}: transformers makes a {type(model).__name__} of it, and the "
+            f"checkpoint is of a {settings.model_class}, which cannot be rebuilt"
+        )
+    frozen = set(settings.frozen)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def saved_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of the model's source. Raises InputError."""
+    if checkpoint.settings.dtype not in SOURCE_DTYPES:
+        raise InputError(f"{checkpoint.folder}: its dtype {checkpoint.settings.dtype!r} is unknown")
+    return SOURCE_DTYPES[checkpoint.settings.dtype]
+
+
+def saved_optimizer(checkpoint: Checkpoint) -> AdamW | None:
+    """AdamW's settings as they were given. Raises InputError."""
+    given = checkpoint.settings.optimizer
+    if given is None:
+        return None
+    names = {"lr", "betas", "eps", "weight_decay", "no_decay"}
+    if given.keys() != names or not isinstance(given["no_decay"], list):
+        raise InputError(f"{checkpoint.folder}: its optimizer is not AdamW as it is known here")
+    betas, no_decay = given["betas"], tuple(given["no_decay"])
+    return AdamW(**given | {"betas": tuple(betas) if isinstance(betas, list) else betas,
+                            "no_decay": no_decay})  # fmt: skip
+
+
+def resumed_placement(
+    checkpoint: Checkpoint, wanted: Placement | Literal["auto"] | None, device: str
+) -> Placement | Literal["auto"]:
+    """The placement to go on with; None takes the saved one where the kind of device is the same.
+
+    Raises:
+        InputError: the saved one has choices that are unknown here.
+    """
+    if wanted is not None:
+        return wanted
+    saved = checkpoint.settings.placement
+    if checkpoint.settings.device != device:
+        return "auto"
+    unknown = saved.keys() - set(Placement.names())
+    if unknown or not isinstance(saved.get("resident"), list):
+        raise InputError(
+            f"{checkpoint.folder}: its placement is of another version "
+            f"({', '.join(sorted(unknown)) or 'resident'}); give one: placement='auto'"
+        )
+    return Placement(**saved | {"resident": tuple(saved["resident"])})
+
+
+def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
+    """The precision to go on with, which is the saved one. Raises InputError."""
+    saved = checkpoint.settings.precision
+    if wanted not in (None, saved):
+        raise InputError(
+            f"precision is {wanted!r}, but {checkpoint.folder} was trained in {saved!r}, which "
+            "cannot change on the way; leave it out, or export the model and start from it"
+        )
+    return saved
+
+
+def settings_of(model: PreTrainedModel, dtype: torch.dtype, **rest: Any) -> Settings:
+    """All that a checkpoint says of an engine; `dtype` is that of the model's source."""
+    attention = getattr(model.config, "_attn_implementation", None)
+    return Settings(
+        dtype=str(dtype).removeprefix("torch."),
+        model_class=type(model).__name__,
+        attn_implementation=attention if isinstance(attention, str) else None,
+        frozen=tuple(n for n, p in model.named_parameters() if not p.requires_grad),
+        **rest,
+    )
