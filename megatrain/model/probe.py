@@ -28,6 +28,7 @@ from megatrain.model.skeleton import (
     last_hidden,
     with_hidden,
 )
+from megatrain.model.zeros import zero_pages
 
 
 def outline(model: PreTrainedModel) -> Outline:
@@ -100,7 +101,7 @@ class _Probe:
 
     def run(self) -> Outline:
         self._find_trunk()
-        weights = {name: torch.zeros(p.shape, requires_grad=True) for name, p in self.outer.items()}
+        weights = {name: zero_pages(p.shape, requires_grad=True) for name, p in self.outer.items()}
         ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
         inputs = self.skeleton.inputs({"input_ids": ids})
         with torch.enable_grad():
@@ -128,7 +129,7 @@ class _Probe:
             for name in ancestors.values()
         ]
         try:
-            weights = {name: torch.zeros(p.shape) for name, p in self.outer.items()}
+            weights = {name: zero_pages(p.shape) for name, p in self.outer.items()}
             ids = torch.zeros(PROBE_SHAPE, dtype=torch.long)
             with torch.no_grad():
                 reached = self.skeleton.forward(
@@ -288,7 +289,7 @@ class _Probe:
 def _example(kind: Kind, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Run a kind once, on zeros: what it returns, and whether it keeps anything to itself."""
     buffers = dict(module.named_buffers())
-    weights = {name: torch.zeros(p.shape) for name, p in module.named_parameters()} | buffers
+    weights = {name: zero_pages(p.shape) for name, p in module.named_parameters()} | buffers
     watch, versions = Watch(kind.module, path), [b._version for b in buffers.values()]
     with torch.no_grad():
         kind.example = kind.call(weights, args, kwargs)

@@ -1,0 +1,34 @@
+"""Learning a large model's structure takes neither its memory nor its time."""
+
+import subprocess
+import sys
+
+import psutil
+import torch
+
+from megatrain.model.zeros import zero_pages
+
+
+def test_zeros_are_zero_and_take_no_memory():
+    before = psutil.Process().memory_info().rss
+    zeros = zero_pages((1 << 14, 1 << 14), requires_grad=True)
+    assert zeros.is_leaf and zeros.requires_grad and zeros.shape == (1 << 14, 1 << 14)
+    assert float(zeros.detach().abs().sum()) == 0.0
+    assert psutil.Process().memory_info().rss - before < 100 << 20  # of 1 GiB
+    assert torch.equal(zero_pages((2, 3)), torch.zeros(2, 3))
+
+
+def test_the_structure_of_72_billion_parameters_is_learned_in_little_memory():
+    code = (
+        "import resource\n"
+        "from megatrain.cli.shapes import qwen2_config\n"
+        "from megatrain.engine.assemble import open_source\n"
+        "from megatrain.model.probe import outline\n"
+        "source = open_source(qwen2_config('72b'))\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert len(outline(source.model).layers) == 80\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1 << 20  # KiB; 12 GiB with zeros that are written
