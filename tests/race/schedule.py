@@ -9,6 +9,8 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, Placement
+from megatrain.checkpoint.pieces import Snapshot, Spare, tile_file
+from megatrain.checkpoint.release import Release, Staging
 from megatrain.device import TraceDevice
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, open_source, tile_layouts
@@ -46,7 +48,7 @@ def tiny_program(tied: bool) -> tuple[Program, StreamedOptimizer]:
 
 def schedules() -> Iterator[dict]:
     """Every schedule the engine can choose, as arguments of `trace`."""
-    rest = itertools.cycle(itertools.product((1, 3, None), (True, False), RESIDENT))
+    rest = itertools.cycle(itertools.product((1, 3, None), (True, False), RESIDENT, ((), (0, 1))))
     for slots, boundaries, clip, tied, precision in itertools.product(
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
@@ -54,7 +56,7 @@ def schedules() -> Iterator[dict]:
             lanes_tried = (1, 3) if boundaries == "host" else (1,)
             slabs_tried = (2, 9) if clip is None else (2,)  # with 9, no tile waits for another's
             for lanes, slabs in itertools.product(lanes_tried, slabs_tried):
-                gradient_lanes, keep_rows, resident = next(rest)
+                gradient_lanes, keep_rows, resident, saves = next(rest)
                 placement = Placement(
                     slots=slots,
                     prefetch=prefetch,
@@ -70,6 +72,7 @@ def schedules() -> Iterator[dict]:
                     "max_grad_norm": clip,
                     "tied": tied,
                     "precision": precision,
+                    "saves": saves,
                 }
 
 
@@ -78,9 +81,13 @@ def trace(
     max_grad_norm: float | None,
     tied: bool,
     precision: str = "bf16",
+    saves: tuple[int, ...] = (),
     without: frozenset[str] = frozenset(),
 ) -> TraceDevice:
-    """The device after a few steps and an evaluation of uneven micro-batches."""
+    """The device after a few steps and an evaluation of uneven micro-batches.
+
+    After the steps in `saves` a save begins.
+    """
     device = TraceDevice(without=without)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     program, optimizer = tiny_program(tied)
@@ -94,7 +101,11 @@ def trace(
         for rows in (2, 1, 3)
     ]
     batch = prepare(micro_batches, torch.device("cpu"), VOCAB, labelled=True, seed=0)
-    for _ in range(STEPS):
+    staging = Staging(device)
+    for step in range(STEPS):
         train_step(parts, batch)
+        if step in saves:
+            files = [tile_file(tile, tile.name) for tile in store.tiles]
+            Release(device, Snapshot(Spare(None)), staging).start(files)
         forward_only(parts, batch, lambda head, slot, h: head.loss(slot, batch, h))
     return device
