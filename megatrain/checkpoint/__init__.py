@@ -12,6 +12,7 @@ from megatrain.checkpoint.folders import (
     whole_checkpoints,
 )
 from megatrain.checkpoint.manifest import BUFFERS, MODEL, Checkpoint, Settings
+from megatrain.checkpoint.masters import masters
 from megatrain.checkpoint.read import read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving, as_json
 
@@ -26,6 +27,7 @@ __all__ = [
     "as_json",
     "is_checkpoint",
     "mark",
+    "masters",
     "newest_whole",
     "offering_another",
     "open_checkpoint",

@@ -62,6 +62,10 @@ class Parameter:
     offset: int
     group: int | None
 
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
 
 @dataclass(frozen=True)
 class TileRecord:
@@ -170,8 +174,8 @@ class Checkpoint:
         """One of its files."""
         return OldFile(self.folder / name, self.manifest.algorithm)
 
-    def check_file(self, name: str) -> None:
-        """Compare every byte of a file with its checksums.
+    def check_file(self, name: str, start: int = 0, stop: int = _LARGEST) -> None:
+        """Compare the pieces of a file that lie between two of its bytes with their checksums.
 
         Raises:
             InputError: it is not what was saved.
@@ -180,7 +184,8 @@ class Checkpoint:
         room = memoryview(bytearray(max((size for size, _ in record.pieces), default=0)))
         with self.open(name) as file:
             for offset, num_bytes, checksum in record.spans():
-                file.read(room[:num_bytes], offset, checksum)
+                if start < offset + num_bytes and offset < stop:
+                    file.read(room[:num_bytes], offset, checksum)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -261,7 +266,7 @@ def _check_tile(manifest: Manifest, tile: TileRecord) -> None:
         sizes = (*each.shape, each.offset)
         if len(sizes) > MAX_DIMENSIONS or not all(0 <= n < _LARGEST for n in sizes):
             raise ValueError(f"parameter {each.name[:80]!r} has an impossible shape")
-        if each.offset + prod(each.shape) > weights.numel or len(each.name) > MAX_NAME_LENGTH:
+        if each.offset + each.numel > weights.numel or len(each.name) > MAX_NAME_LENGTH:
             raise ValueError(f"parameter {each.name[:80]!r} does not fit its tile")
 
 

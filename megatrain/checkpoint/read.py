@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -82,7 +81,7 @@ class _Match:
             if entry.group is None and name.endswith("moment"):
                 continue
             plane = record.planes.get(name)
-            if plane is None or plane.numel < parameter.offset + prod(parameter.shape):
+            if plane is None or plane.numel < parameter.offset + parameter.numel:
                 self._refuse(f"it has no {name} of {entry.name!r}")
             elif plane.dtype != dtype_name(buffer):
                 self._refuse(f"{name} of {entry.name!r} is {plane.dtype}, not {dtype_name(buffer)}")

@@ -8,21 +8,42 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatrain.checkpoint import (
+    Checkpoint,
+    is_checkpoint,
+    masters,
+    newest_whole,
+    open_checkpoint,
+)
+from megatrain.engine.resume import open_model, read_buffers, saved_dtype
 from megatrain.errors import InputError
-from megatrain.train.folders import model_folder, require_empty, whole_folder
+from megatrain.model.export import REPLACED, write_weights
+from megatrain.train.folders import (
+    CHECKPOINTS,
+    MODEL,
+    model_folder,
+    require_empty,
+    whole_folder,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export(run: str, out: Path, dtype: str | None = None) -> None:
-    """Write the model of `run` (a run folder or a model folder) to `out`, whole or not at all.
+    """Write the model of `run` to `out`, whole or not at all.
 
     Args:
-        dtype: float32, bfloat16 or float16 for all floating tensors; None keeps each as it is.
+        run: a checkpoint, a model folder, or a run's folder: its finished model, or its newest
+            whole checkpoint. Of a checkpoint, float32 gives the exact masters.
+        dtype: float32, bfloat16 or float16 for all floating tensors; None keeps each as it is, and
+            those of a checkpoint in the dtype of the model that the run began with.
 
     Raises:
         InputError: `run` holds no model, or `out` is not empty.
     """
+    checkpoint = _checkpoint_of(Path(run))
+    if checkpoint is not None:
+        return _export_checkpoint(checkpoint, out, dtype)
     source = Path(model_folder(run))
     if not (source / "config.json").is_file():
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
@@ -37,6 +58,30 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
         if dtype is not None:
             _name_dtype(folder / "config.json", dtype)
             _name_size(folder / "model.safetensors.index.json", total_bytes)
+
+
+def _checkpoint_of(run: Path) -> Checkpoint | None:
+    if is_checkpoint(run):
+        return open_checkpoint(run)
+    newest = None if (run / MODEL).exists() else newest_whole(run / CHECKPOINTS)
+    return None if newest is None else open_checkpoint(newest)
+
+
+def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str | None) -> None:
+    """One parameter in memory at a time, and no engine."""
+    require_empty(out)
+    model = open_model(checkpoint)
+    read_buffers(checkpoint, model)
+    chosen = saved_dtype(checkpoint) if dtype is None else DTYPES[dtype]
+    values = masters(checkpoint)
+    with whole_folder(out) as folder:
+        for name in checkpoint.manifest.files:
+            first, *inner = name.split("/")
+            if first == MODEL and not REPLACED.fullmatch("/".join(inner)):
+                target = folder.joinpath(*inner)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(checkpoint.folder / name, target)
+        write_weights(folder, model, values, dtype=chosen)
 
 
 def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:
