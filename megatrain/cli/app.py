@@ -65,20 +65,29 @@ def common(
 
 @app.command()
 def train(
-    run: Annotated[Path, typer.Argument(help="The run file (YAML).")],
+    run: Annotated[
+        Path, typer.Argument(help="The run file (YAML); with --resume also a run's folder.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="PATH=VALUE", help="Override a key; may be repeated."),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run in output.folder, or else with the newest run of this name "
+            "in runs/, from its newest whole checkpoint; begin if there is none.",
+        ),
+    ] = False,
 ) -> None:
-    """Train a model as a run file says."""
-    from megatrain import config
+    """Train a model as a run file says.
 
-    loaded = config.load(run, overrides or [])  # before torch, whose import takes seconds
-    from megatrain.train.loop import train as train_run
+    SIGINT (Ctrl-C) or SIGTERM ends the run after the step and saves it; SIGUSR1 saves it at once.
+    """
+    from megatrain.cli.train import run_training
 
-    outcome = train_run(loaded, run.stem)
-    print(f"{outcome.steps} steps done; the model is in {outcome.folder / 'model'}")
+    run_training(run, overrides or [], resume=resume)
 
 
 @app.command()

@@ -5,6 +5,22 @@ together with the overrides of the command line.
 """
 
 from megatrain.config.load import load, validate
-from megatrain.config.schema import Config, DataSection, ModelSection, nearest
+from megatrain.config.schema import (
+    CheckpointSection,
+    Config,
+    DataSection,
+    ModelSection,
+    TrainingSection,
+    nearest,
+)
 
-__all__ = ["Config", "DataSection", "ModelSection", "load", "nearest", "validate"]
+__all__ = [
+    "CheckpointSection",
+    "Config",
+    "DataSection",
+    "ModelSection",
+    "TrainingSection",
+    "load",
+    "nearest",
+    "validate",
+]

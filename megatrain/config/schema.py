@@ -132,7 +132,12 @@ class ScheduleSection(Section):
 
 
 class TrainingSection(Section):
-    """How long and in what portions. `batch_size` and `micro_batch_size` count rows."""
+    """How long and in what portions. `batch_size` and `micro_batch_size` count rows.
+
+    `on_nonfinite`: what to do when loss or gradient norm is not finite, before any weight is
+    changed: end the run, or leave the step out and go on; `max_skips` steps in a row end it, too.
+    `spike`: gradient norms above this many times the median of the last steps are treated alike.
+    """
 
     steps: Positive | None = None
     epochs: Annotated[float, Field(gt=0)] | None = None
@@ -141,6 +146,20 @@ class TrainingSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     eval_every: Positive | None = None
     seed: Natural = 0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_skips: Positive = 10
+    spike: Annotated[float, Field(gt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _refusals_need_clipping(self) -> Self:
+        refuses = self.on_nonfinite == "skip" or self.spike is not None
+        if refuses and self.max_grad_norm is None:
+            name = "spike" if self.spike is not None else "on_nonfinite: skip"
+            raise ValueError(
+                f"{name} needs max_grad_norm: without clipping, weights are updated before the "
+                "norm is known (a very large one clips nothing)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -177,6 +196,22 @@ class EngineSection(Section):
         return Placement(**self.placement) if isinstance(self.placement, dict) else "auto"
 
 
+class CheckpointSection(Section):
+    """When the run's whole state is saved below its folder, for `--resume`.
+
+    A run that is stopped by a signal is always saved, and SIGUSR1 saves at once.
+
+    `every`: steps between two saves; null: none. `at_end`: after the last step, so that the run
+    can be made longer. `keep`: the newest ones that stay; those at multiples of `keep_every` steps
+    stay for ever.
+    """
+
+    every: Positive | None = 500
+    at_end: bool = True
+    keep: Positive = 2
+    keep_every: Positive | None = None
+
+
 class OutputSection(Section):
     """Where the run is written: `folder`, or a new `runs/<name>-<time>` when it is null."""
 
@@ -193,6 +228,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     engine: EngineSection = EngineSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     output: OutputSection = OutputSection()
 
     def as_yaml(self) -> str:

@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,9 +48,12 @@ class StderrHandler(logging.Handler):
 class TrainingProgress:
     """Shows the steps of one run; a context manager, so that the terminal is always restored."""
 
-    def __init__(self, total_steps: int, log_every: int, console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, log_every: int, console: Console | None = None, *, done: int = 0
+    ) -> None:
+        """Args: `done` steps that an earlier process has taken."""
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._total = total_steps
+        self._total, self._before = total_steps, done
         self._log_every = log_every
         self._started = time.monotonic()
         self._bar = Progress(
@@ -79,19 +83,23 @@ class TrainingProgress:
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a finished step; `record["step"]` counts from 1."""
         done = int(record["step"])
+        if "skipped" in record:
+            self.say(f"step {done}/{self._total}  left out: {record['skipped']}")
+            return
         eta = self._eta(done)
         text = describe_step(record)
         if self._live.is_started:
             self._bar.update(self._task, completed=done, eta=eta)
             self._live.update(Group(self._bar, Text(text)))
-        elif done == 1 or done % self._log_every == 0 or done == self._total:
+        elif done == self._before + 1 or done % self._log_every == 0 or done == self._total:
             self.say(f"step {done}/{self._total}  {text}  ETA {eta}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
-        self._console.print(text, markup=False)
+        """Print a line that stays; a full disk or a reader that went away cost it, not the run."""
+        with suppress(OSError):
+            self._console.print(text, markup=False)
 
     def _eta(self, done: int) -> str:
         # Evaluations are part of the elapsed time, so the estimate counts those to come.
         elapsed = time.monotonic() - self._started
-        return duration(elapsed / done * (self._total - done))
+        return duration(elapsed / (done - self._before) * (self._total - done))

@@ -1,6 +1,7 @@
 """Folders that are either whole or not there, and the layout of a run's folder."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,11 @@ from megatrain.errors import InputError
 
 MODEL = "model"
 METRICS = "metrics.jsonl"
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
+
+_CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 
 def new_run_folder(folder: str | None, name: str) -> Path:
@@ -28,9 +34,36 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     return path
 
 
+def run_to_resume(folder: str | None, name: str) -> Path | None:
+    """The folder of an earlier run: `folder`, or the newest one under `runs/` of this name.
+
+    None if there is none, or nothing of a run in it. Newest by the time in its name.
+    """
+    if folder is not None:
+        found = [Path(folder)]
+    else:
+        pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
+        parent = Path("runs")
+        there = parent.iterdir() if parent.is_dir() else ()
+        found = sorted(path for path in there if pattern.fullmatch(path.name))
+    return next((path for path in reversed(found) if (path / CONFIG).is_file()), None)
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    """Where a run keeps its state after `step` steps."""
+    return run / CHECKPOINTS / f"step-{step:08d}"
+
+
+def checkpoints(run: Path) -> list[int]:
+    """The steps after which the run was saved, in order; a checkpoint has its name when whole."""
+    folder = run / CHECKPOINTS
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for match in map(_CHECKPOINT.fullmatch, names) if match)
+
+
 def require_empty(path: Path, what: str = "") -> None:
-    """Raises InputError unless `path` is a free name or an empty folder."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    """Raises InputError unless `path` is a free name or an empty folder (a lock may be there)."""
+    if path.exists() and (not path.is_dir() or any(p.name != LOCK for p in path.iterdir())):
         raise InputError(f"{what}{path} is not empty; choose another folder")
 
 
@@ -41,30 +74,39 @@ def model_folder(path: str) -> str:
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into that takes the name `target` only when the body has succeeded."""
+def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A folder to write into that takes the name `target` only when the body has succeeded.
+
+    A folder that has the name already must be empty, or goes away just before (`replace`).
+    """
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        _flush(partial)
-        if target.is_dir():
+        flush_folder(partial)
+        if target.is_dir() and replace:
+            shutil.rmtree(target)
+        elif target.is_dir():
             target.rmdir()  # only an empty one: never somebody's files
         os.replace(partial, target)
-        _flush_entry(target.parent)
+        flush(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _flush(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """Put all that is in a folder on the disk."""
     for path in [*folder.rglob("*"), folder]:
-        _flush_entry(path)
+        flush(path)
 
 
-def _flush_entry(path: Path) -> None:
-    """The rename must not reach the disk before what it names."""
+def flush(path: Path) -> None:
+    """Put a file or the names in a folder on the disk.
+
+    A rename must not get there before what it names.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,9 +4,11 @@ import logging
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -19,6 +21,7 @@ from megatrain.engine import Engine
 from megatrain.errors import InputError
 from megatrain.optim import NO_DECAY, AdamW
 from megatrain.train.model_config import check_sequence_length, model_config
+from megatrain.train.resume import RunState, Start
 
 # Enough rows to keep a large GPU busy, few enough for the activations of one layer on a small one.
 TOKENS_PER_MICRO_BATCH = 16384
@@ -37,6 +40,7 @@ class Job:
     evaluation: Step
     schedule: LRScheduler
     total_steps: int
+    resumed: RunState | None
 
     def close(self) -> None:
         """Stop the loader's thread and give all memory back."""
@@ -44,8 +48,10 @@ class Job:
         self.engine.close()
 
 
-def prepare(config: Config) -> Job:
+def prepare(config: Config, start: Start | None = None) -> Job:
     """Read tokenizer, data and model, and build the engine; nothing is written.
+
+    With `start` the engine's state comes from its checkpoint and the job goes on from there.
 
     Raises:
         InputError: a part of the configuration, data or model that cannot be used.
@@ -77,8 +83,14 @@ def prepare(config: Config) -> Job:
         (config.training.epochs or 0) * loader.steps_per_epoch
     )
     # A wrong option should be known before weights are read, which may take minutes.
-    _schedule(config, SGD([torch.zeros(1)]), total_steps)
-    engine = _engine(config, hf_config)
+    _schedule(config, SGD([torch.zeros(1)]), total_steps, 0)
+    done = 0
+    if start is not None:
+        loader.load_state_dict(start.state.data)
+        done = start.state.step
+        if done > total_steps:
+            raise InputError(f"the run has done {done} steps already, more than {total_steps}")
+    engine = _engine(config, hf_config) if start is None else _saved_engine(config, start)
     log.info(
         "model: %s parameters on %s, %s",
         f"{engine.num_parameters:,}",
@@ -90,8 +102,9 @@ def prepare(config: Config) -> Job:
         engine=engine,
         loader=loader,
         evaluation=list(evaluation.batches(rows)) if evaluation else [],
-        schedule=_schedule(config, engine.optimizer, total_steps),
+        schedule=_schedule(config, engine.optimizer, total_steps, done),
         total_steps=total_steps,
+        resumed=start.state if start else None,
     )
 
 
@@ -160,10 +173,13 @@ def _rows_per_micro_batch(config: Config) -> int:
     return min(fitting, config.training.batch_size)
 
 
-def _schedule(config: Config, optimizer: Optimizer | None, total_steps: int) -> LRScheduler:
+def _schedule(
+    config: Config, optimizer: Optimizer | None, total_steps: int, done: int
+) -> LRScheduler:
+    """The schedule after `done` steps: the learning rate is a function of the step alone."""
     schedule = config.schedule
     try:
-        return get_scheduler(
+        made = get_scheduler(
             schedule.name,
             optimizer,
             num_warmup_steps=schedule.num_warmup_steps(total_steps),
@@ -172,6 +188,12 @@ def _schedule(config: Config, optimizer: Optimizer | None, total_steps: int) -> 
         )
     except (TypeError, ValueError) as error:
         raise InputError(f"schedule: {schedule.name} cannot be set up: {error}") from error
+    if done:
+        made.last_epoch = done - 1
+        with warnings.catch_warnings():  # torch misses the optimizer's steps, taken long ago
+            warnings.simplefilter("ignore", UserWarning)
+            made.step()
+    return made
 
 
 def _engine(config: Config, hf_config: PreTrainedConfig) -> Engine:
@@ -185,12 +207,34 @@ def _engine(config: Config, hf_config: PreTrainedConfig) -> Engine:
             weight_decay=optimizer.weight_decay,
             no_decay=NO_DECAY if optimizer.no_decay is None else optimizer.no_decay,
         ),
-        max_grad_norm=config.training.max_grad_norm,
-        precision=config.engine.precision,
         placement=config.engine.placement_value(),
-        device=None if config.engine.device == "auto" else config.engine.device,
+        precision=config.engine.precision,
         seed=config.training.seed,
         tokens_per_step=config.training.batch_size * config.data.sequence_length,
+        **_settings(config),
+    )
+
+
+def _saved_engine(config: Config, start: Start) -> Engine:
+    """The engine of a checkpoint; weights are not read from the model's source again."""
+    placement = config.engine.placement_value()
+    before = start.state.config.get("engine")
+    still_auto = isinstance(before, dict) and before.get("placement") == placement == "auto"
+    engine = Engine.load(
+        start.checkpoint, placement=None if still_auto else placement, **_settings(config)
+    )
+    assert engine.optimizer is not None
+    chosen = config.optimizer
+    for group in engine.optimizer.param_groups:
+        group |= {"lr": chosen.lr, "betas": tuple(chosen.betas), "eps": chosen.eps}
+    return engine
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What an engine is made with, be it new or saved."""
+    return dict(
+        max_grad_norm=config.training.max_grad_norm,
+        device=None if config.engine.device == "auto" else config.engine.device,
         trust_remote_code=config.model.trust_remote_code,
         attn_implementation=config.model.attn_implementation,
     )

@@ -1,24 +1,44 @@
-"""Ctrl-C during training: the first one ends the run after the step, the second one at once."""
+"""Signals during a run.
+
+SIGINT or SIGTERM: the running step ends, the run is saved, and the command ends well. A second one
+ends the process at once; what is saved is whole at any moment. SIGUSR1: save now and go on.
+"""
 
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-_NOTICE = b"\nstopping after this step and writing the model; press Ctrl-C again to quit at once\n"
+_NOTICE = b"\nstopping after this step and saving; once more to stop at once\n"
+_AT_ONCE = b"\nstopped at once\n"
+_SHOW_CURSOR = b"\x1b[?25h"  # a live display has hidden it
 
 
-class StopRequest:
-    """Context manager that turns the first SIGINT into `requested`."""
+class Stopped(KeyboardInterrupt):
+    """The run was stopped where there was nothing to save."""
+
+
+class Signals:
+    """Context manager that turns signals into requests; only on the main thread.
+
+    Attributes:
+        stop: the signal that asked for the end, such as `SIGTERM`; None: nobody has.
+    """
 
     def __init__(self) -> None:
-        self.requested = False
-        self._previous: Any = None
+        self.stop: str | None = None
+        self._save = False
+        self._interruptible = False
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_stop)
+            self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
         return self
 
     def __exit__(
@@ -27,11 +47,43 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        os.write(2, _NOTICE)  # the only way of writing that a signal handler may use
+    def take_save(self) -> bool:
+        """Whether somebody has asked for a checkpoint since the last call."""
+        asked, self._save = self._save, False
+        return asked
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Where nothing has been learnt yet, the first signal ends the block.
+
+        Raises:
+            Stopped: in the block, wherever it is.
+        """
+        self._interruptible = True
+        try:
+            if self.stop:
+                raise Stopped(self.stop)
+            yield
+        finally:
+            self._interruptible = False
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:
+            _write(_AT_ONCE)
+            os._exit(128 + number)
+        self.stop = signal.Signals(number).name
+        if self._interruptible:
+            raise Stopped(self.stop)
+        _write(_NOTICE)
+
+    def _on_save(self, number: int, frame: FrameType | None) -> None:
+        self._save = True
+
+
+def _write(notice: bytes) -> None:
+    """The only way of writing that a signal handler may use."""
+    with suppress(OSError):  # nobody reads it any more
+        os.write(2, notice + (_SHOW_CURSOR if os.isatty(2) else b""))

@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from megatrain.checkpoint import open_checkpoint
 from megatrain.telemetry.metrics import read_metrics
 from tests.cli.cases import tiny_llama
 
@@ -28,7 +29,8 @@ def test_a_run_leaves_all_it_promises(trained):
     names = {path.name for path in folder.iterdir()}
     pictures = {"loss.png", "timeline.png"}
     files = {"config.yaml", "environment.json", "metrics.jsonl", "timeline.json"}
-    assert names == {*files, *pictures, "model"}
+    assert names == {*files, *pictures, "checkpoints", "model", ".lock"}
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((folder / "environment.json").read_text())
     assert record["packages"]["torch"]
@@ -162,10 +164,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_rows(
     assert "step 1: " in line
     assert "rows.jsonl:" in line
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert "model" not in left and not any(name.startswith(".") for name in left)
+    assert not {"model", "checkpoints"} & left
+    assert {name for name in left if name.startswith(".")} == {".lock"}
 
 
-def test_ctrl_c_ends_the_run_after_the_step_and_keeps_the_model(run_file, tmp_path):
+def test_ctrl_c_ends_the_run_after_the_step_and_saves_it(run_file, tmp_path):
     command = [sys.executable, "-m", "megatrain.cli", "train", str(run_file)]
     command += [*sets(training__steps=100000, training__eval_every=None, output__log_every=1)]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONUNBUFFERED": "1"}
@@ -179,8 +182,11 @@ def test_ctrl_c_ends_the_run_after_the_step_and_keeps_the_model(run_file, tmp_pa
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "stopping after this step" in err
-    assert "stopped by Ctrl-C after step" in out
-    assert weights(tmp_path / "run" / "model")
+    assert "stopped by SIGINT after step" in out
+    assert out.splitlines()[-1].endswith(f"go on with: megatrain train {tmp_path / 'run'} --resume")
+    assert not (tmp_path / "run" / "model").exists()
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert open_checkpoint(checkpoint).extra["step"] >= 3
 
 
 def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):

@@ -1,12 +1,9 @@
-"""Folders that are whole or not there, and Ctrl-C."""
-
-import signal
+"""Folders that are whole or not there."""
 
 import pytest
 
 from megatrain.errors import InputError
 from megatrain.train.folders import model_folder, new_run_folder, whole_folder
-from megatrain.train.stop import StopRequest
 
 
 def test_a_folder_appears_only_when_its_content_is_complete(tmp_path):
@@ -58,14 +55,3 @@ def test_a_runs_folder_stands_for_its_model(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     assert model_folder(str(tmp_path)) == str(tmp_path / "model")
-
-
-def test_the_first_ctrl_c_is_a_request_and_the_second_an_interrupt(capfd):
-    before = signal.getsignal(signal.SIGINT)
-    with StopRequest() as stop:
-        signal.raise_signal(signal.SIGINT)
-        assert stop.requested
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-    assert "stopping after this step" in capfd.readouterr().err

@@ -1,0 +1,76 @@
+"""From a run file to a job that can take its next step, in a folder that is the run's own."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.config import Config
+from megatrain.errors import InputError
+from megatrain.train.folders import (
+    MODEL,
+    checkpoints,
+    new_run_folder,
+    require_empty,
+    run_to_resume,
+)
+from megatrain.train.lock import locked
+from megatrain.train.prepare import Job, prepare
+from megatrain.train.resume import Start, find_starts, is_whole, same_length
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that is as long as its configuration asks."""
+
+    folder: Path
+    steps: int
+
+
+def open_run(
+    config: Config, name: str, held: ExitStack, *, resume: bool
+) -> tuple[Path, Job] | Finished:
+    """The folder of a run, locked, and its job, ready for the next step; `held` gives both back.
+
+    Raises:
+        InputError: configuration, data, model, folder or checkpoint cannot be used.
+        DoesNotFit: more memory is needed than there is.
+    """
+    folder = run_to_resume(config.output.folder, name) if resume else None
+    if folder is None:
+        folder = new_run_folder(config.output.folder, name)
+        if resume:
+            log.info("no earlier run of that name: this one begins")
+        job = prepare(config)
+        held.callback(job.close)
+        folder.mkdir(parents=True, exist_ok=True)
+        held.enter_context(locked(folder))
+        require_empty(folder, "output.folder: ")  # another run may have been faster
+        return folder, job
+    held.enter_context(locked(folder))
+    starts = list(find_starts(folder, config))
+    if starts and (folder / MODEL).exists() and same_length(config, starts[0].state):
+        return Finished(folder, starts[0].state.step)
+    job = _go_on(folder, config, starts)
+    held.callback(job.close)
+    return folder, job
+
+
+def _go_on(folder: Path, config: Config, starts: Sequence[Start]) -> Job:
+    """From the newest checkpoint that is whole: damage inside of tiles shows when they are read."""
+    for start in starts:
+        try:
+            return prepare(config, start)
+        except InputError as error:
+            if start is starts[-1] or is_whole(start.checkpoint):
+                raise
+            log.warning("not resumed from: %s", error)
+    if checkpoints(folder):
+        raise InputError(f"{folder}: none of its checkpoints is whole; start a new run")
+    if (folder / MODEL).exists():
+        raise InputError(f"{folder}: a finished run without checkpoints; start a new run")
+    log.info("%s has no checkpoint yet: the run begins anew", folder)
+    return prepare(config)

@@ -1,0 +1,47 @@
+"""What a run leaves in its folder besides metrics and checkpoints."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from megatrain.config import Config
+from megatrain.telemetry.curve import draw_loss
+from megatrain.telemetry.environment import environment
+from megatrain.telemetry.metrics import read_metrics
+from megatrain.train.folders import CONFIG, METRICS, MODEL, flush, whole_folder
+from megatrain.train.prepare import Job
+
+log = logging.getLogger(__name__)
+
+
+def describe_run(folder: Path, config: Config, job: Job) -> None:
+    """Write the resolved configuration, and where and on what the run is done."""
+    record = environment(str(job.engine.device.torch_device)) | {
+        "parameters": job.engine.num_parameters,
+        "placement": job.engine.placement.as_dict(),
+    }
+    _replace(folder / "environment.json", json.dumps(record, indent=2) + "\n")
+    _replace(folder / CONFIG, config.as_yaml())
+
+
+def write_model(job: Job, run: Path) -> None:
+    """Write the model and its tokenizer, whole or not at all; an earlier one is replaced."""
+    with whole_folder(run / MODEL, replace=True) as partial:
+        job.engine.save_pretrained(partial)
+        job.tokenizer.save_pretrained(partial)
+
+
+def draw_curve(run: Path) -> None:
+    """Draw the loss over the steps."""
+    try:
+        draw_loss(list(read_metrics(run / METRICS)), run / "loss.png")
+    except OSError as error:  # the picture can be drawn again from the metrics; the model cannot
+        log.warning("no loss curve: %s", error)
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    flush(partial)
+    os.replace(partial, path)

@@ -1,0 +1,175 @@
+"""Where a run goes on: which folder, which configuration may differ, what its log keeps."""
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint import open_checkpoint, verify
+from megatrain.config import Config
+from megatrain.config.schema import shown
+from megatrain.errors import InputError
+from megatrain.train.folders import checkpoint_folder, checkpoints
+
+# What a resumed run may do differently: it still learns the same model from the same rows. Paths of
+# data and tokenizer are free because the data position knows the rows themselves (a fingerprint).
+_FREE_SECTIONS = ("schedule", "checkpoint", "output")
+_FREE_KEYS = {
+    "model": ("tokenizer", "trust_remote_code", "attn_implementation"),
+    "data": ("path", "eval_path", "cache_dir", "hub_config", "hub_split"),
+    "training": (
+        "steps", "epochs", "micro_batch_size", "max_grad_norm", "eval_every", "on_nonfinite",
+        "max_skips", "spike",
+    ),
+    "optimizer": ("lr", "betas", "eps"),
+    "engine": ("device", "placement"),
+}  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint keeps beside the engine's state; all of it is JSON.
+
+    Attributes:
+        step: steps taken, skipped ones included.
+        data: the loader's position.
+        refusals: what the rule for refused steps remembers (train/refusals.py).
+        config: the run file, resolved.
+    """
+
+    step: int
+    data: Mapping[str, Any]
+    refusals: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, as JSON keeps them."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Any], where: Path) -> "RunState":
+        """The state in a checkpoint of a run.
+
+        Raises:
+            InputError: it has none, or one that no run has written.
+        """
+        fields = {name: kept.get(name) for name in cls.__dataclass_fields__}
+        step, parts = fields.pop("step"), fields.values()
+        if type(step) is not int or step < 0 or not all(isinstance(p, dict) for p in parts):
+            raise InputError(f"{where}: not a checkpoint of a training run; choose another")
+        return cls(step=step, **fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on."""
+
+    checkpoint: Path
+    state: RunState
+
+
+def check_config(config: Config, state: RunState, where: Path) -> None:
+    """Say what differs from the configuration that the checkpoint was made with.
+
+    Raises:
+        InputError: a key differs that decides what is learnt.
+    """
+    for section, key, before, now in _differences(state.config, config.model_dump(mode="json")):
+        name = f"{section}.{key}"
+        if section not in _FREE_SECTIONS and key not in _FREE_KEYS.get(section, ()):
+            raise InputError(
+                f"{name}: {shown(now)} now, but {where} was made with {shown(before)}, and this "
+                "cannot change on resume; set it back, or start a new run"
+            )
+        if section not in ("output", "checkpoint"):
+            log.info("resume: %s was %s, is %s now", name, shown(before), shown(now))
+
+
+def same_length(config: Config, state: RunState) -> bool:
+    """Whether the run is to be as long as it was when the checkpoint was made."""
+    before, now = state.config.get("training"), config.training
+    return isinstance(before, dict) and (before.get("steps"), before.get("epochs")) == (
+        now.steps,
+        now.epochs,
+    )
+
+
+def _differences(
+    before: Mapping[str, Any], now: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Any, Any]]:
+    """Section, key, and both values; a key that the older version did not know is no difference."""
+    for section, keys in now.items():
+        known = before.get(section)
+        for key, value in keys.items():
+            if isinstance(known, dict) and key in known and known[key] != value:
+                yield section, key, known[key], value
+
+
+def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
+    """Take from a metrics file what came after `step`, or was cut short; returns what is left.
+
+    One `truncate`: it needs no room on the disk, and a kill leaves the old or the new file.
+
+    Raises:
+        InputError: it cannot be read or written.
+    """
+    try:
+        with path.open("a+b") as file:
+            file.seek(0)
+            kept, end = _until(file, step)
+            file.truncate(end)
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be continued: {error.strerror}") from error
+    return kept
+
+
+def _until(lines: Any, step: int) -> tuple[list[Mapping[str, Any]], int]:
+    kept: list[Mapping[str, Any]] = []
+    end = 0
+    for line in lines:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None  # cut short when the disk was full, or by a kill
+        if isinstance(record, dict):
+            number = record.get("step")
+            if isinstance(number, int) and number > step:
+                break
+            kept.append(record)
+        end += len(line)
+    return kept, end
+
+
+def find_starts(run: Path, config: Config) -> Iterator[Start]:
+    """Where the run can go on, newest first; what is seen to be damaged is named and left out.
+
+    Raises:
+        InputError: a checkpoint cannot be used with this configuration.
+    """
+    for step in reversed(checkpoints(run)):
+        folder = checkpoint_folder(run, step)
+        try:
+            checkpoint = open_checkpoint(folder)
+        except InputError as error:
+            log.warning("not resumed from: %s", error)
+            continue
+        state = RunState.of(checkpoint.extra, folder)
+        check_config(config, state, folder)
+        yield Start(folder, state)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether every byte of a checkpoint is what was saved."""
+    try:
+        verify(checkpoint)
+    except InputError:
+        return False
+    return True

@@ -1,0 +1,120 @@
+"""A run's checkpoints: when they are made, what becomes of them, which of them stay."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatrain.checkpoint import Saving, rotate
+from megatrain.config import CheckpointSection
+from megatrain.errors import MegatrainError, RunFailed
+from megatrain.train.folders import CHECKPOINTS, checkpoint_folder
+from megatrain.train.prepare import Job
+from megatrain.train.resume import RunState
+
+_RETRY_AFTER = 10  # steps, when a checkpoint could not be written
+
+log = logging.getLogger(__name__)
+
+
+class Saves:
+    """Saves the run's state while training goes on.
+
+    A checkpoint that cannot be written costs a warning, not the run: the one before it is whole,
+    and the next attempt follows soon.
+    """
+
+    def __init__(self, job: Job, run: Path, settings: CheckpointSection, saved: int) -> None:
+        """Args: `saved` is the step of the newest whole checkpoint, 0 if there is none."""
+        self._job, self._run, self._settings = job, run, settings
+        self.saved = saved
+        self._running: tuple[int, Saving] | None = None
+        self._wanted_from: int | None = None  # a checkpoint is due from this step on
+
+    def after(self, state: RunState, *, asked: bool, last: bool) -> None:
+        """A step is done: start a checkpoint if one is due and none is being written."""
+        every = self._settings.every
+        due = self._settings.at_end if last else every is not None and state.step % every == 0
+        if due or asked:
+            self._wanted_from = state.step
+        self._settle(wait=False)
+        wanted = self._wanted_from is not None and state.step >= self._wanted_from
+        if wanted and self._running is None:
+            self._begin(state)
+
+    def now(self, state: RunState) -> None:
+        """Have this state on disk when the call returns.
+
+        Raises:
+            RunFailed: it cannot be written.
+        """
+        self._settle(wait=True)
+        if self.saved == state.step:
+            return
+        self._begin(state)
+        self._settle(wait=True)
+        if self.saved != state.step:
+            raise RunFailed(f"{self._run}: step {state.step} could not be saved{self._older()}")
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        self._settle(wait=True)
+
+    @contextmanager
+    def rescue(self, state: Callable[[], RunState]) -> Iterator[None]:
+        """When the block fails, save the state that it has left whole, then fail all the same."""
+        try:
+            yield
+        except Exception:
+            self._rescue(state())
+            raise
+
+    def _rescue(self, state: RunState) -> None:
+        try:
+            self.now(state)
+        except Exception as error:
+            log.warning("the state before the failure is not saved: %s%s", error, self._older())
+        else:
+            if state.step:
+                log.info("the state after step %d is saved; --resume goes on there", state.step)
+
+    def _begin(self, state: RunState) -> None:
+        folder, marked = checkpoint_folder(self._run, state.step), self._settings.keep_every
+        self._wanted_from = None
+        try:
+            saving = self._job.engine.save(
+                folder,
+                extra=state.as_dict(),
+                attach=self._job.tokenizer.save_pretrained,
+                keep=marked is not None and state.step % marked == 0,
+                wait=False,
+            )
+        except (MegatrainError, OSError) as error:
+            self._failed(state.step, error)
+        else:
+            self._running = state.step, saving
+
+    def _settle(self, *, wait: bool) -> None:
+        if self._running is None or not (wait or self._running[1].done):
+            return
+        (step, saving), self._running = self._running, None
+        try:
+            saving.wait()
+        except MegatrainError as error:
+            self._failed(step, error)
+            return
+        self.saved = step
+        try:
+            rotate(self._run / CHECKPOINTS, self._settings.keep)
+        except OSError as error:
+            log.warning("an old checkpoint cannot be deleted: %s", error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self._wanted_from = step + _RETRY_AFTER
+        log.warning(
+            "step %d is not saved (%s); the run goes on and tries again after step %d%s",
+            step, error, self._wanted_from, self._older(),
+        )  # fmt: skip
+
+    def _older(self) -> str:
+        return f"; the checkpoint of step {self.saved} is whole" if self.saved else ""

@@ -1,0 +1,107 @@
+"""One step of a run: its rows, its measurements, and what is done when it goes wrong."""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.data import Step
+from megatrain.errors import DoesNotFit, MegatrainError, RunFailed, StepRefused
+from megatrain.telemetry.metrics import MetricsWriter
+from megatrain.train.meter import Meter
+from megatrain.train.prepare import Job
+from megatrain.train.refusals import Refusals
+from megatrain.train.resume import RunState
+from megatrain.train.timeline import RunTimeline
+
+log = logging.getLogger(__name__)
+
+
+class Steps:
+    """Takes the steps of a run one after the other.
+
+    Attributes:
+        done: steps taken so far, skipped ones included.
+        state: what a checkpoint keeps of the run after those, beside the engine's state.
+    """
+
+    def __init__(
+        self, job: Job, config: Config, metrics: MetricsWriter, timeline: RunTimeline
+    ) -> None:
+        self._job, self._config, self._metrics, self._timeline = job, config, metrics, timeline
+        self._meter = Meter(job.engine, config.engine.precision)
+        self._refusals = Refusals(config.training)
+        self.done = 0
+        if job.resumed is not None:
+            self._refusals.load_state_dict(job.resumed.refusals)
+            self.done = job.resumed.step
+        self._settled = config.model_dump(mode="json")
+        self.state = self._state()
+
+    def take(self) -> Mapping[str, Any]:
+        """The next step; returns the line that it has in the log.
+
+        Raises:
+            RunFailed: it could not be done; the message names it and its rows. The engine's state
+                is that of the step before, unless the message says otherwise.
+            DoesNotFit: the device has no memory left.
+        """
+        step, job = self.done + 1, self._job
+        lr = job.schedule.get_last_lr()[0]
+        started = time.perf_counter()
+        micro_batches = self._rows(step)
+        try:
+            result = self._measured(step, micro_batches)
+        except StepRefused as error:
+            outcome = self._left_out(step, error)
+        except DoesNotFit as error:
+            raise DoesNotFit(f"step {step}: {error}") from error
+        except MegatrainError as error:
+            raise self._failure(step, error) from error
+        else:
+            self._refusals.passed(result.grad_norm)
+            seconds = time.perf_counter() - started
+            measured = self._meter.measure(result.tokens, seconds)
+            outcome = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **measured}
+        job.schedule.step()
+        self.done = step
+        self.state = self._state()
+        record = {"step": step, "epoch": round(job.loader.epoch, 4), **outcome}
+        self._metrics.write(**record)
+        return record
+
+    def _measured(self, step: int, micro_batches: Step) -> Any:
+        limit = self._refusals.norm_limit
+        engine = self._job.engine
+        return self._timeline.step(step, lambda: engine.step(micro_batches, norm_limit=limit))
+
+    def _rows(self, step: int) -> Step:
+        try:
+            return next(self._job.loader)
+        except Exception as error:
+            log.error("the rows of step %d cannot be read", step, exc_info=error)
+            self._metrics.write(step=step, failed=str(error))
+            raise RunFailed(f"step {step}: its rows cannot be read: {error}") from error
+
+    def _left_out(self, step: int, error: StepRefused) -> dict[str, Any]:
+        try:
+            self._refusals.skip(error)
+        except RunFailed as final:
+            raise self._failure(step, final) from final
+        return {"skipped": str(error), "rows": self._job.loader.describe()}
+
+    def _failure(self, step: int, error: MegatrainError) -> RunFailed:
+        if error.__cause__ is not None:
+            log.error("step %d failed", step, exc_info=error.__cause__)
+        rows = self._job.loader.describe()
+        self._metrics.write(step=step, failed=str(error), rows=rows)
+        return RunFailed(f"step {step}: {error}; its rows: {_short(rows)}")
+
+    def _state(self) -> RunState:
+        position = self._job.loader.state_dict()
+        return RunState(self.done, position, self._refusals.state_dict(), self._settled)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else text[:297] + "..."

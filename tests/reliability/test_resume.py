@@ -1,0 +1,176 @@
+"""A run that was interrupted equals one that was not, bit for bit."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from megatrain.telemetry.metrics import read_metrics
+from tests.reliability.cases import checkpoint_steps, logged, model_bytes, sets, toy_run
+
+STEPS = 12
+LONG = {
+    "training__steps": STEPS,
+    "training__eval_every": 5,
+    "checkpoint__every": 4,
+    "checkpoint__keep": 50,
+    "schedule__name": "cosine",
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tokenizer_folder, zygote):
+    """A run that nothing has interrupted, with a checkpoint every 4 steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = toy_run(folder, tokenizer_folder, **LONG)
+    zygote.start("train", run, log=folder / "log").finish()
+    return folder
+
+
+@pytest.fixture
+def cut(whole, tmp_path):
+    """A copy of that run as a kill just after the checkpoint of step 8 would have left it."""
+    folder = tmp_path / "cut"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "run" / "model")
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000012")
+    for name in ("run.yaml", "run/config.yaml"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace(f"{whole}/run", f"{folder}/run"))
+    return folder
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(whole, cut, zygote):
+    log = cut / "run" / "metrics.jsonl"
+    log.write_bytes(log.read_bytes()[:-20])  # the last line is torn, and those after 8 are too many
+    out = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log2").finish()
+    assert "going on after step 8 in" in out
+    assert logged(cut / "run") == logged(whole / "run")
+    assert model_bytes(cut / "run") == model_bytes(whole / "run")
+    assert checkpoint_steps(cut / "run") == [4, 8, 12]
+    again = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log3").finish()
+    assert f"{STEPS} steps done; the model is in" in again  # and nothing is done twice
+    assert "step" not in again.splitlines()[0] or "going on" not in again
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training__micro_batch_size": 1},
+        {"training__micro_batch_size": 4},
+        {"engine__placement": {"slots": 3, "prefetch": 2, "boundaries": "host"}},
+        {"output__log_every": 5, "checkpoint__every": 3, "checkpoint__keep": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_may_change_on_resume(whole, cut, zygote, changes):
+    arguments = ["train", cut / "run.yaml", "--resume", *sets(**changes)]
+    zygote.start(*arguments, log=cut / "log2").finish()
+    ours, others = logged(cut / "run"), logged(whole / "run")
+    assert [record["step"] for record in ours] == [record["step"] for record in others]
+    if "training__micro_batch_size" in changes:  # the order of sums differs
+        losses = [[r.get("loss", r.get("eval_loss")) for r in run] for run in (ours, others)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    else:
+        assert ours == others
+        assert model_bytes(cut / "run") == model_bytes(whole / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"data__sequence_length": 16}, "data.sequence_length: 16 now"),
+        ({"data__packing": False}, "data.packing"),
+        ({"training__batch_size": 2}, "training.batch_size"),
+        ({"training__seed": 1}, "training.seed"),
+        ({"engine__precision": "bf16"}, "engine.precision"),
+        ({"optimizer__weight_decay": 0.0}, "optimizer.weight_decay"),
+        ({"training__steps": 7}, "the run has done 8 steps already"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_may_not_change_is_refused_by_name(cut, zygote, change, name):
+    before = (cut / "run" / "metrics.jsonl").read_bytes()
+    run = zygote.start("train", cut / "run.yaml", "--resume", *sets(**change), log=cut / "log2")
+    assert run.wait() == 2
+    assert name in run.output
+    assert (cut / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_data_is_refused(cut, zygote):
+    rows = cut / "rows.jsonl"
+    rows.write_text(rows.read_text() + json.dumps({"text": "one more"}) + "\n")
+    tree = yaml.safe_load((cut / "run.yaml").read_text())
+    tree["data"] |= {"path": str(rows), "cache_dir": str(cut / "other")}
+    (cut / "run.yaml").write_text(yaml.safe_dump(tree))
+    run = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log2")
+    assert run.wait() == 2
+    assert "the data or its settings are not those of the saved run" in run.output
+
+
+def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder, zygote):
+    """With a schedule that does not depend on the length, it is the longer run."""
+    runs = []
+    for steps in ((10,), (6, 10)):
+        folder = tmp_path / f"{len(steps)}"
+        run = toy_run(folder, tokenizer_folder, schedule__name="constant_with_warmup")
+        for number in steps:
+            arguments = ["train", run, "--resume", *sets(training__steps=number)]
+            out = zygote.start(*arguments, log=folder / "log").finish()
+        runs.append(folder / "run")
+    assert "going on after step 6" in out
+    assert model_bytes(runs[0]) == model_bytes(runs[1])
+    assert [r["step"] for r in read_metrics(runs[1] / "metrics.jsonl") if "loss" in r] == [
+        *range(1, 11)
+    ]
+
+
+def test_a_folder_or_the_newest_run_of_a_name_is_resumed(tmp_path, tokenizer_folder, zygote):
+    run = toy_run(tmp_path, tokenizer_folder, output__folder=None, training__steps=4)
+    before = f"import os; os.chdir({str(tmp_path)!r})"
+    first = zygote.start("train", run, "--resume", log=tmp_path / "1", before=before).finish()
+    assert "no earlier run of that name" in first
+    (folder,) = (tmp_path / "runs").iterdir()
+    (tmp_path / "runs" / "run-20000101-000000").mkdir()
+    (tmp_path / "runs" / "run-2-29990101-000000").mkdir()
+    more = sets(training__steps=5)
+    out = zygote.start("train", run, "--resume", *more, log=tmp_path / "2", before=before).finish()
+    assert f"going on after step 4 in runs/{folder.name}" in out
+    more = sets(training__steps=6)
+    arguments = ["train", folder, "--resume", *more]
+    out = zygote.start(*arguments, log=tmp_path / "3", before=before).finish()
+    assert f"going on after step 5 in {folder}" in out
+    refused = zygote.start("train", folder, log=tmp_path / "4")
+    assert refused.wait() == 2 and "--resume to go on with it" in refused.output
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, cut, zygote, damage):
+    newest = cut / "run" / "checkpoints" / "step-00000008"
+    victim = sorted((newest / "tiles").iterdir())[1]
+    if damage == "flipped":
+        data = bytearray(victim.read_bytes())
+        data[-3] ^= 1
+        victim.write_bytes(data)
+    elif damage == "truncated":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    elif damage == "missing":
+        victim.unlink()
+    else:
+        victim = newest / "manifest.json"
+        victim.write_text(victim.read_text().replace('"seed": 0', '"seed": 1'))
+    out = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log2").finish()
+    assert f"not resumed from: {victim}" in out.replace("\n", " ")
+    assert "going on after step 4 in" in out
+    assert logged(cut / "run") == logged(whole / "run")
+    assert model_bytes(cut / "run") == model_bytes(whole / "run")
+
+
+def test_nothing_is_begun_anew_where_all_checkpoints_are_damaged(cut, zygote):
+    for checkpoint in (cut / "run" / "checkpoints").iterdir():
+        (checkpoint / "manifest.json").write_text("{}")
+    run = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log2")
+    assert run.wait() == 2
+    assert "none of its checkpoints is whole" in run.output
+    assert logged(cut / "run")
