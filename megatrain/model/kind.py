@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from megatrain.model.chance import draws
 from megatrain.model.compiled import compile_and_tell
 
 # transformers numbers its layers for the key-value cache, which training does not use. The number
@@ -20,8 +21,13 @@ from megatrain.model.compiled import compile_and_tell
 INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
 
 # What a call is for; each is compiled for itself.
-FORWARD, RECOMPUTE, KEEP = PURPOSES = ("forward", "recompute", "keep")
-_NEWS = {FORWARD: "forward", RECOMPUTE: "backward", KEEP: "kept graph"}
+FORWARD, RECOMPUTE, KEEP, KEEP_RANDOM = PURPOSES = ("forward", "recompute", "keep", "keep_random")
+_NEWS = {
+    FORWARD: "forward",
+    RECOMPUTE: "backward",
+    KEEP: "kept graph",
+    KEEP_RANDOM: "kept graph with random numbers",
+}
 
 # Share of a layer's activations that a compiled kept graph may hold; the cheap rest is recomputed.
 # Half is about the outputs of the matrix products and of attention.
@@ -42,6 +48,7 @@ class Kind:
     output_spec: Any = None
     example: list[Any] = field(default_factory=list)
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    random: bool | None = None  # whether it draws random numbers in training; None: not tried yet
 
     def call(
         self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any], *, kept: bool = False
@@ -50,7 +57,9 @@ class Kind:
 
         After what it returns comes what it put into containers among its arguments.
         """
-        purpose = KEEP if kept else RECOMPUTE if torch.is_grad_enabled() else FORWARD
+        purpose = RECOMPUTE if torch.is_grad_enabled() else FORWARD
+        if kept:
+            purpose = KEEP_RANDOM if self._random(weights, args, kwargs) else KEEP
         function = self.compiled.get(purpose, _apply)
         output = function(self.module, weights, args, kwargs)
         leaves, self.output_spec = pytree.tree_flatten(output)
@@ -62,6 +71,20 @@ class Kind:
             p: compile_and_tell(_own_code(_apply, p), f"{name} ({_NEWS[p]})") for p in PURPOSES
         }
         self.compiled[KEEP] = _within_budget(self.compiled[KEEP])
+
+    def _random(self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the layer, in training, draws random numbers; tried at the first call.
+
+        Within a budget, torch's partitioner may compute any operation again in the backward
+        (torch/_functorch/partitioners.py, `choose_saved_values_set`), a random one with other
+        numbers than in the forward: GPT-2's gradient was wrong by 30 % so. Without, it never
+        computes random operations or attention again.
+        """
+        if self.compiled and self.random is None:
+            containers(args, kwargs)  # what the trial puts into them, their copies take
+            given = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+            self.random = draws(lambda: _apply(self.module, weights, *given), weights)
+        return bool(self.random)
 
 
 def _apply(module: nn.Module, weights: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
