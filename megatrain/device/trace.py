@@ -13,7 +13,7 @@ import torch
 
 from megatrain.device.base import COMPUTE, MEMORY_KEYS, Buffer
 
-_CALLER = "caller"  # the thread that puts work on streams is a stream, too
+CALLER = "caller"  # the thread that puts work on streams is a stream, too
 Clock = dict[str, int]
 
 
@@ -56,9 +56,11 @@ class TraceDevice:
         self._log: defaultdict[str, dict[tuple[str, bool], _Access]] = defaultdict(dict)
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        buffer = Buffer(name, torch.empty(numel, dtype=dtype, device="meta"))
+        return self._allocated(Buffer(name, torch.empty(numel, dtype=dtype, device="meta")))
+
+    def _allocated(self, buffer: Buffer) -> Buffer:
         # A caching allocator hands out memory that compute work put on before may still be using.
-        self.run(COMPUTE, f"allocate {name}", lambda: None, writes=[buffer])
+        self.run(COMPUTE, f"allocate {buffer.name}", lambda: None, writes=[buffer])
         return buffer
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
@@ -76,7 +78,7 @@ class TraceDevice:
         writes: Sequence[Buffer] = (),
     ) -> None:
         clock = self._clocks[stream]
-        _merge(clock, self._clocks[_CALLER])
+        _merge(clock, self._clocks[CALLER])
         clock[stream] = clock.get(stream, 0) + 1
         self.operations.append((stream, name))
         for buffer, write in [(b, False) for b in reads] + [(b, True) for b in writes]:
@@ -97,7 +99,7 @@ class TraceDevice:
 
     def record(self, stream: str) -> TraceEvent:
         clock = dict(self._clocks[stream])
-        _merge(clock, self._clocks[_CALLER])
+        _merge(clock, self._clocks[CALLER])
         return TraceEvent(clock)
 
     def mark(self, stream: str) -> float:
@@ -114,10 +116,10 @@ class TraceDevice:
             _merge(self._clocks[stream], event.clock)
 
     def synchronize(self, event: Any, why: str) -> None:
-        self.wait(_CALLER, event, why)
+        self.wait(CALLER, event, why)
 
     def read(self, buffer: Buffer) -> list[float]:
-        self.run(_CALLER, f"read {buffer.name}", lambda: None, [buffer])
+        self.run(CALLER, f"read {buffer.name}", lambda: None, [buffer])
         return [0.0] * buffer.data.numel()
 
     def seed(self, seed: int) -> None:

@@ -3,14 +3,39 @@
 The one cost model, of `placement="auto"` (engine/fit.py) and of `megatrain plan`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
+import torch
+
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
+from megatrain.device.clock import ClockDevice
+from megatrain.engine.assemble import Assembly, host_bytes, tile_layouts
+from megatrain.engine.costs import MachineCosts
+from megatrain.engine.measure import Measured
+from megatrain.engine.opaque import OpaqueHead, OpaqueProgram
+from megatrain.engine.step import TrainingParts, train_step
+from megatrain.engine.tally import Tally
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
+from megatrain.optim import AdamW, StreamedOptimizer
 from megatrain.placement import Placement
-from megatrain.telemetry.timeline import Breakdown, Span
+from megatrain.store import Store
+from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
+
+_STEPS = 3  # the first starts without updates, the second with the first one's; then it is steady
+_BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
+
+# What torch's allocator takes beyond what is in use, with expandable segments: 2.2 % at 7B with
+# many kept graphs, 0.7 and 0.1 % at 3B (benchmarks/results/step-*.json).
+_ALLOCATOR_SHARE = 0.01
+
+# Resident memory of a process beside all planes and buffers: 3.6 GB at 3B, 4.0 to 4.2 at 7B (same
+# files): Python, torch, CUDA's libraries, and compiling.
+_PROCESS_BYTES = 3_800_000_000
 
 
 @dataclass(frozen=True)
@@ -24,9 +49,10 @@ class Forecast:
         breakdown: the same, summed up.
         bounds: seconds that each resource is busy; no schedule can be faster than the largest.
         binds: the name of the largest.
-        device_bytes: at the step's peak, by part: `context`, `weights slots`, `gradient rooms`,
-            `embedding rows`, `resident tiles`, `boundaries`, `kept graphs`, `working set`,
-            `allocator`, ...
+        device_bytes: at the step's peak, by part: `slots`, `gradients and rows`, `resident tiles`,
+            `activations`, `kept graphs`, `working set` (of one layer or the head), `boundary
+            lanes`, `layer arguments`, `small buffers`, `allocator` (taken beyond what is in use),
+            `context` (of the process; everything else is what `Engine.memory()` counts).
         host_bytes: as `Engine.memory()` names them (`host_weights_bytes`, ...), and
             `host_process_bytes` for the process itself.
     """
@@ -98,13 +124,96 @@ def forecast(
     micro_batch: int,
     clip: bool = True,
     precision: Literal["bf16", "fp32"] = "bf16",
+    measured: Measured | None = None,
 ) -> Forecast:
-    """One steady step of a model, with nothing allocated.
+    """One steady step of a model: the engine's own step, on a device that only keeps time.
+
+    Nothing is allocated and nothing computed.
 
     Args:
         outline: of the model on the meta device (`probe.outline(open_source(config).model)`).
         tokens_per_step: rounded down to whole rows of `sequence_length`, at least one.
         micro_batch: rows.
         clip: with exact clipping updates wait for the global norm.
+        measured: of the same outline, precision and sequence length, to be used again.
+
+    Raises:
+        NotForeseeable: what the model computes depends on its values.
     """
-    raise NotImplementedError
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    measured = measured or Measured(outline, dtype, sequence_length, compiled=placement.compile)
+    rows = max(1, tokens_per_step // sequence_length)
+    run = _run(machine, placement, measured, rows, micro_batch, clip=clip)
+    used = {place: num_bytes for place, num_bytes in run.peak_live.items() if num_bytes}
+    return Forecast(
+        placement=placement,
+        machine=machine,
+        parameters=run.parameters,
+        tokens_per_step=rows * sequence_length,
+        sequence_length=sequence_length,
+        micro_batch=micro_batch,
+        seconds=run.seconds,
+        spans=run.spans,
+        breakdown=breakdown(run.spans, COMPUTE),
+        bounds={name: sum(s.seconds for s in run.spans if s.stream == name) for name in _BOUNDS},
+        device_bytes={
+            **used,
+            "allocator": int(_ALLOCATOR_SHARE * sum(used.values())),
+            "context": machine.device_context_bytes,
+        },
+        host_bytes={**run.host_bytes, "host_process_bytes": _PROCESS_BYTES},
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    seconds: float
+    spans: list[Span]
+    peak_live: Counter[str]
+    host_bytes: dict[str, int]
+    parameters: int
+
+
+def _run(
+    machine: Machine,
+    placement: Placement,
+    measured: Measured,
+    rows: int,
+    micro_batch: int,
+    *,
+    clip: bool,
+) -> _Run:
+    """The last of a few steps, which is like all that follow."""
+    tally = Tally()
+    costs = MachineCosts(machine, tally)
+    device = ClockDevice(costs)
+    batch = measured.batch(rows, micro_batch)
+    with torch.enable_grad(), tally:
+        store, parts = _assemble(device, measured, placement, clip=clip, tally=tally)
+        end = device.now
+        for _ in range(_STEPS):
+            begin = end
+            train_step(parts, batch)
+            end = device.now
+            spans = window(device.spans, begin, end)
+            costs.slow_down(spans)
+    parameters = sum(tile.layout.num_parameters for tile in store.tiles)
+    return _Run(end - begin, spans, tally.peak_live, host_bytes(store, parts), parameters)
+
+
+def _assemble(
+    device: ClockDevice, measured: Measured, placement: Placement, *, clip: bool, tally: Tally
+) -> tuple[Store, TrainingParts]:
+    """The parts of a step as the engine makes them, around a program that computes nothing."""
+    outline = measured.outline
+    optimizer = StreamedOptimizer(AdamW(), outline.skeleton.model)
+    layouts = tile_layouts(outline, optimizer.group_of())
+    resident = placement.resident
+    store = Store(device, layouts, measured.dtype, train=True, resident=resident)
+    program = OpaqueProgram(measured, tally)
+    assembly = Assembly(device, program, store, measured.dtype, placement)
+    parts = assembly.training(optimizer, 1.0 if clip else None)
+    tile, tokens = parts.head.tile, placement.head_tokens
+    work = partial(measured.head, tile.layout, head_tokens=tokens)
+    parts.head = OpaqueHead(device, program, tile, tokens, work, tally)
+    return store, parts

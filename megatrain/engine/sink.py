@@ -91,10 +91,8 @@ class Sink:
             Slab(device.host(f"slab {i}", numel, dtype, pinned=True)) for i in range(count)
         ]
         self._claimed = 0
-        every = [*self._own.values(), *self._shared]
-        self.host_bytes = sum(
-            s.buffer.data.nbytes for s in every if s.buffer.data.device.type != "cuda"
-        )
+        on_host = [self._own[tile.index] for tile in own if not tile.resident]
+        self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
 
     def _pieces_of_a_layer(self, tiles: Sequence[Tile]) -> int:
         layers = [t.layout.trainable_numel for t in tiles if t.name.startswith("layer")]

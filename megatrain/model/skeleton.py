@@ -51,7 +51,12 @@ class Call:
 
 def identity(tensor: Tensor) -> Hashable:
     """Equal for a tensor and its trivial views, such as `h[:, 0:]`; not for a detached one."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.requires_grad
+    return *_memory(tensor), tensor.shape, tensor.stride(), tensor.requires_grad
+
+
+def _memory(tensor: Tensor) -> tuple:
+    """Where a tensor begins, also of one without data."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 class Reached(Exception):
@@ -180,7 +185,7 @@ def _single_row(index: Any) -> int | None:
 
 
 def _same(ids: Tensor, own: Tensor) -> bool:
-    return ids.data_ptr() == own.data_ptr() and ids.is_contiguous() and ids.numel() == own.numel()
+    return _memory(ids) == _memory(own) and ids.is_contiguous() and ids.numel() == own.numel()
 
 
 class Skeleton:

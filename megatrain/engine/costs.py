@@ -1,0 +1,149 @@
+"""Seconds and bytes of all that a step puts on a device, from a machine's rates."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, UPDATE
+from megatrain.engine.opaque import KEPT_GRAPHS, WORKING_SET
+from megatrain.engine.tally import Tally, Work
+from megatrain.machine import Machine
+from megatrain.telemetry.timeline import Span
+
+# What couples resources, measured on an H200 with 16 cores (55.5 and 55.4 GB/s one way):
+# 101.7 GB/s in both directions at once, and 2.97 instead of 4.56 Gparam/s of updates (26 bytes a
+# parameter) under such copies: a byte over the bus takes 0.41 from what an update may move.
+_BOTH_WAYS = 101.7 / (55.5 + 55.4)
+_TAKEN_PER_BUS_BYTE = 26 * (4.56 - 2.97) / 101.7
+
+# The model's own forward around the layers is Python and small kernels, whatever the batch: 5 to 11
+# ms forward and 7 to 8 backward, a micro-batch (step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
+_PROLOGUE_SECONDS = 8e-3
+
+# Where device memory goes, by the beginning or the end of a buffer's name.
+_PLACES = (
+    ("slot", "slots"),
+    ("work room", "gradients and rows"),
+    ("leaving gradient", "gradients and rows"),
+    ("leaving boundary", "boundary lanes"),
+    ("returning boundary", "boundary lanes"),
+)
+_PLANES = ("weights", "remainder", "first moment", "second moment", "gradient")
+
+
+class MachineCosts:
+    """What work takes on a machine; memory is counted by `tally`, which runs along."""
+
+    def __init__(self, machine: Machine, tally: Tally) -> None:
+        self.tally, self.host_bytes = tally, Counter[str]()
+        self._machine = machine
+        self._rate = {
+            COPY_IN: machine.to_device_gbps * 1e9,
+            COPY_OUT: machine.from_device_gbps * 1e9,
+            UPDATE: machine.update_gbps * 1e9,
+            ROWS: machine.update_gbps * 1e9,
+        }
+        self._alone = dict(self._rate)
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Device memory, counted under the part that it belongs to."""
+        with self.tally.placing(_place(name)):
+            return torch.empty(numel, dtype=dtype, device="meta")
+
+    def host(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory."""
+        self.host_bytes[name] += numel * dtype.itemsize
+        with self.tally.placing(None):
+            return torch.empty(numel, dtype=dtype, device="meta")
+
+    def copy(self, stream: str, num_bytes: int) -> float:
+        return num_bytes / self._rate[stream]
+
+    def run(
+        self,
+        stream: str,
+        name: str,
+        work: Callable[[], Any],
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+    ) -> tuple[float, int, Any]:
+        """Work on COMPUTE is done, on tensors without data; what host threads do is estimated."""
+        if name.startswith("update "):
+            moved = _update_bytes(reads, writes)
+            if stream == COMPUTE:
+                return moved / (self._machine.device_gbps * 1e9), 0, None
+            return moved / self._rate[UPDATE], moved, None
+        if stream == ROWS:
+            moved = 2 * min((b.data.nbytes for b in (*reads, *writes)), default=0)
+            return moved / self._rate[ROWS], moved, None
+        if stream != COMPUTE:
+            return 0.0, 0, None
+        return self._compute(name, work)
+
+    def _compute(self, name: str, work: Callable[[], Any]) -> tuple[float, int, Any]:
+        self.tally.work = Work()
+        forward = name.startswith("layer") and not name.endswith("backward")
+        with self.tally.placing(KEPT_GRAPHS if forward else WORKING_SET):
+            result = work()
+        seconds = self.seconds(self.tally.work)
+        if name.startswith("prologue"):
+            seconds = max(seconds, _PROLOGUE_SECONDS)
+        return seconds, 0, result
+
+    def seconds(self, work: Work) -> float:
+        """Of work that is measured in operations."""
+        machine = self._machine
+        seconds = (
+            work.product_flops / (machine.matmul_tflops * 1e12)
+            + work.attention_flops / (machine.attention_forward_tflops * 1e12)
+            + work.attention_backward_flops / (machine.attention_backward_tflops * 1e12)
+            + work.touched_bytes / (machine.device_gbps * 1e9)
+        )
+        return max(seconds, work.kernels * machine.launch_seconds)
+
+    def slow_down(self, spans: Sequence[Span]) -> None:
+        """Take the rates of the next step from what ran at the same time in this one."""
+        copies_in = [s for s in spans if s.stream == COPY_IN]
+        copies_out = [s for s in spans if s.stream == COPY_OUT]
+        updates = [s for s in spans if s.stream == UPDATE]
+        both = _overlap(copies_in, copies_out)
+        for stream, own in ((COPY_IN, copies_in), (COPY_OUT, copies_out)):
+            share = both / busy if (busy := sum(s.seconds for s in own)) else 0.0
+            self._rate[stream] = self._alone[stream] * (1 - share * (1 - _BOTH_WAYS))
+        if busy := sum(s.seconds for s in updates):
+            seconds = {
+                COPY_IN: _overlap(updates, copies_in),
+                COPY_OUT: _overlap(updates, copies_out),
+            }
+            moved = sum(self._rate[stream] * each for stream, each in seconds.items())
+            self._rate[UPDATE] = self._alone[UPDATE] - _TAKEN_PER_BUS_BYTE * moved / busy
+
+
+def _place(name: str) -> str:
+    for start, place in _PLACES:
+        if name.startswith(start):
+            return place
+    return "resident tiles" if name.endswith(_PLANES) else "small buffers"
+
+
+def _update_bytes(reads: Sequence[Buffer], writes: Sequence[Buffer]) -> int:
+    """The gradient is read, all else read and written; a shared slab is longer than its tile."""
+    numel = max((buffer.data.numel() for buffer in writes), default=0)
+    gradient = sum(buffer.data[:numel].nbytes for buffer in reads)
+    return gradient + 2 * sum(buffer.data.nbytes for buffer in writes)
+
+
+def _overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
+    """Seconds in which both did something; each is in order and does one thing at a time."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i].end, other[j].end) - max(one[i].start, other[j].start))
+        if one[i].end < other[j].end:
+            i += 1
+        else:
+            j += 1
+    return total

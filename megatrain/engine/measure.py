@@ -1,0 +1,331 @@
+"""What the parts of a model take at one shape of micro-batch, read off the model's own code.
+
+Each kind of layer, and the head, runs once on fake tensors (shapes without data) under a tally of
+its operations: FLOPs, bytes touched, and bytes alive. That takes tenths of a second, for any size.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatrain.device import Buffer, CpuDevice
+from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.footprint import Compiled, Recorder, Traced
+from megatrain.engine.sink import Room
+from megatrain.engine.tally import OneAttention, Tally, Work
+from megatrain.engine.units import Head
+from megatrain.errors import MegatrainError
+from megatrain.model.kind import KEPT_SHARE, Kind
+from megatrain.model.outline import Outline
+from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.model.skeleton import Call, Ref, Rows, stand_in
+from megatrain.store import Tile
+from megatrain.tile import TileLayout
+
+_CPU = torch.device("cpu")
+
+
+class NotForeseeable(MegatrainError):
+    """What a model computes depends on its values, so that nothing can be said beforehand."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of an activation, and its type."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: str) -> Tensor:
+        return torch.empty(self.sizes, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What one micro-batch takes in a layer.
+
+    Attributes:
+        forward: nothing is kept.
+        again: the forward of the backward sweep, which keeps what the backward needs.
+        backward: what was kept counts in its peak.
+        keeping, kept_backward: the same two of a layer that keeps its graph between the sweeps.
+        outputs: by output leaf.
+    """
+
+    forward: Work
+    again: Work
+    backward: Work
+    keeping: Work
+    kept_backward: Work
+    outputs: dict[int, Shape]
+
+
+class _AnyRows(Rows):
+    """Rows of which only shapes count."""
+
+    def position(self, token: int) -> int | None:
+        return 0
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return ids
+
+
+@torch.library.custom_op("megatrain::cross_entropy", mutates_args=())
+def _cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    raise NotImplementedError("only the shapes are of interest")
+
+
+@_cross_entropy.register_fake
+def _(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    return logits_NV.new_empty((), dtype=torch.float32)
+
+
+def _pull_cross_entropy(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return torch.empty_like(ctx.saved_tensors[0]).copy_(ctx.saved_tensors[0]), None
+
+
+_cross_entropy.register_autograd(
+    _pull_cross_entropy, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+)
+
+
+class Measured:
+    """The works of a model's parts, each measured when it is first asked for."""
+
+    def __init__(
+        self, outline: Outline, dtype: torch.dtype, sequence_length: int, *, compiled: bool
+    ) -> None:
+        self.outline, self.dtype, self.tokens = outline, dtype, sequence_length
+        self.compiled = compiled
+        self._program = Program(outline, _CPU, dtype)
+        self._program.train(True)
+        self._kinds: dict[tuple[int, int], LayerWork] = {}
+        self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}
+        self._batches: dict[tuple[int, int], Batch] = {}
+        self._heads: dict[tuple[int, int], Work] = {}
+
+    def batch(self, rows: int, micro_batch: int) -> Batch:
+        """A step of random tokens: their embedding rows are as many as they can be on average."""
+        if (rows, micro_batch) not in self._batches:
+            config = self.outline.skeleton.model.config.get_text_config(decoder=True)
+            generator = torch.Generator().manual_seed(0)
+            shape = (rows, self.tokens)
+            ids_BT = torch.randint(config.vocab_size, shape, generator=generator)
+            micro = [{"input_ids": part, "labels": part} for part in ids_BT.split(micro_batch)]
+            self._batches[rows, micro_batch] = prepare(
+                micro,
+                _CPU,
+                config.vocab_size,
+                labelled=True,
+                seed=0,
+                constants=self.outline.constants,
+            )
+        return self._batches[rows, micro_batch]
+
+    def entering(self, rows: int) -> dict[Ref, Shape]:
+        """What the prologue makes of a micro-batch."""
+        return self._prologue(rows)[0]
+
+    def argument_bytes(self, rows: int) -> int:
+        """What it makes besides and layers are given: positions, masks."""
+        return self._prologue(rows)[2]
+
+    def layer(self, visit: int, rows: int) -> LayerWork:
+        """The work of a layer, from that of its kind."""
+        kind = self.outline.layers[visit].kind
+        if (id(kind), rows) not in self._kinds:
+            with _foreseeing(self.outline.layers[visit].name):
+                self._kinds[id(kind), rows] = self._layer(visit, rows, kind)
+        return self._kinds[id(kind), rows]
+
+    def head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
+        """The work of epilogue, logits, loss and their gradients."""
+        if (rows, head_tokens) not in self._heads:
+            with _foreseeing("the head"):
+                self._heads[rows, head_tokens] = self._head(layout, rows, head_tokens)
+        return self._heads[rows, head_tokens]
+
+    def shape(self, ref: Ref, rows: int) -> Shape:
+        """Of an activation."""
+        if ref in self.entering(rows):
+            return self.entering(rows)[ref]
+        return self.layer(ref.visit, rows).outputs[ref.leaf]
+
+    def _prologue(self, rows: int) -> tuple[dict[Ref, Shape], list[Call], int]:
+        if rows not in self._micro:
+            with _foreseeing("what comes before the layers"), _fake():
+                micro = self._micro_batch(rows)
+                outer = dict(self.outline.skeleton.model.named_parameters())
+                weights = {
+                    name: stand_in(outer[name], _CPU, self.dtype).requires_grad_()
+                    for name in self.outline.prologue
+                }
+                with torch.enable_grad():
+                    values = self._program.prologue(weights, micro)
+                shapes = {ref: Shape(tuple(v.shape), v.dtype) for ref, v in values.items()}
+                leaves = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
+                num_bytes = sum(v.nbytes for v in leaves.values() if isinstance(v, Tensor))
+                self._micro[rows] = shapes, micro.calls, num_bytes
+        return self._micro[rows]
+
+    def _micro_batch(self, rows: int) -> MicroBatch:
+        ids = torch.zeros(rows, self.tokens, dtype=torch.long)
+        widths = dict(self.outline.skeleton.model.named_parameters())
+        tables = {
+            name: torch.empty(1, *widths[name].shape[1:], dtype=self.dtype).requires_grad_()
+            for name in self.outline.gathered
+        }
+        return MicroBatch({"input_ids": ids}, ids, _AnyRows(ids, ids, tables, ids.view(-1)[:1]))
+
+    def _layer(self, visit: int, rows: int, kind: Kind) -> LayerWork:
+        layer, calls = self.outline.layers[visit], self._prologue(rows)[1]
+        with _fake(), torch.enable_grad(), self._program.eager():
+            micro = replace(self._micro_batch(rows), calls=_as_fakes(calls))
+            values = {ref: self.shape(ref, rows).empty("cpu") for ref in layer.inputs}
+            for value in values.values():
+                value.requires_grad_(value.is_floating_point())
+            weights = {
+                name: torch.empty(p.shape, dtype=self.dtype).requires_grad_(p.requires_grad)
+                for name, p in layer.module.named_parameters()
+            }
+            given = [*values.values(), *weights.values(), *micro.calls[visit].leaves]
+
+            def run() -> Activations:
+                return self._program.layer(visit, weights, micro, values)
+
+            measure = _compiled if self.compiled else _eager
+            return measure(run, given)
+
+    def _head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
+        with _fake(), torch.enable_grad():
+            tally = Tally()
+            tile = Tile(0, layout, Buffer("", torch.empty(layout.numel)), None, None)
+            slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
+            sums = Buffer("sums", torch.empty(layout.trainable_numel))
+            views = {entry.name: entry.view(sums.data) for entry in layout.trainable}
+            micro = self._micro_batch(rows)
+            refs = self.outline.epilogue_inputs
+            h = [{ref: self.shape(ref, rows).empty("cpu") for ref in refs}]
+            batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)
+            head = Head(CpuDevice(), self._program, tile, head_tokens, compiled=False)
+            if self.compiled:
+                head.cross_entropy = _cross_entropy
+            tally.ignore((slot.data, sums.data, h, micro.inputs, micro.targets))
+            with tally:
+                result = head.loss_and_vjp(slot, batch, h, Room(tile, sums, views))
+            del result
+            return replace(tally.work, peak_bytes=tally.peak_bytes)
+
+
+def _compiled(run: Any, given: list[Any]) -> LayerWork:
+    """What a layer takes once it is compiled."""
+    recorder = Recorder()
+    with recorder:
+        made = run()
+        split = len(recorder.ops)
+        values, gradients = _ends(made)
+        pulled = torch.autograd.grad(values, _leaves(given), gradients, allow_unused=True)
+    traced = Traced(
+        recorder.ops,
+        recorder.sizes,
+        split,
+        recorder.numbers((given, gradients)),
+        recorder.numbers(list(made.values())),
+        recorder.numbers(pulled),
+    )
+    works = Compiled(traced)
+    return LayerWork(
+        works.forward(),
+        works.forward_keeping(),
+        works.backward(),
+        works.forward_keeping(KEPT_SHARE),
+        works.backward(KEPT_SHARE),
+        _shapes(made),
+    )
+
+
+def _eager(run: Any, given: list[Any]) -> LayerWork:
+    """What a layer takes as it is."""
+    plain, again, backward = Tally(), Tally(), Tally()
+    with torch.no_grad(), plain:
+        plain.ignore(given)
+        run()
+    with again:
+        again.ignore(given)
+        made = run()
+    values, gradients = _ends(made)
+    results = sum(value.nbytes for value in made.values())
+    kept = again.total_bytes - results
+    with backward:
+        backward.ignore(given)
+        torch.autograd.grad(values, _leaves(given), gradients, allow_unused=True)
+    first = replace(again.work, peak_bytes=again.peak_bytes, kept_bytes=kept)
+    second = replace(backward.work, peak_bytes=backward.peak_bytes + kept)
+    forward = replace(plain.work, peak_bytes=plain.peak_bytes)
+    return LayerWork(forward, first, second, first, second, _shapes(made))
+
+
+def _ends(made: Activations) -> tuple[list[Tensor], list[Tensor]]:
+    """A layer's results that gradients flow through, and such gradients."""
+    values = [value for value in made.values() if value.requires_grad]
+    return values, [torch.empty_like(value) for value in values]
+
+
+def _leaves(given: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _shapes(made: Activations) -> dict[int, Shape]:
+    return {ref.leaf: Shape(tuple(v.shape), v.dtype) for ref, v in made.items()}
+
+
+def _as_fakes(calls: list[Call]) -> list[Call]:
+    """The arguments of layers, made anew: fake tensors belong to the mode they were made in."""
+    known: dict[int, Tensor] = {}
+
+    def fresh(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in known:
+            known[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)
+        return known[id(leaf)]
+
+    return [Call([fresh(leaf) for leaf in call.leaves], call.spec) for call in calls]
+
+
+@contextmanager
+def _fake() -> Iterator[None]:
+    """Tensors made within this context have no data.
+
+    transformers looks for packed rows in the positions' values, which such tensors do not have.
+    """
+    # A forecast may be in the middle of its own counting.
+    packed = "transformers.masking_utils.find_packed_sequence_indices"
+    with (
+        _disable_current_modes(),
+        mock.patch(packed, lambda position_ids: None),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        OneAttention(),
+    ):
+        yield
+
+
+@contextmanager
+def _foreseeing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except MegatrainError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise NotForeseeable(
+            f"what {what} takes depends on the values it computes with ({type(error).__name__}: "
+            f"{reason}); set the placement yourself"
+        ) from error

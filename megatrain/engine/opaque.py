@@ -1,0 +1,138 @@
+"""The parts of a model as black boxes: the engine runs its own step on them, and nothing is
+computed. A call says what it takes, holds as much memory as the real one, and returns tensors
+without data that gradients flow through.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer, Device
+from megatrain.engine.measure import Measured, Shape
+from megatrain.engine.sink import Room
+from megatrain.engine.tally import Tally, Work
+from megatrain.engine.units import Head
+from megatrain.model.program import Activations, MicroBatch, Program, Weights
+from megatrain.model.skeleton import Call, Ref
+from megatrain.store import Tile
+
+ACTIVATIONS, WORKING_SET, KEPT_GRAPHS = "activations", "working set", "kept graphs"
+
+
+class OpaqueProgram(Program):
+    """A program of which only works and shapes are known."""
+
+    def __init__(self, measured: Measured, tally: Tally) -> None:
+        self.outline, self.dtype = measured.outline, measured.dtype
+        self.skeleton = measured.outline.skeleton
+        self._measured, self._tally = measured, tally
+
+    def compile(self) -> None:
+        """Nothing runs."""
+
+    def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
+        rows = len(batch.inputs["input_ids"])
+        shapes = self._measured.entering(rows)
+        with self._tally.placing("layer arguments"):
+            held = torch.empty(
+                self._measured.argument_bytes(rows), dtype=torch.uint8, device="meta"
+            )
+        batch.calls = [Call([held], None)]
+        sources = [*batch.rows.tables.values(), *weights.values()]
+        moved = sum(shape.empty("meta").nbytes for shape in shapes.values())
+        work = Work(touched_bytes=2 * moved, kernels=1)
+        return _call(self._tally, work, work, KEPT_GRAPHS, sources, shapes)
+
+    def layer(
+        self,
+        visit: int,
+        weights: Weights,
+        batch: MicroBatch,
+        values: Activations,
+        *,
+        kept: bool = False,
+    ) -> Activations:
+        work = self._measured.layer(visit, len(batch.inputs["input_ids"]))
+        shapes = {ref: work.outputs[ref.leaf] for ref in self.outline.outputs[visit]}
+        sources = [*(values[ref] for ref in self.outline.layers[visit].inputs), *weights.values()]
+        if not torch.is_grad_enabled():
+            self._tally.add(work.forward)
+            return _results(self._tally, shapes)
+        if kept:
+            first, second, place = work.keeping, work.kept_backward, KEPT_GRAPHS
+        else:
+            first, second, place = work.again, work.backward, WORKING_SET
+        return _call(self._tally, first, second, place, sources, shapes)
+
+
+class OpaqueHead(Head):
+    """A head of which only works and shapes are known."""
+
+    def __init__(
+        self, device: Device, program: Program, tile: Tile, tokens: int, work: Any, tally: Tally
+    ) -> None:
+        """Args: `work` gives, for rows of a micro-batch, what it takes."""
+        super().__init__(device, program, tile, tokens, compiled=False)
+        self._work, self._tally = work, tally
+
+    def _pull(
+        self, slot: Buffer, micro: MicroBatch, values: Activations, count: int, room: Room
+    ) -> tuple[Tensor, Activations]:
+        self._tally.add(self._work(len(micro.inputs["input_ids"])))
+        with self._tally.placing(ACTIVATIONS):
+            gradients = {ref: _like(v) for ref, v in values.items() if v.is_floating_point()}
+            return torch.empty((), device="meta"), gradients
+
+
+def _results(tally: Tally, shapes: Mapping[Ref, Shape]) -> Activations:
+    with tally.placing(ACTIVATIONS):
+        return {ref: shape.empty("meta") for ref, shape in shapes.items()}
+
+
+def _call(
+    tally: Tally,
+    first: Work,
+    second: Work,
+    place: str,
+    sources: Sequence[Tensor],
+    shapes: Mapping[Ref, Shape],
+) -> Activations:
+    """The results of a black box in whose graph the `first` work's kept bytes wait for `second`."""
+    made = _BlackBox.apply(tally, first, second, place, shapes, *sources)
+    return dict(zip(shapes, made, strict=True))
+
+
+class _BlackBox(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tally: Tally,
+        first: Work,
+        second: Work,
+        place: str,
+        shapes: Mapping[Ref, Shape],
+        *sources: Tensor,
+    ) -> tuple[Tensor, ...]:
+        tally.add(first)
+        with tally.placing(place):
+            ctx.held = torch.empty(first.kept_bytes, dtype=torch.uint8, device="meta")
+        # What is held already counts in the backward's peak.
+        peak = max(0, second.peak_bytes - first.kept_bytes)
+        ctx.tally, ctx.second = tally, replace(second, peak_bytes=peak)
+        ctx.save_for_backward(*sources)
+        return tuple(_results(tally, shapes).values())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.tally.add(ctx.second)
+        del ctx.held
+        with ctx.tally.placing(WORKING_SET):
+            pulled = [_like(s) if s.requires_grad else None for s in ctx.saved_tensors]
+        return (None, None, None, None, None, *pulled)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -1,0 +1,262 @@
+"""Counts what operations on tensors without data would take: FLOPs, bytes touched, bytes alive."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import finalize
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a piece of device work takes.
+
+    Attributes:
+        product_flops: of matrix products.
+        attention_flops, attention_backward_flops: causal attention counted at half.
+        touched_bytes: of device memory, by all other operations.
+        kernels: launched.
+        peak_bytes: that exist at once, besides what the work was given; results count.
+        kept_bytes: that wait for a backward, besides results and what the work was given.
+    """
+
+    product_flops: int = 0
+    attention_flops: int = 0
+    attention_backward_flops: int = 0
+    touched_bytes: int = 0
+    kernels: int = 0
+    peak_bytes: int = 0
+    kept_bytes: int = 0
+
+
+@torch.library.custom_op("megatrain::attention", mutates_args=())
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("only the shapes are of interest")
+
+
+@_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    *outer, tokens, _ = query.shape
+    out = query.new_empty((*outer, tokens, value.shape[-1]))
+    if out.dim() == 4:  # as kernels lay it out: a token's heads side by side
+        out = torch.empty_like(out.transpose(1, 2).contiguous()).transpose(1, 2)
+    return out, query.new_empty((*outer, tokens), dtype=torch.float32)
+
+
+@torch.library.custom_op("megatrain::attention_backward", mutates_args=())
+def _attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise NotImplementedError("only the shapes are of interest")
+
+
+@_attention_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, key, value, mask, ctx.causal = inputs
+    ctx.save_for_backward(query, key, value, *output, mask)
+
+
+def _pull(ctx: Any, gradient: Tensor, _: Tensor) -> tuple:
+    return (*_attention_backward(gradient, *ctx.saved_tensors, ctx.causal), None, None)
+
+
+_attention.register_autograd(_pull, setup_context=_keep_for_backward)
+
+ATTENTION = torch.ops.megatrain.attention.default
+_LOOKS = (torch.ops.aten._unsafe_view.default,)
+_OVERWRITES = (
+    torch.ops.aten.zero_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.copy_.default,
+)
+
+ATTENTION_BACKWARD = torch.ops.megatrain.attention_backward.default
+
+
+class OneAttention(TorchFunctionMode):
+    """Sends attention to one operation, whatever kernel this machine would take for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _one_attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _one_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    return cast(Tensor, _attention(query, key, value, attn_mask, is_causal)[0])
+
+
+def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
+    """What one operation takes on its own, and the bytes it needs while it runs."""
+    if func is ATTENTION:
+        return Work(attention_flops=_attention_flops(*args), kernels=1), 0
+    if func is ATTENTION_BACKWARD:
+        _, query, key, value, *_, mask, causal = args
+        # Five products where the forward has two; the gradient of the queries is summed in fp32.
+        flops = _attention_flops(query, key, value, mask, causal) * 5 // 2
+        return Work(attention_backward_flops=flops, kernels=1), query.numel() * 4
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0
+    given, made = tensors((args[1:] if func in _OVERWRITES else args, kwargs)), tensors(out)
+    if not given and func not in _OVERWRITES:
+        return Work(), 0  # an allocation
+    return Work(touched_bytes=sum(t.nbytes for t in (*given, *made)), kernels=1), 0
+
+
+def _attention_flops(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> int:
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    flops = 2 * pairs * (query.shape[-1] + value.shape[-1])
+    return flops // 2 if causal and mask is None else flops
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """The tensors without data among some values, in containers of any depth."""
+    # In this order: a fake tensor's device is an operation of its own.
+    if isinstance(values, Tensor):
+        return [values] if isinstance(values, FakeTensor) or values.is_meta else []
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [tensor for value in values for tensor in tensors(value)]
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operation only looks at memory in another way, or at no memory."""
+    return func.is_view or func in _LOOKS or func.namespace == "prim"
+
+
+class Tally(TorchDispatchMode):
+    """Counts while it is entered.
+
+    Attributes:
+        work: so far, memory apart.
+        place: the name under which new storages are counted; None: they are not counted.
+        live, peak_live: bytes by place, now and when most were alive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work()
+        self.place: str | None = "other"
+        self.live: Counter[str] = Counter()
+        self.peak_live: Counter[str] = Counter()
+        self._known: set[int] = set()
+        self._total = self.peak_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self._total
+
+    @contextmanager
+    def placing(self, name: str | None) -> Iterator[None]:
+        """New storages within this context are counted under `name`."""
+        before, self.place = self.place, name
+        try:
+            yield
+        finally:
+            self.place = before
+
+    def ignore(self, values: Any) -> None:
+        """Do not count the storages of some tensors."""
+        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors(values))
+
+    def add(self, work: Work) -> None:
+        """Count work that was measured before; its peak lies on top of what is alive now."""
+        self.work = added(self.work, work)
+        self._note_peak("working set", work.peak_bytes)
+
+    def restart_peak(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes, self.peak_live = self._total, Counter(self.live)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if is_view(func):
+            return out
+        for tensor in tensors(out):
+            self._found(tensor)
+        work, scratch = work_of(func, args, kwargs, out)
+        self.work = added(self.work, work)
+        if scratch:
+            self._note_peak("working set", scratch)
+        return out
+
+    def _found(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        num_bytes = 0 if self.place is None else storage.nbytes()
+        place = self.place or ""
+        self.live[place] += num_bytes
+        self._total += num_bytes
+        finalize(storage, self._gone, key, place, num_bytes)
+        self._note_peak("working set", 0)
+
+    def _gone(self, key: int, place: str, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.live[place] -= num_bytes
+        self._total -= num_bytes
+
+    def _note_peak(self, place: str, more: int) -> None:
+        if self._total + more > self.peak_bytes:
+            self.peak_bytes = self._total + more
+            self.peak_live = self.live + Counter({place: more})
+
+
+def added(one: Work, other: Work) -> Work:
+    """Both, one after the other, memory apart."""
+    return Work(
+        one.product_flops + other.product_flops,
+        one.attention_flops + other.attention_flops,
+        one.attention_backward_flops + other.attention_backward_flops,
+        one.touched_bytes + other.touched_bytes,
+        one.kernels + other.kernels,
+    )
