@@ -44,10 +44,12 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    versions = {p.name: tile.version for tile in checkpoint.manifest.tiles for p in tile.parameters}
+    records = checkpoint.manifest.tiles
+    of_tile = {record.name: record.version for record in records}
+    of_parameter = {each.name: record.version for record in records for each in record.parameters}
     for tile in tiles:
-        if tile.layout.entries:
-            tile.version = versions[tile.layout.entries[0].name]
+        first = next((entry.name for entry in tile.layout.entries), None)
+        tile.version = of_tile.get(tile.name, 0) if first is None else of_parameter[first]
 
 
 @dataclass

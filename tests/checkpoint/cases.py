@@ -1,0 +1,111 @@
+"""Engines to save, writers to slow down, and a CPU whose host streams are threads."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain import Engine, Placement
+from megatrain.checkpoint import files
+from megatrain.device import Buffer, CpuDevice
+from megatrain.device.base import HOST_STREAMS
+from megatrain.device.worker import HostWorker
+from tests.families.plain import Step
+from tests.parity.cases import llama, make_batches, make_engine, masters
+
+SHAPES = ((2, 8), (1, 5))
+
+
+def engine_of(**options: Any) -> Engine:
+    """A tiny engine; `model` and `sizes` choose the model."""
+    model = options.pop("model", None) or llama(**options.pop("sizes", {}))
+    return make_engine(model, **options)
+
+
+def batches(count: int) -> list[Step]:
+    return make_batches(count, SHAPES)
+
+
+def state(engine: Engine) -> dict[str, Tensor]:
+    """Every number that is saved of the tiles."""
+    found = {f"master {name}": master for name, master in masters(engine).items()}
+    for tile in engine._store.tiles:
+        for number, moment in enumerate(tile.moments or ()):
+            found[f"moment {number} of {tile.name}"] = moment.data.clone()
+        found[f"version of {tile.name}"] = torch.tensor(tile.version)
+    return found
+
+
+class ThreadedDevice(CpuDevice):
+    """Host streams are threads, as beside a GPU; device work is done by the caller at once."""
+
+    def __init__(self) -> None:
+        self._workers = {
+            name: HostWorker(name, torch.zeros(1, dtype=torch.int32)) for name in HOST_STREAMS
+        }
+
+    def run(
+        self,
+        stream: str,
+        name: str,
+        work: Callable[[], Any],
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> Any:
+        if stream in self._workers:
+            return self._workers[stream].put(name, work)
+        return work()
+
+    def record(self, stream: str) -> Any:
+        worker = self._workers.get(stream)
+        return None if worker is None else (worker, worker.mark())
+
+    def wait(self, stream: str, event: Any, why: str) -> None:
+        if event is None:
+            return
+        if stream in self._workers:
+            self._workers[stream].put(why, lambda: event[0].wait(event[1]))
+        else:
+            event[0].wait(event[1])
+
+    def synchronize(self, event: Any, why: str) -> None:
+        if event is not None:
+            event[0].wait(event[1])
+        for worker in self._workers.values():
+            worker.check()
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+
+
+class SlowWrites:
+    """The file layer, each write of which takes a while, or waits until it may go on."""
+
+    def __init__(self, monkeypatch, seconds: float = 0.0) -> None:
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.count = 0
+        write = files.NewFile.write
+
+        def slow(file: files.NewFile, data: Any, offset: int) -> None:
+            self.count += 1
+            self.may_go_on.wait(60)
+            time.sleep(seconds)
+            write(file, data, offset)
+
+        monkeypatch.setattr(files.NewFile, "write", slow)
+
+
+def tiny_pool(blocks: int, **choices: Any) -> Placement:
+    return Placement(slots=1, save_bytes=blocks * 4096, **choices)
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1 << bit
+    path.write_bytes(data)

@@ -1,0 +1,12 @@
+import pytest
+
+from megatrain.checkpoint import files
+from tests.parity.conftest import one_thread
+
+__all__ = ["one_thread"]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch) -> None:
+    """A layer of the tiny models has 25 pieces."""
+    monkeypatch.setattr(files, "PIECE_BYTES", 4096)

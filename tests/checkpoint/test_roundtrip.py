@@ -1,0 +1,224 @@
+"""An engine that was loaded goes on bit for bit as the one that was saved."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig
+
+from megatrain import Engine, InputError, Placement
+from megatrain.checkpoint import open_checkpoint, verify
+from megatrain.checkpoint.read import read_tiles
+from megatrain.device import CpuDevice
+from megatrain.store import Store
+from megatrain.tile import TileLayout
+from tests.checkpoint.cases import batches, engine_of, state
+from tests.parity.cases import frozen, llama, masters, noisy, same
+
+PLACEMENTS = {
+    "streamed": Placement(slots=1),
+    "resident": Placement(resident=("embedding", "layer 1", "head"), keep_layers=1),
+    "host boundaries": Placement(slots=2, boundaries="host", slabs=3),
+}
+# Precision, clipping, tied, dropout; each placement in turn.
+CASES = list(itertools.product(("fp32", "bf16"), (0.5, None), (False, True), (0.0, 0.3)))
+
+
+def go_on(engine: Engine, steps: list) -> list[tuple[float, float]]:
+    results = [engine.step(step) for step in steps]
+    return [(r.loss, r.grad_norm) for r in results]
+
+
+def check(engine: Engine, tmp_path, load: dict | None = None, steps: int = 4) -> Engine:
+    """Save in the middle of a run, go on, and go on again from what was saved."""
+    given = batches(steps)
+    go_on(engine, given[: steps // 2])
+    saving = engine.save(tmp_path / "saved", wait=False)
+    wanted = go_on(engine, given[steps // 2 :])
+    saving.wait()
+    again = Engine.load(tmp_path / "saved", **{"device": "cpu", **(load or {})})
+    assert again.steps == steps // 2
+    assert go_on(again, given[steps // 2 :]) == wanted
+    assert same(state(again), state(engine))
+    assert same(masters(again), masters(engine))
+    return again
+
+
+@pytest.mark.parametrize(("precision", "clip", "tied", "dropout"), CASES)
+def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp_path) -> None:
+    number = CASES.index((precision, clip, tied, dropout))
+    placement = list(PLACEMENTS.values())[number % len(PLACEMENTS)]
+    sizes = {"tie_word_embeddings": tied, "attention_dropout": dropout}
+    check(engine_of(sizes=sizes, precision=precision, clip=clip, placement=placement), tmp_path)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_another_placement_goes_on_bit_for_bit(placement: str, tmp_path) -> None:
+    others = [each for name, each in PLACEMENTS.items() if name != placement]
+    for number, other in enumerate(others):
+        engine = engine_of(precision="bf16", placement=PLACEMENTS[placement])
+        again = check(engine, tmp_path / str(number), {"placement": other})
+        assert again.placement == other
+
+
+def test_frozen_parameters_stay_frozen(tmp_path) -> None:
+    model = frozen(llama(), lambda name: "layers.1" in name or name == "lm_head.weight")
+    again = check(engine_of(model=model, precision="bf16"), tmp_path)
+    trained = {n for g in again.optimizer.param_groups for n in g["param_names"]}
+    assert all("layers.1" in name or name == "lm_head.weight" for name in trained)
+
+
+def test_a_schedule_goes_on(tmp_path) -> None:
+    steps = batches(6)
+
+    def train(engine: Engine, schedule: LambdaLR, steps: list) -> list:
+        rates = []
+        for step in steps:
+            engine.step(step)
+            rates.append([group["lr"] for group in engine.optimizer.param_groups])
+            schedule.step()
+        return rates
+
+    def schedule_of(engine: Engine) -> LambdaLR:
+        return LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
+
+    engine = engine_of()
+    schedule = schedule_of(engine)
+    train(engine, schedule, steps[:3])
+    engine.save(tmp_path / "saved", extra={"schedule": schedule.state_dict()})
+    wanted = train(engine, schedule, steps[3:])
+
+    again = Engine.load(tmp_path / "saved", device="cpu")
+    before = [dict(group) for group in again.optimizer.param_groups]
+    resumed = schedule_of(again)
+    resumed.load_state_dict(open_checkpoint(tmp_path / "saved").extra["schedule"])
+    for group, saved in zip(again.optimizer.param_groups, before, strict=True):
+        group["lr"] = saved["lr"]
+    assert train(again, resumed, steps[3:]) == wanted
+    assert same(state(again), state(engine))
+
+
+def test_changed_groups_come_back_exactly(tmp_path) -> None:
+    engine = engine_of()
+    for group in engine.optimizer.param_groups:
+        group |= {"lr": 1 / 3, "betas": (0.1 + 0.2, 0.95), "initial_lr": torch.tensor(0.25)}
+    engine.save(tmp_path / "saved")
+    for group in Engine.load(tmp_path / "saved").optimizer.param_groups:
+        assert (group["lr"], group["betas"]) == (1 / 3, (0.1 + 0.2, 0.95))
+        assert group["initial_lr"] == 0.25
+
+
+def moe() -> DeepseekV3ForCausalLM:
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=128, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=None,
+        kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_shared_experts=1,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return noisy(DeepseekV3ForCausalLM(config))
+
+
+def test_persistent_buffers_come_back(tmp_path) -> None:
+    model = moe()
+    biases = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    assert biases
+    for bias in biases.values():
+        bias.copy_(torch.randn(bias.shape))
+    again = check(engine_of(model=model), tmp_path)
+    loaded = dict(again._outline.skeleton.model.named_buffers())
+    assert same({n: loaded[n] for n in biases}, biases)
+
+
+def test_an_engine_without_optimizer(tmp_path) -> None:
+    engine = Engine(llama(), device="cpu", precision="bf16")
+    engine.save(tmp_path / "saved")
+    again = Engine.load(tmp_path / "saved", device="cpu")
+    batch = batches(1)[0][0]
+    assert again.optimizer is None
+    assert torch.equal(again.logits(batch), engine.logits(batch))
+
+
+def test_drawn_weights_are_read_and_not_drawn_again(tmp_path, monkeypatch) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    engine = engine_of(model=LlamaConfig(**sizes, num_attention_heads=2), seed=7)
+    engine.save(tmp_path / "saved")
+    monkeypatch.setattr("megatrain.engine.assemble.initialise", None)
+    monkeypatch.setattr("megatrain.engine.assemble.read_weights", None)
+    assert same(masters(Engine.load(tmp_path / "saved", device="cpu")), masters(engine))
+
+
+def test_the_extra_state_comes_back(tmp_path) -> None:
+    extra: dict[str, Any] = {"loader": {"row": 3, "seeds": [1, 2]}, "text": "é\n", "none": None}
+    engine = engine_of()
+    engine.step(batches(1)[0])
+    saving = engine.save(tmp_path / "saved", extra=extra, wait=False)
+    extra["loader"]["row"] = 4  # later changes are not saved
+    saving.wait()
+    checkpoint = open_checkpoint(tmp_path / "saved")
+    assert checkpoint.extra == {"loader": {"row": 3, "seeds": [1, 2]}, "text": "é\n", "none": None}
+    assert checkpoint.step == 1
+    assert verify(tmp_path / "saved").num_bytes > 12 * engine.num_parameters
+
+
+@pytest.mark.parametrize("extra", [{"x": {1, 2}}, {"x": float("nan")}, {1: 0, "1": 0}])
+def test_an_extra_state_that_could_not_be_read_is_refused(extra, tmp_path) -> None:
+    with pytest.raises(InputError, match="extra state"):
+        engine_of().save(tmp_path / "saved", extra=extra)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_change_of_precision_is_refused(tmp_path) -> None:
+    engine_of(precision="bf16").save(tmp_path / "saved")
+    with pytest.raises(InputError, match="'fp32'.*trained in 'bf16'"):
+        Engine.load(tmp_path / "saved", precision="fp32")
+    assert Engine.load(tmp_path / "saved", precision="bf16", device="cpu").optimizer is not None
+
+
+def test_another_limit_of_the_norm(tmp_path) -> None:
+    engine_of(clip=1.0).save(tmp_path / "saved")
+    steps = batches(2)
+    clipped, free = (
+        Engine.load(tmp_path / "saved", device="cpu", **chosen)
+        for chosen in ({}, {"max_grad_norm": None})
+    )
+    for step in steps:
+        clipped.step(step)
+        free.step(step)
+    assert not same(masters(clipped), masters(free))
+
+
+def test_other_tiles_are_filled_by_name(tmp_path) -> None:
+    """Every parameter in a tile of its own, last ones first."""
+    engine = engine_of(precision="bf16", model=frozen(llama(), lambda n: "layers.0" not in n))
+    for step in batches(2):
+        engine.step(step)
+    engine.save(tmp_path / "saved")
+    entries = [(tile, entry) for tile, entry in engine._store.entries()][::-1]
+    layouts = [TileLayout(e.name, [(e.name, torch.Size(e.shape), e.group)]) for _, e in entries]
+    store = Store(CpuDevice(), layouts, torch.bfloat16, train=True)
+    read_tiles(open_checkpoint(tmp_path / "saved"), store.tiles, threads=2)
+    for (tile, entry), other in zip(entries, store.tiles, strict=True):
+        [there] = other.layout.entries
+        assert torch.equal(other.read_master(there), tile.read_master(entry))
+        assert other.version == tile.version
+        if entry.group is not None:
+            for one, two in zip(tile.moments, other.moments, strict=True):
+                assert torch.equal(entry.view(one.data), there.view(two.data))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
+    engine_of().save(tmp_path / "saved")
+    checkpoint = open_checkpoint(tmp_path / "saved")
+    other = engine_of(sizes={"num_hidden_layers": 2})
+    with pytest.raises(InputError, match=r"layers\.2.* unknown to the model"):
+        read_tiles(checkpoint, other._store.tiles, 1)
+    wider = engine_of(sizes={"intermediate_size": 64})
+    with pytest.raises(InputError, match="has shape"):
+        read_tiles(checkpoint, wider._store.tiles, 1)
+    other = engine_of(precision="bf16")
+    with pytest.raises(InputError, match="of another model or precision"):
+        read_tiles(checkpoint, other._store.tiles, 1)
