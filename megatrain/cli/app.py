@@ -129,6 +129,22 @@ def generate(
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a result of bench step (JSON).")],
+    output: Annotated[
+        Path | None, typer.Option(help="The page to write; in the folder by default.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="A trace of bench step --timeline; a run has its own.")
+    ] = None,
+) -> None:
+    """Show a run as one HTML page: curves, throughput, memory, and where a step's time went."""
+    from megatrain.report import write_report
+
+    print(write_report(run, output, timeline))
+
+
+@app.command()
 def demo(
     overrides: Annotated[
         list[str] | None,

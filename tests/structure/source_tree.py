@@ -17,6 +17,7 @@ LEVELS = (
     {"engine"},
     {"plan"},
     {"train"},
+    {"report"},
     {"cli"},
 )
 """A part imports only from lower levels. megatrain/__init__.py only re-exports, and is on top."""

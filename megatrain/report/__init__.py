@@ -1,0 +1,5 @@
+"""`megatrain report`: a run as one page. Read `page.py` first."""
+
+from megatrain.report.page import write_report
+
+__all__ = ["write_report"]

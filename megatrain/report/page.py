@@ -1,0 +1,87 @@
+"""A run as one HTML page that needs nothing but itself."""
+
+import os
+from importlib import resources
+from pathlib import Path
+
+from megatrain.report import sections
+from megatrain.report.lanes import draw as draw_lanes
+from megatrain.report.markup import text
+from megatrain.report.roofs import find_machine, find_roofs
+from megatrain.report.source import Source, read_source
+
+# The page may load nothing at all, and a browser holds it to that.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def write_report(path: Path, output: Path | None = None, timeline: Path | None = None) -> Path:
+    """Write the page of a run's folder, or of a result of `megatrain bench step`.
+
+    Args:
+        output: where to; in the folder, or beside the result, by default.
+        timeline: a trace other than the run's own `timeline.json`.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        InputError: `path` is neither. What a run lacks is said on its page.
+    """
+    source = read_source(path, timeline)
+    if output is None:
+        output = path / "report.html" if path.is_dir() else path.with_suffix(".html")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        partial.write_text(page(source), encoding="utf-8")
+        os.replace(partial, output)
+    finally:
+        partial.unlink(missing_ok=True)
+    return output
+
+
+def page(source: Source) -> str:
+    """The whole page."""
+    machine = find_machine(source)
+    body = [
+        sections.figures(source),
+        sections.charts(source) if source.metrics.num_steps else "",
+        _timeline(source),
+        sections.breakdown(source.breakdown),
+        sections.resources(find_roofs(source, machine)),
+        sections.facts(source),
+    ]
+    title = f"{text(source.name)} - MegaTrain report"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{title}</title>\n<style>\n{_own('page.css')}</style>\n</head>\n<body>\n<main>\n"
+        f"<header><h1>{text(source.name)}</h1><p>{text(source.status)}</p>{_notes(source)}</header>"
+        + "\n".join(part for part in body if part)
+        + f"\n</main>\n<script>\n{_own('page.js')}</script>\n</body>\n</html>\n"
+    )
+
+
+def _notes(source: Source) -> str:
+    metrics = source.metrics
+    notes = list(source.missing)
+    if metrics.resumed:
+        times = "once" if metrics.resumed == 1 else f"{metrics.resumed} times"
+        notes.append(f"The run went back to an earlier step {times}; what it repeated counts once.")
+    if metrics.skipped:
+        notes.append(f"{metrics.skipped:,} steps were left out.")
+    items = "".join(f"<li>{text(note)}</li>" for note in notes)
+    return f'<ul class="notes">{items}</ul>' if items else ""
+
+
+def _timeline(source: Source) -> str:
+    if not source.spans:
+        return ""
+    step = f" {source.recorded_step:,}" if source.recorded_step else ""
+    return f"<section><h2>Timeline of step{step}</h2>{draw_lanes(source.spans)}</section>"
+
+
+def _own(name: str) -> str:
+    return resources.files("megatrain.report").joinpath(name).read_text(encoding="utf-8")

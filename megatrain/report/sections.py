@@ -1,0 +1,294 @@
+"""The parts of a report in the order of the page: figures, charts, where the time went, facts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatrain.report.charts import Chart, Line, draw
+from megatrain.report.lanes import word_of
+from megatrain.report.markup import compact, seconds, short, table, text
+from megatrain.report.roofs import Resource, Roofs
+from megatrain.report.source import Source
+from megatrain.telemetry.timeline import Breakdown
+from megatrain.units import GIB, duration, gib
+
+SHOWN_WORK = 16  # rows of the table of work
+LEAST_SHARE = 0.002  # of the step; what is shorter is summed up as "other"
+
+
+def figures(source: Source) -> str:
+    """The numbers that are asked for first."""
+    metrics = source.metrics
+    tflops, host = metrics.median("model_tflops"), source.host_peak_bytes
+    tokens = metrics.total("tokens")
+    found: list[tuple[str, str | None, str]] = [
+        ("Loss", _form(metrics.last("loss")), _trend(source)),
+        ("Tokens", compact(tokens) if tokens else None, f"{metrics.num_steps:,} steps"),
+        ("Time", _span(metrics.total("seconds")), "in steps"),
+        ("Throughput", _form(metrics.median("tokens_per_second")), "tokens/s, median"),
+        ("Model TFLOPS", _form(tflops), _utilisation(tflops, source.peak_tflops)),
+        ("Device memory", _memory(source.device_peak_bytes), "at peak"),
+        ("Host memory", _memory(host), _each(host, source.parameters)),
+    ]
+    tiles = "".join(
+        f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd><dd class='note'>{text(note)}</dd></div>"
+        for name, value, note in found
+        if value is not None
+    )
+    return f'<dl class="figures">{tiles}</dl>' if tiles else ""
+
+
+def _form(value: float | None) -> str | None:
+    return None if value is None else short(value)
+
+
+def _span(value: float) -> str | None:
+    return duration(value) if value else None
+
+
+def _memory(value: float | None) -> str | None:
+    return gib(value) if value else None
+
+
+def _trend(source: Source) -> str:
+    values = source.metrics.columns["loss"]
+    values = values[np.isfinite(values)]
+    start = f"from {short(float(values[0]))}" if len(values) else ""
+    evaluated = [loss for _, loss, _ in source.metrics.evaluations if np.isfinite(loss)]
+    return f"{start}; evaluation {short(evaluated[-1])}" if evaluated else start
+
+
+def _utilisation(tflops: float | None, peak: float | None) -> str:
+    if not tflops or not peak:
+        return "median; 6 x parameters x tokens"
+    return f"median; MFU {tflops / peak:.1%} of {peak:,.0f}"
+
+
+def _each(host: float | None, parameters: int | None) -> str:
+    return f"at peak, {host / parameters:.2f} bytes a parameter" if host and parameters else ""
+
+
+def charts(source: Source) -> str:
+    """Training, throughput and memory, those of them that were measured."""
+    columns, environment = source.metrics.columns, source.environment
+    steps = columns["step"]
+    passed = np.nancumsum(columns["seconds"])
+    unit, size = ("hours", 3600.0) if passed.size and passed[-1] > 7200 else (
+        ("minutes", 60.0) if passed.size and passed[-1] > 120 else ("seconds", 1.0)
+    )  # fmt: skip
+    time = passed / size
+    evaluations = np.array(source.metrics.evaluations).reshape(-1, 3)
+    gpu = environment.get("gpu")
+    total = gpu.get("memory_bytes") if isinstance(gpu, dict) else None
+    host = environment.get("host_limit_bytes")
+    losses = [
+        Line("training", steps, columns["loss"]),
+        Line("evaluation", evaluations[:, 0], evaluations[:, 1], mark=True),
+    ]
+    peak = source.peak_tflops
+
+    def over_time(title: str, unit_of: str, name: str, **more: Any) -> Chart:
+        scale = GIB if name.endswith("_bytes") else 1.0
+        return Chart(title, unit_of, unit, [Line(title, time, columns[name] / scale)], True, **more)
+
+    shown = [
+        Chart("Loss", "nats per token", "step", losses),
+        Chart("Gradient norm", "", "step", [Line("norm", steps, columns["grad_norm"])], True),
+        Chart("Learning rate", "", "step", [Line("rate", steps, columns["lr"])], True),
+        over_time("Throughput", "tokens/s", "tokens_per_second"),
+        over_time("Compute", "model TFLOPS", "model_tflops",
+                  roof=("published peak", peak) if peak else None),
+        over_time("Host memory", "GiB", "host_bytes", roof=_roof("usable", host)),
+    ]  # fmt: skip
+    if source.metrics.largest("device_peak_bytes"):
+        roof = _roof("of the device", total)
+        shown.append(over_time("Device memory", "GiB", "device_peak_bytes", roof=roof))
+    drawn = "".join(draw(chart) for chart in shown)
+    return f'<section><h2>Over the run</h2><div class="charts">{drawn}</div></section>'
+
+
+def _roof(name: str, num_bytes: Any) -> tuple[str, float] | None:
+    return (name, num_bytes / GIB) if type(num_bytes) is int and num_bytes > 0 else None
+
+
+def resources(roofs: Roofs | None) -> str:
+    """Each resource's busy time beside what the machine needs at least."""
+    if roofs is None:
+        return ""
+    longest = max(roofs.seconds, *(r.bound or 0.0 for r in roofs.resources))
+    rows = [_resource_row(resource, roofs, longest) for resource in roofs.resources]
+    bound = "at least" if roofs.machine is None or roofs.machine.measured else "expected"
+    head = ["resource", "", "busy", "of the step", "moved", "rate", bound]
+    return (
+        f"<section><h2>Against the roofs</h2><p>{text(_verdict(roofs))}</p>"
+        f"{table(head, rows, label='Resources of the step', numbers=5)}"
+        f'<p class="note">{text(_basis(roofs))}</p></section>'
+    )
+
+
+def _resource_row(resource: Resource, roofs: Roofs, longest: float) -> list[str]:
+    moved, busy = resource.num_bytes, resource.busy
+    rate = f"{moved / busy / 1e9:,.1f} GB/s" if moved and busy else ""
+    bar = f'<i style="width:{100 * busy / longest:.2f}%"></i>'
+    if resource.bound is not None:
+        bar += f'<b style="left:{100 * resource.bound / longest:.2f}%"></b>'
+    name = text(resource.name)
+    return [
+        f"<strong>{name}</strong>" if resource is roofs.binding else name,
+        f'<span class="bar" aria-hidden="true">{bar}</span>',
+        seconds(busy) if busy else "0 s",
+        f"{busy / roofs.seconds:.1%}",
+        f"{moved / 1e9:,.2f} GB" if moved else "",
+        rate,
+        f'<span title="{text(resource.basis)}">{seconds(resource.bound)}</span>'
+        if resource.bound is not None
+        else "",
+    ]
+
+
+def _verdict(roofs: Roofs) -> str:
+    binding, highest = roofs.binding, roofs.highest
+    found = (
+        f"What binds is {binding.name}: busy {binding.busy / roofs.seconds:.1%} of the "
+        f"{seconds(roofs.seconds)} that the step takes."
+    )
+    if highest is None or not highest.bound:
+        return found
+    return (
+        f"{found} No resource needs longer than {highest.name}, {seconds(highest.bound)}: the step "
+        f"is at {highest.bound / roofs.seconds:.1%} of that roof."
+    )
+
+
+def _basis(roofs: Roofs) -> str:
+    machine = roofs.machine
+    if machine is None:
+        return (
+            "The rates of this machine are not known, so there are no lower bounds: measured "
+            "shares only. The command megatrain doctor measures the rates of a machine with a GPU."
+        )
+    origin = "measured by megatrain doctor" if machine.measured else (
+        "not measured: published figures times usual efficiencies (megatrain doctor measures)"
+    )  # fmt: skip
+    used = "; ".join(f"{r.name}: {r.basis}" for r in roofs.resources if r.basis)
+    return (
+        f"Lower bounds: {used}. Rates of {machine.name}, {origin}. Recomputation and "
+        "attention are not part of the compute bound, embedding rows are. The mark in a bar is the "
+        "bound."
+    )
+
+
+def breakdown(found: Breakdown | None) -> str:
+    """The step from the view of the device: what it computed, and why it did not."""
+    if found is None or not found.seconds:
+        return ""
+    parts = [(kind, s, word_of(kind)) for (stream, kind), s in found.work.items()
+             if stream == "compute"]  # fmt: skip
+    parts += [(f"idle: {why}", s, "idle") for why, s in found.idle.items()]
+    parts.sort(key=lambda part: -part[1])
+    large = [part for part in parts if part[1] >= LEAST_SHARE * found.seconds]
+    rest = sum(s for _, s, _ in parts) - sum(s for _, s, _ in large)
+    if rest > 0:
+        large.append(("other", rest, "other"))
+    bar = "".join(
+        f'<i class="k-{word}" style="width:{100 * s / found.seconds:.3f}%" '
+        f'title="{text(name)}: {seconds(s)}"></i>'
+        for name, s, word in large
+    )
+    rows = [
+        [f'<i class="key k-{word}"></i>{text(name)}', seconds(s), f"{s / found.seconds:.1%}"]
+        for name, s, word in large
+    ]
+    head = ["on the compute stream", "seconds", "of the step"]
+    return (
+        f'<section><h2>Where the step went</h2><div class="whole" aria-hidden="true">{bar}</div>'
+        f"{table(head, rows, label='Where the step went', numbers=2)}{_others(found)}</section>"
+    )
+
+
+def _others(found: Breakdown) -> str:
+    """Work that is hidden under the compute stream's."""
+    work = [(stream, kind, s) for (stream, kind), s in found.work.items() if stream != "compute"]
+    work.sort(key=lambda row: -row[2])
+    rows = [
+        [text(stream), text(kind), seconds(s), f"{s / found.seconds:.1%}"]
+        for stream, kind, s in work[:SHOWN_WORK]
+    ]
+    if not rows:
+        return ""
+    head = ["beside it", "work", "seconds", "of the step"]
+    return table(head, rows, label="Work of the other streams", numbers=2)
+
+
+def facts(source: Source) -> str:
+    """Model, machine, versions, placement and configuration."""
+    environment = source.environment
+    gpu = environment.get("gpu")
+    rows: list[tuple[str, Any]] = [
+        ("model", _model(source.config)),
+        ("parameters", f"{source.parameters:,}" if source.parameters else None),
+        ("precision", source.precision),
+        ("placement", _listed(source.placement)),
+        ("device", _gpu(gpu) if isinstance(gpu, dict) else environment.get("device")),
+        ("processor", _processor(environment)),
+        ("host memory", _memory(_real(environment.get("host_limit_bytes")))),
+        ("system", _joined(environment.get("system"), environment.get("kernel"))),
+        ("commit", environment.get("commit")),
+        ("versions", _versions(environment)),
+    ]
+    shown = "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in rows if value)
+    config = ""
+    if source.config:
+        dumped = yaml.safe_dump(dict(source.config), sort_keys=False, allow_unicode=True)
+        config = f"<details><summary>Configuration</summary><pre>{text(dumped)}</pre></details>"
+    return f'<section><h2>The run</h2><dl class="facts">{shown}</dl>{config}</section>'
+
+
+def _model(config: Mapping[str, Any]) -> str | None:
+    if "shape" in config:
+        return f"Qwen2.5 shape {config['shape']}, weights drawn at random"
+    model = config.get("model")
+    if not isinstance(model, dict):
+        return None
+    if model.get("path"):
+        return str(model["path"])
+    inner = model.get("config")
+    kind = inner.get("model_type") if isinstance(inner, dict) else None
+    return f"{kind}, weights drawn at random" if kind else None
+
+
+def _listed(placement: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {', '.join(map(str, value)) or 'none'}" if isinstance(value, list)
+        else f"{name} {value}"
+        for name, value in placement.items()
+        if value is not None
+    )  # fmt: skip
+
+
+def _gpu(gpu: Mapping[str, Any]) -> str:
+    memory = _memory(_real(gpu.get("memory_bytes")))
+    driver = f"driver {gpu['driver']}" if gpu.get("driver") else None
+    return ", ".join(str(part) for part in (gpu.get("name"), memory, driver) if part)
+
+
+def _processor(environment: Mapping[str, Any]) -> str:
+    cores = environment.get("usable_cores")
+    return _joined(environment.get("cpu"), f"({cores} cores usable)" if cores else None)
+
+
+def _versions(environment: Mapping[str, Any]) -> str:
+    packages = environment.get("packages")
+    found = packages if isinstance(packages, dict) else {}
+    known = {"Python": environment.get("python"), **found}
+    return ", ".join(f"{name} {version}" for name, version in known.items() if version)
+
+
+def _joined(*parts: Any) -> str:
+    return " ".join(str(part) for part in parts if part)
+
+
+def _real(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and value > 0 else None

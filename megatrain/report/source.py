@@ -1,0 +1,247 @@
+"""What a report is made from: a run's folder, or a result of `megatrain bench step`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from megatrain.errors import InputError
+from megatrain.report.series import Metrics, collect
+from megatrain.telemetry.metrics import read_metrics
+from megatrain.telemetry.timeline import Breakdown, Span, breakdown, read_trace
+from megatrain.train.folders import METRICS, MODEL
+from megatrain.train.timeline import TIMELINE
+
+CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
+
+
+@dataclass
+class Source:
+    """Everything known of a run; what is not there is said in `missing`.
+
+    Attributes:
+        name: for the title.
+        status: one sentence on how far it came.
+        environment: machine and versions (telemetry/environment.py).
+        config: the run file, or the measured case.
+        spans: the recorded step.
+        breakdown: where its time went.
+        recorded_tokens: how many the recorded step had.
+    """
+
+    name: str
+    status: str
+    metrics: Metrics
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    placement: Mapping[str, Any] = field(default_factory=dict)
+    parameters: int | None = None
+    precision: Literal["bf16", "fp32"] = "bf16"
+    peak_tflops: float | None = None
+    host_peak_bytes: float | None = None
+    device_peak_bytes: float | None = None
+    recorded_step: int | None = None
+    recorded_tokens: float | None = None
+    spans: list[Span] = field(default_factory=list)
+    breakdown: Breakdown | None = None
+    missing: list[str] = field(default_factory=list)
+
+
+def read_source(path: Path, timeline: Path | None) -> Source:
+    """Read a run's folder or a result file; `timeline`: a trace other than the run's own.
+
+    Raises:
+        InputError: `path` is neither.
+    """
+    if path.is_dir():
+        return _read_run(path, timeline)
+    if path.is_file():
+        return _read_bench(path, timeline)
+    raise InputError(f"{path} does not exist; give a run's folder, or a result of bench step")
+
+
+def _read_run(folder: Path, timeline: Path | None) -> Source:
+    if not any((folder / name).is_file() for name in (METRICS, CONFIG, ENVIRONMENT)):
+        raise InputError(
+            f"{folder} is no run's folder: it has none of {METRICS}, {CONFIG}, {ENVIRONMENT}"
+        )
+    missing: list[str] = []
+    environment = _object(folder / ENVIRONMENT, "machine, versions and parameters", missing)
+    config = _object(folder / CONFIG, "the configuration", missing)
+    metrics = _metrics(folder / METRICS, missing)
+    source = Source(
+        name=folder.resolve().name,
+        status=_status(metrics, config, finished=(folder / MODEL).is_dir()),
+        metrics=metrics,
+        environment=environment,
+        config=config,
+        placement=_mapping(environment.get("placement")),
+        parameters=_count(environment.get("parameters")),
+        precision="fp32" if _at(config, "engine", "precision") == "fp32" else "bf16",
+        host_peak_bytes=metrics.largest("host_bytes"),
+        device_peak_bytes=metrics.largest("device_peak_bytes"),
+        missing=missing,
+    )
+    rates, mfu = metrics.last("model_tflops"), metrics.last("mfu")
+    source.peak_tflops = rates / mfu if rates and mfu else None
+    _add_timeline(source, timeline or folder / TIMELINE)
+    return source
+
+
+def _metrics(path: Path, missing: list[str]) -> Metrics:
+    if not path.is_file():
+        missing.append(f"{METRICS} is not there: no step has been written yet.")
+        return collect([])
+    metrics = collect(read_metrics(path))
+    if not metrics.num_steps:
+        missing.append(f"{METRICS} holds no finished step.")
+    if _is_cut(path):
+        missing.append(f"The last line of {METRICS} is cut short; it is left out.")
+    return metrics
+
+
+def _is_cut(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if not size:
+            return False
+        file.seek(size - 1)
+        return file.read(1) != b"\n"
+
+
+def _status(metrics: Metrics, config: Mapping[str, Any], *, finished: bool) -> str:
+    total = _count(_at(config, "training", "steps"))
+    last = metrics.last("step")
+    of = f" of {total:,}" if total else ""
+    done = f"{last:,.0f}{of} steps" if last else f"no step{of} done"
+    if metrics.failed is not None:
+        return f"Failed after {done}: {metrics.failed}"
+    if finished:
+        return f"Finished: {done}."
+    return f"Still going, or ended before its model was written: {done}."
+
+
+def _read_bench(path: Path, timeline: Path | None) -> Source:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is no result of `megatrain bench step`: {error}") from error
+    if not isinstance(result, dict) or result.get("benchmark") != "step":
+        raise InputError(f"{path} is no result of `megatrain bench step`, and no run's folder")
+    case, memory = _mapping(result.get("case")), _mapping(result.get("memory"))
+    metrics = collect(_bench_records(result))
+    source = Source(
+        name=path.stem,
+        status=f"Measurement: {metrics.num_steps} steps on random tokens.",
+        metrics=metrics,
+        environment={
+            **_mapping(result.get("environment")),
+            "commit": result.get("commit"),
+        },
+        config=case,
+        placement=_mapping(result.get("placement")),
+        parameters=_count(result.get("parameters")),
+        precision="fp32" if case.get("precision") == "fp32" else "bf16",
+        peak_tflops=_real(result.get("bf16_peak_tflops")),
+        host_peak_bytes=_real(result.get("host_peak_bytes")),
+        device_peak_bytes=_real(memory.get("device_peak_bytes")),
+        recorded_tokens=_real(result.get("tokens_per_step")),
+    )
+    if timeline is not None:
+        _add_timeline(source, timeline)
+        return source
+    source.breakdown = _stored_breakdown(result)
+    source.missing.append("No timeline was given (--timeline): the lanes are left out.")
+    return source
+
+
+def _bench_records(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    seconds, losses = result.get("step_seconds"), result.get("losses")
+    if not isinstance(seconds, list) or not isinstance(losses, list):
+        return []
+    tokens, parameters = _real(result.get("tokens_per_step")), _real(result.get("parameters"))
+    records: list[dict[str, Any]] = []
+    for step, (duration, loss) in enumerate(zip(seconds, losses, strict=False), 1):
+        record = {"step": step, "loss": loss, "seconds": duration, "tokens": tokens}
+        if tokens and _real(duration):
+            record["tokens_per_second"] = tokens / duration
+            record["model_tflops"] = 6e-12 * (parameters or 0) * tokens / duration
+        records.append(record)
+    return records
+
+
+def _stored_breakdown(result: Mapping[str, Any]) -> Breakdown | None:
+    stored = _mapping(result.get("breakdown"))
+    seconds = _real(stored.get("seconds"))
+    if not seconds:
+        return None
+    work = {}
+    for name, value in _times(stored.get("work")).items():
+        stream, _, kind = name.partition(": ")
+        work[stream, kind] = value
+    return Breakdown(
+        seconds,
+        _times(stored.get("busy")),
+        {name: int(value) for name, value in _times(stored.get("num_bytes")).items()},
+        work,
+        _times(stored.get("idle")),
+    )
+
+
+def _add_timeline(source: Source, path: Path) -> None:
+    if not path.is_file():
+        source.missing.append(f"{path.name} is not there: no step has been recorded.")
+        return
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        source.spans = read_trace(trace)
+    except (ValueError, RecursionError) as error:
+        source.missing.append(f"{path.name} cannot be read: {error}")
+        return
+    if not source.spans:
+        source.missing.append(f"{path.name} holds no work.")
+        return
+    source.breakdown = breakdown(source.spans, "compute")
+    source.recorded_step = _count(_at(trace, "otherData", "step"))
+    tokens = source.metrics.at("tokens", source.recorded_step)
+    source.recorded_tokens = tokens or source.recorded_tokens
+
+
+def _object(path: Path, what: str, missing: list[str]) -> Mapping[str, Any]:
+    """A JSON or YAML file that holds one object; empty, and noted, when it does not."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        missing.append(f"{path.name} is not there: {what} are unknown.")
+        return {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    missing.append(f"{path.name} is damaged: {what} are unknown.")
+    return {}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _at(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = _mapping(tree).get(key)
+    return tree
+
+
+def _real(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and 0 < value < 1e30 else None
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 < value < 1e18 else None
+
+
+def _times(value: Any) -> dict[str, float]:
+    return {str(k): float(v) for k, v in _mapping(value).items() if _real(v) is not None}

@@ -1,0 +1,49 @@
+"""`megatrain report` on a real run, and on what is none."""
+
+import json
+import shutil
+
+from tests.unit.report_cases import Page
+
+
+def test_a_finished_run_has_a_page(megatrain, trained, tmp_path):
+    folder, _ = trained
+    result = megatrain("report", folder, "--output", tmp_path / "pages" / "run.html")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == str(tmp_path / "pages" / "run.html")
+    page = Page((tmp_path / "pages" / "run.html").read_text())
+    for part in ("Finished: 6 of 6 steps.", "Timeline of step 6", "llama, weights drawn", "update"):
+        assert part in page.text, part
+    assert len(page.named("figure", "chart")) == 6  # no device memory on the CPU
+    assert "is not there" not in page.text
+
+
+def test_a_page_appears_in_the_folder_and_leaves_nothing_else(megatrain, trained, tmp_path):
+    run = shutil.copytree(trained[0], tmp_path / "copy")
+    before = {path.name for path in run.iterdir()}
+    assert megatrain("report", run).exit_code == 0
+    assert {path.name for path in run.iterdir()} == before | {"report.html"}
+
+
+def test_a_measured_step_has_a_page(megatrain, tmp_path):
+    size = ["--sequences", 2, "--sequence-length", 8, "--micro-batch", 1, "--warmup", 1]
+    files = ["--output", tmp_path / "step.json", "--timeline", tmp_path / "trace.json"]
+    toy = ["--shape", "toy", "--layers", 1, "--device", "cpu", "--precision", "fp32"]
+    assert megatrain("bench", "step", *toy, *size, "--steps", 2, *files).exit_code == 0
+    result = megatrain("report", tmp_path / "step.json", "--timeline", tmp_path / "trace.json")
+    assert result.exit_code == 0, result.output
+    page = Page((tmp_path / "step.html").read_text())
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    work = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(page.named("rect")) == len(work) > 10
+
+
+def test_what_is_no_run_is_refused_in_one_line(megatrain, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.json").write_text("hello")
+    for name in ("empty", "text.json", "gone"):
+        result = megatrain("report", tmp_path / name)
+        assert result.exit_code == 2
+        assert len(result.stderr.strip().splitlines()) == 1
+        assert name in result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "text.json"}

@@ -1,0 +1,305 @@
+"""The page of a run: what it shows is right, and what is missing or damaged costs only itself."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatrain.errors import InputError
+from megatrain.machine import Machine, machine_for
+from megatrain.report import write_report
+from megatrain.report.markup import compact, seconds, short, ticks
+from megatrain.report.page import page
+from megatrain.report.roofs import find_machine, find_roofs
+from megatrain.report.series import PIXELS, collect, reduce
+from megatrain.report.source import read_source
+from megatrain.telemetry.timeline import Span, breakdown, chrome_trace
+from megatrain.units import GIB
+from tests.unit.report_cases import (
+    ENVIRONMENT,
+    PARAMETERS,
+    SPANS,
+    STEP_TOKENS,
+    Page,
+    record,
+    write_run,
+)
+
+MACHINE = replace(
+    machine_for("NVIDIA H200", 125 * GIB, 16),
+    matmul_tflops=60.0,
+    to_device_gbps=50.0,
+    from_device_gbps=40.0,
+    update_gbps=130.0,
+    measured=True,
+)
+
+
+def made(path, timeline=None) -> Page:
+    return Page(page(read_source(path, timeline)))
+
+
+def test_a_page_is_well_formed_and_needs_nothing_else(tmp_path):
+    written = write_report(write_run(tmp_path / "run"))
+    assert written == tmp_path / "run" / "report.html"
+    html = written.read_text()
+    found = Page(html)
+    assert [a for t, a in found.tags if "src" in a or "href" in a] == []
+    assert not re.search(r"https?://|url\(|@import", html)
+    assert "default-src 'none'" in html
+    assert found.named("html")[0]["lang"] == "en"
+    assert all(a.get("aria-label") for a in found.named("svg"))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_the_page_says_of_a_run(tmp_path):
+    text = made(write_run(tmp_path / "run")).text
+    for part in (
+        *("run", "Finished: 8 of 8 steps.", "my/model", "1,000,000,000", "c0ffee", "torch 2.11.0"),
+        *("from 10; evaluation 2.5", "8,000", "MFU 40.0% of 1,000", "3.0 GiB", "14.0 GiB"),
+        *("slots 3, resident embedding", "NVIDIA H200, 140.0 GiB, driver 580", "(16 cores usable)"),
+        *("Timeline of step 6", "tokens/s", "Learning rate", "Gradient norm"),
+    ):
+        assert part in text, part
+    assert "15.03 bytes a parameter" in text
+    assert "datasets" not in text  # a version that is not known
+    assert "Missing" not in text
+
+
+def test_every_piece_of_work_is_in_its_lane(tmp_path):
+    found = made(write_run(tmp_path / "run"))
+    (lanes,) = found.named("figure", "lanes")
+    words = json.loads(lanes["data-spans"])
+    bars = found.named("rect")
+    assert len(bars) == len(words) == len(SPANS)
+    by_name = {words[int(bar["data-n"])][0]: bar for bar in bars}
+    for span in SPANS:
+        bar = by_name[span.name]
+        assert float(bar["x"]) == pytest.approx(span.start)
+        assert float(bar["width"]) == pytest.approx(span.seconds)
+    order = ["compute", "copy in", "copy out", "update"]
+    tops = {span.stream: float(by_name[span.name]["y"]) for span in SPANS}
+    assert sorted(order, key=tops.__getitem__) == order
+    assert ["layer 1", "200 ms", "500 ms", "weights arrived"] in words
+
+
+def test_idle_time_has_its_reason(tmp_path):
+    text = made(write_run(tmp_path / "run")).text
+    assert "idle: weights arrived 300 ms 30.0%" in text
+    assert "idle: end of step 100 ms 10.0%" in text
+    assert "layer 400 ms 40.0%" in text
+
+
+def test_lower_bounds_are_work_over_rates(tmp_path):
+    source = read_source(write_run(tmp_path / "run"), None)
+    roofs = find_roofs(source, MACHINE)
+    compute, bus_in, bus_out, host = roofs.resources
+    assert compute.busy == pytest.approx(0.6)
+    assert compute.bound == pytest.approx(6 * PARAMETERS * STEP_TOKENS / 60e12)
+    assert (bus_in.busy, bus_in.bound) == (pytest.approx(0.4), pytest.approx(2 / 50))
+    assert (bus_out.busy, bus_out.bound) == (pytest.approx(0.2), pytest.approx(1 / 40))
+    assert (host.busy, host.bound) == (pytest.approx(0.4), pytest.approx(26 / 130))
+    assert roofs.binding is compute
+    assert roofs.highest is host
+    assert roofs.seconds == pytest.approx(1.0)
+
+
+def test_without_rates_there_are_shares_alone(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "environment.json").write_text(json.dumps(ENVIRONMENT | {"gpu": None}))
+    found = made(run)
+    assert "The rates of this machine are not known" in found.text
+    assert "What binds is compute: busy 60.0%" in found.text
+    assert "compute 600 ms 60.0%" in found.text
+    assert "bus, host to device 400 ms 40.0% 2.00 GB 5.0 GB/s" in found.text
+
+
+def test_a_listed_gpu_is_said_to_be_no_measurement(tmp_path):
+    run = write_run(tmp_path / "run")
+    machine = find_machine(read_source(run, None))
+    assert isinstance(machine, Machine) and not machine.measured
+    assert "not measured: published figures" in made(run).text
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "environment.json", "config.yaml"])
+@pytest.mark.parametrize("damage", ["gone", "empty", "half", "noise"])
+def test_a_damaged_file_costs_only_what_it_says(tmp_path, name, damage):
+    run = write_run(tmp_path / "run")
+    path = run / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes({"empty": b"", "half": content[: len(content) // 2 + 3]}.get(
+            damage, b"\xff\x00[{]" * 9))  # fmt: skip
+    found = made(run)
+    assert name in " ".join(found.words)
+    assert found.named("rect")  # the timeline is whole
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "", "{", "[]", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X"}]}', "[" * 100_000],
+)
+def test_a_damaged_timeline_leaves_the_rest(tmp_path, content):
+    run = write_run(tmp_path / "run")
+    (run / "timeline.json").unlink()
+    if content is not None:
+        (run / "timeline.json").write_text(content)
+    found = made(run)
+    assert "timeline.json" in found.text
+    assert not found.named("figure", "lanes")
+    assert len(found.named("figure", "chart")) == 7
+
+
+def test_a_run_that_goes_on_and_one_that_failed(tmp_path):
+    run = write_run(tmp_path / "run", steps=5, total=100)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    text = made(run).text
+    assert "Still going, or ended before its model was written: 5 of 100 steps." in text
+    assert "The last line of metrics.jsonl is cut short" in text
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 6, "failed": "the loss is nan", "rows": "7"}\n')
+    assert "Failed after 5 of 100 steps: the loss is nan" in made(run).text
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record(6)) + "\n")
+    assert "Failed" not in made(run).text  # it was taken up again
+
+
+def test_what_a_resumed_run_did_twice_counts_once():
+    lines = [record(s, loss=1.0) for s in range(1, 7)] + [{"step": 4, "eval_loss": 9.0}]
+    lines += [{"step": 5, "skipped": "not finite", "rows": "1"}]
+    lines += [record(s, loss=2.0) for s in range(4, 8)] + [{"step": 4, "eval_loss": 8.0}]
+    metrics = collect(lines)
+    assert metrics.columns["step"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert metrics.columns["loss"].tolist() == [1, 1, 1, 2, 2, 2, 2]
+    assert [e[:2] for e in metrics.evaluations] == [(4, 8.0)]
+    assert (metrics.resumed, metrics.total("tokens")) == (1, 7 * STEP_TOKENS)
+
+
+def test_values_that_are_no_numbers_are_gaps():
+    broken = record(2, loss="NaN", lr=None, mfu=[1], grad_norm=10**400, tokens=True)
+    metrics = collect([record(1), broken, {"step": "x"}, {}, {"step": None, "loss": 1}])
+    assert metrics.num_steps == 2
+    for name in ("loss", "lr", "mfu", "grad_norm", "tokens"):
+        assert np.isnan(metrics.columns[name][1])
+    assert metrics.last("loss") == 10.0
+
+
+def test_long_lines_keep_their_extremes():
+    x = np.arange(100_000.0)
+    y = np.sin(x / 9)
+    y[[77, 50_000]] = 30, -20
+    y[99] = np.nan
+    points = reduce(x, y)
+    assert len(points.x) == PIXELS
+    assert (points.low.min(), points.high.max()) == (-20, 30)
+    assert (np.diff(points.x) > 0).all()
+    assert (points.low <= points.mean).all() and (points.mean <= points.high).all()
+    assert reduce(x[:50], y[:50]).mean.tolist() == y[:50].tolist()
+
+
+def test_a_page_does_not_grow_with_the_steps(tmp_path):
+    run = write_run(tmp_path / "run")
+    lines = (json.dumps(record(s)) + "\n" for s in range(1, 30_001))
+    (run / "metrics.jsonl").write_text("".join(lines))
+    assert write_report(run).stat().st_size < 1_000_000
+
+
+def test_names_are_text_whatever_is_in_them(tmp_path):
+    evil = "</script><script>alert(1)</script><img src=x onerror='\"&>"
+    run = write_run(tmp_path / "run")
+    (run / "environment.json").write_text(
+        json.dumps(ENVIRONMENT | {"cpu": evil, "placement": {evil: evil}})
+    )
+    (run / "config.yaml").write_text(json.dumps({"model": {"path": evil}}))
+    trace = chrome_trace([Span(evil, evil, 0.0, 1.0, (evil,)), *SPANS])
+    (run / "timeline.json").write_text(json.dumps(trace))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 9, "failed": evil}) + "\n")
+    found = made(run)
+    assert len(found.named("script")) == 1
+    assert not found.named("img")
+    assert found.text.count("alert(1)") >= 4
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_very_short_run_has_a_page(tmp_path, steps):
+    found = made(write_run(tmp_path / "run", steps=steps, total=steps))
+    assert len(found.named("figure", "chart")) == 7
+    dots = len(found.named("path", "dot"))
+    assert dots == (8 if steps == 1 else 1)  # one step is a dot in each; the evaluation always is
+
+
+def bench_result(**changes) -> dict:
+    return {
+        "benchmark": "step",
+        "case": {"shape": "7b", "precision": "bf16"},
+        "commit": "beef",
+        "environment": {k: v for k, v in ENVIRONMENT.items() if k not in ("parameters", "commit")},
+        "placement": {"slots": 3},
+        "parameters": PARAMETERS,
+        "tokens_per_step": STEP_TOKENS,
+        "step_seconds": [4.0, 2.0, 2.0],
+        "losses": [3.0, 2.0, 1.0],
+        "bf16_peak_tflops": 989.5,
+        "host_peak_bytes": 14 * GIB,
+        "memory": {"device_peak_bytes": 3 * GIB},
+        "breakdown": breakdown(SPANS, "compute").as_dict(),
+    } | changes
+
+
+def test_a_measurement_has_a_page_with_and_without_its_trace(tmp_path):
+    path, trace = tmp_path / "step-7b.json", tmp_path / "trace.json"
+    path.write_text(json.dumps(bench_result()))
+    trace.write_text(json.dumps(chrome_trace(SPANS)))
+    alone, together = made(path), made(path, trace)
+    for found in (alone, together):
+        assert "Measurement: 3 steps on random tokens." in found.text
+        assert "beef" in found.text
+        assert "idle: weights arrived 300 ms 30.0%" in found.text
+        assert "bus, host to device 400 ms 40.0% 2.00 GB" in found.text
+    assert "No timeline was given" in alone.text
+    assert not alone.named("rect") and len(together.named("rect")) == len(SPANS)
+    assert write_report(path) == tmp_path / "step-7b.html"
+
+
+@pytest.mark.parametrize("key", [*bench_result()])
+@pytest.mark.parametrize("value", [None, "x", [], {}, -1])
+def test_a_measurement_that_lacks_something_has_a_page(tmp_path, key, value):
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(bench_result(**{key: value})))
+    if key == "benchmark":
+        with pytest.raises(InputError, match="no result"):
+            made(path)
+    else:
+        assert "Measurement" in made(path).text
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"benchmark": "kernels"}', "\x00", "[" * 9999]
+)
+def test_what_is_no_result_is_refused(tmp_path, content):
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(InputError, match="x.json is no result"):
+        read_source(path, None)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")  # a model's folder
+    with pytest.raises(InputError, match="is no run's folder"):
+        read_source(tmp_path, None)
+    with pytest.raises(InputError, match="does not exist"):
+        read_source(tmp_path / "gone", None)
+
+
+def test_numbers_for_people():
+    assert [short(v) for v in (0, 0.01234567, 12.0, 12345.6)] == ["0", "0.01235", "12", "12,346"]
+    assert [compact(v) for v in (999, 196_608_000, 2e9)] == ["999", "196.6 M", "2 B"]
+    assert [seconds(v) for v in (2.5, 0.0123, 4e-5)] == ["2.5 s", "12.3 ms", "40 µs"]
+    assert ticks(0, 10) == [0, 2.5, 5, 7.5, 10]
+    assert ticks(3, 3) == [3]
+    assert all(-7 <= t <= 3e9 for t in ticks(-7, 3e9))
