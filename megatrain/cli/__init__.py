@@ -18,3 +18,14 @@ def main() -> None:
     except Exception:  # a bug, not a mistake of the user: the traceback is what helps
         traceback.print_exc()
         sys.exit(RunFailed.exit_code)
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """A full disk under the output, or a reader that went away, makes no good end a bad one."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

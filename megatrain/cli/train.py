@@ -8,6 +8,7 @@ from pathlib import Path
 from megatrain import config
 from megatrain.errors import InputError
 from megatrain.train.folders import CONFIG, MODEL
+from megatrain.train.stop import Signals, Stopped
 
 
 def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
@@ -16,18 +17,12 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
     Raises:
         InputError: the run file cannot be used.
     """
-    if run.is_dir():
-        if not resume:
-            raise InputError(f"{run}: a folder; give its run file, or --resume to go on with it")
-        overrides = [*overrides, f"output.folder={json.dumps(str(run))}"]
-        loaded = config.load(run / CONFIG, overrides)
-    else:
-        loaded = config.load(run, overrides)  # before torch, whose import takes seconds
-    from megatrain.train.loop import train
-    from megatrain.train.stop import Stopped
-
     try:
-        outcome = train(loaded, run.stem, resume=resume)
+        with Signals() as signals:
+            with signals.interruptible():
+                loaded = _load(run, overrides, resume=resume)  # before torch, which takes seconds
+                from megatrain.train.loop import train
+            outcome = train(loaded, run.stem, resume=resume, signals=signals)
     except Stopped as signal:
         print(f"stopped by {signal} before the first step; nothing to save")
         return
@@ -36,3 +31,12 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
         print(f"{outcome.steps} steps done and saved; go on with: {command}")
     else:
         print(f"{outcome.steps} steps done; the model is in {outcome.folder / MODEL}")
+
+
+def _load(run: Path, overrides: Sequence[str], *, resume: bool) -> config.Config:
+    if not run.is_dir():
+        return config.load(run, overrides)
+    if not resume:
+        raise InputError(f"{run}: a folder; give its run file, or --resume to go on with it")
+    folder = f"output.folder={json.dumps(str(run))}"
+    return config.load(run / CONFIG, [*overrides, folder])

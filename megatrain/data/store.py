@@ -2,14 +2,15 @@
 
 A store is a folder of three files. `tokens.bin`: int32, all documents end to end; a token to
 predict is stored as it is, one that is only read as its bitwise complement (a negative number).
-`documents.bin`: one record per document. `meta.json`: the names of the sources, the counts, and a
-digest of both files. Flat files rather than Arrow tables because rows cut documents anywhere, and
-so that nothing but numpy is needed to train.
+`documents.bin`: one record per document. `meta.json`: the names of the sources, the counts, size
+and time of both files, and a digest of them. Flat files rather than Arrow tables because rows cut
+documents anywhere, and so that nothing but numpy is needed to train.
 """
 
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -104,10 +105,9 @@ def _load(folder: Path) -> TokenStore | None:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         tokens, records = WatchedFile(folder / "tokens.bin"), WatchedFile(folder / "documents.bin")
-        expected = meta["num_tokens"] * _TOKEN.itemsize, meta["num_documents"] * _RECORD.itemsize
-        if (tokens.size, records.size) == expected:
+        if [list(file.identity) for file in (tokens, records)] == meta["files"]:
             return TokenStore(folder, list(meta["names"]), str(meta["digest"]), tokens, records)
-        problem = "files have the wrong size"
+        problem = "files are not as they were written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = str(error)
     _log.warning("%s: kept tokens are damaged (%s): made again", folder, problem)
@@ -127,7 +127,11 @@ def _build(
                 f"{', '.join(names[:4])}: none of the {meta['num_documents']} rows has text, or a "
                 "reply of the assistant, to learn from"
             )
-        (part / "meta.json").write_text(json.dumps(meta))
+        written = [WatchedFile(part / name).identity for name in ("tokens.bin", "documents.bin")]
+        (part / "meta.json").write_text(json.dumps(meta | {"files": written}))
+        for path in part.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # the name must not reach the disk before the content
         if folder.exists():
             shutil.rmtree(folder)
         part.rename(folder)

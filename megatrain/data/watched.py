@@ -11,18 +11,17 @@ from megatrain.errors import RunFailed
 
 
 class WatchedFile:
-    """Bytes of a file which must stay as they were when it was opened."""
+    """Bytes of a file which must stay as they were when it was opened.
+
+    Attributes:
+        identity: its size, and when it was written (ns).
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be opened."""
         self._path = path
         self._file = path.open("rb", buffering=0)
-        self._seen = self._identity()
-
-    @property
-    def size(self) -> int:
-        """Bytes it has."""
-        return self._seen[0]
+        self.identity = self._identity()
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Exactly these bytes; any thread may ask.
@@ -37,13 +36,13 @@ class WatchedFile:
                 if not more:
                     break
                 data += more
-            unchanged = self._identity() == self._seen
+            unchanged = self._identity() == self.identity
         except OSError as error:
             raise RunFailed(f"{self._path}: cannot be read any more: {error.strerror}") from error
         if len(data) < num_bytes or not unchanged:
             raise RunFailed(
                 f"{self._path}: changed by another program while the run was reading it; "
-                "delete its folder, and the next start makes it again"
+                "the next start makes it again"
             )
         return data
 

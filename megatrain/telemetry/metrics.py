@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +16,18 @@ def _warn(message: str) -> None:
 
 
 class MetricsWriter:
-    """Appends lines to a file; a full disk costs lines, never the run.
+    """Appends lines to a file; a full disk delays lines, it never ends the run.
 
-    The first line that cannot be written is reported through `warn`, once; later ones are tried
-    again, so that the log goes on when there is room. The file is opened for each line: a file
-    object whose flush has failed keeps the unwritten bytes and fails for ever.
+    The first line that cannot be written is reported through `warn`, once; it and those after it
+    are kept (the newest 100,000) and written when there is room. The file is opened for each
+    attempt: a file object whose flush has failed keeps the unwritten bytes and fails for ever.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None] = _warn) -> None:
         self._path = path
         self._warn = warn
         self._warned = False
-        self._torn = False
+        self._unwritten: deque[bytes] = deque(maxlen=100_000)
 
     def write(self, **values: Any) -> None:
         """Append one line; numbers that JSON cannot hold (NaN, infinities) become null."""
@@ -32,17 +35,27 @@ class MetricsWriter:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in values.items()
         }
-        # A line cut short by a full disk must not swallow the next one.
-        line = ("\n" if self._torn else "") + json.dumps(finite) + "\n"
+        self._unwritten.append(json.dumps(finite).encode() + b"\n")
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
-            self._torn = False
+            self._append(b"".join(self._unwritten))
         except OSError as error:
-            self._torn = True
             if not self._warned:
                 self._warned = True
                 self._warn(f"{self._path}: cannot be written ({error.strerror}); the run goes on")
+        else:
+            self._unwritten.clear()
+
+    def _append(self, lines: bytes) -> None:
+        """All of `lines`, or nothing: a line cut short would swallow the next one."""
+        with self._path.open("ab", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size
+            try:
+                while lines:
+                    lines = lines[file.write(lines) :]
+            except OSError:
+                with suppress(OSError):  # not a plain file: then nothing was appended
+                    file.truncate(end)
+                raise
 
 
 def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -40,13 +40,16 @@ class Outcome:
     stopped: str | None = None
 
 
-def train(config: Config, name: str, *, resume: bool = False) -> Outcome:
+def train(
+    config: Config, name: str, *, resume: bool = False, signals: Signals | None = None
+) -> Outcome:
     """Train as `config` says and write the run's folder; `name` is part of a derived folder name.
 
     The folder appears when the first step can start and holds `config.yaml`, `environment.json`,
     `metrics.jsonl`, `checkpoints/`, then `timeline.json` of one early step, `loss.png`,
     `timeline.png` and, last and whole, `model/`. With `resume` the run in `output.folder`, or the
     newest one of this name, goes on from its newest whole checkpoint; if there is none, it begins.
+    Whoever listens to signals already gives them; else they are listened to here.
 
     Raises:
         InputError: configuration, data, model or checkpoint cannot be used; nothing was written.
@@ -56,7 +59,7 @@ def train(config: Config, name: str, *, resume: bool = False) -> Outcome:
         Stopped: a signal came before the first step; nothing was written.
     """
     with ExitStack() as held:
-        signals = held.enter_context(Signals())
+        signals = signals or held.enter_context(Signals())
         with signals.interruptible():
             opened = open_run(config, name, held, resume=resume)
         if isinstance(opened, Finished):

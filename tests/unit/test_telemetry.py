@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import resource
 import subprocess
 
 import pytest
@@ -57,11 +58,25 @@ def test_a_full_disk_is_reported_once_and_never_stops_the_run(tmp_path):
         writer.write(step=step)
     assert len(said) == 1
     assert "No space left on device" in said[0]
-    path.unlink()  # room again, after a line was cut short
-    path.write_text('{"step": 2, "lo')
+    path.unlink()  # room again
     for step in (3, 4):
         writer.write(step=step)
-    assert [record["step"] for record in read_metrics(path)] == [3, 4]
+    assert [record["step"] for record in read_metrics(path)] == [0, 1, 2, 3, 4]
+
+
+def test_a_line_that_does_not_fit_is_written_later_not_in_part(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = MetricsWriter(path, warn=lambda message: None)
+    writer.write(step=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    try:
+        writer.write(step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == '{"step": 1}\n'
+    writer.write(step=3)
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
 
 
 def test_a_log_whose_folder_is_gone_does_not_stop_the_run(tmp_path):
