@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from megatrain.checkpoint import verify
 from megatrain.telemetry.metrics import read_metrics
 from tests.cli.cases import write_run_file
 
@@ -125,3 +126,13 @@ def checkpoint_steps(run: Path) -> list[int]:
     """The checkpoints of a run by their names."""
     found = (run / "checkpoints").glob("step-*") if (run / "checkpoints").exists() else ()
     return sorted(int(path.name.removeprefix("step-")) for path in found)
+
+
+def assert_same_state(first: Path, second: Path) -> None:
+    """Two checkpoints, verified to the last byte, hold the same state of engine and run."""
+    ours, others = verify(first), verify(second)
+    assert ours.settings == others.settings
+    for name in ("step", "data", "refusals"):
+        assert ours.extra[name] == others.extra[name]
+    for tile in (tile for tile in ours.manifest.tiles if tile.parameters):
+        assert (first / tile.file).read_bytes() == (second / tile.file).read_bytes(), tile.name

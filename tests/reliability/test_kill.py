@@ -1,0 +1,74 @@
+"""`kill -9` of a real run at random moments: what is on the disk is always exactly a step's state.
+
+A run that nothing interrupts keeps a checkpoint of every second step. After each kill, the newest
+checkpoint of the other run must equal the one of the same step there, bit for bit, and in the end
+log and model must be equal, too.
+"""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatrain.checkpoint import verify
+from tests.reliability.cases import (
+    assert_same_state,
+    checkpoint_steps,
+    logged,
+    model_bytes,
+    toy_run,
+)
+
+CHOICES = {"training__eval_every": 7, "checkpoint__every": 2}
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def kill_and_go_on(zygote, tokenizer_folder, folder: Path, *, kills: int, steps: int) -> list[int]:
+    """Returns the steps that the run was resumed from."""
+    choices = CHOICES | {"training__steps": steps}
+    for name, keep in (("whole", 10**6), ("killed", 2)):
+        toy_run(folder / name, tokenizer_folder, **choices, checkpoint__keep=keep)
+    whole, killed = folder / "whole" / "run", folder / "killed" / "run"
+    zygote.start("train", folder / "whole" / "run.yaml", log=folder / "log").finish()
+    moments = random.Random(kills)
+    came_to = []
+    for count in range(kills):
+        log = folder / f"log-{count}"
+        run = zygote.start("train", folder / "killed" / "run.yaml", "--resume", log=log)
+        if moments.random() < 0.8:  # else before the first step
+            run.until("in /" if came_to and came_to[-1] else "writing to")
+        time.sleep(moments.uniform(0, 0.5))
+        run.send(signal.SIGKILL)
+        if run.wait() == 0:
+            break  # it was faster
+        newest = max(checkpoint_steps(killed), default=0)
+        came_to.append(newest)
+        for step in checkpoint_steps(killed):
+            verify(checkpoint(killed, step))
+        if newest:
+            assert_same_state(checkpoint(killed, newest), checkpoint(whole, newest))
+    log = folder / "last"
+    out = zygote.start("train", folder / "killed" / "run.yaml", "--resume", log=log).finish()
+    assert "not resumed from" not in out
+    assert logged(killed) == logged(whole)
+    assert model_bytes(killed) == model_bytes(whole)
+    left = {path.name for path in (killed / "checkpoints").iterdir()}
+    assert left == {path.name for path in map(lambda s: checkpoint(killed, s), checkpoint_steps(killed))}
+    return came_to
+
+
+def test_a_run_survives_kills(zygote, tokenizer_folder, tmp_path):
+    came_to = kill_and_go_on(zygote, tokenizer_folder, tmp_path, kills=5, steps=40)
+    assert max(came_to) > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_a_run_survives_a_hundred_kills(zygote, tokenizer_folder, tmp_path):
+    came_to = kill_and_go_on(zygote, tokenizer_folder, tmp_path, kills=100, steps=1200)
+    assert len(came_to) == 100 and len(set(came_to)) > 30

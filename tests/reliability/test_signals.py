@@ -1,0 +1,119 @@
+"""Signals sent to a real run in each of its phases."""
+
+import signal
+import time
+
+import pytest
+
+from megatrain.checkpoint import open_checkpoint, verify
+from tests.reliability.cases import checkpoint_steps, logged, model_bytes, sets, toy_run
+
+CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every": 3}
+
+# Makes a part of the run say its name and take long, so that a signal meets it.
+SLOW = """
+import time
+from {module} import {owner}
+whole = {owner}.{name}
+def slow(*args, **kwargs):
+    print("PHASE", flush=True)
+    time.sleep({seconds})
+    return whole(*args, **kwargs)
+{owner}.{name} = slow
+"""
+
+PHASES = {
+    "reading": ("megatrain.train", "prepare", "load_tokenizer"),
+    "loading": ("megatrain.train", "prepare", "_engine"),
+    "step": ("megatrain.engine", "Engine", "step"),
+    "evaluation": ("megatrain.engine", "Engine", "evaluate"),
+    "save": ("megatrain.checkpoint", "files", "publish"),
+    "model": ("megatrain.train", "loop", "write_model"),
+}
+
+
+def slow(phase: str, seconds: float) -> str:
+    module, owner, name = PHASES[phase]
+    return SLOW.format(module=module, owner=owner, name=name, seconds=seconds)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tokenizer_folder, zygote):
+    folder = tmp_path_factory.mktemp("whole")
+    run = toy_run(folder, tokenizer_folder, **CHOICES)
+    zygote.start("train", run, log=folder / "log").finish()
+    return folder / "run"
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer_folder):
+    return toy_run(tmp_path, tokenizer_folder, **CHOICES)
+
+
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("reading", signal.SIGTERM),
+        ("loading", signal.SIGINT),
+        ("step", signal.SIGTERM),
+        ("evaluation", signal.SIGINT),
+        ("save", signal.SIGTERM),
+        ("model", signal.SIGTERM),
+    ],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
+)
+def test_one_signal_ends_the_run_well_and_loses_nothing(
+    whole, run, tmp_path, zygote, phase, number
+):
+    first = zygote.start("train", run, log=tmp_path / "1", before=slow(phase, 0.4))
+    first.until("PHASE")
+    first.send(number)
+    out = first.finish()
+    folder = tmp_path / "run"
+    if phase in ("reading", "loading"):
+        assert f"stopped by {number.name} before the first step" in out
+        assert not folder.exists()
+    elif phase == "model":  # the last step is done: the run ends as it would have
+        assert "6 steps done; the model is in" in out
+    else:
+        assert "stopping after this step and saving" in out
+        assert f"go on with: megatrain train {folder} --resume" in out
+        step = max(checkpoint_steps(folder))
+        assert f"stopped by {number.name} after step {step} of 6" in out
+        assert max(record["step"] for record in logged(folder)) == step
+    again = zygote.start("train", run, "--resume", log=tmp_path / "2")
+    again.finish()
+    assert logged(folder) == logged(whole)
+    assert model_bytes(folder) == model_bytes(whole)
+
+
+@pytest.mark.parametrize("phase", ["loading", "step", "save"])
+def test_a_second_signal_ends_it_at_once(run, tmp_path, zygote, phase):
+    """Whatever it is doing; the checkpoint before is whole."""
+    zygote.start("train", run, *sets(training__steps=3), log=tmp_path / "0").finish()
+    arguments = ["train", run, "--resume", *sets(training__steps=100000)]
+    name = "_saved_engine" if phase == "loading" else None
+    before = slow(phase, 60)
+    before = before.replace("_engine", name) if name else before
+    process = zygote.start(*arguments, log=tmp_path / "1", before=before)
+    process.until("PHASE")
+    if phase != "loading":  # there the first one ends it
+        process.send(signal.SIGINT)
+        process.until("stopping after this step")
+    started = time.monotonic()
+    process.send(signal.SIGTERM)
+    assert process.wait() == (0 if phase == "loading" else 128 + signal.SIGTERM)
+    assert time.monotonic() - started < 5
+    assert [verify(tmp_path / "run" / "checkpoints" / "step-00000003").step] == [3]
+    assert checkpoint_steps(tmp_path / "run") == [3]
+
+
+def test_usr1_saves_now_and_the_run_goes_on(whole, run, tmp_path, zygote):
+    arguments = ["train", run, *sets(checkpoint__every=None, checkpoint__at_end=False)]
+    process = zygote.start(*arguments, log=tmp_path / "1", before=slow("evaluation", 0.2))
+    process.until("PHASE")  # after step 2
+    process.send(signal.SIGUSR1)
+    process.finish()
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert open_checkpoint(saved).extra["step"] == 3
+    assert logged(tmp_path / "run") == logged(whole)
