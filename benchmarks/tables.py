@@ -1,4 +1,6 @@
-"""`python -m benchmarks.tables`: the README's table, from the result files.
+"""`python -m benchmarks.tables`: the README's tables, from the result files.
+
+First MegaTrain's own steps, then one table for each case in which rivals ran beside it.
 
 With `--check` nothing is written; the exit status says whether the README is in step.
 """
@@ -7,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks.rivals import rows as rival_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,6 +50,15 @@ def commands() -> list[str]:
     return lines
 
 
+def rivals() -> list[str]:
+    """A table for each case that rivals ran, each with the command behind it."""
+    lines = []
+    for table in rival_rows.newest(RESULTS):
+        lines += ["", f"{rival_rows.caption(table)}:", "", *rival_rows.table(table)]
+        lines += ["", "```", *rival_rows.commands(table), "```"]
+    return lines
+
+
 def section() -> str:
     """Everything between the README's two marks."""
     head = [
@@ -53,7 +66,7 @@ def section() -> str:
         "|---|---|---|---|---|---|",
     ]
     return "\n".join(
-        [BEGIN, "", *head, *rows(), "", "```", *commands(), "```", "", END],
+        [BEGIN, "", *head, *rows(), "", "```", *commands(), "```", *rivals(), "", END],
     )
 
 

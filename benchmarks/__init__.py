@@ -1,0 +1,1 @@
+"""Measurements that stay: each writes a result that says how to repeat it."""

@@ -1,0 +1,157 @@
+"""What is measured, and who takes part with which settings."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatrain.units import GIB
+
+ADAMW: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MAX_GRAD_NORM = 1.0
+
+MEASURED = "measured"
+FAILED = "failed"
+NO_DEVICE_MEMORY = "out of device memory"
+NO_HOST_MEMORY = "out of host memory"
+NO_TIME = "out of time"
+NO_PACKAGE = "package missing"
+
+
+@dataclass(frozen=True)
+class Case:
+    """The work of one table.
+
+    Attributes:
+        device_memory_bytes: what may be used of the device, CUDA's context included; None: all.
+    """
+
+    shape: str
+    layers: int | None
+    sequences: int
+    sequence_length: int
+    steps: int
+    device: str
+    device_memory_bytes: int | None
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """`3b-96x1024-12gib`: the part of a file name that says what was done."""
+        layers = f"-{self.layers}layers" if self.layers else ""
+        memory = self.device_memory_bytes
+        budget = f"-{memory / GIB:g}gib" if memory else ""
+        return f"{self.shape}{layers}-{self.sequences}x{self.sequence_length}{budget}"
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences * self.sequence_length
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One who takes part.
+
+    Attributes:
+        name: in file names and on the command line.
+        title: in tables; `{version}` stands for that of its package.
+        module: of benchmarks.rivals; has `build(task) -> Runner`.
+        options: for the module, when it serves two rows.
+        package: what must be installed beside torch and transformers.
+        warmup: steps before the measured ones, enough for its own adaptation.
+        micro_batches: rows of a micro-batch for each shape; halved while the device's memory is
+            too small, and never more than a step has.
+    """
+
+    name: str
+    title: str
+    module: str
+    options: dict[str, Any]
+    package: str | None
+    warmup: int
+    micro_batches: dict[str, int]
+
+    def micro_batch(self, case: Case) -> int:
+        return min(case.sequences, self.micro_batches.get(case.shape, 8))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process is told to do."""
+
+    case: Case
+    rival: str
+    options: dict[str, Any]
+    warmup: int
+    micro_batch: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Task":
+        return cls(**{**values, "case": Case(**values["case"])})
+
+
+_OFFLOADING = {"1.5b": 32, "3b": 32, "7b": 16, "14b": 16, "32b": 8, "72b": 4}
+
+RIVALS = (
+    Rival(
+        "megatrain",
+        "MegaTrain",
+        "own",
+        {},
+        None,
+        warmup=4,
+        micro_batches={"1.5b": 32, "3b": 32, "7b": 32, "14b": 16},
+    ),
+    Rival(
+        "resident",
+        "Hugging Face on the GPU, forward and backward only, no optimizer",
+        "resident",
+        {},
+        None,
+        warmup=2,
+        micro_batches={"1.5b": 32, "3b": 32, "7b": 16, "14b": 8},
+    ),
+    Rival(
+        "deepspeed",
+        "DeepSpeed {version}, ZeRO-3 offload",
+        "zero3",
+        {},
+        "deepspeed",
+        warmup=2,
+        micro_batches=_OFFLOADING,
+    ),
+    Rival(
+        "fsdp2",
+        "FSDP2, CPU offload",
+        "fsdp2",
+        {},
+        None,
+        warmup=1,
+        micro_batches=_OFFLOADING,
+    ),
+    Rival(
+        "trainstream-offloaded",
+        "TrainStream {version}, weights offloaded",
+        "streams",
+        {"offload": True},
+        "trainstream",
+        warmup=2,
+        micro_batches=_OFFLOADING,
+    ),
+    Rival(
+        "trainstream-auto",
+        "TrainStream {version}, as it chooses",
+        "streams",
+        {"offload": "auto"},
+        "trainstream",
+        warmup=5,
+        micro_batches=_OFFLOADING,
+    ),
+)
+
+
+def rival(name: str) -> Rival:
+    """The one of that name."""
+    return next(each for each in RIVALS if each.name == name)

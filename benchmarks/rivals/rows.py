@@ -1,0 +1,94 @@
+"""Result files of the rivals, and the tables made of them."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rivals.case import MEASURED, RIVALS, Case
+from megatrain.units import gib
+
+_ORDER = [each.name for each in RIVALS]
+_HEAD = (
+    "| | rows of a micro-batch | seconds a step (spread) | model TFLOPS | device | host |",
+    "|---|---|---|---|---|---|",
+)
+
+
+def write(row: dict[str, Any], folder: Path) -> Path:
+    """Keep a row, in place of an older one of the same case, machine and rival."""
+    case = Case(**row["case"])
+    file = folder / f"rivals-{case.name}-{_machine(row)}-{row['rival']}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+    return file
+
+
+def newest(folder: Path) -> list[list[dict[str, Any]]]:
+    """The rows of each case's newest run, in the rivals' order; large models and steps first."""
+    tables: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for file in sorted(folder.glob("rivals-*.json")):
+        row = json.loads(file.read_text(encoding="utf-8"))
+        tables.setdefault((Case(**row["case"]).name, _machine(row)), []).append(row)
+    return sorted((_newest_run(table) for table in tables.values()), key=_size)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown; a row without a result says why."""
+    ordered = sorted(rows, key=lambda row: _ORDER.index(row["rival"]))
+    return [*_HEAD, *(_line(row) for row in ordered)]
+
+
+def caption(rows: Sequence[dict[str, Any]]) -> str:
+    """Which work on which machine, in words."""
+    row = rows[0]
+    case, machine = Case(**row["case"]), row.get("environment")
+    words = f"Qwen2.5-{case.shape.upper()}, {case.sequences} x {case.sequence_length} tokens a step"
+    if case.device_memory_bytes:
+        words += f", {gib(case.device_memory_bytes)} of device memory"
+    return words + (f"; {_where(machine)}" if machine else "")
+
+
+def commands(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What measures the table again; a run may have been made in parts."""
+    return sorted({row["command"] for row in rows})
+
+
+def _newest_run(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    last = max(table, key=lambda row: row["time"])["run"]
+    return sorted(
+        (row for row in table if row["run"] == last), key=lambda row: _ORDER.index(row["rival"])
+    )
+
+
+def _size(table: list[dict[str, Any]]) -> tuple[int, int, int]:
+    case = Case(**table[0]["case"])
+    parameters = max((row.get("parameters", 0) for row in table), default=0)
+    return -parameters, -case.tokens_per_step, -(case.device_memory_bytes or 10**15)
+
+
+def _line(row: dict[str, Any]) -> str:
+    own = "**" if row["rival"] == _ORDER[0] else ""
+    if row["status"] != MEASURED:
+        return f"| {own}{row['title']}{own} | {row['micro_batch']} | {row['status']} | | | |"
+    spread = f"{row['min_seconds']:.2f} to {row['max_seconds']:.2f}"
+    device = row["device_peak_bytes"]
+    return (
+        f"| {own}{row['title']}{own} | {row['micro_batch']} "
+        f"| {row['median_seconds']:.2f} s ({spread}) | {own}{row['model_tflops']:.0f}{own} "
+        f"| {gib(device) if device else ''} | {gib(row['host_peak_bytes'])} |"
+    )
+
+
+def _where(machine: dict[str, Any]) -> str:
+    name = machine["gpu"]["name"] if machine["gpu"] else "CPU"
+    return f"{name}, {machine['cores']} cores"
+
+
+def _machine(row: dict[str, Any]) -> str:
+    """`h200`: the part of a file name that says where."""
+    gpu = (row.get("environment") or {}).get("gpu")
+    if gpu is None:
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", gpu["name"].lower().replace("nvidia", "")).strip("-")

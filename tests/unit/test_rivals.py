@@ -1,0 +1,196 @@
+"""The harness that measures rivals: same work, a time limit, no row lost."""
+
+import json
+import math
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from benchmarks.rivals import __main__ as command_line
+from benchmarks.rivals import case as cases
+from benchmarks.rivals import child, common, rows, supervise
+from benchmarks.rivals.case import Case, Task
+from megatrain.errors import DoesNotFit
+
+CASE = Case("toy", 1, 4, 8, steps=3, device="cpu", device_memory_bytes=None)
+
+FAKE = """
+import json, os, signal, sys, time
+kind, task_file, outcome_file = sys.argv[1:]
+task = json.load(open(task_file))
+def write(**outcome):
+    json.dump(outcome, open(outcome_file, "w"))
+write(version="1.2", environment={"gpu": None})
+if kind == "hangs":
+    time.sleep(60)
+if kind == "is killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if kind == "crashes":
+    os.kill(os.getpid(), signal.SIGSEGV)
+if kind == "exits":
+    print("what it said"); sys.exit(7)
+if kind == "is too large" and task["micro_batch"] > 2:
+    write(status="out of device memory", reason="too large")
+else:
+    write(status="measured")
+"""
+
+
+def task(rival: str = "resident", seconds: float = 60.0, micro_batch: int = 4) -> Task:
+    return Task(CASE, rival, {}, warmup=1, micro_batch=micro_batch, seconds=seconds)
+
+
+def fake(kind: str) -> list[str]:
+    return [sys.executable, "-c", FAKE, kind]
+
+
+def test_the_loss_is_that_of_transformers():
+    torch.manual_seed(0)
+    logits = torch.randn(3, 7, 11, dtype=torch.float64)
+    labels = torch.randint(11, (3, 7))
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    loss = common.next_token_loss(ours, labels, vocab_size=11)
+    expected = ForCausalLMLoss(theirs, labels, vocab_size=11)
+    (2 * loss).backward()
+    (2 * expected).backward()
+    torch.testing.assert_close(loss, expected, check_dtype=False)
+    torch.testing.assert_close(ours.grad, theirs.grad, check_dtype=False, atol=1e-7, rtol=1e-5)
+
+
+def test_the_loss_takes_its_rows_in_parts(monkeypatch):
+    logits, labels = torch.randn(3, 7, 11), torch.randint(11, (3, 7))
+    whole = common.next_token_loss(logits, labels, vocab_size=11)
+    monkeypatch.setattr(common, "LOSS_TOKENS", 4)
+    torch.testing.assert_close(common.next_token_loss(logits, labels, vocab_size=11), whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "reason"),
+    [
+        ("hangs", cases.NO_TIME, "not done after 1 s"),
+        ("is killed", cases.NO_HOST_MEMORY, "killed by the system"),
+        ("crashes", cases.FAILED, "ended by SIGSEGV"),
+        ("exits", cases.FAILED, "exit code 7"),
+    ],
+)
+def test_a_process_that_ends_badly_leaves_a_row(kind, status, reason, capsys):
+    outcome = supervise.run(task(seconds=1.0 if kind == "hangs" else 60.0), fake(kind))
+    assert (outcome["status"], outcome["reason"]) == (status, reason)
+    assert outcome["version"] == "1.2"  # known although it was not done
+    assert outcome["host_peak_bytes"] >= 0
+    if kind == "exits":
+        assert "what it said" in capsys.readouterr().out
+
+
+def test_the_micro_batch_is_halved_until_it_fits():
+    outcome = supervise.run_fitting(task(micro_batch=8), fake("is too large"))
+    assert outcome["status"] == cases.MEASURED
+    assert outcome["micro_batch"] == 2
+    assert [attempt["micro_batch"] for attempt in outcome["attempts"]] == [8, 4]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), cases.NO_DEVICE_MEMORY),
+        (DoesNotFit("no device memory for slots: 2 GiB wanted"), cases.NO_DEVICE_MEMORY),
+        (DoesNotFit("cannot pin 80 GiB of host memory"), cases.NO_HOST_MEMORY),
+        (MemoryError("this run needs more RAM"), cases.NO_HOST_MEMORY),
+        (RuntimeError("CUDA error: out of memory\nsearch for"), cases.NO_HOST_MEMORY),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't"), cases.NO_HOST_MEMORY),
+        (ValueError("no such thing"), cases.FAILED),
+    ],
+)
+def test_errors_are_told_apart(error, status):
+    assert child.failure(error)["status"] == status
+
+
+def test_a_reason_is_one_line_without_folders_of_the_machine():
+    reason = child.failure(ImportError("\ncannot load /home/me/site-packages/it.so\nmore"))[
+        "reason"
+    ]
+    assert reason == "ImportError: cannot load it.so"
+
+
+def test_a_missing_package_is_a_row(monkeypatch):
+    monkeypatch.setattr(child.importlib.util, "find_spec", lambda name: None)
+    outcome = child.outcome_of(task("deepspeed"), ends_at=math.inf)
+    assert outcome == {"status": cases.NO_PACKAGE, "reason": "deepspeed is not installed"}
+
+
+def test_megatrain_has_a_row_like_the_others():
+    outcome = child.outcome_of(task("megatrain"), ends_at=math.inf)
+    assert outcome["status"] == cases.MEASURED, outcome
+    assert len(outcome["step_seconds"]) == 1 + CASE.steps
+    assert {"parameters", "losses", "device_peak_bytes", "settings"} <= set(outcome)
+    assert outcome["settings"]["placement"]["slots"] == 1
+
+
+def test_measuring_ends_with_what_there_is_when_time_is_short():
+    runner = common.Runner(10, lambda micro_batches: 1.0, {})
+    long = Task.from_dict({**task().as_dict(), "case": {**asdict(CASE), "steps": 50}})
+    measured = child.measure(long, runner, ends_at=-math.inf)
+    assert len(measured["step_seconds"]) == long.warmup + child.LEAST_STEPS
+    assert len(child.measure(long, runner, ends_at=math.inf)["step_seconds"]) == 51
+
+
+def test_rivals_do_the_same_work(tmp_path):
+    command_line.main(
+        [
+            *["--shape", "toy", "--layers", "1", "--sequences", "4", "--sequence-length", "8"],
+            *["--steps", "1", "--warmup", "1", "--device", "cpu", "--output", str(tmp_path)],
+            *["--micro-batch", "fsdp2=2", "--rivals", "resident,fsdp2", "--run", "one"],
+        ]
+    )
+    (table,) = rows.newest(tmp_path)
+    resident, fsdp2 = table
+    assert [row["status"] for row in table] == [cases.MEASURED] * 2, table
+    # The same weights and tokens, however they are cut.
+    assert resident["losses"][0] == pytest.approx(fsdp2["losses"][0], rel=1e-3)
+    assert fsdp2["micro_batch"] == 2
+    tokens, seconds = 4 * 8, fsdp2["median_seconds"]
+    assert fsdp2["model_tflops"] == pytest.approx(6 * fsdp2["parameters"] * tokens / seconds / 1e12)
+    assert rows.commands(table) == [
+        "python -m benchmarks.rivals --shape toy --sequences 4 --sequence-length 8 --layers 1 "
+        "--warmup 1 --steps 1 --micro-batch fsdp2=2 --output benchmarks/results"
+    ]
+
+
+def row(rival: str, run: str, **others: object) -> dict[str, object]:
+    gpu = {"name": "NVIDIA H200"}
+    known = {"environment": {"gpu": gpu, "cores": 16}, "title": rival, "time": run, "run": run}
+    return {
+        "case": asdict(CASE),
+        "rival": rival,
+        "micro_batch": 4,
+        "command": "c",
+        **known,
+        **others,
+    }
+
+
+MEASURED = {
+    **{"status": cases.MEASURED, "median_seconds": 2.0, "min_seconds": 1.5, "max_seconds": 2.5},
+    **{"model_tflops": 123.4, "device_peak_bytes": 3 << 30, "host_peak_bytes": 5 << 30},
+}
+
+
+def test_a_table_shows_rows_of_the_newest_run_only_and_those_that_failed(tmp_path):
+    rows.write(row("resident", "1", **MEASURED), tmp_path)
+    rows.write(row("fsdp2", "2", status=cases.NO_TIME), tmp_path)
+    file = rows.write(row("megatrain", "2", **MEASURED), tmp_path)
+    assert file.name == "rivals-toy-1layers-4x8-h200-megatrain.json"
+    assert json.loads(file.read_text())["run"] == "2"
+    (table,) = rows.newest(tmp_path)
+    assert rows.table(table)[2:] == [
+        "| **megatrain** | 4 | 2.00 s (1.50 to 2.50) | **123** | 3.0 GiB | 5.0 GiB |",
+        "| fsdp2 | 4 | out of time | | | |",
+    ]
+
+
+def test_a_budget_is_another_table():
+    half = Case(**{**asdict(CASE), "device_memory_bytes": 12 << 30})
+    assert (CASE.name, half.name) == ("toy-1layers-4x8", "toy-1layers-4x8-12gib")
