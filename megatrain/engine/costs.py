@@ -29,8 +29,8 @@ _PLACES = (
     ("slot", "slots"),
     ("work room", "gradients and rows"),
     ("leaving gradient", "gradients and rows"),
-    ("leaving boundary", "boundary lanes"),
-    ("returning boundary", "boundary lanes"),
+    ("leaving", "lanes of the host"),
+    ("returning", "lanes of the host"),
 )
 _PLANES = ("weights", "remainder", "first moment", "second moment", "gradient")
 

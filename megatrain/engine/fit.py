@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from megatrain.device import Device
 from megatrain.engine.forecast import Forecast
+from megatrain.engine.search import Forecasts, Search, Task
 from megatrain.errors import InputError
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
@@ -95,15 +96,20 @@ def choose(
     clip: bool = True,
     precision: Literal["bf16", "fp32"] = "bf16",
     compile: bool = True,
+    forecasts: Forecasts | None = None,
 ) -> Forecast:
-    """The fastest placement (and micro-batch, if None) that fits the machine's memory.
+    """The fastest placement (and rows of a micro-batch, if None) that fits the machine's memory.
 
-    `machine.device_memory_bytes` and `host_memory_bytes` are the budgets.
+    Args:
+        machine: `device_memory_bytes` and `host_memory_bytes` are the budgets.
+        forecasts: of the same outline, to be used again.
 
     Raises:
-        DoesNotFit: nothing fits; names the least device or host memory that would do.
+        DoesNotFit: nothing fits; names the least memory that would do.
+        NotForeseeable: what the model computes depends on its values.
     """
-    raise NotImplementedError
+    task = Task(tokens_per_step, sequence_length, micro_batch, clip, precision, compile)
+    return Search(forecasts or Forecasts(outline), machine, task).best()
 
 
 class KeptGraphs:

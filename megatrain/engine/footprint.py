@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,12 +50,14 @@ class Recorder(TorchDispatchMode):
     Attributes:
         ops: in order.
         sizes: bytes of each storage.
+        random: whether one of them draws random numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[Op] = []
         self.sizes: list[int] = []
+        self.random = False
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no address is used twice
 
@@ -74,6 +77,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
         given = self.numbers((args, kwargs))
         known = len(self.sizes)
         out = func(*args, **kwargs)

@@ -50,8 +50,8 @@ class Forecast:
         bounds: seconds that each resource is busy; no schedule can be faster than the largest.
         binds: the name of the largest.
         device_bytes: at the step's peak, by part: `slots`, `gradients and rows`, `resident tiles`,
-            `activations`, `kept graphs`, `working set` (of one layer or the head), `boundary
-            lanes`, `layer arguments`, `small buffers`, `allocator` (taken beyond what is in use),
+            `activations`, `kept graphs`, `working set` (of one layer or the head), `lanes of the
+            host`, `layer arguments`, `small buffers`, `allocator` (taken beyond what is in use),
             `context` (of the process; everything else is what `Engine.memory()` counts).
         host_bytes: as `Engine.memory()` names them (`host_weights_bytes`, ...), and
             `host_process_bytes` for the process itself.

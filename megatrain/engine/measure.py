@@ -241,12 +241,13 @@ def _compiled(run: Any, given: list[Any]) -> LayerWork:
         recorder.numbers(pulled),
     )
     works = Compiled(traced)
+    share = None if recorder.random else KEPT_SHARE  # as model/kind.py compiles kept graphs
     return LayerWork(
         works.forward(),
         works.forward_keeping(),
         works.backward(),
-        works.forward_keeping(KEPT_SHARE),
-        works.backward(KEPT_SHARE),
+        works.forward_keeping(share),
+        works.backward(share),
         _shapes(made),
     )
 

@@ -219,8 +219,10 @@ class Tally(TorchDispatchMode):
         out = func(*args, **kwargs)
         if is_view(func):
             return out
-        for tensor in tensors(out):
-            self._found(tensor)
+        # Whoever says that a copy shall be on the meta device wants its shape alone.
+        with self.placing(None if _described(func, kwargs) else self.place):
+            for tensor in tensors(out):
+                self._found(tensor)
         work, scratch = work_of(func, args, kwargs, out)
         self.work = added(self.work, work)
         if scratch:
@@ -249,6 +251,11 @@ class Tally(TorchDispatchMode):
         if self._total + more > self.peak_bytes:
             self.peak_bytes = self._total + more
             self.peak_live = self.live + Counter({place: more})
+
+
+def _described(func: Any, kwargs: dict) -> bool:
+    device = kwargs.get("device")
+    return func is torch.ops.aten.empty_like.default and device == torch.device("meta")
 
 
 def added(one: Work, other: Work) -> Work:

@@ -1,0 +1,264 @@
+"""The search for a placement: the fastest by forecast among those that fit.
+
+First the frame: rows of a micro-batch, slots, where boundaries wait, tokens of a head chunk, with
+nothing resident and nothing kept. A frame that fits leaves memory to spend on tiles that rest on
+the device and on kept graphs. What each way of spending could bring at best is known from the
+frame's forecast: no resource does less work than it must. The most promising are forecast in full.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
+from megatrain.engine.assemble import tile_layouts
+from megatrain.engine.costs import MachineCosts
+from megatrain.engine.forecast import Forecast, forecast
+from megatrain.engine.measure import Measured
+from megatrain.engine.tally import Tally
+from megatrain.errors import DoesNotFit
+from megatrain.machine import Machine
+from megatrain.model.outline import Outline
+from megatrain.optim import AdamW, StreamedOptimizer
+from megatrain.placement import Placement
+from megatrain.tile import TileLayout
+from megatrain.units import gib
+
+# Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
+_USED = 0.95
+
+# Frames from the fastest to the most frugal.
+_FRAMES: tuple[dict[str, Any], ...] = (
+    {"slots": 3, "head_tokens": 8192},
+    {"slots": 3, "head_tokens": 8192, "boundaries": "host"},
+    {"slots": 2, "head_tokens": 2048},
+    {"slots": 2, "head_tokens": 2048, "boundaries": "host"},
+    {"slots": 2, "head_tokens": 512, "gradient_lanes": 2, "keep_rows": False},
+    {
+        "slots": 2,
+        "head_tokens": 512,
+        "gradient_lanes": 2,
+        "keep_rows": False,
+        "boundaries": "host",
+        "boundary_lanes": 2,
+    },
+)
+# What boundaries leave free on the device may buy more than their copies cost.
+_WITH_HOST = 1
+
+# Tokens of a micro-batch, at most. With the largest no overhead of a call counts any more.
+_TOKENS = (49152, 32768, 16384, 8192, 4096, 2048, 1)
+
+_TRIED = 5  # ways of spending that are forecast in full
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained how; `micro_batch` None: to be chosen."""
+
+    tokens_per_step: int
+    sequence_length: int
+    micro_batch: int | None
+    clip: bool
+    precision: Literal["bf16", "fp32"]
+    compile: bool
+
+    @property
+    def rows(self) -> int:
+        return max(1, self.tokens_per_step // self.sequence_length)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+
+class Forecasts:
+    """Forecasts of one model, each made once."""
+
+    def __init__(self, outline: Outline) -> None:
+        self.outline = outline
+        self._measured: dict[tuple, Measured] = {}
+        self._made: dict[tuple, Forecast] = {}
+
+    @property
+    def layouts(self) -> list[TileLayout]:
+        """The model's tiles."""
+        optimizer = StreamedOptimizer(AdamW(), self.outline.skeleton.model)
+        return tile_layouts(self.outline, optimizer.group_of())
+
+    def measured(self, task: Task) -> Measured:
+        """What the model's parts take."""
+        key = (task.dtype, task.sequence_length, task.compile)
+        if key not in self._measured:
+            self._measured[key] = Measured(
+                self.outline, task.dtype, task.sequence_length, compiled=task.compile
+            )
+        return self._measured[key]
+
+    def of(self, machine: Machine, placement: Placement, task: Task, micro_batch: int) -> Forecast:
+        """A forecast; budgets of memory do not enter it."""
+        rates = replace(machine, device_memory_bytes=0, host_memory_bytes=0)
+        key = (rates, placement, replace(task, micro_batch=micro_batch))
+        if key not in self._made:
+            self._made[key] = forecast(
+                self.outline,
+                machine,
+                placement,
+                tokens_per_step=task.tokens_per_step,
+                sequence_length=task.sequence_length,
+                micro_batch=micro_batch,
+                clip=task.clip,
+                precision=task.precision,
+                measured=self.measured(task),
+            )
+        return replace(self._made[key], machine=machine)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A frame and what its spare memory is spent on; it takes `seconds` at least."""
+
+    frame: Forecast
+    resident: tuple[str, ...]
+    keep_layers: int
+    seconds: float
+
+
+class Search:
+    """Finds the placement of a task on a machine, whose memory sizes are the budgets."""
+
+    def __init__(self, forecasts: Forecasts, machine: Machine, task: Task) -> None:
+        self._forecasts, self._machine, self._task = forecasts, machine, task
+        self._costs = MachineCosts(machine, Tally())
+        self._tiles = [t for t in forecasts.layouts if t.name != "unused"]
+
+    def best(self) -> Forecast:
+        """The fastest forecast that fits. Raises DoesNotFit."""
+        frames = self._frames()
+        ways = sorted((w for f in frames for w in self._ways(f)), key=lambda way: way.seconds)
+        best: Forecast | None = None
+        for way in ways[:_TRIED]:
+            if best is not None and way.seconds >= best.seconds:
+                break
+            found = self._spent(way)
+            if found is not None and (best is None or found.seconds < best.seconds):
+                best = found
+        return best or min(frames, key=lambda frame: frame.seconds)
+
+    def _frames(self) -> list[Forecast]:
+        """Frames that fit: with the two largest micro-batches that do, and with boundaries away."""
+        found: list[Forecast] = []
+        for rows in self._sizes():
+            found += self._first_fitting(rows)
+            if len(found) == 2:
+                break
+        if not found:
+            raise DoesNotFit(self._lacking())
+        best = min(found, key=lambda frame: frame.seconds)
+        if best.placement.boundaries == "device":
+            moved = self._frame(_WITH_HOST, best.micro_batch)
+            found += [moved] if self._fits(moved) else []
+        return found
+
+    def _first_fitting(self, rows: int) -> list[Forecast]:
+        frames = (self._frame(number, rows) for number in range(len(_FRAMES)))
+        return next(([frame] for frame in frames if self._fits(frame)), [])
+
+    def _frame(self, number: int, rows: int) -> Forecast:
+        placement = Placement(**_FRAMES[number], compile=self._task.compile)
+        return self._forecasts.of(self._machine, placement, self._task, rows)
+
+    def _sizes(self) -> list[int]:
+        """Rows that a micro-batch may have, largest first."""
+        task = self._task
+        if task.micro_batch is not None:
+            return [task.micro_batch]
+        most = (max(1, tokens // task.sequence_length) for tokens in _TOKENS)
+        # As few micro-batches as hold all rows, and as even as they can be.
+        return sorted({-(-task.rows // -(-task.rows // rows)) for rows in most}, reverse=True)
+
+    def _fits(self, found: Forecast) -> bool:
+        return self._spare(found) >= 0 and found.host_peak_bytes <= (
+            _USED * self._machine.host_memory_bytes
+        )
+
+    def _spare(self, found: Forecast) -> int:
+        return int(_USED * self._machine.device_memory_bytes) - found.device_peak_bytes
+
+    def _lacking(self) -> str:
+        """What the most frugal frame lacks."""
+        rows = self._sizes()[-1]
+        least = self._frame(-1, rows)
+        machine = self._machine
+        return (
+            f"it needs at least {gib(least.device_peak_bytes / _USED)} of device memory and "
+            f"{gib(least.host_peak_bytes / _USED)} of host memory; "
+            f"{gib(machine.device_memory_bytes)} and {gib(machine.host_memory_bytes)} are allowed"
+        )
+
+    def _ways(self, frame: Forecast) -> Iterator[_Way]:
+        """What a frame's spare memory can be spent on."""
+        spare, layers = self._spare(frame), len(self._forecasts.outline.layers)
+        graph = self._graph_bytes(frame)
+        size = 14 if self._task.precision == "bf16" else 16
+        counts = [t.numel for t in self._tiles]
+        sums = [0, *accumulate(counts)]
+        fitting = sum(numel * size <= spare for numel in sums) - 1
+        first = sum(t.name in ("embedding", "prologue", "layer 0") for t in self._tiles)
+        for count in sorted({0, first, *(fitting * part // 4 for part in (1, 2, 3, 4))}):
+            if count > fitting:
+                continue
+            left = spare - sums[count] * size
+            keep = min(layers, left // graph) if graph else layers
+            resident = tuple(tile.name for tile in self._tiles[:count])
+            yield _Way(frame, resident, keep, self._least(frame, count, keep))
+
+    def _graph_bytes(self, frame: Forecast) -> int:
+        """What keeping a layer's graph takes, the copies of its weights included."""
+        work = self._forecasts.measured(self._task).layer(0, frame.micro_batch)
+        weights = self._tiles[-2].numel * self._task.dtype.itemsize
+        return (work.keeping.kept_bytes + weights) * self._num_micro(frame)
+
+    def _num_micro(self, frame: Forecast) -> int:
+        return -(-self._task.rows // frame.micro_batch)
+
+    def _least(self, frame: Forecast, count: int, keep: int) -> float:
+        """Seconds that the busiest resource takes at least."""
+        streamed = [t.numel for t in self._tiles if t.name != "embedding"]
+        gone = [t.numel for t in self._tiles[:count]]
+        left = 1 - sum(gone) / sum(t.numel for t in self._tiles)
+        crossing = 1 - sum(t.numel for t in self._tiles[:count] if t.name != "embedding") / sum(
+            streamed
+        )
+        work = self._forecasts.measured(self._task).layer(0, frame.micro_batch)
+        seconds = self._costs.seconds
+        recomputed = seconds(work.forward) + seconds(work.again) + seconds(work.backward)
+        saved = recomputed - seconds(work.keeping) - seconds(work.kept_backward)
+        bounds = frame.bounds
+        return max(
+            bounds[COMPUTE] - keep * max(0.0, saved) * self._num_micro(frame),
+            bounds[UPDATE] * left,
+            bounds[COPY_IN] * crossing,
+            bounds[COPY_OUT] * crossing,
+        )
+
+    def _spent(self, way: _Way) -> Forecast | None:
+        """The forecast of a way; fewer graphs are kept if it does not fit, more if it leaves room.
+
+        None: it does not fit without any.
+        """
+        graph, layers = self._graph_bytes(way.frame), len(self._forecasts.outline.layers)
+        keep, best = way.keep_layers, None
+        for _ in range(3):
+            placement = replace(way.frame.placement, resident=way.resident, keep_layers=keep)
+            found = self._forecasts.of(self._machine, placement, self._task, way.frame.micro_batch)
+            more = self._spare(found) // max(1, graph)
+            if self._fits(found):
+                best = found if best is None or found.seconds < best.seconds else best
+            if more == 0 or not 0 <= keep + more <= layers:
+                break
+            keep = min(layers, keep + more)
+        return best
