@@ -18,7 +18,8 @@ from megatrain.engine.resume import (
     saved_optimizer,
     settings_of,
 )
-from megatrain.errors import InputError
+from megatrain.engine.step import Parts, TrainingParts
+from megatrain.errors import InputError, RunFailed
 from megatrain.model.outline import Outline
 from megatrain.optim import AdamW, StreamedOptimizer
 from megatrain.placement import Placement
@@ -31,6 +32,7 @@ class Continuing:
     optimizer: StreamedOptimizer | None
     placement: Placement
     _outline: Outline
+    _parts: Parts
     _saver: Saver
     _kept: KeptGraphs | None
     _given: AdamW | None
@@ -64,11 +66,16 @@ class Continuing:
         Raises:
             InputError: `extra` is not JSON, or `folder` is a file.
             RunFailed: it could not be written (with `wait`; else the Saving says so), or a step
-                without clipping was broken off midway. Older checkpoints stay as they are.
+                was broken off when updates had begun. Older checkpoints stay as they are.
         """
         folder = Path(os.path.abspath(folder))
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder}: is a file; give a folder to save to")
+        if isinstance(self._parts, TrainingParts) and self._parts.update.torn:
+            raise RunFailed(
+                "a step was broken off when updates had begun, so there is no step's state to "
+                "save; go back to the last checkpoint"
+            )
         model = self._outline.skeleton.model
         written = documents(model, self._source_dtype)
         contents = Contents(self._described(), as_json(extra or {}), written, attach, keep)

@@ -55,7 +55,8 @@ class Update:
         self._max_grad_norm = max_grad_norm
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self._pending: list[tuple[Tile, Slab, Any]] = []
-        self._started: list[Tile] = []
+        self._started: list[Tile] = []  # of the step that is going on
+        self._torn = False
         self._losses: list[Tensor] = []
         self._checked: Any = None
         self._refused = False  # updates of a step whose loss is not finite; the host stream's own
@@ -67,8 +68,14 @@ class Update:
         """Whether updates wait for the global norm."""
         return self._max_grad_norm is not None
 
+    @property
+    def torn(self) -> bool:
+        """Whether a step was broken off when some updates had begun: the state is of no step."""
+        return self._torn or bool(self._started)
+
     def begin(self) -> None:
         """A step begins; one that was broken off before its end leaves nothing to be done."""
+        self._torn = self.torn
         self._pending, self._started = [], []
 
     def ready(self, tile: Tile, slab: Slab, landed: Any) -> None:
@@ -122,12 +129,14 @@ class Update:
         self._check(report)
         for tile, slab, landed in sorted(self._pending, key=lambda item: item[0].index):
             self._start(tile, slab, landed, self._scale(report.grad_norm))
+        self._started = []
         return report
 
     def _check(self, report: Report) -> None:
         if not math.isfinite(report.loss):
             for tile in self._started:  # only to be refused
                 tile.version -= 1
+            self._started = []
             bad = [i for i, loss in enumerate(self._losses) if not math.isfinite(loss)]
             what = f"the loss is {report.loss} (micro-batches {bad})"
             raise StepRefused(f"{what}: {_INTACT}", intact=True)

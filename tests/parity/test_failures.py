@@ -12,6 +12,7 @@ import torch
 
 from megatrain import Engine, InputError, Placement, RunFailed
 from megatrain.device import CpuDevice
+from megatrain.engine.update import Update
 from tests.parity.cases import llama, make_batches, make_engine, masters, moments, same
 from tests.race.late import LateDevice
 
@@ -178,3 +179,29 @@ def test_a_refused_batch_is_as_if_it_had_never_come(tied: bool) -> None:
     with pytest.raises(InputError, match="micro-batch 0 has no labels"):
         engine.step([{"input_ids": steps[0][0]["input_ids"]}])
     goes_on(engine, other, steps)
+
+
+def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(
+    tied: bool, clip: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Also when all tiles count it already, and after later steps."""
+    engine = engine_of(tied, clip, CpuDevice())
+    first, second, third = make_batches(3)
+    engine.step(first)
+    apply = Update._apply
+
+    def broken(self: Update, *args: Any) -> None:
+        apply(self, *args)
+        if args[0] is last:
+            raise RuntimeError("out of ideas")
+
+    last = [tile for tile in engine._store.tiles if tile.layout.trainable_numel][-1 if clip else 0]
+    monkeypatch.setattr(Update, "_apply", broken)
+    with pytest.raises(RuntimeError, match="out of ideas"):
+        engine.step(second)
+    monkeypatch.undo()
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="a step was broken off"):
+            engine.save(tmp_path / "saved")
+        engine.step(third)
+    assert not list(tmp_path.iterdir())
