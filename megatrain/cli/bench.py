@@ -5,7 +5,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from megatrain.engine import Engine
 
+_ROWS = 16  # of a micro-batch, where nobody chooses
 SHOWN_LINES = 14  # of the breakdown, on the terminal
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -48,7 +49,7 @@ class StepCase:
     layers: int | None
     sequences: int
     sequence_length: int
-    micro_batch: int
+    micro_batch: int | None
     max_grad_norm: float | None
     precision: Literal["bf16", "fp32"]
     device: str
@@ -71,7 +72,9 @@ def step(
     ],
     sequences: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step.")] = 96,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 16,
+    micro_batch: Annotated[
+        str, typer.Option(help="Rows of a micro-batch, or auto: chosen with the placement.")
+    ] = str(_ROWS),
     max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
     precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute dtype.")] = "bf16",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -95,7 +98,7 @@ def step(
         layers=layers,
         sequences=sequences,
         sequence_length=sequence_length,
-        micro_batch=micro_batch,
+        micro_batch=_parse_rows(micro_batch),
         max_grad_norm=max_grad_norm or None,
         precision=precision,
         device=device,
@@ -124,6 +127,7 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
     started = time.perf_counter()
     engine = _build(case)
     try:
+        case = replace(case, micro_batch=case.micro_batch or engine.micro_batch or _ROWS)
         build_seconds = time.perf_counter() - started
         times, losses, compilations = _timed_steps(engine, case)
         spans = _recorded_step(engine, case)
@@ -175,6 +179,8 @@ def _build(case: StepCase) -> "Engine":
         device=None if case.device == "auto" else case.device,
         seed=case.seed,
         tokens_per_step=case.sequences * case.sequence_length,
+        sequence_length=case.sequence_length,
+        micro_batch=case.micro_batch,
     )
 
 
@@ -213,7 +219,8 @@ def _random_step(case: StepCase, vocab_size: int, seed: int) -> "list[dict[str, 
     generator = torch.Generator().manual_seed(seed)
     shape = (case.sequences, case.sequence_length)
     ids_BT = torch.randint(vocab_size, shape, generator=generator)
-    return [{"input_ids": part, "labels": part} for part in ids_BT.split(case.micro_batch)]
+    rows = case.micro_batch or _ROWS
+    return [{"input_ids": part, "labels": part} for part in ids_BT.split(rows)]
 
 
 def _statistics(times: Sequence[float], tokens: int, parameters: int) -> dict[str, Any]:
@@ -253,6 +260,14 @@ def _recompiled(count: int) -> str:
         f"megatrain: warning: {count} compilations after the warm-up are part of the measured "
         "steps; give more --warmup, or see why with TORCH_LOGS=recompiles"
     )
+
+
+def _parse_rows(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--micro-batch {text}: write a number of rows, or auto")
+    return int(text)
 
 
 def _parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:

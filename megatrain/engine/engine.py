@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,14 @@ from megatrain.checkpoint import Checkpoint, Saver
 from megatrain.device import Buffer, Device, Recording, open_device
 from megatrain.engine.assemble import Assembly, Source, fill, host_bytes, open_source, tile_layouts
 from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.budget import Question, check_fits, limits
 from megatrain.engine.continuing import Continuing
-from megatrain.engine.fit import KeptGraphs, available_bytes, initial_placement
+from megatrain.engine.fit import (
+    KeptGraphs,
+    available_bytes,
+    foreseen_placement,
+    initial_placement,
+)
 from megatrain.engine.packing import Packing
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.units import Head, State
@@ -59,6 +65,7 @@ class Engine(Continuing):
         config: the model's transformers configuration.
         optimizer: a `torch.optim.Optimizer` whose groups can be scheduled; None for inference.
         num_parameters: distinct parameters, frozen ones included.
+        micro_batch: rows that micro-batches should have; None where nothing was foreseen.
     """
 
     def __init__(
@@ -72,8 +79,12 @@ class Engine(Continuing):
         device: str | Device | None = None,
         seed: int = 0,
         tokens_per_step: int | None = None,
+        sequence_length: int | None = None,
+        micro_batch: int | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
     ) -> None:
         """Open a model and bring its weights to host memory.
 
@@ -85,8 +96,13 @@ class Engine(Continuing):
             precision: what layers are computed in; masters and moments are fp32.
             device: `cpu`, `cuda`, `cuda:N`, or a device; None takes the GPU if there is one.
             seed: of weights drawn and of dropout.
-            tokens_per_step: about how many a step will have, for `placement="auto"`.
+            tokens_per_step: how many a step will have at most, for `placement="auto"`.
+            sequence_length: of rows; with both known the placement is the fastest by forecast.
+            micro_batch: rows of the micro-batches to come; None: chosen, see `micro_batch`.
             attn_implementation: any that transformers knows; None leaves it the choice.
+            device_memory: that this process may take on the GPU in all, the driver's context
+                included (`"10GiB"`, or bytes); None: what there is.
+            host_memory: resident memory that the process may have; None: what the machine allows.
 
         Raises:
             InputError: a model or argument that cannot be used; the message says why.
@@ -103,14 +119,22 @@ class Engine(Continuing):
         groups = {} if self.optimizer is None else self.optimizer.group_of()
         opened = device if isinstance(device, Device) else open_device(device)
         self.device = Recording(opened)
-        layouts, train = tile_layouts(self._outline, groups), optimizer is not None
+        limit_bytes, host_limit_bytes = limits(device_memory, host_memory)
+        self.device.limit(limit_bytes, host_limit_bytes)
+        layouts = tile_layouts(self._outline, groups)
         self._kept: KeptGraphs | None = None
+        self.micro_batch = micro_batch
+        self._most_tokens: tuple[int, int] | None = None  # of a step, of a micro-batch
         if isinstance(placement, Placement):
             self.placement = placement
         else:
-            self._place(layouts, train, precision, tokens_per_step)
+            sizes = (tokens_per_step, sequence_length, micro_batch)
+            self._place(layouts, precision, sizes, clip=max_grad_norm is not None)
         self._seed, self._steps, self._max_grad_norm = seed, 0, max_grad_norm
         self._given = optimizer
+        dtype, tokens = DTYPES[precision], tokens_per_step
+        asked = Question(self._outline, layouts, dtype, self.optimizer, max_grad_norm, tokens)
+        check_fits(self.device, asked, self.placement, host_limit_bytes)
         self._packing = Packing(self.config.model_type, DTYPES[precision], self._trial_logits)
         self._assemble(source, layouts, DTYPES[precision], max_grad_norm)
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
@@ -139,13 +163,34 @@ class Engine(Continuing):
         )
 
     def _place(
-        self, layouts: list[TileLayout], train: bool, precision: str, tokens: int | None
+        self,
+        layouts: list[TileLayout],
+        precision: Literal["bf16", "fp32"],
+        sizes: tuple[int | None, int | None, int | None],
+        *,
+        clip: bool,
     ) -> None:
-        """Choose the placement by the device's memory."""
+        """Choose the placement: by forecast, or by the device's memory."""
+        tokens, length, rows = sizes
+        train, on_gpu = self.optimizer is not None, self.device.kind == "cuda"
+        if train and on_gpu and tokens is not None and length is not None:
+            found = foreseen_placement(
+                self._outline,
+                self.device,
+                tokens_per_step=tokens,
+                sequence_length=length,
+                micro_batch=rows,
+                clip=clip,
+                precision=precision,
+            )
+            if found is not None:
+                self.placement, self.micro_batch = found.placement, found.micro_batch
+                self._most_tokens = found.tokens_per_step, found.micro_batch * length
+                return
         self.placement = initial_placement(
             self.device, layouts, train=train, bf16=precision == "bf16", tokens_per_step=tokens
         )
-        if train and self.device.kind == "cuda":
+        if train and on_gpu:
             self._kept = KeptGraphs(len(self._outline.layers), available_bytes(self.device))
 
     @property
@@ -181,8 +226,7 @@ class Engine(Continuing):
         start = time.perf_counter()
         batch = self._prepare(micro_batches, labelled=True, train=True)
         self._parts.update.norm_limit = norm_limit
-        if self._kept is not None:
-            self._parts.keep_graphs(self._kept.choose(batch.num_tokens))
+        self._parts.keep_graphs(self._graphs_to_keep(batch))
         with self._undisturbed():
             report = train_step(self._parts, batch)
         if self._kept is not None:
@@ -191,6 +235,17 @@ class Engine(Continuing):
         self.optimizer.step()
         seconds = time.perf_counter() - start
         return StepResult(report.loss, report.grad_norm, batch.num_tokens, seconds)
+
+    def _graphs_to_keep(self, batch: Batch) -> int:
+        if self._kept is not None:
+            keep = self._kept.choose(batch.num_tokens)
+            self.placement = replace(self.placement, keep_layers=keep)
+            return keep
+        if self._most_tokens is not None:
+            largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
+            if batch.num_tokens > self._most_tokens[0] or largest > self._most_tokens[1]:
+                return 0  # the placement was chosen for less
+        return self.placement.keep_layers
 
     def evaluate(self, micro_batches: MicroBatches) -> float:
         """Mean cross entropy over all labelled tokens; changes no state, dropout is off."""

@@ -1,10 +1,10 @@
 """`placement="auto"`: what a device's spare memory is used for.
 
-Two uses, in order of what a byte buys. First, tiles rest on it whose update would keep the device
-waiting: the embedding and the first layer, which a step begins with; with few tokens a step, as
-many layers as half the memory holds, since then updates take longer than the computation; and
-everything, if that takes no more than half. Then layers at the end of the stack keep their graphs,
-so that nothing of them is recomputed; how many is measured in the first steps, not guessed.
+Where the size of a step is known, the fastest placement by forecast (engine/search.py). Where it is
+not, or the machine or model cannot be foreseen, by rule: tiles rest on the device whose update
+would keep it waiting (the embedding and the first layer, which a step begins with; with few tokens
+a step as many layers as half the memory holds; everything, if that takes no more than half). Then
+layers at the end of the stack keep their graphs; how many is measured in the first steps.
 """
 
 import importlib.util
@@ -12,13 +12,15 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from megatrain.device import Device
 from megatrain.engine.forecast import Forecast
+from megatrain.engine.measure import NotForeseeable
 from megatrain.engine.search import Forecasts, Search, Task
 from megatrain.errors import InputError
-from megatrain.machine import Machine
+from megatrain.machine import Machine, present_machine
 from megatrain.model.outline import Outline
 from megatrain.placement import Placement
 from megatrain.tile import TileLayout
@@ -71,6 +73,62 @@ def initial_placement(
     placement = Placement(slots=3, compile=train, head_tokens=8192, resident=tuple(resident))
     _log.info("placement: on the device rest %s", ", ".join(resident) or "no tiles")
     return placement
+
+
+def foreseen_placement(
+    outline: Outline,
+    device: Device,
+    *,
+    tokens_per_step: int,
+    sequence_length: int,
+    micro_batch: int | None,
+    clip: bool,
+    precision: Literal["bf16", "fp32"],
+) -> Forecast | None:
+    """What `choose` finds for this device as it is now, with the reasons in the log.
+
+    None: nothing is known of the machine, or what the model computes cannot be foreseen.
+
+    Raises:
+        DoesNotFit: nothing fits.
+    """
+    machine = present_machine(str(device.torch_device), precision=precision)
+    if machine is None:
+        return None
+    # The process has its context already: it is in neither free nor taken bytes.
+    memory = available_bytes(device) + machine.device_context_bytes
+    try:
+        found = choose(
+            outline,
+            replace(machine, device_memory_bytes=memory),
+            tokens_per_step=tokens_per_step,
+            sequence_length=sequence_length,
+            micro_batch=micro_batch,
+            clip=clip,
+            precision=precision,
+            compile=can_compile(),
+        )
+    except NotForeseeable as error:
+        _log.info("placement: by rule, since %s", error)
+        return None
+    for line in reasons(found):
+        _log.info("placement: %s", line)
+    return found
+
+
+def reasons(found: Forecast) -> list[str]:
+    """What was chosen and why, in two lines."""
+    placement, machine = found.placement, found.machine
+    resident = len(placement.resident)
+    rows = f"{found.micro_batch} row{'s' * (found.micro_batch > 1)}"
+    return [
+        f"micro-batches of {rows}, {placement.slots} slots, {resident} resident tiles, "
+        f"{placement.keep_layers} kept graphs, boundaries on the {placement.boundaries}",
+        f"{found.seconds:.3g} s a step expected ({found.model_tflops:.0f} model TFLOPS), "
+        f"{found.binds} is busy {found.bounds[found.binds] / found.seconds:.0%} of it; "
+        f"{gib(found.device_peak_bytes)} of {gib(machine.device_memory_bytes)} on the device, "
+        f"{gib(found.host_peak_bytes)} of {gib(machine.host_memory_bytes)} on the host",
+    ]
 
 
 def available_bytes(device: Device) -> int:

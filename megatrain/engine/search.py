@@ -46,8 +46,9 @@ _FRAMES: tuple[dict[str, Any], ...] = (
         "boundary_lanes": 2,
     },
 )
-# What boundaries leave free on the device may buy more than their copies cost.
-_WITH_HOST = 1
+# What these leave free on the device may buy more than they cost: boundaries on the host, and
+# fewer slots and smaller chunks besides.
+_SPARING = (1, 3)
 
 # Tokens of a micro-batch, at most. With the largest no overhead of a call counts any more.
 _TOKENS = (49152, 32768, 16384, 8192, 4096, 2048, 1)
@@ -149,7 +150,7 @@ class Search:
         return best or min(frames, key=lambda frame: frame.seconds)
 
     def _frames(self) -> list[Forecast]:
-        """Frames that fit: with the two largest micro-batches that do, and with boundaries away."""
+        """Frames that fit, of the two largest micro-batches that do, and more sparing ones."""
         found: list[Forecast] = []
         for rows in self._sizes():
             found += self._first_fitting(rows)
@@ -158,9 +159,9 @@ class Search:
         if not found:
             raise DoesNotFit(self._lacking())
         best = min(found, key=lambda frame: frame.seconds)
-        if best.placement.boundaries == "device":
-            moved = self._frame(_WITH_HOST, best.micro_batch)
-            found += [moved] if self._fits(moved) else []
+        if best.placement == self._placement(0):
+            sparing = (self._frame(number, best.micro_batch) for number in _SPARING)
+            found += [frame for frame in sparing if self._fits(frame)]
         return found
 
     def _first_fitting(self, rows: int) -> list[Forecast]:
@@ -168,8 +169,10 @@ class Search:
         return next(([frame] for frame in frames if self._fits(frame)), [])
 
     def _frame(self, number: int, rows: int) -> Forecast:
-        placement = Placement(**_FRAMES[number], compile=self._task.compile)
-        return self._forecasts.of(self._machine, placement, self._task, rows)
+        return self._forecasts.of(self._machine, self._placement(number), self._task, rows)
+
+    def _placement(self, number: int) -> Placement:
+        return Placement(**_FRAMES[number], compile=self._task.compile)
 
     def _sizes(self) -> list[int]:
         """Rows that a micro-batch may have, largest first."""
@@ -209,8 +212,8 @@ class Search:
         fitting = sum(numel * size <= spare for numel in sums) - 1
         first = sum(t.name in ("embedding", "prologue", "layer 0") for t in self._tiles)
         for count in sorted({0, first, *(fitting * part // 4 for part in (1, 2, 3, 4))}):
-            if count > fitting:
-                continue
+            if count > fitting or (count and not counts[count - 1]):
+                continue  # too many, or one that brings nothing
             left = spare - sums[count] * size
             keep = min(layers, left // graph) if graph else layers
             resident = tuple(tile.name for tile in self._tiles[:count])
