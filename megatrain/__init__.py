@@ -1,5 +1,6 @@
 """MegaTrain: full-precision training of large language models on one GPU, from host memory."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed
@@ -20,6 +21,11 @@ __all__ = [
     "StepResult",
     "__version__",
 ]
+
+# Memory that tensors of other sizes had is used again, not cut up: the layers of a step fit in less.
+# Read when CUDA starts; whoever has set either name has chosen.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 __version__ = "0.1.0"  # the build reads it from here
 

@@ -54,6 +54,8 @@ class StepCase:
     precision: Literal["bf16", "fp32"]
     device: str
     placement: dict[str, Any] | None
+    device_memory: str | None
+    host_memory: str | None
     warmup: int
     steps: int
     seed: int
@@ -82,6 +84,12 @@ def step(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="One choice of the placement; repeatable."),
     ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="All that the GPU may give this process, such as 10GiB.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory that this process may have, such as 96GiB.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Only so many layers.")] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 5,
@@ -103,6 +111,8 @@ def step(
         precision=precision,
         device=device,
         placement=_parse_placement(placement or []),
+        device_memory=device_memory,
+        host_memory=host_memory,
         warmup=warmup,
         steps=steps,
         seed=seed,
@@ -181,6 +191,8 @@ def _build(case: StepCase) -> "Engine":
         tokens_per_step=case.sequences * case.sequence_length,
         sequence_length=case.sequence_length,
         micro_batch=case.micro_batch,
+        device_memory=case.device_memory,
+        host_memory=case.host_memory,
     )
 
 

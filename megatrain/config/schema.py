@@ -18,6 +18,7 @@ from pydantic import (
 
 from megatrain.errors import InputError
 from megatrain.placement import Placement
+from megatrain.units import parse_bytes
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
@@ -176,6 +177,15 @@ class EngineSection(Section):
     precision: Literal["bf16", "fp32"] = "bf16"
     device: str = "auto"
     placement: Literal["auto"] | dict[str, Any] = "auto"
+    device_memory: str | Positive | None = None
+    host_memory: str | Positive | None = None
+
+    @field_validator("device_memory", "host_memory")
+    @classmethod
+    def _size(cls, size: str | int | None) -> str | int | None:
+        if size is not None and parse_bytes(size) <= 0:
+            raise ValueError(f"should be a size above zero, got {shown(size)}")
+        return size
 
     @field_validator("device")
     @classmethod

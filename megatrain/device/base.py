@@ -28,6 +28,7 @@ MEMORY_KEYS = (
     "device_used_peak_bytes",
     "device_total_bytes",
     "device_free_bytes",
+    "device_context_bytes",
 )
 
 
@@ -107,12 +108,20 @@ class Device(Protocol):
     def seed(self, seed: int) -> None:
         """Start the random numbers of work put on COMPUTE after this anew."""
 
+    def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
+        """Take no more memory from now on; None: what there is.
+
+        `device_bytes` are all that the driver shows for this process, `host_bytes` all resident
+        memory of the process and its children. Raises DoesNotFit, InputError.
+        """
+
     def memory(self) -> dict[str, int]:
         """Bytes of device memory.
 
         `device_bytes` and `device_peak_bytes` taken from the driver, now and at most;
-        `device_used_peak_bytes` of it in use at most; `device_total_bytes` that there are, and
-        `device_free_bytes` that no process has taken.
+        `device_used_peak_bytes` of it in use at most; `device_total_bytes` that there are or that
+        `limit` allows, and `device_free_bytes` of them that no process has taken;
+        `device_context_bytes` that the driver itself takes for this process.
         """
 
     def close(self) -> None:

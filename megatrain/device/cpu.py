@@ -8,6 +8,7 @@ import torch
 
 from megatrain.device.base import MEMORY_KEYS, Buffer
 from megatrain.device.ranges import host_range
+from megatrain.errors import InputError
 
 
 class _Passed:
@@ -19,12 +20,13 @@ class CpuDevice:
 
     kind = "cpu"
     torch_device = torch.device("cpu")
+    _host_limit: int | None = None
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         return Buffer(name, torch.empty(numel, dtype=dtype))
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
-        return Buffer(name, host_range(name, numel, dtype))
+        return Buffer(name, host_range(name, numel, dtype, self._host_limit))
 
     def free(self, buffer: Buffer) -> None:
         return None
@@ -62,6 +64,11 @@ class CpuDevice:
 
     def seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)  # not those of GPUs, as torch.manual_seed does
+
+    def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
+        if device_bytes is not None:
+            raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
+        self._host_limit = host_bytes
 
     def memory(self) -> dict[str, int]:
         return dict.fromkeys(MEMORY_KEYS, 0)

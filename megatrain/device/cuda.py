@@ -19,7 +19,8 @@ from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer
 from megatrain.device.ranges import host_range
 from megatrain.device.worker import HostWorker
 from megatrain.errors import DoesNotFit, RunFailed
-from megatrain.units import gib
+from megatrain.telemetry.gpu import used_bytes
+from megatrain.units import MIB, gib
 
 _WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ, cyclic on 32 bits
 
@@ -52,7 +53,9 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
-        torch.cuda.init()
+        self._context_bytes = _context_bytes(index)
+        self._limit: int | None = None
+        self._host_limit: int | None = None
         self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: torch.cuda.current_stream()}
         self._counters = host_range("host stream counters", 64 * len(HOST_STREAMS), torch.int32)
         self._pinned: dict[int, Tensor] = {}  # by address
@@ -75,14 +78,14 @@ class CudaDevice:
         try:
             return Buffer(name, torch.empty(numel, dtype=dtype, device=self.torch_device))
         except torch.cuda.OutOfMemoryError as error:
-            free, _ = torch.cuda.mem_get_info(self.torch_device)
+            free = self.memory()["device_free_bytes"]
             raise DoesNotFit(
                 f"no device memory for {name}: {gib(numel * dtype.itemsize)} wanted, {gib(free)} "
                 "free; use fewer slots or smaller micro-batches"
             ) from error
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
-        flat = host_range(name, numel, dtype)
+        flat = host_range(name, numel, dtype, self._host_limit)
         if pinned and numel:
             self._pin(name, flat)
         return Buffer(name, flat)
@@ -177,18 +180,62 @@ class CudaDevice:
     def seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
+    def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
+        self._host_limit, self._limit = host_bytes, device_bytes
+        _, total = torch.cuda.mem_get_info(self.torch_device)
+        allowed = total if device_bytes is None else device_bytes - self._context_bytes
+        if allowed < MIB:
+            raise DoesNotFit(
+                f"device_memory is {gib(device_bytes or 0)}, of which the driver's context takes "
+                f"{gib(self._context_bytes)}; allow more"
+            )
+        share = min(1.0, allowed / total)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
     def memory(self) -> dict[str, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)
+        taken = torch.cuda.memory_reserved(self.torch_device)
+        if self._limit is not None:
+            total = min(total, self._limit)
+            free = min(free, max(0, total - self._context_bytes - taken))
         return {
-            "device_bytes": torch.cuda.memory_reserved(self.torch_device),
+            "device_bytes": taken,
             "device_peak_bytes": torch.cuda.max_memory_reserved(self.torch_device),
             "device_used_peak_bytes": torch.cuda.max_memory_allocated(self.torch_device),
             "device_total_bytes": total,
             "device_free_bytes": free,
+            "device_context_bytes": self._context_bytes,
         }
 
     def close(self) -> None:
         self._end()
+
+
+# What a context takes where it cannot be measured (an H200 with what a step loads: 0.55 GiB).
+_CONTEXT_BYTES = 600 * MIB
+
+# Kernels are loaded when they are first used; so much more the driver takes after a while.
+_LATER_BYTES = 96 * MIB
+
+_contexts: dict[int, int] = {}
+
+
+def _context_bytes(index: int) -> int:
+    """Device memory that this process takes besides what torch hands out; starts the context."""
+    if index in _contexts:
+        return _contexts[index]
+    device = torch.device("cuda", index)
+    before = None if torch.cuda.is_initialized() else used_bytes(str(device))
+    torch.cuda.init()
+    a = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
+    (a @ a).sum().item()  # loads cuBLAS, too
+    after = used_bytes(str(device))
+    if before is None or after is None:
+        _contexts[index] = _CONTEXT_BYTES
+    else:
+        own = after - before - torch.cuda.memory_reserved(device)
+        _contexts[index] = max(own, 0) + _LATER_BYTES
+    return _contexts[index]
 
 
 def _end(

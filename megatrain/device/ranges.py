@@ -16,14 +16,17 @@ from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import gib
 
 
-def host_range(name: str, numel: int, dtype: torch.dtype) -> Tensor:
+def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | None = None) -> Tensor:
     """`numel` zeros of `dtype` in a mapping of their own, every page present.
+
+    Args:
+        limit_bytes: that the process may take in all; None: what the machine allows.
 
     Raises:
         DoesNotFit: there is not so much memory, or the system does not give it.
     """
     num_bytes = max(numel, 1) * dtype.itemsize
-    free_bytes = host_available_bytes()
+    free_bytes = host_available_bytes(limit_bytes)
     if num_bytes > free_bytes:  # Linux would give the mapping and kill the process that fills it
         raise DoesNotFit(
             f"no host memory for {name}: {gib(num_bytes)} wanted, {gib(free_bytes)} free; close "

@@ -126,6 +126,9 @@ class Recording:
     def seed(self, seed: int) -> None:
         self._device.seed(seed)
 
+    def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
+        self._device.limit(device_bytes, host_bytes)
+
     def memory(self) -> dict[str, int]:
         return self._device.memory()
 

@@ -125,6 +125,9 @@ class TraceDevice:
     def seed(self, seed: int) -> None:
         return None
 
+    def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
+        return None
+
     def memory(self) -> dict[str, int]:
         return dict.fromkeys(MEMORY_KEYS, 0)
 

@@ -137,6 +137,10 @@ class Embedding:
             for micro in batch.micro:
                 micro.rows.tables[table.entry.name] = rows_UD
 
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for the rows of a step of so many tokens, at most."""
+        self._lay_out(min(num_tokens, max((t.entry.shape[0] for t in self._tables), default=0)))
+
     def _lay_out(self, num_rows: int) -> None:
         """Rooms for so many rows; grown geometrically, so a run settles soon."""
         grows = num_rows > self._capacity

@@ -46,6 +46,18 @@ def gpu_identity(device: str) -> tuple[str, str] | None:
             return None
 
 
+def used_bytes(device: str) -> int | None:
+    """Device memory that all processes together take now; None where it cannot be asked."""
+    with driver(device) as asked:
+        if asked is None:
+            return None
+        nvml, handle = asked
+        try:
+            return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        except nvml.NVMLError:
+            return None
+
+
 @contextmanager
 def driver(device: str) -> Iterator[tuple[Any, Any] | None]:
     """NVML and its handle of the GPU that torch calls `device`; None where there is none."""

@@ -62,13 +62,17 @@ def _declared_bytes() -> int:
         raise InputError(f"{HOST_MEMORY} in the environment is {error}") from error
 
 
-def host_available_bytes() -> int:
+def host_available_bytes(limit_bytes: int | None = None) -> int:
     """What can still be allocated without swapping or being killed, in bytes.
+
+    Args:
+        limit_bytes: that this process and its children may take in all, if they may not take all.
 
     Raises:
         InputError: MEGATRAIN_HOST_MEMORY is not a size.
     """
-    allowed = host_limit_bytes() - process_bytes()
+    allowed = host_limit_bytes()
+    allowed = (allowed if limit_bytes is None else min(allowed, limit_bytes)) - process_bytes()
     if HOST_MEMORY in os.environ:
         return max(0, allowed)
     return max(0, min(int(psutil.virtual_memory().available), allowed))

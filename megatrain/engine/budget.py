@@ -1,0 +1,196 @@
+"""Whether a model fits, asked before anything is allocated.
+
+The engine's own parts are made on a device that only counts what they ask for. To that comes what
+is certain besides: the head's gradient before it is summed, the driver's context, the process. What
+a layer computes with is not in it (engine/forecast.py knows that); a step that runs out of memory
+ends in one line, too.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer, Device, TraceDevice
+from megatrain.engine.assemble import Assembly
+from megatrain.engine.step import Parts, TrainingParts
+from megatrain.errors import DoesNotFit, InputError
+from megatrain.model.outline import PROBE_SHAPE, Outline
+from megatrain.model.program import Program
+from megatrain.optim import StreamedOptimizer
+from megatrain.placement import Placement
+from megatrain.store import Store
+from megatrain.telemetry.memory import host_available_bytes, process_bytes
+from megatrain.tile import TileLayout
+from megatrain.units import gib, parse_bytes
+
+# Resident memory of a process with a GPU beside planes and buffers, compiling included: 3.6 to
+# 4.2 GB (benchmarks/results/step-*.json).
+_GPU_PROCESS_BYTES = 3_600_000_000
+
+
+@dataclass
+class Needs:
+    """Bytes by what they are for, on the device and in host memory."""
+
+    device: Counter[str] = field(default_factory=Counter)
+    host: Counter[str] = field(default_factory=Counter)
+
+
+class _Counting(TraceDevice):
+    """Notes what is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs = Needs()
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        self.needs.device[_what(name)] += numel * dtype.itemsize
+        return super().empty(name, numel, dtype)
+
+    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+        self.needs.host[_what(name)] += numel * dtype.itemsize
+        return super().host(name, numel, dtype, pinned=pinned)
+
+
+def _what(name: str) -> str:
+    return " ".join(word for word in name.split() if not word.isdigit())
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained, or only run, and how.
+
+    Attributes:
+        tokens: of a step; None where they are not known, then what grows with them is left out.
+    """
+
+    outline: Outline
+    layouts: Sequence[TileLayout]
+    dtype: torch.dtype
+    optimizer: StreamedOptimizer | None
+    max_grad_norm: float | None
+    tokens: int | None
+
+    def needs(self, placement: Placement) -> Needs:
+        """All long-lived memory, and the largest gradient on its way to its sum."""
+        device = _Counting()
+        train = self.optimizer is not None
+        resident = placement.resident
+        store = Store(device, self.layouts, self.dtype, train=train, resident=resident)
+        program = cast(Program, SimpleNamespace(outline=self.outline))
+        eager = replace(placement, compile=False)
+        assembly = Assembly(device, program, store, self.dtype, eager)
+        parts: Parts = (
+            assembly.inference()
+            if self.optimizer is None
+            else assembly.training(self.optimizer, self.max_grad_norm)
+        )
+        if self.tokens is not None:
+            # The rooms are replaced by larger ones: the first are given back.
+            device.needs.device["work room"] = 0
+            parts.embedding.reserve(self.tokens)
+        if isinstance(parts, TrainingParts):
+            entries = [e for e in self.layouts_of("head").entries if e.group is not None]
+            largest = max((prod(e.shape) for e in entries), default=0)
+            device.needs.device["gradient of the head"] += largest * self.dtype.itemsize
+            boundaries = self._boundary_bytes()
+            where = device.needs.host if placement.boundaries == "host" else device.needs.device
+            where["boundaries"] += boundaries
+        return device.needs
+
+    def layouts_of(self, name: str) -> TileLayout:
+        return next(layout for layout in self.layouts if layout.name == name)
+
+    def _boundary_bytes(self) -> int:
+        """What enters the layers, of a whole step."""
+        positions = prod(PROBE_SHAPE)
+        layers = self.outline.layers
+        made = [
+            layer.kind.example[ref.leaf].numel() // positions
+            for layer, refs in zip(layers, self.outline.outputs, strict=True)
+            for ref in refs
+            if isinstance(layer.kind.example[ref.leaf], Tensor)
+        ]
+        return sum(made) * self.dtype.itemsize * (self.tokens or 0)
+
+
+def smallest(placement: Placement) -> Placement:
+    """The choices that take the least device memory, the model computed as `placement` does."""
+    return replace(
+        placement,
+        slots=1,
+        prefetch=None,
+        gradient_lanes=1,
+        keep_rows=False,
+        keep_layers=0,
+        boundaries="host",
+        boundary_lanes=1,
+        resident=(),
+    )
+
+
+def check_fits(
+    device: Device,
+    question: Question,
+    placement: Placement,
+    host_memory: int | None,
+) -> None:
+    """Refuse what cannot fit.
+
+    Raises:
+        DoesNotFit: names what is missing and the least that would do.
+    """
+    needs = question.needs(placement)
+    memory = device.memory()
+    has_memory = device.kind == "cuda"
+    if has_memory:
+        allowed = memory["device_free_bytes"] + memory["device_bytes"]
+        context = memory["device_context_bytes"]
+        if sum(needs.device.values()) > allowed:
+            least = sum(question.needs(smallest(placement)).device.values()) + context
+            raise DoesNotFit(
+                _refusal("device", needs.device, context, allowed + context)
+                + f"; the least for this model is {gib(least)} and what a layer computes with "
+                "(slots: 1, gradient_lanes: 1, keep_rows: false, boundaries: host, resident: [])"
+            )
+    planes = needs.host if has_memory else needs.host + needs.device
+    grows = max(0, _GPU_PROCESS_BYTES - process_bytes()) if has_memory else 0
+    available = host_available_bytes(host_memory)
+    if sum(planes.values()) + grows > available:
+        taken = process_bytes() + grows
+        raise DoesNotFit(
+            _refusal("host", planes, taken, available + process_bytes())
+            + "; train a smaller model, or let tiles rest on the GPU"
+        )
+
+
+def _refusal(place: str, needs: Counter[str], rest: int, allowed: int) -> str:
+    total = sum(needs.values()) + rest
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.most_common(4))
+    return (
+        f"{place} memory: at least {gib(total)} are needed ({parts}), but {gib(allowed)} are "
+        f"allowed, {gib(total - allowed)} too few"
+    )
+
+
+def limits(device_memory: Any, host_memory: Any) -> tuple[int | None, int | None]:
+    """Both limits in bytes, given as the user writes them. Raises InputError."""
+    return _bytes("device_memory", device_memory), _bytes("host_memory", host_memory)
+
+
+def _bytes(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        parsed = parse_bytes(value) if isinstance(value, (str, int)) else -1
+    except ValueError as error:
+        raise InputError(f"{name} is {error}") from error
+    if parsed <= 0 or isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; write it like 10GiB, or a number of bytes")
+    return parsed

@@ -1,0 +1,179 @@
+"""Tensors that wait in pinned host memory: out through a few lanes, back ahead of their use."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
+from megatrain.units import align
+
+_STEP = 256  # bytes: every tensor starts on a boundary that the widest loads like
+
+
+@dataclass
+class _Lane:
+    """A piece of device memory through which items leave or return (bytes)."""
+
+    name: str
+    buffer: Buffer | None = None
+    busy: Any = None  # leaving: the copy out is done; returning: the work that read it is done
+    ready: Any = None  # returning: the copy in is done
+
+
+@dataclass
+class _Item:
+    """Tensors on the host, one after the other."""
+
+    room: Buffer
+    num_bytes: int
+    likes: list[Tensor]  # without data
+    landed: Any
+
+
+@dataclass
+class _Rooms:
+    """Host memory of one group of items, in as few ranges as possible."""
+
+    ranges: list[Buffer] = field(default_factory=list)
+    at: int = 0  # the range in use
+    offset: int = 0
+
+
+class Ferry:
+    """Takes items (a few tensors each) to the host and brings them back, `returning` at a time."""
+
+    def __init__(self, device: Device, what: str, leaving: int, returning: int) -> None:
+        self._device, self._what = device, what
+        self._out = [_Lane(f"leaving {what} {i}") for i in range(leaving)]
+        self._in = [_Lane(f"returning {what} {i}") for i in range(returning)]
+        self._rooms: dict[Hashable, _Rooms] = {}
+        self._items: dict[Hashable, _Item] = {}
+        self._order: list[Hashable] = []
+        self._sent = self._fetched = self._taken = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory held."""
+        return sum(r.data.nbytes for rooms in self._rooms.values() for r in rooms.ranges)
+
+    def begin(self) -> None:
+        """Forget everything; a step begins."""
+        self._items.clear()
+        self._order = []
+        self._fetched = self._taken = 0
+        for rooms in self._rooms.values():
+            rooms.at = rooms.offset = 0
+
+    def send(
+        self, group: Hashable, key: Hashable, tensors: Sequence[Tensor], rest: int = 0
+    ) -> None:
+        """Send an item out.
+
+        Args:
+            group: items whose rooms lie together.
+            tensors: contiguous; empty where nothing is computed.
+            rest: bytes that the group will send after it in this step, as far as is known.
+        """
+        device, lane = self._device, self._out[self._sent % len(self._out)]
+        self._sent += 1
+        num_bytes = packed_bytes(tensors)
+        device.wait(COMPUTE, lane.busy, f"leaving {self._what} lane free")
+        buffer = self._sized(lane, num_bytes)
+        stage = partial(_pack, tensors, buffer.data)
+        device.run(COMPUTE, f"stage {self._what}", stage, writes=[buffer])
+        device.wait(COPY_OUT, device.record(COMPUTE), f"{self._what} ready")
+        room = self._room(group, key, num_bytes, rest)
+        device.copy(COPY_OUT, room, buffer, num_bytes)
+        lane.busy = device.record(COPY_OUT)
+        likes = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+        self._items[key] = _Item(room, num_bytes, likes, lane.busy)
+
+    def expect(self, *takes: Sequence[Hashable]) -> None:
+        """What the next `take`s will ask for, in their order, before all that were told earlier."""
+        self._order = [key for keys in takes for key in keys] + self._order
+        for index in range(len(self._in), max(map(len, takes), default=0)):
+            self._in.append(_Lane(f"returning {self._what} {index}"))
+
+    def take(self, num: int) -> Iterator[tuple[list[list[Tensor]], list[Buffer]]]:
+        """The next `num` items, and the buffers they are in, until the iterator is asked again."""
+        self.fetch_ahead()
+        lanes = [self._in[(self._taken + i) % len(self._in)] for i in range(num)]
+        keys = self._order[self._taken : self._taken + num]
+        for lane in lanes:
+            self._device.wait(COMPUTE, lane.ready, f"{self._what} returned")
+        items = [
+            _views(self._items[key], lane.buffer) for key, lane in zip(keys, lanes, strict=True)
+        ]
+        yield items, [lane.buffer for lane in lanes if lane.buffer is not None]
+        done = self._device.record(COMPUTE)
+        for lane in lanes:
+            lane.busy = done
+        self._taken += num
+
+    def fetch_ahead(self) -> None:
+        """Start the return of as many items as there are lanes."""
+        stop = min(self._taken + len(self._in), len(self._order))
+        while self._fetched < stop:
+            item = self._items[self._order[self._fetched]]
+            lane = self._in[self._fetched % len(self._in)]
+            buffer = self._sized(lane, item.num_bytes)
+            self._device.wait(COPY_IN, item.landed, f"{self._what} landed")
+            self._device.wait(COPY_IN, lane.busy, f"returning {self._what} lane free")
+            self._device.copy(COPY_IN, buffer, item.room, item.num_bytes)
+            lane.ready = self._device.record(COPY_IN)
+            self._fetched += 1
+
+    def _sized(self, lane: _Lane, num_bytes: int) -> Buffer:
+        if lane.buffer is None or lane.buffer.data.nbytes < num_bytes:
+            lane.buffer = None  # what it had is given back first
+            lane.buffer = self._device.empty(lane.name, num_bytes, torch.uint8)
+            # Device memory is free to use only in the order of COMPUTE, where it was given.
+            lane.busy = self._device.record(COMPUTE)
+        return lane.buffer
+
+    def _room(self, group: Hashable, key: Hashable, num_bytes: int, rest: int) -> Buffer:
+        """A piece of the group's ranges; those of an earlier step are used again in order."""
+        rooms = self._rooms.setdefault(group, _Rooms())
+        while rooms.at < len(rooms.ranges):
+            data = rooms.ranges[rooms.at].data
+            if rooms.offset + num_bytes <= len(data):
+                break
+            if rooms.offset:
+                rooms.at, rooms.offset = rooms.at + 1, 0
+            else:  # outgrown
+                self._device.free(rooms.ranges.pop(rooms.at))
+        else:
+            name = f"{self._what} {group}"
+            size = num_bytes + rest
+            rooms.ranges.append(self._device.host(name, size, torch.uint8, pinned=True))
+        start = rooms.offset
+        rooms.offset += num_bytes
+        data = rooms.ranges[rooms.at].data[start : rooms.offset]
+        return Buffer(f"{self._what} {key}", data)
+
+
+def packed_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of an item."""
+    return sum(align(tensor.nbytes, _STEP) for tensor in tensors)
+
+
+def _pack(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    offset = 0
+    for tensor in tensors:
+        flat[offset : offset + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+        offset += align(tensor.nbytes, _STEP)
+
+
+def _views(item: _Item, buffer: Buffer | None) -> list[Tensor]:
+    views, offset = [], 0
+    for like in item.likes:
+        assert buffer is not None
+        flat = buffer.data[offset : offset + like.nbytes].view(like.dtype)
+        views.append(flat.view(like.shape))
+        offset += align(like.nbytes, _STEP)
+    return views
