@@ -22,7 +22,7 @@ __all__ = [
     "__version__",
 ]
 
-# Memory that tensors of other sizes had is used again, not cut up: the layers of a step fit in less.
+# Memory that tensors of other sizes had is used again, not cut up: a step fits in less.
 # Read when CUDA starts; whoever has set either name has chosen.
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

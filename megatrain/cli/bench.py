@@ -54,11 +54,11 @@ class StepCase:
     precision: Literal["bf16", "fp32"]
     device: str
     placement: dict[str, Any] | None
-    device_memory: str | None
-    host_memory: str | None
     warmup: int
     steps: int
     seed: int
+    device_memory: str | None = None
+    host_memory: str | None = None
 
 
 @bench.callback()

@@ -124,6 +124,8 @@ class Continuing:
         max_grad_norm: float | Literal["saved"] | None = "saved",
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
     ) -> Self:
         """An engine that goes on where `save` was called.
 
@@ -133,6 +135,7 @@ class Continuing:
             precision: as a check: it cannot change.
             max_grad_norm: another one, or None, from now on.
             attn_implementation: None takes the saved one.
+            device_memory, host_memory: as `Engine` takes them.
 
         Raises:
             InputError: the checkpoint is damaged or cannot be used as wanted; the message names
@@ -153,6 +156,8 @@ class Continuing:
             seed=settings.seed,
             trust_remote_code=trust_remote_code,
             attn_implementation=attn_implementation,
+            device_memory=device_memory,
+            host_memory=host_memory,
         )
         engine._resume(settings, chosen=placement is not None)
         return engine
