@@ -85,8 +85,21 @@ class StepLoader:
         """Steps until every row has been taken once."""
         return -(-len(self._dataset) // self._rows_per_step)
 
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows that pass a layer together. May be set between steps."""
+        return self._rows_per_micro_batch
+
+    @rows_per_micro_batch.setter
+    def rows_per_micro_batch(self, rows: int) -> None:
+        self._drop_ahead()
+        self._rows_per_micro_batch = rows
+
     def state_dict(self) -> dict[str, int | str | bool]:
-        """The position after the steps handed out, as JSON can keep it."""
+        """The position after the steps handed out, as JSON can keep it; and how rows are taken."""
+        return {**self._position(), "rows_per_micro_batch": self._rows_per_micro_batch}
+
+    def _position(self) -> dict[str, int | str | bool]:
         return {
             "steps": self._steps,
             "rows": self._first_row(self._steps),
@@ -101,7 +114,7 @@ class StepLoader:
         Raises:
             InputError: the state is malformed, or of other data or another seed.
         """
-        expected = self.state_dict()
+        expected = self._position()
         for name, value in expected.items():
             found = state.get(name) if isinstance(state, Mapping) else None
             if type(found) is not type(value) or (

@@ -71,11 +71,10 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         f"{len(training):,}",
         100 * training.fill,
     )
-    rows = _rows_per_micro_batch(config)
     loader = StepLoader(
         training,
         rows_per_step=config.training.batch_size,
-        rows_per_micro_batch=rows,
+        rows_per_micro_batch=config.training.batch_size,
         seed=config.training.seed,
         workers=2,
     )
@@ -91,6 +90,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         if done > total_steps:
             raise InputError(f"the run has done {done} steps already, more than {total_steps}")
     engine = _engine(config, hf_config) if start is None else _saved_engine(config, start)
+    loader.rows_per_micro_batch = rows = _rows_per_micro_batch(config, engine, start)
     log.info(
         "model: %s parameters on %s, %s",
         f"{engine.num_parameters:,}",
@@ -166,10 +166,13 @@ def _default_cache() -> Path:
     return Path(root) / "megatrain" / "tokens"
 
 
-def _rows_per_micro_batch(config: Config) -> int:
-    if config.training.micro_batch_size is not None:
-        return config.training.micro_batch_size
+def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
+    """As configured; as the run that is resumed had it; as the engine has chosen; as is usual."""
     fitting = max(1, TOKENS_PER_MICRO_BATCH // config.data.sequence_length)
+    before = None if start is None else start.state.data.get("rows_per_micro_batch")
+    for rows in (config.training.micro_batch_size, before, engine.micro_batch):
+        if isinstance(rows, int) and rows > 0:
+            return min(rows, config.training.batch_size)
     return min(fitting, config.training.batch_size)
 
 
@@ -211,6 +214,8 @@ def _engine(config: Config, hf_config: PreTrainedConfig) -> Engine:
         precision=config.engine.precision,
         seed=config.training.seed,
         tokens_per_step=config.training.batch_size * config.data.sequence_length,
+        sequence_length=config.data.sequence_length,
+        micro_batch=config.training.micro_batch_size,
         **_settings(config),
     )
 
@@ -237,4 +242,6 @@ def _settings(config: Config) -> dict[str, Any]:
         device=None if config.engine.device == "auto" else config.engine.device,
         trust_remote_code=config.model.trust_remote_code,
         attn_implementation=config.model.attn_implementation,
+        device_memory=config.engine.device_memory,
+        host_memory=config.engine.host_memory,
     )
