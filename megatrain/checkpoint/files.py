@@ -165,8 +165,8 @@ def sync_folder(path: Path) -> None:
 def publish(partial: Path, folder: Path) -> None:
     """Give `partial`, which is whole on the disk, the name `folder`.
 
-    A folder that has the name is moved aside first and removed last: `put_right` brings it back if
-    neither is there after a crash in between.
+    A folder that has the name is moved aside first: `put_right` brings it back if neither is there
+    after a crash in between, else it removes it.
     """
     old = hidden(folder, REPLACED)
     replacing = os.path.lexists(folder)
@@ -178,9 +178,6 @@ def publish(partial: Path, folder: Path) -> None:
         if replacing:
             os.rename(old, folder)
         raise
-    sync_folder(folder.parent)
-    if replacing:
-        shutil.rmtree(old)
 
 
 def remove(folder: Path) -> None:

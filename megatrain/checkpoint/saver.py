@@ -42,7 +42,7 @@ from megatrain.checkpoint.pieces import (
 from megatrain.checkpoint.release import Release, Staging
 from megatrain.device import Device
 from megatrain.device.base import SAVE
-from megatrain.errors import DoesNotFit, InputError, RunFailed
+from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed
 from megatrain.model.shards import MAX_JSON_BYTES, parse_object
 from megatrain.store import Tile
 from megatrain.units import align, gib
@@ -90,6 +90,7 @@ class Saving:
         self.num_bytes = sum(job.num_bytes for job in jobs)
         self.error: RunFailed | None = None
         self.seconds: float | None = None
+        self._named = False
         self.snapshot = Snapshot(spare)
         self._device, self._contents, self._jobs = device, contents, jobs
         self._started = time.perf_counter()
@@ -136,12 +137,16 @@ class Saving:
 
     def _fail(self, error: BaseException) -> None:
         self.abandon()
-        reason = f"{error.strerror or error}" if isinstance(error, OSError) else f"{error}"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+        if isinstance(error, MegatrainError):
+            reason = str(error)
         try:
             files.remove_partial(self.folder)
             left = "nothing of it is left"
         except OSError as other:
             left = f"what it has written could not be removed ({other.strerror or other})"
+        if self._named:
+            left = "it is there and whole, but may be gone after a power failure"
         self.error = RunFailed(
             f"{self.folder}: cannot save the checkpoint of step {self.step}: {reason}; {left}, "
             "earlier checkpoints are as they were"
@@ -166,6 +171,10 @@ class Saving:
         files.write_text(partial / MANIFEST, manifest.as_text())
         files.sync_folder(partial)
         files.publish(partial, self.folder)
+        self._named = True
+        files.sync_folder(parent)
+        with suppress(OSError):  # what was replaced; the next save tries again
+            files.put_right(parent)
 
     def _check_space(self, parent: Path) -> None:
         free = shutil.disk_usage(parent).free

@@ -1,0 +1,272 @@
+"""Saving while training: the state is that of the call, and training does not notice."""
+
+import errno
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatrain import Engine, InputError, Placement, RunFailed
+from megatrain.checkpoint import files, newest_whole, verify, whole_checkpoints
+from megatrain.checkpoint.release import STAGING_ROOMS
+from megatrain.device import CpuDevice
+from tests.checkpoint.cases import (
+    SlowWrites,
+    ThreadedDevice,
+    batches,
+    engine_of,
+    state,
+    tiny_pool,
+)
+from tests.parity.cases import same
+from tests.race.late import LateDevice
+
+RESIDENT = {"resident": ("embedding", "layer 1")}
+DEVICES = {"program order": CpuDevice, "threads": ThreadedDevice, "late": LateDevice}
+
+
+def saved_state(folder: Path) -> dict:
+    return state(Engine.load(folder, device="cpu"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_saves_change_no_bit_of_the_training(device, clip, tmp_path) -> None:
+    steps = batches(3)
+    results, ends = [], []
+    for saves in (False, True):
+        placement = tiny_pool(3, **RESIDENT)
+        options = {"precision": "bf16", "clip": clip, "placement": placement}
+        with engine_of(device=DEVICES[device](), **options) as engine:
+            results.append([])
+            for step in steps:
+                results[-1].append(engine.step(step).loss)
+                if saves:
+                    engine.save(tmp_path / f"after {engine.steps}", wait=False)
+            ends.append(state(engine))
+    assert results[0] == results[1]
+    assert same(ends[0], ends[1])
+    assert len(whole_checkpoints(tmp_path)) == len(steps)
+    assert same(saved_state(tmp_path / "after 3"), ends[0])
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("blocks", [1, 5, 1000])
+@pytest.mark.parametrize("choices", [{}, RESIDENT], ids=["streamed", "resident"])
+def test_the_state_is_that_of_the_call(clip, blocks, choices, tmp_path, monkeypatch) -> None:
+    """Writers that get nowhere at first, so that the updates of a step overtake them."""
+    steps = batches(3)
+    slow = SlowWrites(monkeypatch)
+    options = {"precision": "bf16", "clip": clip, "placement": tiny_pool(blocks, **choices)}
+    with engine_of(device=ThreadedDevice(), **options) as engine:
+        for step in steps[:2]:
+            engine.step(step)
+        slow.may_go_on.clear()
+        threading.Thread(target=_go_on_when_waited_for, args=(slow, engine)).start()
+        saving = engine.save(tmp_path / "saved", wait=False)
+        engine.step(steps[2])
+        engine.flush()
+        slow.may_go_on.set()
+        saving.wait()
+    assert saving.moved_bytes > 0
+    assert slow.count > 60
+    assert verify(tmp_path / "saved").step == 2
+    with engine_of(**options, device="cpu") as engine:
+        for step in steps[:2]:
+            engine.step(step)
+        assert same(saved_state(tmp_path / "saved"), state(engine))
+
+
+def _go_on_when_waited_for(slow: SlowWrites, engine: Engine) -> None:
+    while not slow.may_go_on.is_set():
+        time.sleep(0.005)
+        if engine.saving is not None and engine.saving.snapshot.waited:
+            slow.may_go_on.set()
+
+
+def test_only_updates_wait_for_the_disk(tmp_path, monkeypatch) -> None:
+    """With no writer getting anywhere and no spare memory, a step is done all the same."""
+    slow = SlowWrites(monkeypatch)
+    steps = batches(3)
+    with engine_of(device=ThreadedDevice(), placement=tiny_pool(0)) as engine:
+        engine.step(steps[0])
+        engine.flush()
+        slow.may_go_on.clear()
+        saving = engine.save(tmp_path / "saved", wait=False)
+        before = state_without_flush(engine)
+        engine.step(steps[1])  # the thread that launches work is not held up
+        time.sleep(0.1)
+        assert same(state_without_flush(engine), before)  # no update has overtaken the writers
+        assert not saving.done
+        assert engine.saving is saving
+        slow.may_go_on.set()
+        engine.step(steps[2])
+        saving.wait()
+        assert engine.saving is None
+        assert saving.moved_bytes == 0
+    with engine_of(placement=tiny_pool(0)) as engine:
+        engine.step(steps[0])
+        assert same(saved_state(tmp_path / "saved"), state(engine))
+
+
+def state_without_flush(engine: Engine) -> dict:
+    planes = [(t.name, plane) for t in engine._store.tiles for plane in (t.weights, *t.state)]
+    return {f"{name} {i}": plane.data.clone() for i, (name, plane) in enumerate(planes)}
+
+
+def test_spare_memory_takes_the_updates_place(tmp_path, monkeypatch) -> None:
+    """With memory for all of it, training runs on although nothing is written."""
+    slow = SlowWrites(monkeypatch)
+    steps = batches(4)
+    with engine_of(device=ThreadedDevice()) as engine:
+        engine.step(steps[0])
+        engine.flush()
+        slow.may_go_on.clear()
+        saving = engine.save(tmp_path / "saved", wait=False)
+        for step in steps[1:]:
+            engine.step(step)
+        engine.flush()
+        written = 4 * 4096  # that each of the writers may have had in its hands
+        assert saving.moved_bytes >= 12 * engine.num_parameters - 2 * written
+        slow.may_go_on.set()
+        saving.wait()
+
+
+def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path) -> None:
+    engine = engine_of(placement=tiny_pool(7, **RESIDENT))
+    assert engine.memory()["host_checkpoint_bytes"] == 0
+    steps = batches(3)
+    sizes = []
+    for step in steps:
+        engine.step(step)
+        engine.save(tmp_path / "saved", wait=False)
+        sizes.append(engine.memory()["host_checkpoint_bytes"])
+    assert sizes == [(7 + STAGING_ROOMS) * 4096] * 3
+    assert engine.memory()["host_bytes"] > sizes[0]
+    engine.close()
+    assert sorted(engine._saver._spare.free) == list(range(7))  # all given back
+
+
+def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch) -> None:
+    slow = SlowWrites(monkeypatch)
+    with engine_of() as engine:
+        slow.may_go_on.clear()
+        first = engine.save(tmp_path / "first", wait=False)
+        threading.Timer(0.2, slow.may_go_on.set).start()
+        engine.save(tmp_path / "second", wait=True)
+        assert first.done
+    assert len(whole_checkpoints(tmp_path)) == 2
+
+
+def test_closing_waits_for_the_save(tmp_path, monkeypatch) -> None:
+    SlowWrites(monkeypatch, seconds=0.002)
+    engine = engine_of(device=ThreadedDevice())
+    saving = engine.save(tmp_path / "saved", wait=False)
+    engine.close()
+    assert saving.done
+    saving.wait()
+    verify(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("at", [1, 30])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_full_disk_costs_the_save_and_nothing_else(device, at, tmp_path, monkeypatch) -> None:
+    steps = batches(4)
+    placement = tiny_pool(2, **RESIDENT)
+    with engine_of(placement=placement, device=DEVICES[device]()) as engine:
+        engine.step(steps[0])
+        engine.save(tmp_path / "whole")
+        with monkeypatch.context() as patch:
+            _full_from(patch, at)
+            saving = engine.save(tmp_path / "failed", wait=False)
+            engine.step(steps[1])
+            with pytest.raises(RunFailed, match=r"failed: cannot save.*step 1: No space left"):
+                saving.wait()
+        assert saving.done
+        assert isinstance(saving.error, RunFailed)
+        assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+        assert engine.saving is None
+        assert newest_whole(tmp_path) == tmp_path / "whole"
+        engine.step(steps[2])
+        saving = engine.save(tmp_path / "again", wait=False)
+        engine.step(steps[3])
+        saving.wait()
+        end = state(engine)
+    verify(tmp_path / "whole")
+    with Engine.load(tmp_path / "again", device="cpu") as engine:
+        engine.step(steps[3])
+        assert same(state(engine), end)
+
+
+def _full_from(patch, at: int) -> None:
+    count = itertools.count()
+    write = files.NewFile.write
+
+    def full(file: files.NewFile, data: object, offset: int) -> None:
+        if next(count) >= at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, data, offset)
+
+    patch.setattr(files.NewFile, "write", full)
+
+
+def test_too_small_a_disk_is_known_before_anything_is_written(tmp_path, monkeypatch) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("megatrain.checkpoint.saver.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(RunFailed, match="the disk has 0.0 GiB left"):
+        engine_of().save(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_attachment_fails_the_save(tmp_path) -> None:
+    def attach(folder: Path) -> None:
+        raise ValueError("no tokenizer")
+
+    with pytest.raises(RunFailed, match="no tokenizer"):
+        engine_of().save(tmp_path / "saved", attach=attach)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dead_update_thread_fails_the_save(tmp_path, monkeypatch) -> None:
+    """Its events pass, but the planes are not what the versions say."""
+    steps = batches(2)
+    engine = engine_of(device=ThreadedDevice())
+    engine.step(steps[0])
+    engine.flush()
+    monkeypatch.setattr("megatrain.kernels.adamw", _die)
+    engine.step(steps[1])
+    saving = engine.save(tmp_path / "saved", wait=False)
+    with pytest.raises(RunFailed, match="update thread failed"):
+        saving.wait()
+    assert not list(tmp_path.iterdir())
+
+
+def _die(*args, **kwargs) -> None:
+    raise MemoryError
+
+
+def test_a_dead_save_thread_fails_the_save(tmp_path, monkeypatch) -> None:
+    engine = engine_of(device=ThreadedDevice(), placement=Placement(**RESIDENT))
+    monkeypatch.setattr("megatrain.checkpoint.pieces.Snapshot.release", _die)
+    saving = engine.save(tmp_path / "saved", wait=False)
+    with pytest.raises(RunFailed, match="save thread failed"):
+        saving.wait()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_broken_off_midway_is_not_saved(tmp_path) -> None:
+    engine = engine_of(clip=None)
+    engine.step(batches(1)[0])
+    engine._store.tiles[3].version += 1
+    with pytest.raises(RunFailed, match="broken off"):
+        engine.save(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_in_the_way_is_refused(tmp_path) -> None:
+    (tmp_path / "saved").write_text("mine")
+    with pytest.raises(InputError, match="is a file"):
+        engine_of().save(tmp_path / "saved")
+    assert (tmp_path / "saved").read_text() == "mine"

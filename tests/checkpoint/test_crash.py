@@ -1,0 +1,174 @@
+"""A save that dies at any of its calls to the system leaves whole checkpoints, old or new."""
+
+import itertools
+import os
+import shutil
+import types
+from pathlib import Path
+
+import pytest
+
+from megatrain import Engine, RunFailed
+from megatrain.checkpoint import files, remove_leftovers, rotate, verify, whole_checkpoints
+from tests.checkpoint.cases import batches, engine_of, state
+from tests.parity.cases import same
+
+CALLS = {
+    "os": (
+        "open", "pwrite", "fsync", "posix_fadvise", "close", "mkdir", "rename", "lstat",
+    ),
+    "shutil": ("rmtree",),
+}  # fmt: skip
+
+
+class Calls:
+    """Counts the calls that `files` makes to the system; from the `at`-th on, they fail.
+
+    With `dead` all that follow fail too, as if the process had been killed at that moment.
+    """
+
+    def __init__(self, patch, at: float = float("inf"), *, dead: bool = False) -> None:
+        self.at, self.dead, self.count = at, dead, itertools.count()
+        self.log: list[tuple[str, tuple]] = []
+        for module, names in CALLS.items():
+            real = getattr(files, module)
+            fake = types.SimpleNamespace(**vars(real))
+            for name in names:
+                setattr(fake, name, self._failing(name, getattr(real, name)))
+            patch.setattr(files, module, fake)
+
+    def _failing(self, name: str, call):
+        def counted(*args, **kwargs):
+            number = next(self.count)
+            if number == self.at or (self.dead and number > self.at):
+                if name == "close":
+                    call(*args)  # the system does this for a process that dies
+                raise OSError(5, "Input/output error")
+            self.log.append((name, args))
+            return call(*args, **kwargs)
+
+        return counted
+
+
+@pytest.fixture
+def engine() -> Engine:
+    sizes = {"num_hidden_layers": 1, "vocab_size": 128}
+    return engine_of(sizes=sizes)
+
+
+@pytest.fixture(autouse=True)
+def large_pieces(monkeypatch, small_pieces) -> None:
+    monkeypatch.setattr(files, "PIECE_BYTES", 1 << 20)  # one for a plane
+
+
+def count_calls(engine: Engine, folder: Path) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        calls = Calls(patch)
+        engine.save(folder)
+        return next(calls.count)
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["an error", "a kill"])
+@pytest.mark.parametrize("name", ["new", "old"])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_whatever_call_fails_a_whole_checkpoint_is_there(
+    engine, every, name, dead, tmp_path
+) -> None:
+    """Into a new folder, and over an old one. The first and the last calls are always tried."""
+    folder = tmp_path / "run"
+    engine.step(batches(1)[0])
+    engine.save(folder / "old")
+    old = state(engine)
+    calls = count_calls(engine, tmp_path / "count" / "new")
+    assert calls > 60
+    failed = 0
+    tried = sorted({*range(12), *range(0, calls, every), *range(calls - 12, calls + 8)})
+    for at in tried:
+        engine._steps += 1  # so that one checkpoint is known from another
+        with pytest.MonkeyPatch.context() as patch:
+            Calls(patch, at, dead=dead)
+            try:
+                engine.save(folder / name)
+            except RunFailed:
+                failed += 1
+        if dead:
+            remove_leftovers(folder)
+        there = {path.name for path in folder.iterdir()}
+        assert there <= {"old", name, ".old.checkpoint-replaced"}, at
+        assert [path.name for path in whole_checkpoints(folder)][-1] == "old", at
+        for path in whole_checkpoints(folder):
+            verify(path)
+        if at % 20 == 0:
+            assert same(state(Engine.load(folder / "old", device="cpu")), old)
+        if name == "new":
+            shutil.rmtree(folder / name, ignore_errors=True)
+    assert failed >= len(tried) - 20
+
+
+def test_whatever_call_of_a_rotation_fails_no_half_checkpoint_is_there(engine, tmp_path) -> None:
+    whole = tmp_path / "whole"
+    for number in range(4):
+        engine._steps = number
+        engine.save(whole / f"step {number}")
+    for at in range(6):
+        folder = tmp_path / str(at)
+        shutil.copytree(whole, folder)
+        with pytest.MonkeyPatch.context() as patch:
+            Calls(patch, at, dead=True)
+            try:
+                rotate(folder, 1)
+            except OSError:
+                assert len(list(folder.iterdir())) > 1
+        left = whole_checkpoints(folder)
+        assert left[0].name == "step 3"
+        for path in left:
+            verify(path)
+        remove_leftovers(folder)
+        assert sorted(left) == sorted(folder.iterdir())
+
+
+def test_everything_is_on_the_disk_before_it_is_named(engine, tmp_path, monkeypatch) -> None:
+    order: list[str] = []
+    names: dict[int, str] = {}
+
+    def note(name: str, what) -> None:
+        real = getattr(files.os, name)
+
+        def noted(*args):
+            result = real(*args)
+            what(result, *args)
+            return result
+
+        monkeypatch.setattr(files.os, name, noted)
+
+    fake = types.SimpleNamespace(**vars(files.os))
+    monkeypatch.setattr(files, "os", fake)
+    note("open", lambda handle, path, *rest: names.update({handle: Path(path).name}))
+    note("close", lambda result, handle: names.pop(handle))
+    note("fsync", lambda result, handle: order.append(names.get(handle, "a document")))
+    note("rename", lambda *args: order.append("rename"))
+    engine.save(tmp_path / "saved")
+    manifest, rename = order.index("manifest.json"), order.index("rename")
+    tiles = [i for i, name in enumerate(order) if name.endswith(".safetensors")]
+    assert len(tiles) == 5
+    assert max(tiles) < order.index("tiles") < manifest
+    assert order.index("model") < manifest
+    assert order[manifest + 1 : rename] == [".saved.checkpoint-partial"]
+    assert order[rename + 1 :] == [tmp_path.name]
+
+
+def test_leftovers_of_killed_saves_go_at_the_next_save(engine, tmp_path) -> None:
+    for name in (".a.checkpoint-partial", ".b.checkpoint-removed", ".c.checkpoint-replaced"):
+        (tmp_path / name / "tiles").mkdir(parents=True)
+        (tmp_path / name / "tiles" / "0").write_text("half")
+    (tmp_path / "c").mkdir()
+    (tmp_path / ".mine.partial").mkdir()
+    engine.save(tmp_path / "saved")
+    assert sorted(os.listdir(tmp_path)) == [".mine.partial", "c", "saved"]
+
+
+def test_a_checkpoint_that_was_being_replaced_comes_back(engine, tmp_path) -> None:
+    engine.save(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / ".a.checkpoint-replaced")
+    remove_leftovers(tmp_path)
+    assert whole_checkpoints(tmp_path) == [tmp_path / "a"]
