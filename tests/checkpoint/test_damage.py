@@ -1,0 +1,343 @@
+"""Whatever is wrong with a checkpoint is named, and another one offered."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import Engine, InputError
+from megatrain.checkpoint import files, mark, newest_whole, open_checkpoint, rotate, verify
+from megatrain.checkpoint import whole_checkpoints as whole
+from megatrain.checkpoint.decode import decode
+from megatrain.checkpoint.manifest import FileRecord, Manifest, _own_checksum, read_checkpoint
+from tests.checkpoint.cases import batches, engine_of, flip
+
+LAYER = "tiles/0002-layer-0.safetensors"
+OTHER = "tiles/0003-layer-1.safetensors"
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory) -> Path:
+    """A folder with the checkpoints of two steps; to be copied."""
+    folder = tmp_path_factory.mktemp("two")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "PIECE_BYTES", 4096)
+        engine = engine_of(precision="bf16")
+        for step, batch in enumerate(batches(2), start=1):
+            engine.step(batch)
+            engine.save(folder / f"step-{step}", extra={"step": step})
+    return folder
+
+
+@pytest.fixture
+def newer(two, tmp_path) -> Path:
+    """The newer one of the two, to be damaged."""
+    shutil.copytree(two, tmp_path / "two")
+    return tmp_path / "two" / "step-2"
+
+
+def refused(folder: Path, *words: str, offers: bool = True) -> str:
+    """The message that loading gives."""
+    with pytest.raises(InputError) as caught:
+        Engine.load(folder, device="cpu")
+    message = str(caught.value)
+    for word in words:
+        assert word in message, message
+    assert message.endswith(f"; take {folder.parent / 'step-1'}") == offers, message
+    assert "\n" not in message
+    return message
+
+
+def change(folder: Path, edit: Any) -> None:
+    """Edit the manifest as somebody would who knows how it is signed."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    edit(content)
+    content["checksum"] = _own_checksum(content)
+    path.write_text(json.dumps(content))
+
+
+def test_an_undamaged_one_is_whole(newer) -> None:
+    assert newest_whole(newer.parent) == newer
+    assert verify(newer).extra == {"step": 2}
+    change(newer, lambda content: None)
+    Engine.load(newer, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", LAYER, "model/config.json", "extra.json"])
+def test_a_missing_file(newer, name) -> None:
+    (newer / name).unlink()
+    refused(newer, str(newer / name), "missing")
+    assert newest_whole(newer.parent) == newer.parent / "step-1"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", LAYER, "model/config.json", "extra.json"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_truncated_file(newer, name, share) -> None:
+    os.truncate(newer / name, int(share * (newer / name).stat().st_size))
+    refused(newer, str(newer / name))
+    assert newest_whole(newer.parent) == newer.parent / "step-1"
+
+
+def test_a_file_that_grew(newer) -> None:
+    with (newer / LAYER).open("ab") as file:
+        file.write(b"\0")
+    refused(newer, str(newer / LAYER), "too long")
+
+
+@pytest.mark.parametrize("name", [LAYER, "model/config.json", "extra.json"])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 0.9, 1.0])
+def test_a_flipped_bit(newer, name, share) -> None:
+    size = (newer / name).stat().st_size
+    flip(newer / name, min(int(share * size), size - 1), bit=5)
+    refused(newer, str(newer / name), "checksum")
+
+
+def test_flipped_bits_of_the_manifest(newer) -> None:
+    path = newer / "manifest.json"
+    text, draw = path.read_bytes(), random.Random(0)
+    for _ in range(200):
+        flip(path, draw.randrange(len(text) - 1), draw.randrange(8))
+        with pytest.raises(InputError, match="manifest.json"):
+            read_checkpoint(newer)
+        path.write_bytes(text)
+
+
+def test_swapped_tiles(newer) -> None:
+    (newer / LAYER).rename(newer / "x")
+    (newer / OTHER).rename(newer / LAYER)
+    (newer / "x").rename(newer / OTHER)
+    refused(newer, "checksum")
+
+
+def test_a_tile_of_another_step(newer) -> None:
+    shutil.copyfile(newer.parent / "step-1" / LAYER, newer / LAYER)
+    refused(newer, str(newer / LAYER), "checksum")
+
+
+@pytest.mark.parametrize("name", [LAYER, "extra.json", "manifest.json", "tiles"])
+def test_links_are_not_followed(newer, name) -> None:
+    (newer / name).rename(newer.parent / "elsewhere")
+    (newer / name).symlink_to(newer.parent / "elsewhere")
+    refused(newer, str(newer / name), "links are not followed")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../step-1/extra.json", "/etc/passwd", "tiles/../extra.json", "a\\b", "", "./extra", "a\0b"],
+)
+def test_names_that_leave_the_folder(newer, name) -> None:
+    def edit(content: dict) -> None:
+        content["files"][name] = content["files"]["extra.json"]
+
+    change(newer, edit)
+    refused(newer, "manifest.json", "leaves the folder")
+
+
+def resized(content: dict, **changes: Any) -> None:
+    content["files"][LAYER] |= changes
+
+
+EDITS = {
+    "an unknown version": (lambda c: c.update(version=2), "format version 2 is unknown"),
+    "no manifest of ours": (lambda c: c.update(format="x"), "not the manifest of a checkpoint"),
+    "a negative size": (lambda c: resized(c, num_bytes=-1), "its pieces do not make up its size"),
+    "an absurd size": (
+        lambda c: resized(c, num_bytes=1 << 60, pieces=[[1 << 60, "0"]]), "impossible size",
+    ),
+    "a huge piece": (
+        lambda c: resized(c, num_bytes=1 << 40, pieces=[[1 << 28, "0"]] * (1 << 12)), "truncated",
+    ),
+    "no pieces": (lambda c: resized(c, pieces=[]), "do not make up"),
+    "a piece of no bytes": (lambda c: c["files"][LAYER]["pieces"].append([0, ""]), "impossible"),
+    "a float for a size": (lambda c: resized(c, num_bytes=1.5), "num_bytes is a float"),
+    "a bool for a size": (lambda c: resized(c, num_bytes=True), "num_bytes is a bool"),
+    "an unknown key": (lambda c: c["settings"].update(x=1), "settings has an unknown x"),
+    "a missing key": (lambda c: c["settings"].pop("seed"), "settings lacks seed"),
+    "tiles of no file": (lambda c: c["tiles"][2].update(file="x"), "has no file"),
+    "two tiles of a file": (lambda c: c["tiles"][2].update(file=OTHER), "two tiles have one file"),
+    "no weights": (lambda c: c["tiles"][2]["planes"].pop("weights"), "has no weights"),
+    "an unknown dtype": (
+        lambda c: c["tiles"][2]["planes"]["weights"].update(dtype="X"), "impossible plane",
+    ),
+    "a plane of no size": (
+        lambda c: c["tiles"][2]["planes"]["weights"].update(numel=1 << 70), "impossible plane",
+    ),
+    "a longer plane": (
+        lambda c: c["tiles"][2]["planes"]["weights"].update(numel=1 << 40), "planes are not those",
+    ),
+    "another plane": (
+        lambda c: c["tiles"][2]["planes"].update(x={"dtype": "F32", "numel": 1}), "planes are not",
+    ),
+    "a parameter outside": (
+        lambda c: c["tiles"][2]["parameters"][0].update(offset=1 << 40), "does not fit",
+    ),
+    "a negative offset": (
+        lambda c: c["tiles"][2]["parameters"][0].update(offset=-1), "impossible shape",
+    ),
+    "a shape of many dimensions": (
+        lambda c: c["tiles"][2]["parameters"][0].update(shape=[1] * 99), "impossible shape",
+    ),
+    "a parameter twice": (
+        lambda c: c["tiles"][2]["parameters"].append(c["tiles"][2]["parameters"][0]), "two places",
+    ),
+    "another name": (
+        lambda c: c["tiles"][2]["parameters"][0].update(name="x"), "has no parameter",
+    ),
+    "another shape": (
+        lambda c: c["tiles"][2]["parameters"][0].update(shape=[1]), "has shape",
+    ),
+    "an unknown choice": (lambda c: c["settings"]["placement"].update(x=1), "of another version"),
+    "a bad choice": (lambda c: c["settings"]["placement"].update(slots=0), "must be >= 1"),
+    "a bad rate": (lambda c: c["settings"]["groups"][0].update(lr="x"), "must be a number"),
+    "no rate": (lambda c: c["settings"]["groups"][0].pop("lr"), "must be a number"),
+    "other groups": (
+        lambda c: c["settings"]["groups"][0].update(param_names=[]), "of other parameters",
+    ),
+    "another optimizer": (lambda c: c["settings"]["optimizer"].update(x=1), "not AdamW"),
+    "a bad seed": (lambda c: c["settings"].update(seed="0"), "seed is a str"),
+    "another class": (lambda c: c["settings"].update(model_class="X"), "of a X, which cannot"),
+    "another source": (lambda c: c["settings"].update(dtype="int8"), "dtype 'int8' is unknown"),
+    "another precision": (lambda c: c["settings"].update(precision="fp32"), "or precision"),
+    "no precision": (lambda c: c["settings"].update(precision="fp8"), "precision is 'fp8'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", list(EDITS))
+def test_a_manifest_that_lies(newer, what) -> None:
+    edit, words = EDITS[what]
+    change(newer, edit)
+    with pytest.raises(InputError) as caught:
+        Engine.load(newer, device="cpu")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_checksums_that_cannot_be_made(newer) -> None:
+    path = newer / "manifest.json"
+    path.write_text(path.read_text().replace('"xxh3_64"', '"sha512"'))
+    refused(newer, "checksums are made with sha512", "install xxhash")
+
+
+def test_the_fallback_checksum(newer, monkeypatch, tmp_path) -> None:
+    """Recorded in the manifest, and read where xxhash is there, too."""
+    monkeypatch.setattr(files, "ALGORITHM", "blake2b_64")
+    engine_of().save(tmp_path / "fallback")
+    monkeypatch.undo()
+    assert verify(tmp_path / "fallback").manifest.algorithm == "blake2b_64"
+    flip(tmp_path / "fallback" / LAYER, 9000)
+    with pytest.raises(InputError, match="checksum"):
+        Engine.load(tmp_path / "fallback", device="cpu")
+
+
+def test_a_duplicate_key(newer) -> None:
+    path = newer / "manifest.json"
+    path.write_text('{"version": 1, ' + path.read_text()[1:])
+    refused(newer, "manifest.json", "twice")
+
+
+def test_deep_nesting(newer) -> None:
+    path = newer / "manifest.json"
+    path.write_text('{"a":' * 100_000)
+    refused(newer, "manifest.json", "nested too deeply")
+    content = json.loads((newer.parent / "step-1" / "manifest.json").read_text())
+    text = json.dumps(content).replace(
+        '"kept_graphs": null', '"kept_graphs": ' + '{"a":' * 900 + "1" + "}" * 900
+    )
+    path.write_text(text)
+    refused(newer, "manifest.json")
+
+
+def test_a_huge_manifest(newer) -> None:
+    os.truncate(newer / "manifest.json", 1 << 40)  # a hole: it takes no room on the disk
+    refused(newer, "manifest.json", "larger than 32 MiB")
+
+
+def test_a_hostile_header_that_is_signed(newer) -> None:
+    """The first piece is made to match; what it says of the planes is not believed."""
+    path = newer / LAYER
+    data = bytearray(path.read_bytes())
+    data[:8] = (1 << 62).to_bytes(8, "little")
+    path.write_bytes(data)
+
+    def edit(content: dict) -> None:
+        size = content["files"][LAYER]["pieces"][0][0]
+        summed = files.ALGORITHMS[content["algorithm"]](bytes(data[:size]))
+        content["files"][LAYER]["pieces"][0] = [size, summed]
+
+    change(newer, edit)
+    refused(newer, LAYER, "ask for a header of 4611686018427387904 bytes")
+
+
+def test_no_other_checkpoint_is_offered_where_there_is_none(newer) -> None:
+    shutil.rmtree(newer.parent / "step-1")
+    (newer / LAYER).unlink()
+    assert "no whole checkpoint is beside it" in refused(newer, offers=False)
+
+
+def test_something_else_than_a_checkpoint(tmp_path) -> None:
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(InputError, match="no whole checkpoint"):
+            Engine.load(path)
+
+
+def test_a_piece_across_planes(newer) -> None:
+    """Written by somebody else, with other pieces: read all the same."""
+    data = (newer / LAYER).read_bytes()
+
+    def edit(content: dict) -> None:
+        parts = [data[i : i + 5000] for i in range(0, len(data), 5000)]
+        summed = files.ALGORITHMS[content["algorithm"]]
+        content["files"][LAYER]["pieces"] = [[len(part), summed(part)] for part in parts]
+
+    before = dict(Engine.load(newer, device="cpu").named_masters())
+    change(newer, edit)
+    after = dict(Engine.load(newer, device="cpu").named_masters())
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_whole_ones_are_listed_newest_first(newer) -> None:
+    parent = newer.parent
+    shutil.copytree(newer, parent / "a copy")
+    (parent / "notes.txt").write_text("mine")
+    (parent / ".hidden").mkdir()
+    assert whole(parent) == [parent / "a copy", newer, parent / "step-1"]
+    os.truncate(newer / LAYER, 100)
+    assert whole(parent) == [parent / "a copy", parent / "step-1"]
+    assert whole(parent / "nothing") == []
+    assert newest_whole(parent / "nothing") is None
+
+
+def test_rotation_keeps_the_newest_and_the_marked(two, tmp_path) -> None:
+    with pytest.MonkeyPatch.context():
+        engine = engine_of(sizes={"num_hidden_layers": 1})
+        for number in range(6):
+            engine._steps = number
+            engine.save(tmp_path / f"{number}", keep=number == 1)
+    (tmp_path / "mine").mkdir()
+    os.truncate(tmp_path / "0" / LAYER, 100)
+    mark(tmp_path / "2")
+    assert rotate(tmp_path, 2) == [tmp_path / "3"]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["0", "1", "2", "4", "5", "mine"]  # 0 is damaged: it may be of use to somebody
+    assert open_checkpoint(tmp_path / "1").kept
+    assert not open_checkpoint(tmp_path / "5").kept
+    with pytest.raises(ValueError, match="always stays"):
+        rotate(tmp_path, 0)
+
+
+def test_decoding_refuses_other_types() -> None:
+    with pytest.raises(ValueError, match=r"it\[0\] has 1 values instead of 2"):
+        decode(tuple[tuple[int, str], ...], [[1]], "it")
+    with pytest.raises(ValueError, match="it is a list instead of a dict"):
+        decode(Manifest, [], "it")
+    with pytest.raises(ValueError, match=r"it\.pieces is a int"):
+        decode(FileRecord, {"num_bytes": 1, "pieces": 3}, "it")
+    assert decode(float | None, 3, "it") == 3.0
+    assert decode(float | None, None, "it") is None
