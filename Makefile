@@ -12,7 +12,7 @@ NATIVE_SOURCES := $(wildcard $(NATIVE)/*)
 # Tests run side by side, so each takes one torch thread.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8
 
-.PHONY: help demo test test-all check format bench-cpu native wheel models clean
+.PHONY: help demo test test-all check format bench-cpu bench-regression native wheel models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -38,6 +38,9 @@ format: $(STAMP)  ## put the sources into the standard format
 
 bench-cpu: $(STAMP)  ## the host kernels against their reference and torch's fused AdamW
 	$(RUN) benchmarks.kernels
+
+bench-regression: $(STAMP)  ## speed ratios that must not be lost, under a minute
+	OMP_NUM_THREADS=1 $(RUN) benchmarks.regression
 
 # The library is moved into place, so that running processes keep their old copy of it.
 native:  ## build the native kernels into the source tree, without an installation
