@@ -2,10 +2,8 @@
 
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -15,9 +13,10 @@ from typing import Any
 import yaml
 
 from benchmarks.rivals import rows
-from benchmarks.rivals.case import MEASURED, RIVALS, Case, Rival, Task
+from benchmarks.rivals.case import MEASURED, RIVALS, Case, Rival, Task, rival
 from benchmarks.rivals.supervise import only, run_fitting
 from megatrain.cli.shapes import SHAPES
+from megatrain.telemetry.environment import commit
 from megatrain.units import gib, parse_bytes
 
 STEPS = 5  # measured
@@ -110,21 +109,9 @@ def command(options: argparse.Namespace) -> str:
         optional["device-memory"] = gib(options.device_memory).replace(" ", "")
     words += [f"--{name} {value}" for name, value in optional.items() if value is not None]
     words += [f"--steps {options.steps}"] if options.steps != STEPS else []
-    words += [f"--micro-batch {name}={number}" for name, number in options.micro_batch]
+    words += [f"--micro-batch {name}={number or 'auto'}" for name, number in options.micro_batch]
     words += [f"--placement {name}={json.dumps(value)}" for name, value in options.placement]
     return " ".join([*words, "--output benchmarks/results"])
-
-
-def commit() -> str | None:
-    """The commit that is measured; MEGATRAIN_COMMIT says it where there is no checkout."""
-    if "MEGATRAIN_COMMIT" in os.environ:
-        return os.environ["MEGATRAIN_COMMIT"]
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -163,10 +150,12 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _micro_batch(text: str) -> tuple[str, int]:
-    name, _, rows_text = text.partition("=")
+def _micro_batch(text: str) -> tuple[str, int | None]:
+    name, _, number = text.partition("=")
     _names(name)
-    return name, int(rows_text)
+    if number == "auto" and not rival(name).chooses:
+        raise argparse.ArgumentTypeError(f"{name} chooses no micro-batch")
+    return name, None if number == "auto" else int(number)
 
 
 def _choice(text: str) -> tuple[str, Any]:

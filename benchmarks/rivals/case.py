@@ -59,6 +59,7 @@ class Rival:
         warmup: steps before the measured ones, enough for its own adaptation.
         micro_batches: rows of a micro-batch for each shape; halved while the device's memory is
             too small, and never more than a step has.
+        chooses: in a limited memory it chooses micro-batches by itself, in place of these.
     """
 
     name: str
@@ -68,8 +69,11 @@ class Rival:
     package: str | None
     warmup: int
     micro_batches: dict[str, int]
+    chooses: bool = False
 
-    def micro_batch(self, case: Case) -> int:
+    def micro_batch(self, case: Case) -> int | None:
+        if self.chooses and case.device_memory_bytes is not None:
+            return None
         return min(case.sequences, self.micro_batches.get(case.shape, 8))
 
 
@@ -81,8 +85,18 @@ class Task:
     rival: str
     options: dict[str, Any]
     warmup: int
-    micro_batch: int
+    micro_batch: int | None  # None: the rival chooses
     seconds: float
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch, for a rival that does not choose."""
+        assert self.micro_batch is not None
+        return self.micro_batch
+
+    @property
+    def num_micro_batches(self) -> int:
+        return -(-self.case.sequences // self.rows)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,6 +117,7 @@ RIVALS = (
         None,
         warmup=4,
         micro_batches={"1.5b": 32, "3b": 32, "7b": 32, "14b": 16},
+        chooses=True,
     ),
     Rival(
         "resident",

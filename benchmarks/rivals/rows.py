@@ -70,12 +70,13 @@ def _size(table: list[dict[str, Any]]) -> tuple[int, int, int]:
 
 def _line(row: dict[str, Any]) -> str:
     own = "**" if row["rival"] == _ORDER[0] else ""
+    rows = row["micro_batch"] or "as it chooses"
     if row["status"] != MEASURED:
-        return f"| {own}{row['title']}{own} | {row['micro_batch']} | {row['status']} | | | |"
+        return f"| {own}{row['title']}{own} | {rows} | {row['status']} | | | |"
     spread = f"{row['min_seconds']:.2f} to {row['max_seconds']:.2f}"
     device = row["device_peak_bytes"]
     return (
-        f"| {own}{row['title']}{own} | {row['micro_batch']} "
+        f"| {own}{row['title']}{own} | {rows} "
         f"| {row['median_seconds']:.2f} s ({spread}) | {own}{row['model_tflops']:.0f}{own} "
         f"| {gib(device) if device else ''} | {gib(row['host_peak_bytes'])} |"
     )

@@ -24,12 +24,11 @@ def build(task: Task) -> Runner:
     model = random_model(task.case, torch.bfloat16 if always else torch.float32).cpu()
     torch.cuda.empty_cache()
     count = num_parameters(model)
-    num_micro_batches = -(-task.case.sequences // task.micro_batch)
     chosen: dict[str, Any] = {"offload": "auto"}
     if always:
         chosen = {"offload": True, "param_offload": True, "activation_offload": False}
     chosen |= {"moment_dtype": "float32", "quantize": "none", "max_grad_norm": MAX_GRAD_NORM}
-    chosen["accumulation_steps"] = num_micro_batches
+    chosen["accumulation_steps"] = task.num_micro_batches
     model, optimizer = trainstream.wrap(
         model,
         torch.optim.AdamW(model.parameters(), **ADAMW),

@@ -124,9 +124,8 @@ def run_fitting(task: Task, command: Sequence[str] = _CHILD) -> dict[str, Any]:
     """
     attempts: list[dict[str, Any]] = []
     while True:
-        outcome = run(task, command)
-        outcome |= {"micro_batch": task.micro_batch, "attempts": attempts}
-        if outcome["status"] != NO_DEVICE_MEMORY or task.micro_batch == 1:
+        outcome = {"micro_batch": task.micro_batch, "attempts": attempts, **run(task, command)}
+        if outcome["status"] != NO_DEVICE_MEMORY or task.micro_batch in (None, 1):
             return outcome
         attempts = [
             *attempts,

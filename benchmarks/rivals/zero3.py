@@ -19,12 +19,12 @@ from benchmarks.rivals.common import (
 )
 
 
-def settings(task: Task, num_micro_batches: int, pinned: bool) -> dict[str, Any]:
+def settings(task: Task, pinned: bool) -> dict[str, Any]:
     """The configuration, with https://www.deepspeed.ai/docs/config-json/ for what each means."""
     host = {"device": "cpu", "pin_memory": pinned}
     return {
-        "train_micro_batch_size_per_gpu": task.micro_batch,
-        "gradient_accumulation_steps": num_micro_batches,
+        "train_micro_batch_size_per_gpu": task.rows,
+        "gradient_accumulation_steps": task.num_micro_batches,
         "gradient_clipping": MAX_GRAD_NORM,
         # Masters and moments stay fp32. Clipping would show what this check looks for.
         "bf16": {"enabled": True, "check_grad_overflow": False},
@@ -56,8 +56,7 @@ def build(task: Task) -> Runner:
     device = torch_device(task.case)
     model = random_model(task.case, torch.bfloat16)
     count = num_parameters(model)
-    num_micro_batches = -(-task.case.sequences // task.micro_batch)
-    config = settings(task, num_micro_batches, pinned=device.type == "cuda")
+    config = settings(task, pinned=device.type == "cuda")
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=config
     )

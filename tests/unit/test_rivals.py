@@ -16,6 +16,7 @@ from benchmarks.rivals.case import Case, Task
 from megatrain.errors import DoesNotFit
 
 CASE = Case("toy", 1, 4, 8, steps=3, device="cpu", device_memory_bytes=None)
+LIMITED = Case(**{**asdict(CASE), "device_memory_bytes": 12 << 30})
 
 FAKE = """
 import json, os, signal, sys, time
@@ -32,7 +33,9 @@ if kind == "crashes":
     os.kill(os.getpid(), signal.SIGSEGV)
 if kind == "exits":
     print("what it said"); sys.exit(7)
-if kind == "is too large" and task["micro_batch"] > 2:
+if kind == "is refused":
+    write(status="out of device memory", reason="it needs more")
+elif kind == "is too large" and task["micro_batch"] > 2:
     write(status="out of device memory", reason="too large")
 else:
     write(status="measured")
@@ -192,5 +195,16 @@ def test_a_table_shows_rows_of_the_newest_run_only_and_those_that_failed(tmp_pat
 
 
 def test_a_budget_is_another_table():
-    half = Case(**{**asdict(CASE), "device_memory_bytes": 12 << 30})
-    assert (CASE.name, half.name) == ("toy-1layers-4x8", "toy-1layers-4x8-12gib")
+    assert (CASE.name, LIMITED.name) == ("toy-1layers-4x8", "toy-1layers-4x8-12gib")
+
+
+def test_in_a_limited_memory_only_megatrain_chooses_its_micro_batch():
+    own, other = cases.rival("megatrain"), cases.rival("deepspeed")
+    assert (own.micro_batch(CASE), own.micro_batch(LIMITED)) == (4, None)
+    assert other.micro_batch(LIMITED) == 4
+    outcome = supervise.run_fitting(
+        Task(LIMITED, "megatrain", {}, warmup=1, micro_batch=None, seconds=60), fake("is refused")
+    )
+    assert (outcome["status"], outcome["attempts"]) == (cases.NO_DEVICE_MEMORY, [])
+    shown = rows.table([row("megatrain", "1", status=outcome["status"], micro_batch=None)])
+    assert shown[-1] == "| **megatrain** | as it chooses | out of device memory | | | |"
