@@ -123,6 +123,59 @@ def step(
     print(_summary(result))
     if result["recompilations_after_warmup"]:
         print(_recompiled(result["recompilations_after_warmup"]), file=sys.stderr)
+    _write(result, output)
+
+
+@bench.command()
+def checkpoint(
+    shape: Annotated[
+        str,
+        typer.Option(callback=_known_shape, help=f"Size of Qwen2.5: {', '.join(SHAPES)}."),
+    ],
+    folder: Annotated[
+        Path, typer.Option(help="For two checkpoints (12 bytes a parameter each); must be new.")
+    ],
+    sequences: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step.")] = 96,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 16,
+    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
+    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute dtype.")] = "bf16",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    placement: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="One choice of the placement; repeatable."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Only so many layers.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps without saves.")] = 5,
+    saves: Annotated[int, typer.Option(min=1, help="Measured saves.")] = 2,
+    every: Annotated[int, typer.Option(min=1, help="Tell the loss for a save every N steps.")] = 50,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+) -> None:
+    """Time saves in the background of training, what they cost its steps, and a resume."""
+    from megatrain.cli.bench_checkpoint import measure_saves, summary
+
+    case = StepCase(
+        shape=shape,
+        layers=layers,
+        sequences=sequences,
+        sequence_length=sequence_length,
+        micro_batch=micro_batch,
+        max_grad_norm=max_grad_norm or None,
+        precision=precision,
+        device=device,
+        placement=_parse_placement(placement or []),
+        warmup=warmup,
+        steps=steps,
+        seed=seed,
+    )
+    result = measure_saves(case, folder, every, saves)
+    print(summary(result))
+    _write(result, output)
+
+
+def _write(result: dict[str, Any], output: Path | None) -> None:
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -135,7 +188,7 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
     the second one's trace goes (Trace Event Format).
     """
     started = time.perf_counter()
-    engine = _build(case)
+    engine = build_engine(case)
     try:
         case = replace(case, micro_batch=case.micro_batch or engine.micro_batch or _ROWS)
         build_seconds = time.perf_counter() - started
@@ -172,7 +225,8 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
         engine.close()
 
 
-def _build(case: StepCase) -> "Engine":
+def build_engine(case: StepCase) -> "Engine":
+    """An engine with random weights, as `case` says."""
     from megatrain.engine import Engine
     from megatrain.optim import AdamW
 
@@ -207,7 +261,7 @@ def _timed_steps(
     for index in range(case.warmup + case.steps):
         if index == case.warmup:
             warm = num_compilations()
-        micro_batches = _random_step(case, engine.config.vocab_size, case.seed + index)
+        micro_batches = random_step(case, engine.config.vocab_size, case.seed + index)
         started = time.perf_counter()
         losses.append(float(engine.step(micro_batches).loss))
         times.append(time.perf_counter() - started)
@@ -216,7 +270,7 @@ def _timed_steps(
 
 def _recorded_step(engine: "Engine", case: StepCase) -> list[Span]:
     """The spans of one more step, with the updates of the step before it under its forward."""
-    micro_batches = _random_step(case, engine.config.vocab_size, case.seed)
+    micro_batches = random_step(case, engine.config.vocab_size, case.seed)
     recorder = StepRecorder(engine.recording)
     recorder.begin()
     engine.step(micro_batches)
@@ -225,7 +279,8 @@ def _recorded_step(engine: "Engine", case: StepCase) -> list[Span]:
     return recorder.end()
 
 
-def _random_step(case: StepCase, vocab_size: int, seed: int) -> "list[dict[str, Tensor]]":
+def random_step(case: StepCase, vocab_size: int, seed: int) -> "list[dict[str, Tensor]]":
+    """The micro-batches of one step of random tokens."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

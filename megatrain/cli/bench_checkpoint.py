@@ -1,0 +1,184 @@
+"""`megatrain bench checkpoint`: what a save costs a training that goes on meanwhile."""
+
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.cli.bench import StepCase, build_engine, random_step
+from megatrain.errors import InputError
+from megatrain.telemetry.environment import commit, environment
+from megatrain.telemetry.memory import peak_process_bytes
+from megatrain.units import gib
+
+if TYPE_CHECKING:
+    from megatrain.checkpoint import Saving
+    from megatrain.engine import Engine
+
+SETTLING_STEPS = 2  # after a save has ended, and still counted as its cost
+RESUMED_STEPS = 2  # the second one's loss depends on moments, too
+
+
+def measure_saves(case: StepCase, folder: Path, every: int, saves: int) -> dict[str, Any]:
+    """Steps without saves, then saves with steps until they have ended, then a resume.
+
+    Args:
+        case: `steps` of it are measured without a save.
+        folder: where two checkpoints fit; made, and removed at the end.
+        every: steps between two saves, of the run that the loss of throughput is told for.
+
+    Returns:
+        Plain JSON values. A save's `lost_seconds` is how much longer the steps took from its call
+        until two steps after its end than as many median steps without a save.
+    """
+    with _folder(folder):
+        engine = build_engine(case)
+        try:
+            run = _Run(engine, case)
+            for _ in range(case.warmup):
+                run.step()
+            plain = [run.step() for _ in range(case.steps)]
+            median = statistics.median(plain)
+            measured = [run.save(folder / f"save-{n}", median) for n in range(saves)]
+            result = _described(case, engine, plain, measured, every)
+            last = run.number
+            engine.save(folder / "last")
+            wanted = [run.loss() for _ in range(RESUMED_STEPS)]
+        finally:
+            engine.close()
+        del engine, run
+        return result | {"resume": _resume(case, folder / "last", last, wanted)}
+
+
+@contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    if folder.exists():
+        raise InputError(f"{folder}: is there already; give a new folder for the checkpoints")
+    folder.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
+
+
+class _Run:
+    """Steps of random tokens, counted."""
+
+    def __init__(self, engine: "Engine", case: StepCase, number: int = 0) -> None:
+        self._engine, self._case, self.number = engine, case, number
+
+    def loss(self) -> float:
+        """The loss of one more step."""
+        vocab_size, seed = self._engine.config.vocab_size, self._case.seed + self.number
+        self.number += 1
+        return float(self._engine.step(random_step(self._case, vocab_size, seed)).loss)
+
+    def step(self) -> float:
+        """The seconds of one more step."""
+        started = time.perf_counter()
+        self.loss()
+        return time.perf_counter() - started
+
+    def save(self, folder: Path, median: float) -> dict[str, Any]:
+        """A save in the background, with steps until it has ended and settled."""
+        from megatrain.checkpoint import rotate
+
+        started = time.perf_counter()
+        saving = self._engine.save(folder, wait=False)
+        call_seconds = time.perf_counter() - started
+        times: list[float] = []
+        while not saving.done:
+            times.append(self.step())
+        during = len(times)
+        times += [self.step() for _ in range(SETTLING_STEPS)]
+        saving.wait()
+        rotate(folder.parent, 1)
+        return _save_result(saving, times, during, median) | {"call_seconds": call_seconds}
+
+
+def _save_result(
+    saving: "Saving", times: list[float], during: int, median: float
+) -> dict[str, Any]:
+    assert saving.seconds is not None
+    return {
+        "seconds": saving.seconds,
+        "bytes": saving.num_bytes,
+        "gb_per_second": saving.num_bytes / saving.seconds / 1e9,
+        "moved_bytes": saving.moved_bytes,
+        "steps_during": during,
+        "step_seconds": times,
+        "lost_seconds": sum(times) - len(times) * median,
+    }
+
+
+def _described(
+    case: StepCase,
+    engine: "Engine",
+    plain: list[float],
+    saves: list[dict[str, Any]],
+    every: int,
+) -> dict[str, Any]:
+    median = statistics.median(plain)
+    lost = statistics.mean(each["lost_seconds"] + each["call_seconds"] for each in saves)
+    return {
+        "benchmark": "checkpoint",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "case": asdict(case),
+        "placement": engine.placement.as_dict(),
+        "parameters": engine.num_parameters,
+        "tokens_per_step": case.sequences * case.sequence_length,
+        "plain_step_seconds": plain,
+        "median_seconds": median,
+        "min_seconds": min(plain),
+        "max_seconds": max(plain),
+        "count": len(plain),
+        "saves": saves,
+        "mean_save_seconds": statistics.mean(each["seconds"] for each in saves),
+        "mean_lost_seconds": lost,
+        "every": every,
+        "lost_share": lost / (every * median + lost),
+        "memory": engine.memory(),
+        "host_peak_bytes": peak_process_bytes(),
+        "environment": environment(str(engine.device.torch_device)),
+    }
+
+
+def _resume(case: StepCase, folder: Path, number: int, wanted: list[float]) -> dict[str, Any]:
+    """Load the last checkpoint and compare the losses of the steps that follow."""
+    from megatrain.engine import Engine
+
+    started = time.perf_counter()
+    device = None if case.device == "auto" else case.device
+    with Engine.load(folder, device=device) as engine:
+        seconds = time.perf_counter() - started
+        run = _Run(engine, case, number)
+        losses = [run.loss() for _ in range(len(wanted))]
+    return {
+        "load_seconds": seconds,
+        "losses": losses,
+        "uninterrupted_losses": wanted,
+        "same": losses == wanted,
+    }
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The result in two lines, for people."""
+    saves, resume = result["saves"], result["resume"]
+    moved = max(each["moved_bytes"] for each in saves)
+    return (
+        f"{result['case']['shape']}, {result['tokens_per_step']} tokens a step: "
+        f"{result['median_seconds']:.3f} s without saves; a save of {gib(saves[0]['bytes'])} takes "
+        f"{result['mean_save_seconds']:.1f} s ({saves[-1]['gb_per_second']:.2f} GB/s), "
+        f"{gib(moved)} of it moved out of the updates' way, and costs "
+        f"{result['mean_lost_seconds']:.2f} s: {result['lost_share']:.2%} of the throughput with "
+        f"one every {result['every']} steps\n"
+        f"host memory for saves {gib(result['memory']['host_checkpoint_bytes'])}; loaded in "
+        f"{resume['load_seconds']:.1f} s, and went on "
+        + ("bit for bit" if resume["same"] else f"DIFFERENTLY: {resume}")
+    )
