@@ -16,11 +16,12 @@ _LEAST = {
     "head_tokens": 1,
     "update_threads": 1,
     "gradient_lanes": 1,
+    "tile_tokens": 1,
     "keep_layers": 0,
     "prefetch": 0,
     "save_bytes": 0,
 }
-_OPTIONAL = ("prefetch", "update_threads", "gradient_lanes")
+_OPTIONAL = ("prefetch", "update_threads", "gradient_lanes", "tile_tokens")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class Placement:
             (`embedding`, `prologue`, `layer 0`, ..., `head`).
         keep_layers: layers at the end of the stack whose graph is kept, not recomputed.
         head_tokens: tokens whose logits exist at once.
+        tile_tokens: what acts on every token alone (the MLP, norms) is run over tiles of so many
+            tokens, and computed again tile by tile in the backward: for long rows. Attention and
+            the rest of a layer then stay eager. None: whole rows.
         compile: compile one forward and one backward per layer kind with torch.compile.
         update_threads: host threads of the optimizer; None: all cores but two.
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the
@@ -59,6 +63,7 @@ class Placement:
     resident: tuple[str, ...] = ()
     keep_layers: int = 0
     head_tokens: int = 4096
+    tile_tokens: int | None = None
     compile: bool = False
     update_threads: int | None = None
     save_bytes: int = 4 * GIB

@@ -171,7 +171,10 @@ class Assembly:
         return {tile.name: tile for tile in self.store.tiles}
 
     def __post_init__(self) -> None:
-        if self.placement.compile:
+        tokens, compiled = self.placement.tile_tokens, self.placement.compile
+        if tokens is not None:
+            self.program.tile(tokens, compiled=compiled)
+        elif compiled:
             self.program.compile()
 
     def threads(self) -> int:

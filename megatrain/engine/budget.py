@@ -84,7 +84,7 @@ class Question:
         resident = placement.resident
         store = Store(device, self.layouts, self.dtype, train=train, resident=resident)
         program = cast(Program, SimpleNamespace(outline=self.outline))
-        eager = replace(placement, compile=False)
+        eager = replace(placement, compile=False, tile_tokens=None)
         assembly = Assembly(device, program, store, self.dtype, eager)
         parts: Parts = (
             assembly.inference()

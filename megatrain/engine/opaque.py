@@ -33,6 +33,9 @@ class OpaqueProgram(Program):
     def compile(self) -> None:
         """Nothing runs."""
 
+    def tile(self, tokens: int, *, compiled: bool) -> None:
+        """Nothing runs."""
+
     def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
         rows = len(batch.inputs["input_ids"])
         shapes = self._measured.entering(rows)

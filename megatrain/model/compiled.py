@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +23,16 @@ def compile_and_tell(function: Callable[..., Any], what: str) -> Callable[..., A
         return fast(*args, **kwargs)
 
     return call
+
+
+def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A copy of `function` with a code object of its own.
+
+    torch.compile keeps what it has compiled with the code object: kinds and purposes that shared
+    one would take each other's graphs, and use up its limit on how many there may be.
+    """
+    code = function.__code__.replace(co_name=name)
+    return FunctionType(code, function.__globals__, name)
 
 
 def num_compilations() -> int:

@@ -4,7 +4,6 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from megatrain.model.chance import draws
-from megatrain.model.compiled import compile_and_tell
+from megatrain.model.compiled import compile_and_tell, own_code
+from megatrain.model.tiles import tile_parts
 
 # transformers numbers its layers for the key-value cache, which training does not use. The number
 # is no part of a kind unless the layer's forward reads it (`probe` tries it without).
@@ -68,9 +68,17 @@ class Kind:
     def compile(self, name: str) -> None:
         """Compile the call, apart for each purpose (torch.compile, at the first call)."""
         self.compiled = {
-            p: compile_and_tell(_own_code(_apply, p), f"{name} ({_NEWS[p]})") for p in PURPOSES
+            p: compile_and_tell(own_code(_apply, p), f"{name} ({_NEWS[p]})") for p in PURPOSES
         }
         self.compiled[KEEP] = _within_budget(self.compiled[KEEP])
+
+    def tile(self, tokens: int, name: str, *, compiled: bool) -> None:
+        """Run what acts on every token alone over tiles of `tokens`; compile no more than that."""
+
+        def fast(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+            return compile_and_tell(function, f"{name}, {what}") if compiled else function
+
+        tile_parts(self.module, tokens, fast)
 
     def _random(self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the layer, in training, draws random numbers; tried at the first call.
@@ -117,16 +125,6 @@ def _make_node(cls: type) -> None:
         lambda mapping: (list(mapping.values()), tuple(mapping)),
         lambda values, keys: cls(zip(keys, values, strict=True)),
     )
-
-
-def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A copy of `function` with a code object of its own.
-
-    torch.compile keeps what it has compiled with the code object: kinds and purposes that shared
-    one would take each other's graphs, and use up its limit on how many there may be.
-    """
-    code = function.__code__.replace(co_name=name)
-    return FunctionType(code, function.__globals__, name)
 
 
 def _within_budget(function: Callable[..., Any]) -> Callable[..., Any]:

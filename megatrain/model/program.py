@@ -75,6 +75,12 @@ class Program:
         for number, kind in enumerate(kinds, 1):
             kind.compile(f"layer kind {number} of {len(kinds)}")
 
+    def tile(self, tokens: int, *, compiled: bool) -> None:
+        """Run what acts on every token alone over tiles of `tokens`; the rest stays eager."""
+        kinds = list({id(layer.kind): layer.kind for layer in self.outline.layers}.values())
+        for number, kind in enumerate(kinds, 1):
+            kind.tile(tokens, f"layer kind {number} of {len(kinds)}", compiled=compiled)
+
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Within this context nothing is compiled: for a shape that is seen only once."""

@@ -1,0 +1,141 @@
+"""Parts of layers run over tiles of tokens: only those that may be, with the same gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatrain import Placement
+from megatrain.model.tiles import _Tiled, acts_on_tokens_alone
+from tests.families.tiny import tiny_model
+from tests.parity.cases import gradients, llama, make_batches, make_engine, qwen2, relative_error
+
+SHAPES = ((2, 12), (1, 7), (3, 5))
+TILED = Placement(slots=2, tile_tokens=5)
+
+# Parts that tiles may be made of; all others of a layer may not.
+TAKEN: dict[str, set[str]] = {
+    "llama": {"input_layernorm", "post_attention_layernorm", "mlp"},
+    "gemma2": {
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+        "mlp",
+    },
+    "mixtral": {"input_layernorm", "post_attention_layernorm"},
+    "mamba": {"norm"},
+    "gpt2": {"ln_1", "ln_2", "mlp"},
+}
+
+
+def model_of(family: str) -> Any:
+    return llama() if family == "llama" else tiny_model(family)
+
+
+def taken(engine: Any) -> set[str]:
+    """Parts that were tried and taken, without those inside others."""
+    found = set()
+    for layer in engine._outline.layers:
+        for name, part in layer.kind.module.named_modules():
+            forward = part.__dict__.get("forward")
+            if isinstance(forward, _Tiled) and any(forward._taken.values()):
+                found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("family", TAKEN)
+def test_tiles_change_gradients_by_rounding_only(family: str) -> None:
+    model, [step] = model_of(family), make_batches(1, SHAPES)
+    whole = make_engine(model, clip=1e9)
+    cut = make_engine(model, clip=1e9, placement=TILED)
+    one, other = whole.step(step), cut.step(step)
+    assert taken(cut) == TAKEN[family]
+    assert other.loss == pytest.approx(one.loss, rel=1e-6)
+    assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert relative_error(gradients(cut), gradients(whole)) < 2e-5
+
+
+def test_biases_and_frozen_parts_in_tiles() -> None:
+    model, [step] = qwen2(), make_batches(1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("up_proj" not in name and "layernorm" not in name)
+    whole, cut = make_engine(model, clip=1e9), make_engine(model, clip=1e9, placement=TILED)
+    whole.step(step)
+    cut.step(step)
+    assert relative_error(gradients(cut), gradients(whole)) < 2e-5
+
+
+def test_dropout_is_never_computed_again_by_tile() -> None:
+    engine = make_engine(tiny_model("gpt2", changes={"resid_pdrop": 0.3}), placement=TILED)
+    [step] = make_batches(1)
+    engine.evaluate(step)  # without dropout
+    assert "mlp" in taken(engine)
+    for layer in engine._outline.layers:
+        assert not layer.kind.module.mlp.forward._taken.get((True, 64, torch.float32), False)
+    engine.step(step)
+    for layer in engine._outline.layers:
+        taken_now = layer.kind.module.mlp.forward._taken
+        assert not any(yes for (training, *_), yes in taken_now.items() if training)
+
+
+class Shifted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * x.roll(1, dims=1)
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+class OverRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.amax(0, keepdim=True)
+
+
+class Position(nn.Module):
+    """Every token alone, but the place counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + x.shape[1])
+
+
+class Choice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.argmax(-1, keepdim=True)
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dropout(x, 0.5, train=True)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(8, 8, 3, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+class Constant(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+@pytest.mark.parametrize(
+    "part", [Shifted, Mean, OverRows, Position, Choice, Noise, Convolution, Constant, nn.Flatten]
+)
+def test_what_looks_at_more_than_a_token_is_not_taken(part: type[nn.Module]) -> None:
+    assert not acts_on_tokens_alone(part(), torch.ones(1, 1, 8))
+
+
+@pytest.mark.parametrize(
+    "part", [nn.LayerNorm(8), nn.Linear(8, 3), nn.Sequential(nn.Linear(8, 9), nn.GELU())]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_takes_every_token_alone_is_taken(part: nn.Module, dtype: torch.dtype) -> None:
+    assert acts_on_tokens_alone(part.to(dtype), torch.ones(1, 1, 8, dtype=dtype))
