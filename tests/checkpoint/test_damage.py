@@ -307,7 +307,7 @@ def test_whole_ones_are_listed_newest_first(newer) -> None:
     shutil.copytree(newer, parent / "a copy")
     (parent / "notes.txt").write_text("mine")
     (parent / ".hidden").mkdir()
-    assert whole(parent) == [parent / "a copy", newer, parent / "step-1"]
+    assert whole(parent) == [newer, parent / "a copy", parent / "step-1"]  # by name where equal
     os.truncate(newer / LAYER, 100)
     assert whole(parent) == [parent / "a copy", parent / "step-1"]
     assert whole(parent / "nothing") == []

@@ -1,0 +1,112 @@
+"""A model out of a checkpoint, without its engine; and the benchmark of saves."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from megatrain import Engine, InputError
+from megatrain.checkpoint import files
+from megatrain.cli.app import app
+from megatrain.train.export import export
+from tests.checkpoint.cases import batches, engine_of, flip
+from tests.checkpoint.test_roundtrip import moe
+from tests.parity.cases import llama, masters, parameters, same
+
+
+def read(folder: Path) -> dict:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return parameters(model) | dict(model.named_buffers())
+
+
+def trained(folder: Path, **options) -> Engine:
+    engine = engine_of(**options)
+    for step in batches(2):
+        engine.step(step)
+    engine.save(folder)
+    return engine
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_float32_gives_the_exact_masters(precision, tied, tmp_path) -> None:
+    model = llama(tie_word_embeddings=tied)
+    engine = trained(tmp_path / "saved", model=model, precision=precision)
+    export(str(tmp_path / "saved"), tmp_path / "out", "float32")
+    assert same({n: read(tmp_path / "out")[n] for n in masters(engine)}, masters(engine))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_the_files_are_those_that_the_engine_writes(dtype, tmp_path) -> None:
+    """Down to the byte, and in the dtype of the model that the run began with by default."""
+    engine = trained(tmp_path / "saved", model=moe().bfloat16(), precision="bf16")
+    engine.save_pretrained(tmp_path / "wanted")
+    export(str(tmp_path / "saved"), tmp_path / "out", dtype)
+    names = sorted(path.name for path in (tmp_path / "wanted").iterdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
+
+
+def test_what_was_attached_comes_along(tmp_path) -> None:
+    def attach(folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "more").mkdir()
+        (folder / "more" / "template.jinja").write_text("x")
+
+    engine = engine_of()
+    engine.save(tmp_path / "run" / "checkpoints" / "step-1", attach=attach)
+    (tmp_path / "run" / "checkpoints" / "step-1" / "model" / "stranger").symlink_to("/etc/passwd")
+    export(str(tmp_path / "run"), tmp_path / "out")  # a run that has not finished
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "out" / "more" / "template.jinja").read_text() == "x"
+    assert not os.path.lexists(tmp_path / "out" / "stranger")
+    assert same({n: read(tmp_path / "out")[n] for n in masters(engine)}, masters(engine))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.8, 0.99])
+def test_damaged_weights_are_not_exported(share, tmp_path) -> None:
+    trained(tmp_path / "saved", precision="bf16")
+    tile = tmp_path / "saved" / "tiles" / "0002-layer-0.safetensors"
+    flip(tile, int(share * tile.stat().st_size))
+    with pytest.raises(InputError, match=r"0002-layer-0\.safetensors.*checksum"):
+        export(str(tmp_path / "saved"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_were_never_trained(tmp_path) -> None:
+    engine = Engine(llama(), device="cpu", precision="bf16")
+    engine.save(tmp_path / "saved")
+    export(str(tmp_path / "saved"), tmp_path / "out", "bfloat16")
+    got = read(tmp_path / "out")
+    assert all(torch.equal(got[n], master.bfloat16()) for n, master in engine.named_masters())
+
+
+def test_the_command_takes_a_checkpoint(tmp_path) -> None:
+    trained(tmp_path / "saved")
+    arguments = ["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--dtype", "bfloat16"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_benchmark_of_saves(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(files, "PIECE_BYTES", 1 << 20)
+    words = "--shape toy --layers 1 --device cpu --precision fp32 --sequences 2 --micro-batch 1"
+    words += " --sequence-length 8 --warmup 1 --steps 2 --saves 1"
+    places = ["--folder", str(tmp_path / "saves"), "--output", str(tmp_path / "result.json")]
+    result = CliRunner().invoke(app, ["bench", "checkpoint", *words.split(), *places])
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "result.json").read_text())
+    [save] = written["saves"]
+    assert save["bytes"] > 12 * written["parameters"]
+    assert save["gb_per_second"] == pytest.approx(save["bytes"] / save["seconds"] / 1e9)
+    assert len(save["step_seconds"]) == save["steps_during"] + 2
+    assert written["memory"]["host_checkpoint_bytes"] > 0
+    assert written["resume"]["same"]
+    assert not (tmp_path / "saves").exists()
+    assert "bit for bit" in result.stdout
