@@ -38,7 +38,10 @@ def verify(folder: str | Path) -> Checkpoint:
 
 
 def whole_checkpoints(parent: str | Path) -> list[Path]:
-    """The checkpoints in a folder that `open_checkpoint` takes, the one of most steps first."""
+    """The checkpoints in a folder that `open_checkpoint` takes, the one of most steps first.
+
+    Of those with equally many (a run may leave steps out) the one whose name is last.
+    """
     found = []
     parent = Path(parent)
     for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
@@ -48,7 +51,9 @@ def whole_checkpoints(parent: str | Path) -> list[Path]:
             found.append(read_checkpoint(folder))
         except InputError:
             continue
-    return [each.folder for each in sorted(found, key=lambda c: (-c.step, c.folder.name))]
+    return [
+        each.folder for each in sorted(found, key=lambda c: (c.step, c.folder.name), reverse=True)
+    ]
 
 
 def newest_whole(parent: str | Path) -> Path | None:
