@@ -45,7 +45,7 @@ class Refusals:
         self._skipped += 1
         if self._skipped > self._settings.max_skips:
             raise RunFailed(
-                f"the {self._skipped}th bad step in a row (training.max_skips is "
+                f"{self._skipped} bad steps in a row (training.max_skips is "
                 f"{self._settings.max_skips}), the last one: {error}"
             ) from error
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatrain.checkpoint import Saving, rotate
 from megatrain.config import CheckpointSection
 from megatrain.errors import MegatrainError, RunFailed
-from megatrain.train.folders import CHECKPOINTS, checkpoint_folder
+from megatrain.train.folders import CHECKPOINTS, checkpoint_folder, checkpoints
 from megatrain.train.prepare import Job
 from megatrain.train.resume import RunState
 
@@ -37,7 +37,7 @@ class Saves:
         due = self._settings.at_end if last else every is not None and state.step % every == 0
         if due or asked:
             self._wanted_from = state.step
-        self._settle(wait=False)
+        self._settle(wait=last)
         wanted = self._wanted_from is not None and state.step >= self._wanted_from
         if wanted and self._running is None:
             self._begin(state)
@@ -51,10 +51,12 @@ class Saves:
         self._settle(wait=True)
         if self.saved == state.step:
             return
-        self._begin(state)
-        self._settle(wait=True)
-        if self.saved != state.step:
-            raise RunFailed(f"{self._run}: step {state.step} could not be saved{self._older()}")
+        try:
+            self._save(state).wait()
+        except OSError as error:
+            raise RunFailed(f"{self._run}: step {state.step} cannot be saved: {error}") from error
+        self.saved = state.step
+        self._rotate()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
@@ -73,26 +75,28 @@ class Saves:
         try:
             self.now(state)
         except Exception as error:
-            log.warning("the state before the failure is not saved: %s%s", error, self._older())
+            older = f"; --resume goes on after step {self.saved}" if self.saved else ""
+            log.warning("the state before the failure is not saved: %s%s", error, older)
         else:
             if state.step:
                 log.info("the state after step %d is saved; --resume goes on there", state.step)
 
     def _begin(self, state: RunState) -> None:
-        folder, marked = checkpoint_folder(self._run, state.step), self._settings.keep_every
         self._wanted_from = None
         try:
-            saving = self._job.engine.save(
-                folder,
-                extra=state.as_dict(),
-                attach=self._job.tokenizer.save_pretrained,
-                keep=marked is not None and state.step % marked == 0,
-                wait=False,
-            )
+            self._running = state.step, self._save(state)
         except (MegatrainError, OSError) as error:
             self._failed(state.step, error)
-        else:
-            self._running = state.step, saving
+
+    def _save(self, state: RunState) -> Saving:
+        marked = self._settings.keep_every
+        return self._job.engine.save(
+            checkpoint_folder(self._run, state.step),
+            extra=state.as_dict(),
+            attach=self._job.tokenizer.save_pretrained,
+            keep=marked is not None and state.step % marked == 0,
+            wait=False,
+        )
 
     def _settle(self, *, wait: bool) -> None:
         if self._running is None or not (wait or self._running[1].done):
@@ -104,17 +108,16 @@ class Saves:
             self._failed(step, error)
             return
         self.saved = step
+        self._rotate()
+
+    def _rotate(self) -> None:
+        if len(checkpoints(self._run)) <= self._settings.keep:
+            return
         try:
             rotate(self._run / CHECKPOINTS, self._settings.keep)
         except OSError as error:
             log.warning("an old checkpoint cannot be deleted: %s", error)
 
     def _failed(self, step: int, error: Exception) -> None:
-        self._wanted_from = step + _RETRY_AFTER
-        log.warning(
-            "step %d is not saved (%s); the run goes on and tries again after step %d%s",
-            step, error, self._wanted_from, self._older(),
-        )  # fmt: skip
-
-    def _older(self) -> str:
-        return f"; the checkpoint of step {self.saved} is whole" if self.saved else ""
+        again = self._wanted_from = step + _RETRY_AFTER
+        log.warning("%s; the run goes on and tries again after step %d", error, again)

@@ -89,14 +89,18 @@ class Steps:
             self._refusals.skip(error)
         except RunFailed as final:
             raise self._failure(step, final) from final
-        return {"skipped": str(error), "rows": self._job.loader.describe()}
+        return {"skipped": str(error), "rows": self._places()}
 
     def _failure(self, step: int, error: MegatrainError) -> RunFailed:
-        if error.__cause__ is not None:
+        if not isinstance(error.__cause__, MegatrainError | None):
             log.error("step %d failed", step, exc_info=error.__cause__)
-        rows = self._job.loader.describe()
+        rows = self._places()
         self._metrics.write(step=step, failed=str(error), rows=rows)
         return RunFailed(f"step {step}: {error}; its rows: {_short(rows)}")
+
+    def _places(self) -> str:
+        """Where the rows of the running step come from."""
+        return self._job.loader.describe().partition(": ")[2]
 
     def _state(self) -> RunState:
         position = self._job.loader.state_dict()

@@ -1,0 +1,367 @@
+"""What goes wrong around a run, done for real: disks, files, threads, memory, numbers.
+
+Each run is a process of its own. What no test can order (a full disk at a given moment, a GPU
+without memory) is brought about inside of it by a few lines that run before the command.
+"""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from megatrain.checkpoint import verify
+from megatrain.telemetry.metrics import read_metrics
+from tests.reliability.cases import checkpoint_steps, logged, model_bytes, sets, toy_run
+
+CHOICES = {"training__steps": 8, "training__eval_every": 4, "checkpoint__every": 3}
+
+# At the beginning of each step, `at(number)` is called.
+AT_STEP = """
+import megatrain.train.steps as steps
+take = steps.Steps.take
+def counted(self):
+    at(self.done + 1)
+    return take(self)
+steps.Steps.take = counted
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tokenizer_folder, zygote):
+    folder = tmp_path_factory.mktemp("whole")
+    run = toy_run(folder, tokenizer_folder, **CHOICES)
+    zygote.start("train", run, log=folder / "log").finish()
+    return folder / "run"
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer_folder):
+    return toy_run(tmp_path, tokenizer_folder, **CHOICES)
+
+
+@pytest.fixture
+def start(zygote, run, tmp_path):
+    """Starts the run with a fault in it."""
+
+    def begin(fault: str = "", *arguments: object):
+        log = tmp_path / f"log-{len(list(tmp_path.glob('log-*')))}"
+        return zygote.start("train", run, *arguments, log=log, before=fault)
+
+    return begin
+
+
+@pytest.fixture
+def goes_on(start, whole, run):
+    """Resumes the run, which must end like the one without a fault."""
+
+    def resume() -> str:
+        out = start("", "--resume").finish()
+        ours = run.parent / "run"
+        assert [r for r in logged(ours) if "failed" not in r] == logged(whole)
+        assert model_bytes(ours) == model_bytes(whole)
+        return out
+
+    return resume
+
+
+def failed_with(process, code: int, *texts: str) -> str:
+    """The output of a run that must end with `code`, one line of error, and these texts."""
+    assert process.wait() == code, process.output
+    for text in texts:
+        assert text in process.output
+    assert process.output.count("megatrain: error:") == 1
+    return process.output
+
+
+def test_a_second_run_in_the_same_folder_is_refused(start, goes_on, tmp_path):
+    first = start(AT_STEP + "import time\nat = lambda step: step == 5 and time.sleep(60)")
+    first.until("step 4/8")
+    failed_with(start("", "--resume"), 2, f"process {first.pid} on ", "is writing there")
+    failed_with(start(), 2, "is not empty; choose another folder")
+    first.send(signal.SIGKILL)  # its lock goes with it
+    first.wait()
+    goes_on()
+
+
+def test_of_two_runs_that_start_at_once_in_one_folder_one_is_refused(start, run, whole):
+    together = """
+import os, time, pathlib
+import megatrain.train.opening as opening
+prepare = opening.prepare
+def both(*args):
+    job = prepare(*args)
+    place = pathlib.Path({place!r})
+    (place / str(os.getpid())).touch()
+    while len(list(place.iterdir())) < 2:
+        time.sleep(0.001)
+    return job
+opening.prepare = both
+"""
+    place = run.parent / "place"
+    place.mkdir()
+    both = [start(together.format(place=str(place))) for _ in range(2)]
+    codes = sorted(process.wait() for process in both)
+    assert codes == [0, 2], [process.output for process in both]
+    assert model_bytes(run.parent / "run") == model_bytes(whole)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_log_costs_nothing_but_a_warning(start, run, whole):
+    """From step 3 to 5 the disk under the log is full."""
+    fault = (
+        AT_STEP
+        + f"""
+import os
+log = {str(run.parent / "run" / "metrics.jsonl")!r}
+def at(step):
+    if step == 3:
+        os.rename(log, log + ".kept")
+        os.symlink("/dev/full", log)
+    if step == 6:
+        os.replace(log + ".kept", log)
+"""
+    )
+    out = start(fault).finish()
+    assert out.count("cannot be written (No space left on device); the run goes on") == 1
+    assert logged(run.parent / "run") == logged(whole)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_under_the_output_does_not_end_the_run(zygote, run, whole, tmp_path):
+    log = tmp_path / "log"
+    log.symlink_to("/dev/full")
+    assert zygote.start("train", run, log=log).wait() == 0
+    assert model_bytes(tmp_path / "run") == model_bytes(whole)
+
+
+def test_a_full_disk_at_a_save_costs_that_checkpoint_only(start, run, whole):
+    """Files may not grow beyond 30 kB from step 14 to 19; the try after step 25 has room again."""
+    fault = (
+        AT_STEP
+        + """
+import resource
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+limited = 30_000, limits[1]
+def at(step):
+    if step in (14, 20):
+        resource.setrlimit(resource.RLIMIT_FSIZE, limited if step == 14 else limits)
+"""
+    )
+    choices = sets(training__steps=26, checkpoint__every=15, checkpoint__at_end=False)
+    out = start(fault, *choices).finish()
+    reason = os.strerror(errno.EFBIG)
+    assert f"cannot save the checkpoint of step 15: {reason}; nothing of it is left" in out
+    assert "the run goes on and tries again after step 25" in out
+    (saved,) = (run.parent / "run" / "checkpoints").iterdir()
+    assert verify(saved).extra["step"] == 25
+
+
+def test_a_disk_that_is_full_when_the_run_is_stopped_is_an_error(start, goes_on):
+    fault = (
+        AT_STEP
+        + """
+import os, resource, signal
+def at(step):
+    if step == 5:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limit))
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+    )
+    failed_with(start(fault), 4, "cannot save the checkpoint of step 5")
+    assert "going on after step 3" in goes_on()
+
+
+@pytest.mark.exhaustive
+def test_a_small_disk(zygote, tokenizer_folder, tmp_path, whole):
+    """The whole run on a file system that has room for one checkpoint and no more."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", disk])
+    if mounted.returncode:
+        pytest.skip("mounting is not permitted")
+    try:
+        run = toy_run(tmp_path / "files", tokenizer_folder, **CHOICES)
+        arguments = ["train", run, *sets(output__folder=str(disk / "run"))]
+        process = zygote.start(*arguments, log=tmp_path / "log")
+        process.wait()
+        assert "No space left on device" in process.output or "the disk has" in process.output
+        for step in checkpoint_steps(disk / "run"):
+            verify(disk / "run" / "checkpoints" / f"step-{step:08d}")
+        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+        arguments.append("--resume")
+        zygote.start(*arguments, log=tmp_path / "log2").finish()
+        assert logged(disk / "run") == logged(whole)
+        assert model_bytes(disk / "run") == model_bytes(whole)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+CHANGES = {
+    "cut short": "os.truncate(path, 100)",
+    "overwritten": "open(path, 'r+b').write(b'1234')",
+    "grown": "open(path, 'ab').write(b'1234')",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_data_that_change_end_the_run_after_a_save(start, goes_on, run, change):
+    fault = (
+        AT_STEP
+        + f"""
+import glob, os
+def at(step):
+    if step == 5:
+        path, = glob.glob({str(run.parent)!r} + "/cache/*/tokens.bin")
+        {CHANGES[change]}
+"""
+    )
+    out = failed_with(start(fault), 4, "tokens.bin: changed by another program while the run was")
+    (step,) = {int(line.split()[5]) for line in out.splitlines() if "is saved; --resume" in line}
+    assert step >= 4  # rows of two steps were read ahead
+    assert "made again" in goes_on()
+
+
+def test_data_that_vanish_are_still_read(start, run, whole):
+    """The tokens stay open; the text that they were made of is not needed any more."""
+    fault = (
+        AT_STEP
+        + f"""
+import shutil, os
+def at(step):
+    if step == 3:
+        os.unlink({str(run.parent / "rows.jsonl")!r})
+        shutil.rmtree({str(run.parent / "cache")!r})
+"""
+    )
+    start(fault).finish()
+    assert model_bytes(run.parent / "run") == model_bytes(whole)
+
+
+def test_data_that_vanished_are_named_on_resume(start, run):
+    start("", *sets(training__steps=3)).finish()
+    (run.parent / "rows.jsonl").unlink()
+    failed_with(start("", "--resume"), 2, "rows.jsonl: no such file or folder")
+
+
+@pytest.mark.parametrize("error", ["ValueError('lost')", "MemoryError('lost')", "OSError('lost')"])
+def test_a_loader_worker_that_dies_ends_the_run_with_its_traceback(start, goes_on, error):
+    fault = f"""
+from megatrain.data import PackedDataset
+batch, calls = PackedDataset.batch, []
+def dying(self, rows):
+    calls.append(rows)
+    if len(calls) == 13:
+        raise {error}
+    return batch(self, rows)
+PackedDataset.batch = dying
+"""
+    out = failed_with(start(fault), 4, "its rows cannot be read: ", "lost", "in dying")
+    assert "is saved; --resume goes on there" in out
+    goes_on()
+
+
+def test_an_update_that_dies_leaves_no_half_state_behind(start, goes_on):
+    fault = """
+import megatrain.kernels as kernels
+adamw, calls = kernels.adamw, []
+def dying(*args, **kwargs):
+    calls.append(kwargs["step"])
+    if calls.count(5) == 3:
+        raise RuntimeError("lost")
+    return adamw(*args, **kwargs)
+kernels.adamw = dying
+"""
+    process = start(fault)
+    assert process.wait() == 4
+    assert "in dying" in process.output  # the traceback
+    assert "the state before the failure is not saved: a step was broken off" in process.output
+    assert "going on after step 3" in goes_on()
+
+
+def test_a_device_without_memory_is_no_loss(start, goes_on):
+    fault = """
+import torch
+from megatrain.engine.units import Layer
+vjp, calls = Layer.vjp, []
+def dying(self, *args, **kwargs):
+    calls.append(1)
+    if len(calls) == 9:  # 2 layers: the first of step 5
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+    return vjp(self, *args, **kwargs)
+Layer.vjp = dying
+"""
+    out = failed_with(start(fault), 3, "step 5: the device has no memory left", "use smaller micro")
+    assert "the state after step 4 is saved" in out
+    assert "going on after step 4" in goes_on()
+
+
+NAN_AT = """
+import megatrain.engine.engine as engine
+from megatrain.engine.units import Head
+loss_and_vjp = Head.loss_and_vjp
+step_of, calls = {steps!r}, [0]
+def poisoned(self, weights, batch, h, room):
+    calls[0] += 1
+    if calls[0] in step_of:
+        h = [{{name: value * float("nan") for name, value in state.items()}} for state in h]
+    return loss_and_vjp(self, weights, batch, h, room)
+Head.loss_and_vjp = poisoned
+"""
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_the_state_before_is_saved(start, goes_on):
+    out = failed_with(start(NAN_AT.format(steps=[5])), 4, "step 5: the loss is nan", "rows.jsonl:")
+    assert "the state after step 4 is saved" in out
+    goes_on()
+
+
+def test_steps_that_are_not_finite_are_left_out_if_wanted(start, run):
+    skip = sets(training__on_nonfinite="skip", training__steps=10)
+    out = start(NAN_AT.format(steps=[4, 5, 6]), *skip).finish()
+    records = list(read_metrics(run.parent / "run" / "metrics.jsonl"))
+    assert [r["step"] for r in records if "skipped" in r] == [4, 5, 6]
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 7, 8, 9, 10]
+    skipped = next(r for r in records if "skipped" in r)
+    assert "the loss is nan" in skipped["skipped"] and "rows.jsonl:" in skipped["rows"]
+    assert "step 4/10  left out: the loss is nan" in out
+    kept = verify(run.parent / "run" / "checkpoints" / "step-00000010")
+    assert kept.extra["step"] == 10 and kept.settings.steps == 7
+
+
+def test_a_run_that_only_leaves_out_ends(start, run):
+    skip = sets(training__on_nonfinite="skip", training__max_skips=2)
+    process = start(NAN_AT.format(steps=[3, 4, 5, 6]), *skip)
+    failed_with(process, 4, "step 5: 3 bad steps in a row (training.max_skips is 2)")
+
+
+def test_a_spike_is_left_out(start, run):
+    """The limit follows from the norms before, which a resumed run remembers."""
+    choices = sets(training__spike=1.02, training__on_nonfinite="skip", training__steps=60,
+                   training__max_skips=100, optimizer__lr=0.1)  # fmt: skip
+    start("", *choices).finish()
+    shutil.copytree(run.parent / "run", run.parent / "kept")
+    whole = logged(run.parent / "run")
+    assert any("skipped" in record for record in whole)
+    assert not any("skipped" in record for record in whole[:20])
+    shutil.rmtree(run.parent / "run" / "model")
+    shutil.rmtree(run.parent / "run" / "checkpoints" / "step-00000060")
+    start("", "--resume", *choices).finish()
+    assert logged(run.parent / "run") == whole
+
+
+def test_the_time_of_day_does_not_matter(start, run, whole):
+    """It jumps at each look; only names and measurements of speed know time at all."""
+    fault = """
+import itertools, time
+jumps = itertools.cycle([0.0, 4e9, -3600.0, 1.0])
+time.time = lambda: next(jumps)
+time.time_ns = lambda: int(next(jumps) * 1e9)
+"""
+    start(fault).finish()
+    assert logged(run.parent / "run") == logged(whole)
+    first = next(iter(read_metrics(run.parent / "run" / "metrics.jsonl")))
+    assert first["seconds"] > 0
