@@ -20,6 +20,11 @@ from megatrain.engine.tally import Work, added, is_view, tensors, work_of
 # A reduction's result that is so much smaller than what it reads is kept, not computed again.
 _SMALL = 16
 
+_UNITS = 10_000  # of memory, in torch's choice of what a graph keeps
+
+# These look at a tensor for its shape alone.
+_SHAPED_LIKE = ("aten::empty_like", "aten::new_", "aten::zeros_like", "aten::ones_like")
+
 
 @dataclass(frozen=True)
 class Op:
@@ -84,7 +89,8 @@ class Recorder(TorchDispatchMode):
         made = tuple(sorted(n for n in self.numbers(out) if n >= known))
         if not is_view(func):
             work, scratch = work_of(func, args, kwargs, out)
-            self.ops.append(Op(work, tuple(sorted(given)), made, scratch))
+            reads = () if func._schema.name.startswith(_SHAPED_LIKE) else tuple(sorted(given))
+            self.ops.append(Op(work, reads, made, scratch))
         return out
 
 
@@ -131,26 +137,48 @@ class Compiled:
         """A forward that keeps what its backward needs; `share` as in `backward`."""
         work = self._phase(self._forward, frozenset(), self._t.made | self._saved)
         kept = self._size(self._saved - self._t.made)
-        held = kept if share is None else self._within(share)
+        held = kept if share is None else self._size(self._chosen(share))
         return replace(work, peak_bytes=work.peak_bytes - kept + held, kept_bytes=held)
 
     def backward(self, share: float | None = None) -> Work:
         """The backward; what was kept counts in its peak.
 
         With `share` of what would be kept by default (activation_memory_budget of
-        torch._functorch), products are computed again in proportion to what is missing of their
-        results: a byte of them costs about the same in each.
+        torch._functorch) the products that are not kept are computed again.
         """
         work = self._phase(self._backward, frozenset(self._saved), self._t.pulled)
         if share is None:
             return work
-        least = self._size(self._least)
-        missing = 1 - self._within(share) / least if least else 0.0
-        again = sum(op.work.product_flops for op in self._forward)
-        return replace(work, product_flops=work.product_flops + int(again * missing))
+        chosen = self._chosen(share)
+        missing = [op.work for op in self._library() if chosen.isdisjoint(op.made)]
+        return replace(
+            work,
+            product_flops=work.product_flops + sum(w.product_flops for w in missing),
+            attention_flops=work.attention_flops + sum(w.attention_flops for w in missing),
+        )
 
-    def _within(self, share: float) -> int:
-        return min(self._size(self._least), int(share * self._size(self._saved)))
+    def _library(self) -> list[Op]:
+        """Products and attention whose results spare the backward from running them again."""
+        return [op for op in self._forward if op.extern and not self._least.isdisjoint(op.made)]
+
+    def _chosen(self, share: float) -> set[int]:
+        """What a kept graph holds: as many FLOPs' results as fit in a share of the default.
+
+        A knapsack, as in torch._functorch.partitioners (dp_knapsack): 1 / 10,000 of the default is
+        the unit in which sizes count.
+        """
+        unit = max(1, self._size(self._saved)) / _UNITS
+        small = {n for n in self._least if not self._producer[n].extern}
+        best: dict[int, tuple[int, frozenset[int]]] = {0: (0, frozenset(small))}
+        for op in self._library():
+            results = self._least.intersection(op.made)
+            size = round(self._size(results) / unit)
+            flops = op.work.product_flops + op.work.attention_flops
+            for used, (value, chosen) in list(best.items()):
+                total, gain = used + size, value + flops
+                if total <= share * _UNITS and best.get(total, (-1, chosen))[0] < gain:
+                    best[total] = gain, chosen | results
+        return set(max(best.values(), key=lambda found: found[0])[1])
 
     def _size(self, storages: Iterable[int]) -> int:
         return sum(self._t.sizes[n] for n in storages)

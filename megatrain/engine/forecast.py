@@ -33,9 +33,9 @@ _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
 # many kept graphs, 0.7 and 0.1 % at 3B (benchmarks/results/step-*.json).
 _ALLOCATOR_SHARE = 0.01
 
-# Resident memory of a process beside all planes and buffers: 3.6 GB at 3B, 4.0 to 4.2 at 7B (same
+# Resident memory of a process beside all planes and buffers: 3.6 GB at 3B, 3.7 to 4.0 at 7B (same
 # files): Python, torch, CUDA's libraries, and compiling.
-_PROCESS_BYTES = 3_800_000_000
+_PROCESS_BYTES = 3_650_000_000
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,139 @@
+"""`python -m benchmarks.predictions [FILE ...]`: measured steps beside what is foretold of them.
+
+Takes results of `megatrain bench step` (all in benchmarks/results without arguments) and prints a
+table in Markdown: seconds, device and host memory, measured and foretold, with the errors. A result
+made before results told how many graphs were kept can be asked about with `--keep N`.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatrain.cli.shapes import qwen2_config
+from megatrain.engine.assemble import open_source
+from megatrain.engine.forecast import Forecast, forecast
+from megatrain.machine import Machine, machine_for
+from megatrain.model.outline import Outline
+from megatrain.model.probe import outline
+from megatrain.placement import Placement
+
+RESULTS = Path(__file__).resolve().parent / "results"
+GIB = 2**30
+HEAD = (
+    "| step | seconds | foretold | error | device, GiB | foretold | error "
+    "| host, GiB | foretold | error |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A measured step and what is foretold of it."""
+
+    result: dict[str, Any]
+    forecast: Forecast
+
+    def pairs(self) -> Iterator[tuple[float, float]]:
+        """`(measured, foretold)`: seconds, device GiB (the context not counted), host GiB."""
+        told = self.forecast
+        yield self.result["median_seconds"], told.seconds
+        device = told.device_peak_bytes - told.device_bytes["context"]
+        yield self.result["memory"]["device_peak_bytes"] / GIB, device / GIB
+        yield self.result["host_peak_bytes"] / GIB, told.host_peak_bytes / GIB
+
+    def errors(self) -> list[float]:
+        """Foretold over measured, less one."""
+        return [told / measured - 1 for measured, told in self.pairs()]
+
+    def row(self) -> str:
+        """A line of the table."""
+        case = self.result["case"]
+        placement = self.forecast.placement
+        what = (
+            f"{case['shape'].upper()}, {case['sequences']} x {case['sequence_length']} by "
+            f"{case['micro_batch']}, {len(placement.resident)} resident, "
+            f"{placement.keep_layers} kept, boundaries on the {placement.boundaries}"
+            + ("" if case["max_grad_norm"] else ", no clipping")
+        )
+        cells = [
+            f"{measured:.2f} | {told:.2f} | {told / measured - 1:+.1%}"
+            for measured, told in self.pairs()
+        ]
+        return f"| {what} | {' | '.join(cells)} |"
+
+
+def predict(result: dict[str, Any], keep_layers: int | None = None) -> Prediction:
+    """What is foretold of a measured step, by the rates of its machine."""
+    case = result["case"]
+    placement = placement_of(result)
+    if keep_layers is not None:
+        placement = replace(placement, keep_layers=keep_layers)
+    told = forecast(
+        model_outline(case["shape"], case["layers"], max(case["sequence_length"], 32768)),
+        machine_of(result),
+        placement,
+        tokens_per_step=result["tokens_per_step"],
+        sequence_length=case["sequence_length"],
+        micro_batch=case["micro_batch"],
+        clip=case["max_grad_norm"] is not None,
+        precision=case["precision"],
+    )
+    return Prediction(result, told)
+
+
+def placement_of(result: dict[str, Any]) -> Placement:
+    """The placement in use; choices that did not exist yet are as they are now."""
+    given = result.get("placement") or result["case"]["placement"]
+    known = {name: value for name, value in given.items() if name in Placement.names()}
+    return Placement(**known | {"resident": tuple(known.get("resident", ()))})
+
+
+def machine_of(result: dict[str, Any]) -> Machine:
+    """The rates that the result carries, or those that its GPU is listed with."""
+    if result.get("machine"):
+        return Machine(**result["machine"])
+    environment, memory = result["environment"], result["memory"]
+    return machine_for(
+        environment["gpu"]["name"],
+        environment["host_limit_bytes"],
+        environment["usable_cores"],
+        memory["device_total_bytes"],
+        precision=result["case"]["precision"],
+    )
+
+
+@cache
+def model_outline(shape: str, layers: int | None, positions: int) -> Outline:
+    """The structure of a benchmark's model; no weights are made."""
+    config = qwen2_config(shape, positions)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        config.layer_types = config.layer_types[:layers]
+    return outline(open_source(config).model)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--keep", type=int, help="graphs kept, whatever the result says")
+    options = parser.parse_args(arguments)
+    files = options.files or sorted(RESULTS.glob("step-*.json"))
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    on_gpu = [r for r in results if r.get("benchmark") == "step" and r["environment"]["gpu"]]
+    print(HEAD)
+    worst = [0.0, 0.0, 0.0]
+    for result in on_gpu:
+        prediction = predict(result, options.keep)
+        print(prediction.row(), flush=True)
+        worst = [max(w, abs(e)) for w, e in zip(worst, prediction.errors(), strict=True)]
+    seconds, device, host = worst
+    print(f"\n{len(on_gpu)} steps; largest error of seconds {seconds:.1%}, of device memory "
+          f"{device:.1%}, of host memory {host:.1%}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
