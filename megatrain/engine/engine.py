@@ -24,6 +24,7 @@ from megatrain.engine.fit import (
     foreseen_placement,
     initial_placement,
 )
+from megatrain.engine.masks import check_masks
 from megatrain.engine.packing import Packing
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.units import Head, State
@@ -285,6 +286,12 @@ class Engine(Continuing):
     ) -> Batch:
         with torch.inference_mode(False):
             batch = self._checked(micro_batches, labelled=labelled)
+            if self.device.kind == "cuda":
+                text, itemsize = (
+                    self.config.get_text_config(decoder=True),
+                    DTYPES[self._precision].itemsize,
+                )
+                check_masks(micro_batches, text, itemsize, available_bytes(self.device))
             self._packing.check(micro_batches)
         self._program.train(train)
         return batch
