@@ -16,7 +16,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,7 +101,7 @@ def _plain_training(config: PreTrainedConfig) -> tuple[torch.nn.Module, torch.op
 def _plain_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    micro_batches: list[Mapping[str, Tensor]],
+    micro_batches: Sequence[Mapping[str, Tensor]],
 ) -> None:
     for batch in micro_batches:
         (model(**batch).loss / len(micro_batches)).backward()

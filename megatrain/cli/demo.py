@@ -44,6 +44,7 @@ def run_demo(overrides: Sequence[str]) -> None:
         )
     print_memory(outcome)
     print(f"\nThe run is in {outcome.folder}; more of it:")
+    print(f"  megatrain report {outcome.folder}")
     print(f"  megatrain generate {outcome.folder} --prompt 'import ' --precision fp32")
 
 

@@ -15,6 +15,7 @@ from megatrain.telemetry.timeline import Breakdown
 from megatrain.units import GIB, duration, gib
 
 SHOWN_WORK = 16  # rows of the table of work
+LARGE_MODEL = 100_000_000  # parameters; in smaller ones the libraries outweigh them
 LEAST_SHARE = 0.002  # of the step; what is shorter is summed up as "other"
 
 
@@ -67,7 +68,9 @@ def _utilisation(tflops: float | None, peak: float | None) -> str:
 
 
 def _each(host: float | None, parameters: int | None) -> str:
-    return f"at peak, {host / parameters:.2f} bytes a parameter" if host and parameters else ""
+    if not host or not parameters or parameters < LARGE_MODEL:
+        return "at peak"
+    return f"at peak, {host / parameters:.2f} bytes a parameter"
 
 
 def charts(source: Source) -> str:

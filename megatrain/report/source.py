@@ -12,10 +12,10 @@ from megatrain.errors import InputError
 from megatrain.report.series import Metrics, collect
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, read_trace
-from megatrain.train.folders import METRICS, MODEL
+from megatrain.train.folders import CONFIG, METRICS, MODEL
 from megatrain.train.timeline import TIMELINE
 
-CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
+ENVIRONMENT = "environment.json"
 
 
 @dataclass
