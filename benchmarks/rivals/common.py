@@ -96,7 +96,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None]:
         (gradient_NV,) = ctx.saved_tensors
-        return gradient_NV * outputs[0].to(gradient_NV.dtype), None, None
+        return gradient_NV.mul_(outputs[0]), None, None
 
 
 def num_parameters(model: torch.nn.Module) -> int:

@@ -1,6 +1,7 @@
 """FSDP2 with CPUOffloadPolicy, as torch documents it, on one GPU.
 
-Gradients stay on the device until the last micro-batch; each layer is a unit of its own.
+Each layer is a unit of its own. Gradients stay on the device until the last micro-batch, all of
+them in fp32; where its memory is limited they leave after each.
 """
 
 import torch
@@ -27,6 +28,7 @@ def build(task: Task) -> Runner:
     count = num_parameters(model)
     pinned = device.type == "cuda"
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    last_only = task.case.device_memory_bytes is None
     offload = CPUOffloadPolicy(pin_memory=pinned)
     for module in [*model.model.layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -35,7 +37,8 @@ def build(task: Task) -> Runner:
     def step(micro_batches: list[Tensor]) -> float:
         total = torch.zeros((), device=device)
         for index, ids in enumerate(micro_batches):
-            model.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            last = index == len(micro_batches) - 1
+            model.set_requires_gradient_sync(last or not last_only)
             ids_BT = ids.to(device, non_blocking=True)
             loss = model(ids_BT, labels=ids_BT).loss / len(micro_batches)
             loss.backward()
@@ -50,7 +53,7 @@ def build(task: Task) -> Runner:
         "pin_memory": pinned,
         "param_dtype": "bfloat16",
         "reduce_dtype": "float32",
-        "gradient_sync": "last micro-batch",
+        "gradient_sync": "last micro-batch" if last_only else "each micro-batch",
         "optimizer": "torch AdamW, fused, on the CPU",
     }
     return Runner(count, step, settings)

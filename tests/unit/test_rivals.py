@@ -1,9 +1,11 @@
 """The harness that measures rivals: same work, a time limit, no row lost."""
 
+import importlib
 import json
 import math
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +132,33 @@ def test_megatrain_has_a_row_like_the_others():
     assert len(outcome["step_seconds"]) == 1 + CASE.steps
     assert {"parameters", "losses", "device_peak_bytes", "settings"} <= set(outcome)
     assert outcome["settings"]["placement"]["slots"] == 1
+
+
+@pytest.mark.parametrize("offload", [True, "auto"])
+def test_trainstream_is_given_the_same_work(offload, monkeypatch):
+    given = {}
+
+    def wrap(model, optimizer, **options):
+        given.update(options, dtype=model.dtype, optimizer=optimizer)
+        return model, optimizer
+
+    report = {"resident": False, "events": ["planned"], "more": 1}
+    stand_in = SimpleNamespace(wrap=wrap, memory_report=lambda model: report)
+    monkeypatch.setitem(sys.modules, "trainstream", stand_in)
+    told = Task(CASE, "trainstream-auto", {"offload": offload}, 1, micro_batch=2, seconds=60)
+    runner = importlib.import_module("benchmarks.rivals.streams").build(told)
+    losses = [runner.step(common.random_tokens(CASE, 4096, 2, 0)) for _ in range(2)]
+    assert losses[0] == pytest.approx(8.3, abs=0.2)  # ln 4096
+    assert losses[1] != losses[0]
+    assert (given["max_grad_norm"], given["accumulation_steps"], len(given["blocks"])) == (
+        1.0,
+        2,
+        1,
+    )
+    # On the device masters and moments have the model's dtype; only in host memory are they fp32.
+    assert given["dtype"] == (torch.bfloat16 if offload is True else torch.float32)
+    assert given["optimizer"].defaults["betas"] == (0.9, 0.95)
+    assert runner.report() == {"resident": False, "events": ["planned"]}
 
 
 def test_measuring_ends_with_what_there_is_when_time_is_short():
