@@ -163,7 +163,6 @@ class Saving:
             files.make_folder(folder)
         with self._writers(partial) as tiles:
             documents = self._write_documents(partial)
-        self._device.synchronize(None, "save complete")  # raises if an update has failed
         records = dict(zip([job.name for job in self._jobs], tiles, strict=True)) | documents
         manifest = self._manifest(records)
         for folder in (partial / TILES, partial / MODEL):
@@ -194,7 +193,8 @@ class Saving:
                     done, left = wait_for(left, _HEALTH_SECONDS, FIRST_EXCEPTION)
                     for each in done:
                         each.result()
-                    self._device.synchronize(None, "save going on")  # it would wait for ever
+                    # An update that has failed was none, and a dead save thread offers no more.
+                    self._device.synchronize(None, "save going on")
             except BaseException:
                 self.abandon()
                 raise
@@ -302,18 +302,24 @@ class Saver:
         return [tile_file(tile, _file_name(tile)) for tile in order]
 
     def _room(self, jobs: Sequence[TileFile]) -> Spare:
+        """Spare memory: as much as was allowed, as is of use, and as there is."""
         if self._spare is None:
             most = sum(job.num_bytes for job in jobs if not job.tile.resident)
-            size = min(self._spare_bytes, align(most, files.PIECE_BYTES))
-            self._spare = Spare(None)
-            blocks = size // files.PIECE_BYTES * files.PIECE_BYTES
-            try:
-                if blocks:
-                    name = "spare memory of saves"
-                    self._spare = Spare(self._device.host(name, blocks, torch.uint8, pinned=False))
-            except DoesNotFit as error:
-                _log.warning("saves will hold up updates more than need be: %s", error)
+            wanted = min(self._spare_bytes, align(most, files.PIECE_BYTES))
+            self._spare = self._as_much_as_fits(wanted // files.PIECE_BYTES)
         return self._spare
+
+    def _as_much_as_fits(self, blocks: int) -> Spare:
+        while blocks > 0:
+            size = blocks * files.PIECE_BYTES
+            try:
+                buffer = self._device.host("spare room of saves", size, torch.uint8, pinned=False)
+            except DoesNotFit as error:
+                blocks //= 2
+                _log.warning("saves will hold up updates more than need be: %s", error)
+            else:
+                return Spare(buffer)
+        return Spare(None)
 
 
 def _file_name(tile: Tile) -> str:

@@ -1,0 +1,80 @@
+"""Neither a save nor a load holds the model a second time."""
+
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from megatrain import AdamW, DoesNotFit, Engine
+from megatrain.device import CpuDevice
+from megatrain.units import MIB
+from tests.checkpoint.cases import batches, engine_of, tiny_pool
+
+SLACK = 128 * MIB  # a piece for each thread, their stacks, the manifest
+
+
+@pytest.mark.exhaustive
+def test_peaks(tmp_path) -> None:
+    """A process of its own, whose peak is its own."""
+    command = [sys.executable, "-m", "tests.checkpoint.test_memory", str(tmp_path)]
+    run = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
+    sizes = json.loads(run.stdout.splitlines()[-1])
+    assert sizes["planes"] > 4 * SLACK
+    assert sizes["saving"] < SLACK
+    assert sizes["loading"] < sizes["planes"] + SLACK
+
+
+def test_spare_memory_shrinks_to_what_there_is(tmp_path) -> None:
+    class Full(CpuDevice):
+        def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool):
+            if name == "spare room of saves" and numel > 3 * 4096:
+                raise DoesNotFit("no host memory")
+            return super().host(name, numel, dtype, pinned=pinned)
+
+    engine = engine_of(device=Full(), placement=tiny_pool(8))
+    engine.step(batches(1)[0])
+    engine.save(tmp_path / "saved", wait=False).wait()
+    assert engine.memory()["host_checkpoint_bytes"] == 2 * 4096
+
+
+def measure(folder: Path) -> dict[str, int]:
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+    )
+    engine = Engine(config, optimizer=AdamW(), device="cpu", precision="bf16")
+    begin = _peak_from_here()
+    engine.save(folder / "saved")
+    saving = _status("VmHWM") - begin
+    engine.close()
+    del engine
+    gc.collect()
+    begin = _peak_from_here()
+    engine = Engine.load(folder / "saved", device="cpu")
+    loading = _status("VmHWM") - begin
+    return {"saving": saving, "loading": loading, "planes": engine.memory()["host_bytes"]}
+
+
+def _peak_from_here() -> int:
+    """Forget the peak so far; resident bytes now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(Path(sys.argv[1]))))
