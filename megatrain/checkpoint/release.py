@@ -6,9 +6,10 @@ pinned staging rooms; its next update waits until it has left.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from megatrain.checkpoint.pieces import Piece, Snapshot, TileFile, planes_of
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, SAVE, SAVE_OUT, UPDATE
 
-STAGING_ROOMS = 8
+AT_ONCE = 4  # files of resident tiles
+STAGING_ROOMS = 2 * AT_ONCE
 
 
 @dataclass
@@ -77,8 +79,8 @@ class Release:
                 self._release(each)
         if resident:
             self._device.wait(SAVE_OUT, self._device.record(COMPUTE), "resident version to save")
-        for each in resident:
-            self._copy_out(each)
+        for first in range(0, len(resident), AT_ONCE):
+            self._copy_out(resident[first : first + AT_ONCE])
 
     def _release(self, file: TileFile) -> None:
         device, tile, snapshot = self._device, file.tile, self._snapshot
@@ -98,20 +100,21 @@ class Release:
 
         tile.let_go = let_go
 
-    def _copy_out(self, file: TileFile) -> None:
-        device, snapshot, tile = self._device, self._snapshot, file.tile
-        for piece in file.pieces:
-            room = self._staging.next()
-            source = Buffer(piece.plane.name, piece.source)
-            device.copy(SAVE_OUT, room.buffer, source, piece.num_bytes)
-            device.wait(SAVE, device.record(SAVE_OUT), "save piece landed")
-            memory = room.buffer.data[: piece.num_bytes]
-            device.run(
-                SAVE,
-                f"offer {room.buffer.name}",
-                partial(snapshot.release, [piece], memory),
-                [room.buffer],
-            )
-            room.held = (snapshot, piece)
-        copied = device.record(SAVE_OUT)
-        tile.let_go = partial(device.wait, COMPUTE, copied, "resident tile copied")
+    def _copy_out(self, group: Sequence[TileFile]) -> None:
+        """Pieces of several files in turn, so that as many writers have something to do."""
+        for row in zip_longest(*(file.pieces for file in group)):
+            for piece in filter(None, row):
+                self._offer(piece)
+        copied = self._device.record(SAVE_OUT)
+        for file in group:
+            file.tile.let_go = partial(self._device.wait, COMPUTE, copied, "resident tile copied")
+
+    def _offer(self, piece: Piece) -> None:
+        device, snapshot, room = self._device, self._snapshot, self._staging.next()
+        source = Buffer(piece.plane.name, piece.source)
+        device.copy(SAVE_OUT, room.buffer, source, piece.num_bytes)
+        device.wait(SAVE, device.record(SAVE_OUT), "save piece landed")
+        memory = room.buffer.data[: piece.num_bytes]
+        work = partial(snapshot.release, [piece], memory)
+        device.run(SAVE, f"offer {room.buffer.name}", work, [room.buffer])
+        room.held = (snapshot, piece)

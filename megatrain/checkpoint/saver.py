@@ -39,7 +39,7 @@ from megatrain.checkpoint.pieces import (
     planes_of,
     tile_file,
 )
-from megatrain.checkpoint.release import Release, Staging
+from megatrain.checkpoint.release import AT_ONCE, Release, Staging
 from megatrain.device import Device
 from megatrain.device.base import SAVE
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed
@@ -49,7 +49,7 @@ from megatrain.units import align, gib
 
 _log = logging.getLogger(__name__)
 
-WRITERS = 4  # each writes a tile's file: one file takes no two writes at once
+WRITERS = AT_ONCE  # each writes a tile's file: one file takes no two writes at once
 _HEALTH_SECONDS = 0.5  # between two looks at the device's host threads while writers write
 
 
@@ -165,7 +165,7 @@ class Saving:
             documents = self._write_documents(partial)
         records = dict(zip([job.name for job in self._jobs], tiles, strict=True)) | documents
         manifest = self._manifest(records)
-        for folder in (partial / TILES, partial / MODEL):
+        for folder in [path for path in partial.rglob("*") if path.is_dir()]:
             files.sync_folder(folder)
         files.write_text(partial / MANIFEST, manifest.as_text())
         files.sync_folder(partial)

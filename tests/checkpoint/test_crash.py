@@ -158,7 +158,8 @@ def test_everything_is_on_the_disk_before_it_is_named(engine, tmp_path, monkeypa
 
 
 def test_leftovers_of_killed_saves_go_at_the_next_save(engine, tmp_path) -> None:
-    for name in (".a.checkpoint-partial", ".b.checkpoint-removed", ".c.checkpoint-replaced"):
+    for end in ("a.checkpoint-partial", "saved.checkpoint-partial", "c.checkpoint-replaced"):
+        name = f".{end}"
         (tmp_path / name / "tiles").mkdir(parents=True)
         (tmp_path / name / "tiles" / "0").write_text("half")
     (tmp_path / "c").mkdir()
