@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from megatrain.cli.bench import bench
-from megatrain.cli.planning import doctor
+from megatrain.cli.planning import doctor, plan
 from megatrain.errors import MegatrainError, RunFailed
 from megatrain.telemetry.console import StderrHandler
 
@@ -47,6 +47,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command()(doctor)
+app.command()(plan)
 
 
 Precision = Literal["bf16", "fp32"]

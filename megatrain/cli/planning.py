@@ -1,7 +1,7 @@
-"""The options of `megatrain doctor`; nothing heavy is imported before it runs."""
+"""The options of `megatrain doctor` and `plan`; nothing heavy is imported before they run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,3 +20,59 @@ def doctor(
     from megatrain.cli.doctor import run_doctor
 
     run_doctor(device, folder, as_json)
+
+
+def plan(
+    run: Annotated[Path | None, typer.Argument(help="A run file (YAML); or give --model.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Override a key of the run file."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A shape (7B), a folder, a config.json, or a hub id.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Such as 4090 or H200; this one's.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Of the GPU: 10GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Of the process: 503GiB.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Of the CPU.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="A step; 98304.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens a row; 1024.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows at once; chosen.")] = None,
+    total_tokens: Annotated[
+        float | None, typer.Option(min=1, help="Of the whole run: 1e9.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, max=64, help="GPUs of one host: an estimate.")] = 1,
+    clip: Annotated[
+        bool | None, typer.Option("--clip/--no-clip", help="Exact clipping; on.")
+    ] = None,
+    precision: Annotated[
+        Literal["bf16", "fp32"] | None, typer.Option(help="Compute dtype; bf16.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw where the bytes rest (PNG or SVG).")
+    ] = None,
+) -> None:
+    """Say whether a run fits, what it will take and how long, before anything is allocated.
+
+    Nothing but a model's config.json is downloaded. Exit code 3: it does not fit.
+    """
+    from megatrain.cli.plan import Options, run_plan
+
+    options = Options(
+        run=run,
+        overrides=overrides or [],
+        model=model,
+        gpu=gpu,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        cores=cores,
+        tokens=tokens,
+        sequence_length=sequence_length,
+        micro_batch=micro_batch,
+        total_tokens=None if total_tokens is None else int(total_tokens),
+        gpus=gpus,
+        clip=clip,
+        precision=precision,
+    )
+    run_plan(options, as_json=as_json, picture=picture)

@@ -1,6 +1,8 @@
-"""Model shapes for benchmarks: the Qwen2.5 family, from its published config.json files.
+"""Model shapes for benchmarks and plans: the Qwen2.5 family, from its published config.json files.
 
-https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json and its siblings.
+https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json and its siblings. 120b is no published
+model: it is the 72B's heads, vocabulary and ratios with 10240 wide layers, as many as make 120
+billion parameters, the largest dense size that the MegaTrain paper (arXiv 2604.05091) names.
 """
 
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ SHAPES = {
     "14b": Shape(5120, 13824, 48, 40, 8, 152064, tied=False),
     "32b": Shape(5120, 27648, 64, 40, 8, 152064, tied=False),
     "72b": Shape(8192, 29568, 80, 64, 8, 152064, tied=False),
+    "120b": Shape(10240, 36864, 86, 80, 8, 152064, tied=False),
 }
 
 

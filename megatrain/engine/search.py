@@ -6,6 +6,7 @@ the device and on kept graphs. What each way of spending could bring at best is 
 frame's forecast: no resource does less work than it must. The most promising are forecast in full.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -156,6 +157,8 @@ class Search:
             found += self._first_fitting(rows)
             if len(found) == 2:
                 break
+            if not found and rows == self._sizes()[0] and not any(map(self._fits, self._frugal())):
+                break  # nothing between will fit either
         if not found:
             raise DoesNotFit(self._lacking())
         best = min(found, key=lambda frame: frame.seconds)
@@ -190,6 +193,27 @@ class Search:
 
     def _spare(self, found: Forecast) -> int:
         return int(_USED * self._machine.device_memory_bytes) - found.device_peak_bytes
+
+    def least(self) -> list[Forecast]:
+        """The most frugal ways there are, each on a machine with just the memory it needs.
+
+        One takes least of the device's, the other least of the host's.
+        """
+        return [
+            replace(
+                frame,
+                machine=replace(
+                    self._machine,
+                    device_memory_bytes=math.ceil(frame.device_peak_bytes / _USED) + 1,
+                    host_memory_bytes=math.ceil(frame.host_peak_bytes / _USED) + 1,
+                ),
+            )
+            for frame in self._frugal()
+        ]
+
+    def _frugal(self) -> list[Forecast]:
+        rows = self._sizes()[-1]
+        return [self._frame(number, rows) for number in (-1, -2)]
 
     def _lacking(self) -> str:
         """What the most frugal frame lacks."""

@@ -6,7 +6,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +22,13 @@ from megatrain.units import GIB, MIB
 
 UPDATE_BYTES = 26  # a parameter: weights, remainder, two moments in and out, gradient in
 _PLANES_BYTES = 14
-_SETTINGS = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_SETTINGS: dict[str, Any] = {
+    "lr": 1e-5,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
 _CHUNK = 8 * MIB
 _DISK_SECONDS = 4.0
 
@@ -34,7 +42,7 @@ def host_measurements(folder: Path, *, most_bytes: int = 4 * GIB) -> list[Measur
             f"host_triad_{n}_threads_gbps",
             f"host memory, a = b + c, {n} thread{'s' if n > 1 else ''}",
             "GB/s",
-            lambda n=n: triad_gbps(n, room),
+            partial(triad_gbps, n, room),
         )
         for n in thread_counts(usable_cores())
     ]

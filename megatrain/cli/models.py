@@ -1,0 +1,62 @@
+"""The model that somebody names, as a configuration: no weights are read or downloaded."""
+
+import difflib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.cli.shapes import SHAPES, qwen2_config
+from megatrain.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def named_config(
+    name: str, *, max_positions: int = 32768, trust_remote_code: bool = False
+) -> "PreTrainedConfig":
+    """The configuration of a shape (`7B`), a folder, a config.json file, or a hub id.
+
+    Of a hub model only config.json is fetched.
+
+    Args:
+        max_positions: positions that a shape is given at least.
+
+    Raises:
+        InputError: there is no such model, or the hub cannot be reached.
+    """
+    path = Path(os.path.expanduser(name))
+    if name and path.exists():
+        return _local(path, trust_remote_code)
+    if name.lower() in SHAPES:
+        return qwen2_config(name.lower(), max(32768, max_positions))
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+        raise InputError(f"unknown model {name!r}{_nearest(name)}")
+    return _from_hub(name, trust_remote_code)
+
+
+def _local(path: Path, trust_remote_code: bool) -> "PreTrainedConfig":
+    from megatrain.model.build import load_config
+
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise InputError(f"{path}: no config.json there, so it is not a model's folder")
+    return load_config(path, trust_remote_code=trust_remote_code)
+
+
+def _from_hub(name: str, trust_remote_code: bool) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # those of the hub's and the HTTP library differ between versions
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(
+            f"{name}: no such folder, and its config.json cannot be had from the hub ({lines[0]}); "
+            "check the spelling and the network, or give a config.json file"
+        ) from error
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name.lower(), SHAPES, n=2, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    return f"{hint} (give a shape of {', '.join(SHAPES)}; a folder, a config.json, or owner/name)"

@@ -1,0 +1,266 @@
+"""`megatrain plan`: what a run will take, before anything is allocated or downloaded."""
+
+import glob
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatrain.cli.models import named_config
+from megatrain.cli.plan_table import missing, show
+from megatrain.errors import DoesNotFit, InputError
+from megatrain.machine import Machine, machine_for, present_machine
+from megatrain.machine.listed import update_gbps
+from megatrain.placement import Placement
+from megatrain.plan.ask import Ask
+from megatrain.plan.planner import Plan, make_plan
+from megatrain.telemetry.environment import usable_cores
+from megatrain.telemetry.gpu import find_gpu
+from megatrain.telemetry.gpu_state import gpu_state
+from megatrain.telemetry.known_gpus import by_driver_name, named_gpu
+from megatrain.telemetry.memory import host_limit_bytes
+from megatrain.telemetry.memory_picture import draw_memory
+from megatrain.units import GIB, gib, parse_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from megatrain.config import Config
+
+DEVICE = "cuda"
+TOKENS, SEQUENCE_LENGTH = 96 * 1024, 1024
+# What the driver keeps for itself, and a desktop's windows.
+_USUAL_BYTES = GIB
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line; None: not given."""
+
+    run: Path | None
+    overrides: Sequence[str]
+    model: str | None
+    gpu: str | None
+    device_memory: str | None
+    host_memory: str | None
+    cores: int | None
+    tokens: int | None
+    sequence_length: int | None
+    micro_batch: int | None
+    total_tokens: int | None
+    gpus: int
+    clip: bool | None
+    precision: Literal["bf16", "fp32"] | None
+
+
+@dataclass
+class Subject:
+    """The model and settings that are planned, from a run file or from the options."""
+
+    name: str
+    config: "PreTrainedConfig"
+    tokens: int = TOKENS
+    sequence_length: int = SEQUENCE_LENGTH
+    micro_batch: int | None = None
+    clip: bool = True
+    precision: Literal["bf16", "fp32"] = "bf16"
+    placement: Placement | None = None
+    total_tokens: int | None = None
+    missing: str | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def run_plan(options: Options, *, as_json: bool, picture: Path | None) -> None:
+    """Plan, print, draw.
+
+    Raises:
+        InputError: options, model or run file cannot be used; also, after the plan has been
+            printed, when the run file's data are missing.
+        DoesNotFit: after the plan and its remedies have been printed.
+    """
+    subject = _subject(options)
+    machine = _machine(options, subject)
+    plan = _plan(options, subject, machine)
+    if as_json:
+        print(json.dumps({"model": subject.name, **plan.as_dict()}, indent=2))
+    else:
+        show(plan, subject.name)
+    if picture is not None:
+        _draw(plan, subject.name, picture)
+    if plan.shortage is not None:
+        raise DoesNotFit(f"{subject.name} does not fit: {missing(plan)}")
+    if subject.missing is not None:
+        raise InputError(f"{subject.missing} (it would fit; the plan is above)")
+
+
+def _subject(options: Options) -> Subject:
+    if (options.run is None) == (options.model is None):
+        raise InputError("give either a run file or --model")
+    if options.run is not None:
+        subject = _of_run_file(options.run, options.overrides)
+    else:
+        length = options.sequence_length or SEQUENCE_LENGTH
+        config = named_config(str(options.model), max_positions=length)
+        subject = Subject(str(options.model), config)
+    for name in ("tokens", "sequence_length", "micro_batch", "clip", "precision", "total_tokens"):
+        value = getattr(options, name)
+        if value is not None:
+            setattr(subject, name, value)
+    _check_length(subject)
+    return subject
+
+
+def _of_run_file(run: Path, overrides: Sequence[str]) -> Subject:
+    from megatrain import config as run_files
+
+    loaded = run_files.load(run, overrides)
+    training, length = loaded.training, loaded.data.sequence_length
+    placement = loaded.engine.placement_value()
+    tokens = training.batch_size * length
+    return Subject(
+        name=run.name,
+        config=_model_of(loaded),
+        tokens=tokens,
+        sequence_length=length,
+        micro_batch=training.micro_batch_size,
+        clip=training.max_grad_norm is not None,
+        precision=loaded.engine.precision,
+        placement=placement if isinstance(placement, Placement) else None,
+        total_tokens=None if training.steps is None else training.steps * tokens,
+        missing=missing_data(loaded.data.path),
+    )
+
+
+def _model_of(loaded: "Config") -> "PreTrainedConfig":
+    from megatrain.data import load_tokenizer
+    from megatrain.train.model_config import model_config
+
+    section = loaded.model
+    if section.path is not None:
+        return named_config(section.path, trust_remote_code=section.trust_remote_code)
+    tokenizer = load_tokenizer(str(section.tokenizer), trust_remote_code=section.trust_remote_code)
+    return model_config(section, tokenizer)
+
+
+def missing_data(paths: str | list[str]) -> str | None:
+    """The first path that is certainly not there; data sets of the hub are not looked up."""
+    for path in [paths] if isinstance(paths, str) else paths:
+        expanded = os.path.expanduser(path)
+        there = os.path.exists(expanded) or any(glob.iglob(expanded, recursive=True))
+        hub = re.fullmatch(r"[A-Za-z0-9][\w-]*(/[\w-]+)?", path) is not None
+        if not there and not hub:
+            return f"data.path: {path} is not there"
+    return None
+
+
+def _check_length(subject: Subject) -> None:
+    text = subject.config.get_text_config(decoder=True)
+    allowed = getattr(text, "max_position_embeddings", None)
+    if isinstance(allowed, int) and 0 < allowed < subject.sequence_length:
+        raise InputError(
+            f"sequences of {subject.sequence_length} tokens are longer than {subject.name} allows "
+            f"({allowed}, its max_position_embeddings)"
+        )
+
+
+def _machine(options: Options, subject: Subject) -> Machine:
+    """The machine asked about: this one, or this host with another GPU, as the options say."""
+    host = _bytes(options.host_memory, "--host-memory")
+    device = _bytes(options.device_memory, "--device-memory")
+    cores = usable_cores() if options.cores is None else options.cores
+    here = find_gpu(DEVICE)
+    asked = None if options.gpu is None else named_gpu(options.gpu)
+    if asked is None or (here is not None and by_driver_name(here.name) == asked):
+        machine = present_machine(DEVICE, precision=subject.precision)
+        if machine is not None:
+            return _changed(_shared(machine, subject, device), host, device, options.cores)
+        if here is not None:
+            raise InputError(
+                f"this machine's GPU ({here.name}) is neither measured nor listed; run `megatrain "
+                "doctor`, or name the most similar with --gpu and --device-memory"
+            )
+        raise InputError(
+            "there is no GPU here to plan for; name one with --gpu, such as --gpu 4090"
+        )
+    if options.host_memory is None:
+        host = host_limit_bytes()
+        subject.warnings.append(f"--host-memory is not given: this machine's {gib(host)} are taken")
+    if options.cores is None:
+        subject.warnings.append(f"--cores is not given: this machine's {cores} are taken")
+    return machine_for(asked.name, host or 0, cores, device, precision=subject.precision)
+
+
+def _changed(machine: Machine, host: int | None, device: int | None, cores: int | None) -> Machine:
+    changes: dict[str, Any] = {}
+    if host is not None:
+        changes["host_memory_bytes"] = host
+    if device is not None:
+        changes["device_memory_bytes"] = device
+    if cores is not None and cores != machine.cores:
+        share = update_gbps(cores) / update_gbps(machine.cores)
+        changes |= {"cores": cores, "update_gbps": machine.update_gbps * share}
+    return replace(machine, **changes)
+
+
+def _shared(machine: Machine, subject: Subject, limit: int | None) -> Machine:
+    """What other processes hold of the present GPU cannot be planned with."""
+    state = gpu_state(DEVICE)
+    used = 0 if state is None or state.used_bytes is None else state.used_bytes
+    if limit is not None or used <= _USUAL_BYTES:
+        return machine
+    pids = ", ".join(str(pid) for pid, _ in (state.other_processes if state else ()))
+    subject.warnings.append(
+        f"other processes{f' ({pids})' if pids else ''} hold {gib(used)} of the GPU's memory; the "
+        "plan leaves it to them (--device-memory plans with another amount)"
+    )
+    return replace(machine, device_memory_bytes=max(1, machine.device_memory_bytes - used))
+
+
+def _bytes(text: str | None, option: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        num_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise InputError(f"{option}: {error}") from error
+    if num_bytes < 1:
+        raise InputError(f"{option}: {text} is no memory at all")
+    return num_bytes
+
+
+def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
+    ask = Ask(  # before the model is built, so that nonsense is refused at once
+        machine=machine,
+        tokens_per_step=subject.tokens,
+        sequence_length=subject.sequence_length,
+        micro_batch=subject.micro_batch,
+        clip=subject.clip,
+        precision=subject.precision,
+        placement=subject.placement,
+    )
+    from megatrain.engine.assemble import open_source
+    from megatrain.model.probe import outline
+
+    return make_plan(
+        outline(open_source(subject.config).model),
+        ask,
+        total_tokens=subject.total_tokens,
+        gpus=options.gpus,
+        warnings=subject.warnings,
+    )
+
+
+def _draw(plan: Plan, name: str, picture: Path) -> None:
+    told, machine = plan.forecast, plan.ask.machine
+    host = {part.removeprefix("host_").removesuffix("_bytes"): n
+            for part, n in told.host_bytes.items()}  # fmt: skip
+    title = f"{name} on {machine.name}: {told.tokens_per_step:,} tokens a step"
+    limits = (machine.device_memory_bytes, machine.host_memory_bytes)
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        draw_memory(told.device_bytes, host, limits, picture, title)
+    except ValueError as error:
+        raise InputError(f"--picture {picture}: {error}") from error

@@ -1,0 +1,158 @@
+"""A plan as people read it."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from megatrain.plan.planner import Plan
+from megatrain.plan.tiles import PLANES, by_tier
+from megatrain.units import GIB, duration, gib
+
+_WIDTH = 140
+
+_BINDS = {
+    "compute": "the GPU's arithmetic",
+    "copy in": "the bus to the GPU",
+    "copy out": "the bus from the GPU",
+    "update": "the optimizer's update on the host",
+}
+
+
+def show(plan: Plan, name: str) -> None:
+    """Print it."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _WIDTH  # a file has no width, and tables should not be cut to guess one
+    for line in _head(plan, name):
+        console.print(line, markup=False)
+    console.print()
+    console.print(_tiles(plan))
+    console.print()
+    for line in [*_memory(plan), *_time(plan)]:
+        console.print(line, markup=False)
+    if not plan.fits:
+        for line in _remedies(plan):
+            console.print(line, markup=False)
+    for warning in plan.warnings:
+        console.print(f"note: {warning}", markup=False)
+
+
+def missing(plan: Plan) -> str:
+    """What is missing of device and host memory, in one line."""
+    short, told, machine = plan.shortage, plan.forecast.machine, plan.ask.machine
+    if short is None:
+        return "nothing is missing"
+    parts = [
+        f"{gib(lacking)} of {place} memory are missing ({gib(least)} would do, {gib(there)} "
+        "are allowed)"
+        for place, lacking, least, there in (
+            ("device", short.device_bytes, told.device_memory_bytes, machine.device_memory_bytes),
+            ("host", short.host_bytes, told.host_memory_bytes, machine.host_memory_bytes),
+        )
+        if lacking
+    ]
+    return " and ".join(parts)
+
+
+def _head(plan: Plan, name: str) -> list[str]:
+    told, machine = plan.forecast, plan.ask.machine
+    kind = "measured" if machine.measured else "from published figures, not measured"
+    rows = told.tokens_per_step // told.sequence_length
+    verdict = "it fits" if plan.fits else f"it does not fit: {missing(plan)}"
+    return [
+        f"{name}, {told.parameters / 1e9:.2f} billion parameters, on {machine.name} ({kind}): "
+        f"{verdict}",
+        f"a step of {told.tokens_per_step:,} tokens: {rows:,} x {told.sequence_length:,}, "
+        f"{told.micro_batch} row{'s' if told.micro_batch > 1 else ''} at once; {plan.ask.precision}"
+        f", {'exact clipping' if plan.ask.clip else 'no clipping'}",
+        *(
+            []
+            if plan.fits
+            else ["all below is for the least memory with which it would fit, all else as asked"]
+        ),
+    ]
+
+
+def _tiles(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("tile", "parameters", "rests on", *PLANES, "in all"):
+        justify: Literal["left", "right"] = "left" if title in ("tile", "rests on") else "right"
+        table.add_column(title, justify=justify, no_wrap=True)
+    for tile in plan.tiles:
+        sizes = [gib(tile.count * tile.planes[plane]) for plane in PLANES]
+        parameters = f"{tile.count * tile.parameters / 1e6:,.1f} M"
+        table.add_row(tile.name, parameters, tile.tier, *sizes, gib(tile.total_bytes))
+    for tier, planes in by_tier(plan.tiles).items():
+        if any(planes.values()):
+            sizes = [gib(planes[plane]) for plane in PLANES]
+            table.add_row("together", "", tier, *sizes, gib(sum(planes.values())))
+    return table
+
+
+def _memory(plan: Plan) -> list[str]:
+    told, machine = plan.forecast, plan.ask.machine
+    lines = []
+    for place, parts, limit in (
+        ("device", told.device_bytes, machine.device_memory_bytes),
+        ("host", _plain(told.host_bytes), machine.host_memory_bytes),
+    ):
+        largest = sorted(parts.items(), key=lambda part: -part[1])
+        named = ", ".join(f"{part} {gib(size)}" for part, size in largest if size >= GIB / 20)
+        share = f"{gib(sum(parts.values()))} of {gib(limit)} at the peak"
+        lines.append(f"{place:<9}{share}: {named}")
+    return lines
+
+
+def _plain(parts: Mapping[str, int]) -> dict[str, int]:
+    return {part.removeprefix("host_").removesuffix("_bytes"): n for part, n in parts.items()}
+
+
+def _time(plan: Plan) -> list[str]:
+    told = plan.forecast
+    bounds = sorted(told.bounds.items(), key=lambda bound: -bound[1])
+    busy = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in bounds if seconds)
+    lines = [
+        f"step     {told.seconds:.2f} s, {told.tokens_per_second:,.0f} tokens/s, "
+        f"{told.model_tflops:.0f} model TFLOPS",
+        f"binds    {_BINDS.get(told.binds, told.binds)} (busy: {busy})",
+        f"         arithmetic binds from {plan.compute_bound_tokens:,} tokens a step on",
+    ]
+    if plan.several is not None:
+        several = plan.several
+        lines.append(
+            f"{several.gpus} GPUs   {several.seconds:.2f} s, {several.tokens_per_second:,.0f} "
+            f"tokens/s; binds: {_BINDS.get(several.binds, several.binds)}. An estimate: this "
+            "version trains on one GPU. Assumed: the same step split evenly, each GPU with its own "
+            "bus, one host that updates once"
+        )
+    rate = (plan.several or told).tokens_per_second
+    tokens, seconds = plan.total_tokens, plan.run_seconds
+    if tokens is None or seconds is None:
+        lines.append(f"run      {_long(1e9 / rate)} for each billion tokens")
+    else:
+        lines.append(f"run      {_long(seconds)} for {tokens:,} tokens")
+    return lines
+
+
+def _long(seconds: float) -> str:
+    """Days where there are more than two, years where it takes those."""
+    days = seconds / 86400
+    if days > 730:
+        return f"{days / 365.25:.1f} years"
+    return f"{days:.1f} days" if days > 2 else duration(seconds)
+
+
+def _remedies(plan: Plan) -> list[str]:
+    if not plan.remedies:
+        return ["\nNo single change that was tried makes it fit."]
+    return [
+        "\nIt would fit, the cheapest first:",
+        *(
+            f"{number}. {remedy.text}: {remedy.forecast.seconds:.2f} s a step, "
+            f"{remedy.forecast.tokens_per_second:,.0f} tokens/s; device "
+            f"{gib(remedy.forecast.device_peak_bytes)}, host {gib(remedy.forecast.host_peak_bytes)}"
+            for number, remedy in enumerate(plan.remedies, 1)
+        ),
+    ]

@@ -1,0 +1,131 @@
+"""A question to the planner, and the forecast that answers it."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from megatrain.engine.forecast import Forecast
+from megatrain.engine.search import Forecasts, Search, Task
+from megatrain.errors import DoesNotFit, InputError
+from megatrain.machine import Machine
+from megatrain.model.outline import Outline
+from megatrain.placement import Placement
+from megatrain.units import gib
+
+# As `megatrain train` takes rows together when a run file does not say.
+TOKENS_PER_MICRO_BATCH = 16384
+# The step's schedule is followed piece by piece; beyond, a step is planned as well by a part of it.
+_MOST_TOKENS = 1 << 24
+
+Precision = Literal["bf16", "fp32"]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What somebody wants to know. `machine.*_memory_bytes` are the budgets.
+
+    Attributes:
+        micro_batch: rows; None: to be chosen.
+        placement: None: to be chosen.
+    """
+
+    machine: Machine
+    tokens_per_step: int
+    sequence_length: int
+    micro_batch: int | None = None
+    clip: bool = True
+    precision: Precision = "bf16"
+    placement: Placement | None = None
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 2:
+            raise InputError(f"sequences of {self.sequence_length} tokens teach nothing; take 2")
+        if self.tokens_per_step < self.sequence_length:
+            raise InputError(
+                f"a step of {self.tokens_per_step:,} tokens holds no sequence of "
+                f"{self.sequence_length:,}; take more tokens or shorter sequences"
+            )
+        if self.tokens_per_step > _MOST_TOKENS:
+            raise InputError(
+                f"{self.tokens_per_step:,} tokens a step are more than can be planned "
+                f"({_MOST_TOKENS:,}); from there on time grows with the tokens"
+            )
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise InputError(f"a micro-batch of {self.micro_batch} rows is empty")
+
+    def on(self, **machine: Any) -> "Ask":
+        """The same question about a machine that is changed so."""
+        return replace(self, machine=replace(self.machine, **machine))
+
+
+class Plans(Protocol):
+    """What answers questions about one model."""
+
+    def once(self, ask: Ask) -> Forecast:
+        """The forecast; raises DoesNotFit."""
+
+    def least(self, ask: Ask) -> list[Forecast]:
+        """The most frugal ways, each on a machine with just the memory that it needs."""
+
+
+class Planner:
+    """Answers by forecasts; no step is followed twice."""
+
+    def __init__(self, outline: Outline) -> None:
+        self._forecasts = Forecasts(outline)
+
+    def once(self, ask: Ask) -> Forecast:
+        if ask.placement is None:
+            return self._search(ask).best()
+        found = self._placed(ask, ask.placement)
+        check_budgets(found, ask.machine)
+        return found
+
+    def least(self, ask: Ask) -> list[Forecast]:
+        if ask.placement is None:
+            return self._search(ask).least()
+        found = self._placed(ask, ask.placement)
+        machine = replace(
+            ask.machine,
+            device_memory_bytes=found.device_peak_bytes,
+            host_memory_bytes=found.host_peak_bytes,
+        )
+        return [replace(found, machine=machine)]
+
+    def _search(self, ask: Ask) -> Search:
+        return Search(self._forecasts, ask.machine, _task(ask, compile=True))
+
+    def _placed(self, ask: Ask, placement: Placement) -> Forecast:
+        rows = ask.micro_batch or default_micro_batch(ask)
+        task = _task(ask, compile=placement.compile)
+        return self._forecasts.of(ask.machine, placement, task, rows)
+
+
+def _task(ask: Ask, *, compile: bool) -> Task:
+    return Task(
+        ask.tokens_per_step,
+        ask.sequence_length,
+        ask.micro_batch,
+        ask.clip,
+        ask.precision,
+        compile,
+    )
+
+
+def default_micro_batch(ask: Ask) -> int:
+    """Rows that are taken together where neither the user nor the planner chooses."""
+    rows = ask.tokens_per_step // ask.sequence_length
+    return min(rows, max(1, TOKENS_PER_MICRO_BATCH // ask.sequence_length))
+
+
+def check_budgets(found: Forecast, machine: Machine) -> None:
+    """Raises DoesNotFit with what is needed and what there is."""
+    lacking = [
+        f"{gib(needed)} of {place} memory, {gib(there)} {'is' if there < 2**31 else 'are'} allowed"
+        for place, needed, there in (
+            ("device", found.device_peak_bytes, machine.device_memory_bytes),
+            ("host", found.host_peak_bytes, machine.host_memory_bytes),
+        )
+        if needed > there
+    ]
+    if lacking:
+        raise DoesNotFit(f"it needs {' and '.join(lacking)}")

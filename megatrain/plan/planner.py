@@ -1,0 +1,140 @@
+"""The plan of a run: whether it fits, what it takes, what binds, and what to do about it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain.engine.forecast import Forecast
+from megatrain.model.outline import Outline
+from megatrain.plan.ask import Ask, Planner
+from megatrain.plan.remedies import Remedy, Shortage, fitting, remedies, shortage
+from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
+
+COMPUTE = "compute"
+UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class SeveralGpus:
+    """The same step split among GPUs of one host; `several_gpus` states what is assumed."""
+
+    gpus: int
+    seconds: float
+    binds: str
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer to an `Ask`.
+
+    Attributes:
+        forecast: as asked; with just the memory that would do when it does not fit.
+        shortage: None: it fits.
+        compute_bound_tokens: tokens a step from which on the GPU's arithmetic binds.
+        total_tokens: of the whole run, where they are known.
+    """
+
+    ask: Ask
+    forecast: Forecast
+    shortage: Shortage | None
+    remedies: Sequence[Remedy]
+    tiles: Sequence[TileBytes]
+    compute_bound_tokens: int
+    total_tokens: int | None
+    several: SeveralGpus | None
+    warnings: Sequence[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return self.shortage is None
+
+    @property
+    def run_seconds(self) -> float | None:
+        """Of all tokens, evaluations and saving not counted."""
+        if self.total_tokens is None:
+            return None
+        rate = self.forecast.tokens_per_second if self.several is None else (
+            self.several.tokens_per_second
+        )  # fmt: skip
+        return self.total_tokens / rate
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data, for `--json`."""
+        short = self.shortage
+        return {
+            "fits": self.fits,
+            "missing_device_bytes": 0 if short is None else short.device_bytes,
+            "missing_host_bytes": 0 if short is None else short.host_bytes,
+            "remedies": [remedy.as_dict() for remedy in self.remedies],
+            "device_memory_bytes": self.ask.machine.device_memory_bytes,
+            "host_memory_bytes": self.ask.machine.host_memory_bytes,
+            "clip": self.ask.clip,
+            "precision": self.ask.precision,
+            "tiles": [tile.as_dict() for tile in self.tiles],
+            "bytes_by_tier": by_tier(self.tiles),
+            "compute_bound_tokens": self.compute_bound_tokens,
+            "total_tokens": self.total_tokens,
+            "run_seconds": self.run_seconds,
+            "several_gpus": None if self.several is None else vars(self.several),
+            "warnings": list(self.warnings),
+            "forecast": self.forecast.as_dict(),
+        }
+
+
+def make_plan(
+    outline: Outline,
+    ask: Ask,
+    *,
+    total_tokens: int | None = None,
+    gpus: int = 1,
+    warnings: Sequence[str] = (),
+) -> Plan:
+    """Plan a run."""
+    plans = Planner(outline)
+    told = fitting(plans, ask)
+    short = None if told is not None else shortage(plans, ask)
+    if short is not None:
+        told = short.forecast
+    assert told is not None
+    return Plan(
+        ask=ask,
+        forecast=told,
+        shortage=short,
+        remedies=[] if short is None else remedies(plans, ask, short),
+        tiles=tile_bytes(outline, told.placement, precision=ask.precision, clip=ask.clip),
+        compute_bound_tokens=compute_bound_tokens(
+            told.bounds, told.tokens_per_step, told.sequence_length
+        ),
+        total_tokens=total_tokens,
+        several=several_gpus(told, gpus) if gpus > 1 else None,
+        warnings=warnings,
+    )
+
+
+def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:
+    """Tokens a step, in whole rows, from which on arithmetic takes longer than anything else.
+
+    Computing grows with the tokens; copies of weights and updates do not.
+    """
+    others = max((seconds for name, seconds in bounds.items() if name != COMPUTE), default=0.0)
+    needed = tokens * others / bounds[COMPUTE]
+    return max(1, math.ceil(needed / sequence_length)) * sequence_length
+
+
+def several_gpus(told: Forecast, gpus: int) -> SeveralGpus:
+    """The step of `told` split among `gpus` on one host.
+
+    Assumed: each computes an equal share of the tokens; each brings its share of the weights over
+    its own bus and takes its share of the gradients back, the GPUs exchange the rest among
+    themselves meanwhile; the host updates once, with the memory and cores that one GPU's plan has.
+    What no stream hides in `told` stays as long as it is.
+    """
+    bounds = {
+        name: seconds if name == UPDATE else seconds / gpus for name, seconds in told.bounds.items()
+    }
+    unhidden = max(0.0, told.seconds - max(told.bounds.values()))
+    seconds = max(bounds.values()) + unhidden / gpus
+    binds = max(bounds, key=bounds.__getitem__)
+    return SeveralGpus(gpus, seconds, binds, told.tokens_per_step / seconds)

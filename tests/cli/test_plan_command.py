@@ -1,0 +1,156 @@
+"""`megatrain plan`: for people, for programs, and what it refuses."""
+
+import json
+
+import pytest
+import yaml
+
+from megatrain.cli import plan as command
+from megatrain.machine import machine_for, present
+from megatrain.telemetry.gpu import Gpu
+from megatrain.units import GIB
+from tests.cli.cases import tiny_llama
+
+HERE = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", 16]
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    path = tmp_path / "model" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(tiny_llama(vocab_size=300)))
+    return path
+
+
+def refused(result, text, code=2):
+    lines = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert len(lines) == 1 and text in lines[0], result.stderr
+    assert result.exit_code == code
+    assert "Traceback" not in result.stderr
+
+
+def test_a_run_file_is_planned(megatrain, run_file, tmp_path):
+    result = megatrain("plan", run_file, *HERE, "--picture", tmp_path / "new" / "plan.png")
+    assert result.exit_code == 0, result.output
+    for text in (
+        "run.yaml, 0.00 billion",
+        "it fits",
+        "layer 0",
+        "at the peak",
+        "tokens/s",
+        "binds",
+    ):
+        assert text in result.stdout
+    assert "for 768 tokens" in result.stdout  # 6 steps of 4 rows of 32
+    assert (tmp_path / "new" / "plan.png").stat().st_size > 5000
+    assert not (tmp_path / "run").exists()
+
+
+def test_json_for_programs(megatrain, model_file):
+    sizes = ["--tokens", 256, "--sequence-length", 32, "--total-tokens", "1e6", "--gpus", 8]
+    result = megatrain("plan", "--model", model_file, *HERE, *sizes, "--json", "--no-clip")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["fits"] is True and told["total_tokens"] == 1_000_000 and told["clip"] is False
+    assert told["several_gpus"]["gpus"] == 8
+    assert told["host_memory_bytes"] == 64 * GIB
+    assert told["forecast"]["tokens_per_step"] == 256
+    assert {tile["name"] for tile in told["tiles"]} >= {"head"}
+
+
+def test_a_model_that_does_not_fit_ends_with_3_and_remedies(megatrain, model_file):
+    small = ["--gpu", "4090", "--host-memory", "1GiB", "--cores", 16]
+    sizes = ["--tokens", 256, "--sequence-length", 32]
+    result = megatrain("plan", "--model", model_file.parent, *small, *sizes)
+    refused(result, "of host memory are missing", code=3)
+    assert "It would fit, the cheapest first:\n1. let it use" in result.stdout
+    assert "does not fit" in result.stdout and "1.0 GiB" in result.stdout
+
+
+def test_missing_data_is_said_after_the_plan(megatrain, run_file):
+    result = megatrain("plan", run_file, *HERE, "--set", "data.path=data/none.jsonl")
+    refused(result, "data.path: data/none.jsonl is not there (it would fit; the plan is above)")
+    assert "it fits" in result.stdout
+    assert command.missing_data("some/hub-set") is None
+    assert command.missing_data(["*.yaml", "none/*.txt"]) == "data.path: none/*.txt is not there"
+
+
+MISTAKES = {
+    "no model": ([], "give either a run file or --model"),
+    "both": (["run.yaml", "--model", "7B"], "give either a run file or --model"),
+    "no file": (["none.yaml"], "none.yaml: cannot be read"),
+    "shape": (["--model", "8B"], "unknown model '8B'; did you mean"),
+    "empty": (["--model", ""], "unknown model ''"),
+    "folder": (["--model", "."], "no config.json there"),
+    "gpu": (["--model", "7B", "--gpu", "RTX 4099"], "unknown GPU 'RTX 4099'; did you mean"),
+    "size": (["--model", "7B", "--host-memory", "lots"], "--host-memory: not a size: 'lots'"),
+    "nothing": (["--model", "7B", "--device-memory", "0"], "--device-memory: 0 is no memory"),
+    "few tokens": (["--model", "7B", "--tokens", 10], "holds no sequence of 1,024"),
+    "many tokens": (["--model", "7B", "--tokens", 10**12], "more than can be planned"),
+    "long": (["--model", "model", "--sequence-length", 128, "--tokens", 128], "longer than model"),
+    "picture": (["--model", "model", "--picture", "x.xyz", "--tokens", 64,
+                 "--sequence-length", 32], "--picture x.xyz"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake(megatrain, model_file, name):
+    arguments, text = MISTAKES[name]
+    given = {"--gpu", "--host-memory"} & set(arguments)
+    rest = HERE if not given else HERE[2:] if "--gpu" in given else [*HERE[:2], *HERE[4:]]
+    refused(megatrain("plan", *arguments, *rest), text)
+
+
+def test_a_hub_that_cannot_be_reached(megatrain, monkeypatch):
+    from transformers import AutoConfig
+
+    def offline(name, **options):
+        raise OSError("We couldn't connect to 'https://huggingface.co'\nmore")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
+    result = megatrain("plan", "--model", "nobody/none", *HERE)
+    refused(result, "its config.json cannot be had from the hub (We couldn't connect")
+
+
+def test_without_a_gpu_one_must_be_named(megatrain, model_file, monkeypatch):
+    monkeypatch.setattr(command, "find_gpu", lambda device: None)
+    refused(megatrain("plan", "--model", "7B"), "name one with --gpu, such as --gpu 4090")
+
+
+def test_a_gpu_here_that_nobody_knows(megatrain, model_file, monkeypatch):
+    gpu = Gpu("Tesla T4", 16 * GIB, "580")
+    for module in (command, present):
+        monkeypatch.setattr(module, "find_gpu", lambda device: gpu)
+    refused(megatrain("plan", "--model", "7B"), "(Tesla T4) is neither measured nor listed")
+
+
+def test_what_other_processes_hold_is_left_to_them(megatrain, model_file, monkeypatch):
+    from types import SimpleNamespace
+
+    machine = machine_for("4090", 64 * GIB, 16)
+    monkeypatch.setattr(command, "find_gpu", lambda device: Gpu("NVIDIA H200", 1, "580"))
+    monkeypatch.setattr(command, "present_machine", lambda *_, **__: machine)
+    state = SimpleNamespace(used_bytes=20 * GIB, other_processes=((77, 19 * GIB),))
+    monkeypatch.setattr(command, "gpu_state", lambda device: state)
+    sizes = ["--tokens", 64, "--sequence-length", 32, "--json"]
+    told = json.loads(megatrain("plan", "--model", model_file, *sizes).stdout)
+    assert told["device_memory_bytes"] == machine.device_memory_bytes - 20 * GIB
+    assert "other processes (77) hold 20.0 GiB" in told["warnings"][0]
+    limited = megatrain("plan", "--model", model_file, *sizes, "--device-memory", "10GiB")
+    assert json.loads(limited.stdout)["device_memory_bytes"] == 10 * GIB
+
+
+def test_other_cores_change_the_update_of_a_measured_machine():
+    machine = machine_for("H200", 64 * GIB, 16)
+    changed = command._changed(machine, 1, 2, 8)
+    assert (changed.host_memory_bytes, changed.device_memory_bytes, changed.cores) == (1, 2, 8)
+    assert changed.update_gbps == pytest.approx(machine.update_gbps * 86 / 120)
+
+
+def test_a_placement_of_the_run_file_is_planned(megatrain, run_file):
+    tree = yaml.safe_load(run_file.read_text())
+    tree["engine"]["placement"] = {"slots": 2, "boundaries": "host"}
+    run_file.write_text(yaml.safe_dump(tree))
+    told = json.loads(megatrain("plan", run_file, *HERE, "--json").stdout)
+    assert told["forecast"]["placement"]["boundaries"] == "host"
+    assert told["forecast"]["micro_batch"] == 2 and told["precision"] == "fp32"

@@ -1,0 +1,259 @@
+"""Plans: bytes by tile, what is missing, which changes help, and how long it takes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatrain.engine.assemble import open_source, tile_layouts
+from megatrain.engine.forecast import Forecast
+from megatrain.errors import DoesNotFit, InputError
+from megatrain.machine import machine_for
+from megatrain.model.probe import outline
+from megatrain.placement import Placement
+from megatrain.plan import planner
+from megatrain.plan.ask import Ask, Planner, check_budgets, default_micro_batch
+from megatrain.plan.remedies import fitting, remedies, shortage
+from megatrain.plan.tiles import by_tier, tile_bytes
+from megatrain.telemetry.memory_picture import draw_memory
+from megatrain.telemetry.timeline import Breakdown
+from megatrain.units import GIB
+from tests.parity.cases import llama, qwen2
+
+MACHINE = machine_for("H200", 64 * GIB, 16)
+PLACED = Placement(slots=2)
+ASK = Ask(MACHINE, tokens_per_step=4096, sequence_length=256)
+
+
+def toy_forecast(ask: Ask, device: int, host: int) -> Forecast:
+    """A step that takes a second for 1000 tokens, or two for its updates."""
+    bounds = {"compute": ask.tokens_per_step / 1000, "update": 2.0, "copy in": 1.0, "copy out": 0.5}
+    return Forecast(
+        placement=ask.placement or PLACED,
+        machine=ask.machine,
+        parameters=10**9,
+        tokens_per_step=ask.tokens_per_step,
+        sequence_length=ask.sequence_length,
+        micro_batch=ask.micro_batch or 1,
+        seconds=max(bounds.values()) + 0.25,
+        spans=[],
+        breakdown=Breakdown(0.0, {}, {}, {}),
+        bounds=bounds,
+        device_bytes={"working set": device},
+        host_bytes={"host_weights_bytes": host},
+    )
+
+
+class Toy:
+    """Device memory: 1 GiB for 256 tokens of a sequence, one for each kilotoken of a step.
+
+    Besides, one for each row of a micro-batch. Host memory: 20 GiB, and 4 for gradients that wait.
+    """
+
+    def needs(self, ask: Ask) -> Forecast:
+        device = ask.sequence_length * GIB // 256 + ask.tokens_per_step * GIB // 1024
+        device += GIB if ask.micro_batch is None else ask.micro_batch * GIB
+        host = (24 if ask.clip else 20) * GIB * (2 if ask.precision == "fp32" else 1)
+        return toy_forecast(ask, device, host)
+
+    def once(self, ask: Ask) -> Forecast:
+        found = self.needs(ask)
+        check_budgets(found, ask.machine)
+        return found
+
+    def least(self, ask: Ask) -> list[Forecast]:
+        found = self.needs(ask)
+        just = replace(
+            ask.machine,
+            device_memory_bytes=found.device_peak_bytes,
+            host_memory_bytes=found.host_peak_bytes,
+        )
+        return [replace(found, machine=just)]
+
+
+TOY = Toy()
+
+
+def asked(device_gib: float = 100, host_gib: float = 64, **changes) -> Ask:
+    ask = ASK.on(device_memory_bytes=int(device_gib * GIB), host_memory_bytes=int(host_gib * GIB))
+    return replace(ask, **changes)
+
+
+def texts(ask: Ask) -> list[str]:
+    short = shortage(TOY, ask)
+    found = remedies(TOY, ask, short)
+    for remedy in found:  # each was planned, on a machine that it names
+        assert fitting(TOY, ask) is None
+        check_budgets(remedy.forecast, remedy.forecast.machine)
+    return [remedy.text for remedy in found]
+
+
+def test_what_is_missing_is_told():
+    short = shortage(TOY, asked(device_gib=4, host_gib=10))
+    assert (short.device_bytes, short.host_bytes) == (2 * GIB, 14 * GIB)
+    only_host = shortage(TOY, asked(host_gib=23))
+    assert (only_host.device_bytes, only_host.host_bytes) == (0, GIB)
+
+
+def test_of_two_frugal_ways_the_one_counts_that_lacks_less():
+    class Two(Toy):
+        def least(self, ask: Ask) -> list[Forecast]:
+            small = ask.on(device_memory_bytes=4 * GIB, host_memory_bytes=60 * GIB)
+            large = ask.on(device_memory_bytes=9 * GIB, host_memory_bytes=24 * GIB)
+            return [toy_forecast(way, 0, 0) for way in (small, large)]
+
+    assert shortage(Two(), asked(device_gib=2, host_gib=64)).device_bytes == 2 * GIB
+    short = shortage(Two(), asked(device_gib=8, host_gib=30))
+    assert (short.device_bytes, short.host_bytes) == (GIB, 0)
+
+
+def test_free_changes_come_first():
+    found = texts(asked(device_gib=6.5, micro_batch=4))
+    assert found[0] == "take micro-batches of one row" or "256 tokens a step" in found[0]
+    assert texts(asked(device_gib=8, micro_batch=4))[0] == "take micro-batches of one row"
+    assert "precision: bf16" in texts(asked(host_gib=30, precision="fp32"))[0]
+
+
+def test_fewer_tokens_a_step_come_before_another_training_and_hardware():
+    found = texts(asked(device_gib=4.5))
+    assert found[0] == "take 2,048 tokens a step"  # the most that fits: 1 + 1 + 2 GiB
+    assert found[1] == "let it use 6.0 GiB of device memory" or found[1].startswith("let it use 6.")
+    assert found[2].startswith("take an RTX 3080 (10 GiB)")
+
+
+def test_host_memory_is_saved_by_not_clipping_or_bought():
+    found = texts(asked(host_gib=22))
+    assert found[0].startswith("do not clip gradients")
+    assert found[1] == "let it use 24.0 GiB of host memory"
+    assert texts(asked(host_gib=15)) == ["let it use 24.0 GiB of host memory"]
+
+
+def test_both_kinds_of_memory_can_be_missing():
+    found = texts(asked(device_gib=1, host_gib=10))
+    assert any("of device memory and 24.0 GiB of host memory" in text for text in found)
+
+
+def test_a_given_placement_may_be_the_reason():
+    placed = asked(device_gib=10, placement=Placement(keep_layers=4))
+
+    class Keeping(Toy):
+        def needs(self, ask: Ask) -> Forecast:
+            kept = 0 if ask.placement is None else ask.placement.keep_layers
+            return toy_forecast(ask, (6 + 2 * kept) * GIB, GIB)
+
+    first = remedies(Keeping(), placed, shortage(Keeping(), placed))[0]
+    assert first.text == "leave the placement to MegaTrain (placement: auto)"
+    assert first.forecast.device_peak_bytes == 6 * GIB
+
+
+def test_the_limits_are_named():
+    with pytest.raises(DoesNotFit, match="6.0 GiB of device memory, 4.0 GiB are allowed"):
+        TOY.once(asked(device_gib=4))
+    with pytest.raises(DoesNotFit, match="device memory.* and 24.0 GiB of host memory"):
+        TOY.once(asked(device_gib=4, host_gib=3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens_per_step": 100}, "holds no sequence of 256"),
+        ({"tokens_per_step": 1 << 40}, "more than can be planned"),
+        ({"sequence_length": 1}, "teach nothing"),
+        ({"micro_batch": 0}, "a micro-batch of 0 rows is empty"),
+    ],
+)
+def test_nonsense_is_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        replace(ASK, **changes)
+
+
+def test_the_usual_micro_batch_holds_sixteen_thousand_tokens():
+    assert default_micro_batch(replace(ASK, tokens_per_step=1 << 20)) == 64
+    assert default_micro_batch(ASK) == 16
+    assert default_micro_batch(replace(ASK, tokens_per_step=1 << 20, sequence_length=1 << 19)) == 1
+
+
+def test_arithmetic_binds_from_where_it_takes_as_long_as_the_rest():
+    told = toy_forecast(ASK, 0, 0)
+    needed = planner.compute_bound_tokens(told.bounds, 4096, 256)
+    assert needed == 2048  # 2 s of updates, 1000 tokens a second, whole rows
+    assert toy_forecast(replace(ASK, tokens_per_step=needed), 0, 0).binds == "compute"
+    less = replace(ASK, tokens_per_step=needed - 256)
+    assert toy_forecast(less, 0, 0).binds == "update"
+
+
+def test_several_gpus_share_the_host():
+    told = toy_forecast(replace(ASK, tokens_per_step=16384), 0, 0)
+    several = planner.several_gpus(told, 4)
+    assert several.seconds == pytest.approx(16.384 / 4 + 0.25 / 4)
+    assert several.binds == "compute"
+    many = planner.several_gpus(told, 64)
+    assert many.binds == "update" and many.seconds > 2.0
+    assert many.tokens_per_second == 16384 / many.seconds
+
+
+def tiny(**changes):
+    return outline(open_source(llama(**changes)).model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_bytes_by_tile_add_up(tied, precision):
+    found = tiny(tie_word_embeddings=tied, num_hidden_layers=4)
+    placement = Placement(resident=("embedding", "layer 0"))
+    tiles = tile_bytes(found, placement, precision=precision, clip=True)
+    names = {layout.name: layout for layout in tile_layouts(found, dict.fromkeys(
+        (n for n, _ in found.skeleton.model.named_parameters()), 0))}  # fmt: skip
+    assert [t.name for t in tiles] == [
+        *([] if tied else ["embedding"]), "layer 0", "layer 1 ... layer 3", "head",
+    ]  # fmt: skip
+    for tile in tiles:
+        layout = names[tile.name.split(" ...")[0]]
+        per = 14 if precision == "bf16" else 16
+        assert sum(tile.planes.values()) == per * layout.numel
+        assert tile.parameters == layout.num_parameters
+        assert tile.tier == ("device" if layout.name in placement.resident else "host")
+    tiers = by_tier(tiles)
+    assert sum(map(sum, (planes.values() for planes in tiers.values()))) == sum(
+        tile.total_bytes for tile in tiles
+    )
+
+
+def test_without_clipping_gradients_on_the_host_share_slabs():
+    tiles = tile_bytes(tiny(), Placement(resident=("layer 0",)), precision="bf16", clip=False)
+    assert {tile.name for tile in tiles if tile.planes["gradient"]} == {"layer 0"}
+
+
+def test_frozen_parameters_have_neither_moments_nor_gradients():
+    model = llama()
+    for parameter in model.model.layers[1].parameters():
+        parameter.requires_grad_(False)
+    tiles = tile_bytes(outline(open_source(model).model), PLACED, precision="bf16", clip=True)
+    frozen = next(tile for tile in tiles if tile.name == "layer 1")
+    assert frozen.planes["moments"] == frozen.planes["gradient"] == 0 < frozen.planes["weights"]
+
+
+def test_a_given_placement_is_planned_as_it_is():
+    found = outline(open_source(qwen2()).model)
+    ask = Ask(MACHINE, 256, 16, placement=Placement(slots=2, boundaries="host"))
+    plan = planner.make_plan(found, ask, total_tokens=1000, gpus=2)
+    assert plan.fits and plan.remedies == [] and plan.forecast.placement == ask.placement
+    assert plan.run_seconds == pytest.approx(1000 / plan.several.tokens_per_second)
+    told = json.loads(json.dumps(plan.as_dict()))
+    assert told["fits"] is True and told["forecast"]["micro_batch"] == 16
+    assert told["bytes_by_tier"]["device"]["weights"] == 0
+
+    starved = ask.on(host_memory_bytes=1 << 20, device_memory_bytes=1 << 20)
+    plan = planner.make_plan(found, starved)
+    assert not plan.fits and plan.shortage.host_bytes > 0 and plan.shortage.device_bytes > 0
+    assert plan.forecast.host_peak_bytes <= plan.forecast.machine.host_memory_bytes
+    assert Planner(found).once(replace(starved, machine=plan.forecast.machine)).seconds > 0
+
+
+def test_the_picture_is_drawn(tmp_path):
+    parts = {"slots": 2 * GIB, "context": GIB, "nothing": 0}
+    for name in ("plan.png", "plan.svg"):
+        draw_memory(parts, {"weights": 30 * GIB}, (10 * GIB, 20 * GIB), tmp_path / name, "a model")
+        assert (tmp_path / name).stat().st_size > 5000
+    with pytest.raises(ValueError):
+        draw_memory(parts, parts, (1, 1), tmp_path / "plan.xyz", "a model")
