@@ -3,7 +3,8 @@
 from typing import Any
 
 from benchmarks.rivals.case import MAX_GRAD_NORM, Task
-from megatrain.cli.bench import StepCase, measure_step
+from megatrain.cli.bench import measure_step
+from megatrain.cli.bench_case import StepCase
 
 
 def measure(task: Task) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 import yaml
 
-from megatrain.cli.shapes import SHAPES, qwen2_config
+from megatrain.cli.bench_case import ROWS, StepCase, build_engine, random_step
+from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
 from megatrain.placement import Placement
 from megatrain.telemetry.environment import commit, environment
@@ -25,11 +26,8 @@ from megatrain.telemetry.timeline import Span, breakdown, chrome_trace
 from megatrain.units import gib
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatrain.engine import Engine
 
-_ROWS = 16  # of a micro-batch, where nobody chooses
 SHOWN_LINES = 14  # of the breakdown, on the terminal
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -39,26 +37,6 @@ def _known_shape(name: str) -> str:
     if name not in SHAPES:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(SHAPES)}")
     return name
-
-
-@dataclass(frozen=True)
-class StepCase:
-    """What one measurement of the training step did."""
-
-    shape: str
-    layers: int | None
-    sequences: int
-    sequence_length: int
-    micro_batch: int | None
-    max_grad_norm: float | None
-    precision: Literal["bf16", "fp32"]
-    device: str
-    placement: dict[str, Any] | None
-    warmup: int
-    steps: int
-    seed: int
-    device_memory: str | None = None
-    host_memory: str | None = None
 
 
 @bench.callback()
@@ -76,7 +54,7 @@ def step(
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
     micro_batch: Annotated[
         str, typer.Option(help="Rows of a micro-batch, or auto: chosen with the placement.")
-    ] = str(_ROWS),
+    ] = str(ROWS),
     max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
     precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute dtype.")] = "bf16",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -190,7 +168,7 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
     started = time.perf_counter()
     engine = build_engine(case)
     try:
-        case = replace(case, micro_batch=case.micro_batch or engine.micro_batch or _ROWS)
+        case = replace(case, micro_batch=case.micro_batch or engine.micro_batch or ROWS)
         build_seconds = time.perf_counter() - started
         times, losses, compilations = _timed_steps(engine, case)
         spans = _recorded_step(engine, case)
@@ -225,31 +203,6 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
         engine.close()
 
 
-def build_engine(case: StepCase) -> "Engine":
-    """An engine with random weights, as `case` says."""
-    from megatrain.engine import Engine
-    from megatrain.optim import AdamW
-
-    config = qwen2_config(case.shape, max(case.sequence_length, 32768))
-    if case.layers is not None:
-        config.num_hidden_layers = case.layers
-        config.layer_types = config.layer_types[: case.layers]
-    return Engine(
-        config,
-        optimizer=AdamW(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
-        max_grad_norm=case.max_grad_norm,
-        precision=case.precision,
-        placement="auto" if case.placement is None else Placement(**case.placement),
-        device=None if case.device == "auto" else case.device,
-        seed=case.seed,
-        tokens_per_step=case.sequences * case.sequence_length,
-        sequence_length=case.sequence_length,
-        micro_batch=case.micro_batch,
-        device_memory=case.device_memory,
-        host_memory=case.host_memory,
-    )
-
-
 def _timed_steps(
     engine: "Engine", case: StepCase
 ) -> tuple[list[float], list[float], tuple[int, int]]:
@@ -277,17 +230,6 @@ def _recorded_step(engine: "Engine", case: StepCase) -> list[Span]:
     recorder.next()
     engine.step(micro_batches)
     return recorder.end()
-
-
-def random_step(case: StepCase, vocab_size: int, seed: int) -> "list[dict[str, Tensor]]":
-    """The micro-batches of one step of random tokens."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    shape = (case.sequences, case.sequence_length)
-    ids_BT = torch.randint(vocab_size, shape, generator=generator)
-    rows = case.micro_batch or _ROWS
-    return [{"input_ids": part, "labels": part} for part in ids_BT.split(rows)]
 
 
 def _statistics(times: Sequence[float], tokens: int, parameters: int) -> dict[str, Any]:

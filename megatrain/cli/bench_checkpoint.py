@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.cli.bench import StepCase, build_engine, random_step
+from megatrain.cli.bench_case import StepCase, build_engine, random_step
 from megatrain.errors import InputError
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.memory import peak_process_bytes
