@@ -52,10 +52,18 @@ def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
         except Exception as error:
             found += _not_copied(kind, str(error).splitlines()[0])
             continue
+        if kind == "pinned" and not all(map(is_pinned, ranges)):
+            found += _not_copied(kind, "the driver refuses to pin host memory")
+            continue
         found += list(_copies(device, kind, ranges, there, back))
         for buffer in ranges:
             device.free(buffer)
     return found
+
+
+def is_pinned(buffer: Buffer) -> bool:
+    """Whether the driver has locked a range; false where there is no GPU."""
+    return buffer.data.is_pinned()
 
 
 def _copies(

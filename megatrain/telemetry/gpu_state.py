@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.telemetry.gpu import driver
+from megatrain.units import gib
 
 # nvmlClocksEventReasons (nvml.h); those of an idle GPU and of settings that cost nothing left out.
 _SLOWED_BY = {
@@ -74,6 +75,16 @@ def gpu_state(device: str) -> GpuState | None:
             used_bytes=None if memory is None else int(memory.used),
             numa_node=None if pci is None else numa_node(pci.busId),
         )
+
+
+def held_by_others(device: str) -> str:
+    """` (other processes hold ...)`, for messages about memory; nothing where none are seen."""
+    state = gpu_state(device)
+    if state is None or not state.other_processes:
+        return ""
+    held = sum(num_bytes for _, num_bytes in state.other_processes)
+    pids = ", ".join(str(pid) for pid, _ in state.other_processes)
+    return f" (other processes hold {gib(held)}: {pids})"
 
 
 def slowed_by(reasons: int) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ def engine_of(model: Any, **options: Any) -> Any:
     return make_engine(model, device=DEVICE, **options)
 
 
-def test_engines_that_nobody_closes_leave_no_pinned_memory() -> None:
+def test_engines_that_nobody_closes_leave_no_pinned_memory(caplog: Any) -> None:
     """Else a later engine cannot pin memory that happens to lie at the same address."""
     [step] = make_batches(1)
     for _ in range(20):
@@ -38,6 +38,48 @@ def test_engines_that_nobody_closes_leave_no_pinned_memory() -> None:
         engine.step(step)
         del engine
         gc.collect()
+    assert "cannot be pinned" not in caplog.text
+
+
+class Refusing:
+    """CUDA's runtime, which registers nothing (really), or nothing larger than a page (so said)."""
+
+    def __init__(self, runtime: Any, least_bytes: int, *, really: bool) -> None:
+        self._runtime, self._least, self._really = runtime, least_bytes, really
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if num_bytes < self._least:
+            return int(self._runtime.cudaHostRegister(address, num_bytes, flags))
+        # No memory is at address 0: a true refusal, which leaves its error behind.
+        return int(self._runtime.cudaHostRegister(0, num_bytes, flags)) if self._really else 2
+
+
+@pytest.mark.parametrize("least_bytes", [0, 4096])
+@pytest.mark.parametrize("really", [False, True])
+@pytest.mark.parametrize("boundaries", ["device", "host"])
+def test_without_pinning_the_same_is_learned(
+    monkeypatch: Any, caplog: Any, least_bytes: int, really: bool, boundaries: Any
+) -> None:
+    """Streamed with updates by host threads, whose counters the GPU may not see either."""
+    placement = Placement(slots=3, boundaries=boundaries)
+    steps = make_batches(3)
+
+    def trained() -> Any:
+        with engine_of(llama(), placement=placement) as engine:
+            for step in steps:
+                engine.step(step)
+            return masters(engine)
+
+    wanted = trained()
+    assert "cannot be pinned" not in caplog.text
+    runtime = Refusing(torch.cuda.cudart(), least_bytes, really=really)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    assert same(trained(), wanted)
+    warnings = [record for record in caplog.records if "cannot be pinned" in record.message]
+    assert len(warnings) == 1 and "5.5 times slower" in warnings[0].message
 
 
 def test_a_closed_engine_says_so() -> None:

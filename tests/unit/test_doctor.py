@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatrain.device import CpuDevice
-from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine, cache
-from megatrain.plan import doctor, facts, host_rates, measure
+from megatrain.plan import device_rates, doctor, facts, host_rates, measure
 from megatrain.plan.device_rates import Sizes, bus_measurements, compute_measurements
 from megatrain.plan.facts import Facts, parse_cores
 from megatrain.plan.findings import findings
@@ -170,6 +169,16 @@ def test_a_driver_may_leave_questions_unanswered(monkeypatch):
     assert found(replace(HEALTHY, gpu=replace(state, other_processes=(), slowed_by=()))) == []
 
 
+def test_a_message_about_memory_names_who_else_holds_it(monkeypatch):
+    state = replace(GPU, other_processes=((7, GIB), (9, 2 * GIB)))
+    monkeypatch.setattr(states, "gpu_state", lambda device: state)
+    assert states.held_by_others("cuda:0") == " (other processes hold 3.0 GiB: 7, 9)"
+    monkeypatch.setattr(states, "gpu_state", lambda device: GPU)
+    assert states.held_by_others("cuda:0") == ""
+    monkeypatch.setattr(states, "gpu_state", lambda device: None)
+    assert states.held_by_others("cuda:0") == ""
+
+
 def test_a_measurement_that_fails_says_why():
     def fail() -> float:
         raise RuntimeError("CUDA error: busy\nmore")
@@ -178,7 +187,8 @@ def test_a_measurement_that_fails_says_why():
     assert measure.attempt("a", "b", "s", lambda: 2.0).value == 2.0
 
 
-def test_every_rate_can_be_measured():
+def test_every_rate_can_be_measured(monkeypatch):
+    monkeypatch.setattr(device_rates, "is_pinned", lambda buffer: True)
     device = CpuDevice()
     found = bus_measurements(device, 1 << 16) + compute_measurements(device, SMALL)
     assert [m for m in found if m.why_not or not m.value or m.value <= 0] == []
@@ -213,12 +223,6 @@ class FakeGpu(CpuDevice):
     """Computes on the CPU and says that it is a GPU."""
 
     kind = "cuda"
-    pins = True
-
-    def host(self, name, numel, dtype, *, pinned):
-        if pinned and not self.pins:
-            raise DoesNotFit("cannot pin 1.0 GiB of host memory")
-        return super().host(name, numel, dtype, pinned=pinned)
 
     def memory(self):
         return super().memory() | {"device_total_bytes": 100 * GIB, "device_bytes": 0}
@@ -228,6 +232,7 @@ class FakeGpu(CpuDevice):
 def gpu_machine(monkeypatch, tmp_path):
     """A machine whose GPU, measurements of the host and cache are the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(device_rates, "is_pinned", lambda buffer: True)
     device = FakeGpu()
     key = cache.Key("GPU-1", "580.1", "CPU", 16)
     monkeypatch.setattr(cache, "key_of", lambda name: key)
@@ -258,11 +263,11 @@ def test_a_diagnosis_is_kept_for_plans(gpu_machine):
     assert json.loads(json.dumps(diagnosis.as_dict()))["facts"]["cpu"] == "Some CPU"
 
 
-def test_a_machine_that_cannot_pin_is_planned_with_pageable_copies(gpu_machine):
-    gpu_machine.device.pins = False
+def test_a_machine_that_cannot_pin_is_planned_with_pageable_copies(gpu_machine, monkeypatch):
+    monkeypatch.setattr(device_rates, "is_pinned", lambda buffer: False)
     diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
     rates = {m.name: m for m in diagnosis.measurements}
-    assert rates["to_device_pinned_gbps"].why_not.startswith("cannot pin")
+    assert rates["to_device_pinned_gbps"].why_not == "the driver refuses to pin host memory"
     assert diagnosis.machines["bf16"].to_device_gbps == rates["to_device_pageable_gbps"].value
     assert "cannot be pinned" in diagnosis.findings[0].what
 
