@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.errors import InputError
+from megatrain.units import MIB
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +32,8 @@ def load_tokenizer(
         raise InputError(f"{folder}: no such folder: give the one that holds tokenizer.json")
     if local and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise InputError(f"{folder}: no tokenizer in this folder: copy its tokenizer.json there")
+    if local:
+        _refuse_endless(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder if local else path_or_id), trust_remote_code=trust_remote_code
@@ -49,6 +53,20 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
+
+
+_TEXTS = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_LARGEST_BYTES = 512 * MIB  # the largest of these files that is known has 34 MB
+
+
+def _refuse_endless(folder: Path) -> None:
+    """Nobody else looks at what kind of file it is before it is read to its end."""
+    for path in folder.iterdir():
+        if path.suffix in _TEXTS and path.exists():
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_BYTES:
+                limit = _LARGEST_BYTES // MIB
+                raise InputError(f"{path}: not a plain file of at most {limit} MiB: replace it")
 
 
 def identity(tokenizer: Any) -> str:

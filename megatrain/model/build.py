@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import InputError
+from megatrain.model.shards import read_json
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -18,9 +19,11 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     Raises:
         InputError: there is none, or it is not one that transformers knows.
     """
+    if (folder / "config.json").exists():
+        read_json(folder / "config.json")  # bounded in size and nesting, each key once
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except Exception as error:  # each configuration class has its own checks and error types
         reason = _first_line(error)
         raise InputError(f"cannot read the model configuration in {folder}: {reason}") from error
 
@@ -42,7 +45,7 @@ def empty_model(
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), trust_remote_code=trust_remote_code, **chosen
             )
-    except (ValueError, ImportError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever a model makes of impossible sizes
         reason = _first_line(error)
         raise InputError(f"cannot build a {config.model_type} causal model: {reason}") from error
     model.tie_weights()

@@ -285,7 +285,7 @@ kernels.adamw = dying
 def test_a_device_without_memory_is_no_loss(start, goes_on):
     fault = """
 import torch
-from megatrain.engine.units import Layer
+from megatrain.engine.layer import Layer
 vjp, calls = Layer.vjp, []
 def dying(self, *args, **kwargs):
     calls.append(1)

@@ -1,0 +1,302 @@
+"""Everything that reads files of others, each with a valid file and hostile variants of it.
+
+`python -m tests.reliability.readers COUNT [READER ...]` feeds that many inputs to each of them, in
+a process that may take 3 GiB more than it has at the start and 20 seconds for an input.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from megatrain.checkpoint import open_checkpoint
+from megatrain.checkpoint.manifest import _own_checksum
+from megatrain.config import load
+from megatrain.config.load import validate
+from megatrain.data import load_tokenizer, open_dataset, train_bpe_tokenizer
+from megatrain.engine import Engine
+from megatrain.errors import MegatrainError
+from megatrain.model.build import empty_model, load_config
+from megatrain.model.shards import stored_tensors
+from megatrain.optim import AdamW
+from megatrain.train.refusals import Refusals
+from megatrain.train.resume import RunState, check_config, cut_metrics
+from tests.cli.cases import SENTENCES, tiny_llama, write_run_file
+from tests.reliability.mutations import changed, spoilt
+
+MORE_BYTES = 3 << 30
+SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`read` gets the bytes of one file; only errors of our own may come out of it."""
+
+    valid: bytes
+    inputs: st.SearchStrategy[bytes]
+    read: Callable[[bytes], object]
+
+
+def feed(reader: Reader, data: bytes) -> bool:
+    """Whether it took the input; an error that is not ours, or none in time, comes out."""
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        reader.read(data)
+    except MegatrainError as error:
+        assert "\n" not in str(error).strip() or len(str(error)) < 3000
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return True
+
+
+def fuzz(reader: Reader, count: int) -> int:
+    """Feed `count` inputs; returns how many were taken."""
+    taken = 0
+
+    @settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck))
+    @given(reader.inputs)
+    def each(data: bytes) -> None:
+        nonlocal taken
+        taken += feed(reader, data)
+
+    each()
+    return taken
+
+
+def variants(valid: bytes, tree: Any = None) -> st.SearchStrategy[bytes]:
+    """Of a valid file, and of what it holds if that is JSON."""
+    return spoilt(valid) if tree is None else spoilt(valid) | changed(tree)
+
+
+def readers(folder: Path) -> dict[str, Reader]:
+    """All of them, with what they need made in `folder`."""
+    tokenizer = folder / "tokenizer"
+    (folder / "corpus.txt").write_text("\n".join(SENTENCES * 4))
+    train_bpe_tokenizer([folder / "corpus.txt"], 300, tokenizer)
+    run_file = write_run_file(folder, tokenizer)
+    return {
+        "run file": _run_file(folder, run_file),
+        "manifest": _manifest(folder),
+        "run state": _run_state(folder, run_file),
+        "shard": _shard(folder),
+        "index": _index(folder),
+        "text": _rows(folder, tokenizer, "text"),
+        "chat": _rows(folder, tokenizer, "chat"),
+        "config.json": _model_config(folder),
+        "tokenizer.json": _tokenizer(folder, tokenizer),
+        "metrics": _metrics(folder),
+    }
+
+
+def _run_file(folder: Path, valid: Path) -> Reader:
+    path = folder / "fuzzed.yaml"
+    tree = load(valid).model_dump(mode="json")
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        with contextlib.suppress(MegatrainError):
+            load(valid, [data[:200].decode(errors="replace")])
+            load(valid, ["data.path=" + data[:200].decode(errors="replace")])
+        load(path)
+
+    return Reader(valid.read_bytes(), variants(valid.read_bytes(), tree), read)
+
+
+def _manifest(folder: Path) -> Reader:
+    config = AutoConfig.for_model(**tiny_llama(vocab_size=64, num_hidden_layers=1))
+    saved = folder / "checkpoint"
+    with Engine(config, optimizer=AdamW(), precision="fp32", device="cpu") as engine:
+        engine.save(saved, extra={"step": 1})
+    path = saved / "manifest.json"
+    valid = path.read_bytes()
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        open_checkpoint(saved)
+        path.write_bytes(valid)
+
+    return Reader(valid, variants(valid) | changed(json.loads(valid)).map(_signed), read)
+
+
+def _signed(data: bytes) -> bytes:
+    """Its checksum made right, so that what it says is looked at."""
+    try:
+        content = json.loads(data)
+        del content["checksum"]
+        return json.dumps(content | {"checksum": _own_checksum(content)}).encode()
+    except (ValueError, KeyError, TypeError):
+        return data
+
+
+def _run_state(folder: Path, run_file: Path) -> Reader:
+    config = load(run_file)
+    state = {
+        "step": 3,
+        "data": {"steps": 3, "rows": 12, "seed": 0, "shuffle": True, "fingerprint": "x"},
+        "refusals": {"norms": [1.0, 2.0], "skipped": 0},
+        "config": config.model_dump(mode="json"),
+    }
+
+    def read(data: bytes) -> None:
+        try:
+            tree = json.loads(data)
+        except (ValueError, RecursionError):
+            return  # the checkpoint's own reader has refused it
+        if isinstance(tree, dict):
+            found = RunState.of(tree, folder)
+            check_config(config, found, folder)
+            Refusals(config.training).load_state_dict(found.refusals)
+            validate(found.config, "saved")
+
+    return Reader(json.dumps(state).encode(), changed(state), read)
+
+
+def _shard(folder: Path) -> Reader:
+    shards = folder / "shards"
+    shards.mkdir()
+    path = shards / "model.safetensors"
+    save_file({"a": torch.ones(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, path)
+    valid = path.read_bytes()
+    length = int.from_bytes(valid[:8], "little")
+    header, data = json.loads(valid[8 : 8 + length]), valid[8 + length :]
+
+    def shard(text: bytes) -> bytes:
+        return len(text).to_bytes(8, "little") + text + data
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        for stored in stored_tensors(shards).values():
+            stored.read()
+
+    return Reader(valid, spoilt(valid) | changed(header).map(shard), read)
+
+
+def _index(folder: Path) -> Reader:
+    shards = folder / "indexed"
+    shards.mkdir()
+    save_file({"a": torch.ones(2, 3)}, shards / "one.safetensors")
+    save_file({"b": torch.ones(2, 3)}, shards / "two.safetensors")
+    os.symlink("/etc/passwd", shards / "x")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}, "metadata": {}}
+
+    def read(data: bytes) -> None:
+        (shards / "model.safetensors.index.json").write_bytes(data)
+        stored_tensors(shards)
+
+    valid = json.dumps(index).encode()
+    return Reader(valid, variants(valid, index), read)
+
+
+def _rows(folder: Path, tokenizer_folder: Path, kind: Any) -> Reader:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    )
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the cat"}]
+    row = {"text": "the cat sat"} if kind == "text" else {"messages": talk, "tools": None}
+    path, cache = folder / f"{kind}.jsonl", folder / f"{kind}-cache"
+    valid = (json.dumps(row) + "\n").encode()
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            rows = open_dataset(path, kind=kind, tokenizer=tokenizer, sequence_length=32,
+                                cache_dir=cache, vocab_size=300)  # fmt: skip
+            rows.batch(range(len(rows)))
+        finally:
+            shutil.rmtree(cache, ignore_errors=True)
+
+    inputs = spoilt(valid * 2) | changed(row).map(lambda line: line + b"\n" + valid)
+    return Reader(valid, inputs, read)
+
+
+def _model_config(folder: Path) -> Reader:
+    model = folder / "model-config"
+    AutoConfig.for_model(**tiny_llama(vocab_size=64)).save_pretrained(model)
+    path = model / "config.json"
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        empty_model(load_config(model))
+
+    valid = path.read_bytes()
+    return Reader(valid, variants(valid, json.loads(valid)), read)
+
+
+def _tokenizer(folder: Path, whole: Path) -> Reader:
+    copy = folder / "tokenizer-copy"
+    shutil.copytree(whole, copy)
+    path = copy / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    tree["model"] |= {"vocab": {"t": 0, "h": 1, "<|endoftext|>": 2}, "merges": []}
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        load_tokenizer(copy)("the cat")
+
+    valid = json.dumps(tree).encode()
+    return Reader(valid, variants(valid, tree), read)
+
+
+def _metrics(folder: Path) -> Reader:
+    path = folder / "metrics.jsonl"
+    lines = b'{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"step": 2, "eval_loss": 2.0}\n'
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        cut_metrics(path, 1)
+
+    return Reader(lines, variants(lines, [{"step": 1, "loss": 2.5}]), read)
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Little more memory than there is now; an input that takes too long ends the process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MORE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    yield
+
+
+def main() -> None:
+    count, names = int(sys.argv[1]), sys.argv[2:]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    total = 0
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
+        os.chdir(name)
+        logging.disable()
+        logging.disable()
+        made = readers(Path(name))
+        with bounded():
+            for reader in names or made:
+                assert feed(made[reader], made[reader].valid), reader
+                start = time.monotonic()
+                taken = fuzz(made[reader], count)
+                total += count
+                took = time.monotonic() - start
+                print(f"{reader:<16}{count:>8} inputs, {taken} taken, {took:.0f} s", flush=True)
+        assert not any(Path(name).rglob("pwned")), "something was executed"
+    print(f"{total} inputs: no error but ours")
+
+
+if __name__ == "__main__":
+    main()

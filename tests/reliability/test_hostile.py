@@ -1,0 +1,147 @@
+"""Nothing that is read is trusted: an error of one line, no execution, no exhaustion, no hang."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from megatrain.errors import InputError
+from megatrain.model.shards import stored_tensors
+from tests.cli.cases import tiny_llama
+from tests.reliability.cases import ROOT, sets, toy_run
+from tests.reliability.readers import feed, fuzz, readers
+
+READERS = (
+    "run file", "manifest", "run state", "shard", "index", "text", "chat", "config.json",
+    "tokenizer.json", "metrics",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("readers")
+    found = readers(folder)
+    assert tuple(found) == READERS
+    yield found
+    assert not list(folder.rglob("pwned"))
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_only_errors_of_our_own_come_out(made, name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert feed(made[name], made[name].valid)
+    fuzz(made[name], 25)
+    assert not list(tmp_path.iterdir())
+
+
+# What the fuzzer has found, kept.
+FOUND = [
+    ("config.json", json.dumps(tiny_llama(attention_bias=None)).encode()),
+]
+
+
+@pytest.mark.parametrize(("name", "data"), FOUND)
+def test_what_was_found_once(made, name, data):
+    assert not feed(made[name], data)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+def test_only_errors_of_our_own_come_out_of_many_inputs():
+    """In a process with bounded memory and time; `make fuzz` does ten times as many."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.reliability.readers", "1000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "10000 inputs: no error but ours" in done.stdout
+
+
+CODE = """
+import pathlib
+pathlib.Path({mark!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def with_code(tmp_path, tokenizer_folder):
+    """A run file of a model that brings code, and the file that the code would leave."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    config = AutoConfig.for_model(**tiny_llama(vocab_size=len(tokenizer)))
+    model, mark = tmp_path / "model", tmp_path / "ran"
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    tree = json.loads((model / "config.json").read_text())
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    tree |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": classes}
+    (model / "config.json").write_text(json.dumps(tree))
+    (model / "own.py").write_text(CODE.format(mark=str(mark)))
+    run = toy_run(tmp_path / "files", tokenizer_folder)
+    tree = yaml.safe_load(run.read_text())
+    tree["model"] = {"path": str(model)}
+    tree["training"] |= {"steps": 1, "eval_every": None}
+    run.write_text(yaml.safe_dump(tree))
+    return run, mark
+
+
+def test_code_of_a_model_runs_only_if_asked_for(with_code, tmp_path, zygote):
+    run, mark = with_code
+    refused = zygote.start("train", run, log=tmp_path / "1", HF_HOME=str(tmp_path / "hf"))
+    assert refused.wait() == 2, refused.output
+    assert not mark.exists()
+    for option in (["--resume"], []):
+        assert zygote.start("train", run, *option, log=tmp_path / "2").wait() == 2
+    assert not mark.exists()
+    asked = [*sets(model__trust_remote_code=True)]
+    zygote.start("train", run, *asked, log=tmp_path / "3", HF_HOME=str(tmp_path / "hf")).wait()
+    assert mark.exists()
+
+
+def test_links_do_not_lead_out_of_a_checkpoint(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "secret.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    index = {"weight_map": {"a": "../secret.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match="lies outside the folder"):
+        stored_tensors(folder)
+
+
+ENDLESS = {
+    "config.json": "config.json: not a plain file",
+    "tokenizer.json": "tokenizer.json: not a plain file",
+    "chat_template.jinja": "chat_template.jinja: not a plain file",
+    "model.safetensors": "no model.safetensors",
+}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs /dev/zero")
+@pytest.mark.parametrize("place", ENDLESS)
+def test_endless_files_are_not_read(with_code, tmp_path, zygote, place):
+    """A link to a device has no end."""
+    run, _ = with_code
+    config = tmp_path / "model" / "config.json"
+    plain = {key: v for key, v in json.loads(config.read_text()).items() if key != "auto_map"}
+    config.write_text(json.dumps(plain | {"model_type": "llama"}))
+    path = tmp_path / "model" / place
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+    before = "import resource; resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))"
+    process = zygote.start("train", run, log=tmp_path / "1", before=before)
+    assert process.wait() == 2, process.output[-500:]
+    assert ENDLESS[place] in process.output
+
+
+def test_an_endless_run_file_is_not_read(zygote, tmp_path):
+    process = zygote.start("train", "/dev/zero", log=tmp_path / "1")
+    assert process.wait() == 2
+    assert "larger than" in process.output
