@@ -1,4 +1,4 @@
-"""YAML from anybody: bounded in size and nesting, plain data only, no aliases, no repeated keys."""
+"""YAML from anybody: bounded in size and nesting, plain data, no aliases, tags or repeated keys."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ MAX_NESTING = 16
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping, with bounded size and nesting, without aliases or repeated keys.
+    """A YAML mapping, with bounded size and nesting, without aliases, tags or repeated keys.
 
     Raises:
         InputError: the file cannot be read or is not such a mapping.
@@ -39,7 +39,7 @@ def parse_yaml(text: str) -> Any:
     """The value of one YAML document.
 
     Raises:
-        ValueError: malformed, nested too deep, with aliases or with repeated keys; in one line.
+        ValueError: malformed, nested too deep, with aliases, tags or repeated keys; in one line.
     """
     try:
         _refuse_bombs(text)
@@ -80,11 +80,13 @@ def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:
 
 
 def _refuse_bombs(text: str) -> None:
-    """Look at the events only: nothing is built before aliases and depth are known harmless."""
+    """Look at the events only: nothing is built before aliases, tags and depth are harmless."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise _refusal("aliases are not supported", event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            raise _refusal("tags are not supported", event.start_mark)
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_NESTING:

@@ -25,7 +25,7 @@ _FREE_KEYS = {
         "max_skips", "spike",
     ),
     "optimizer": ("lr", "betas", "eps"),
-    "engine": ("device", "placement"),
+    "engine": ("device", "placement", "device_memory", "host_memory"),
 }  # fmt: skip
 
 log = logging.getLogger(__name__)

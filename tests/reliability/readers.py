@@ -70,7 +70,9 @@ def fuzz(reader: Reader, count: int) -> int:
     """Feed `count` inputs; returns how many were taken."""
     taken = 0
 
-    @settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
     @given(reader.inputs)
     def each(data: bytes) -> None:
         nonlocal taken
