@@ -1,5 +1,6 @@
 """A save that dies at any of its calls to the system leaves whole checkpoints, old or new."""
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -110,15 +111,18 @@ def test_whatever_call_of_a_rotation_fails_no_half_checkpoint_is_there(engine, t
     for number in range(4):
         engine._steps = number
         engine.save(whole / f"step {number}")
-    for at in range(6):
+    shutil.copytree(whole, tmp_path / "count")
+    with pytest.MonkeyPatch.context() as patch:
+        counting = Calls(patch)
+        rotate(tmp_path / "count", 1)
+    calls = next(counting.count)
+    for at in range(calls - 8, calls):  # the removals; all calls before only read
         folder = tmp_path / str(at)
         shutil.copytree(whole, folder)
         with pytest.MonkeyPatch.context() as patch:
             Calls(patch, at, dead=True)
-            try:
+            with contextlib.suppress(OSError):
                 rotate(folder, 1)
-            except OSError:
-                assert len(list(folder.iterdir())) > 1
         left = whole_checkpoints(folder)
         assert left[0].name == "step 3"
         for path in left:
