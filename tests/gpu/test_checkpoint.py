@@ -1,0 +1,98 @@
+"""Saves beside a GPU that trains: exact, resumed bit for bit, and no step changed by them."""
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from megatrain import AdamW, Engine, Placement
+from megatrain.checkpoint import files, verify
+from tests.gpu.test_cuda import model, steps
+
+pytestmark = pytest.mark.gpu
+
+PLACEMENTS = {
+    "streamed": {"slots": 3},
+    "resident": {"slots": 2, "resident": ("embedding", "layer 0", "layer 1", "layer 2", "head")},
+    "on the host": {"slots": 2, "boundaries": "host", "keep_layers": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch) -> None:
+    """Many pieces a tile, and a disk that the updates overtake."""
+    monkeypatch.setattr(files, "PIECE_BYTES", 64 << 10)
+    write = files.NewFile.write
+
+    def slow(*args) -> None:
+        time.sleep(0.002)
+        write(*args)
+
+    monkeypatch.setattr(files.NewFile, "write", slow)
+
+
+def numbers(engine: Engine) -> list[torch.Tensor]:
+    """Masters and moments, on the CPU."""
+    masters = [master for _, master in engine.named_masters()]
+    return masters + [m.data.cpu() for tile in engine._store.tiles for m in tile.moments]
+
+
+@pytest.mark.parametrize(
+    ("placement", "clip", "blocks"), itertools.product(PLACEMENTS, (0.5, None), (2, 1000))
+)
+def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path) -> None:
+    batches = steps(6)
+    chosen = Placement(**PLACEMENTS[placement], save_bytes=blocks * (64 << 10))
+    options = {"max_grad_norm": clip, "placement": chosen, "device": "cuda"}
+    with Engine(model(), optimizer=AdamW(lr=1e-3), **options) as engine:
+        wanted = [(r.loss, r.grad_norm) for r in map(engine.step, batches)]
+        end = numbers(engine)
+    moved = 0
+    with Engine(model(), optimizer=AdamW(lr=1e-3), **options) as engine:
+        got = []
+        for number, batch in enumerate(batches, start=1):
+            result = engine.step(batch)
+            got.append((result.loss, result.grad_norm))
+            if number in (2, 4):
+                saving = engine.save(tmp_path / f"after {number}", wait=False)
+        saving.wait()
+        moved = saving.moved_bytes
+        assert got == wanted
+        assert all(map(torch.equal, numbers(engine), end))
+    assert moved > 0
+    for number in (2, 4):
+        verify(tmp_path / f"after {number}")
+        with Engine.load(tmp_path / f"after {number}") as engine:
+            assert engine.placement == chosen
+            again = [(r.loss, r.grad_norm) for r in map(engine.step, batches[number:])]
+            assert again == wanted[number:]
+            assert all(map(torch.equal, numbers(engine), end))
+
+
+def test_the_launching_thread_does_not_wait_for_the_disk(tmp_path) -> None:
+    batches = steps(2)
+    with Engine(
+        model(), optimizer=AdamW(), placement=Placement(slots=2, save_bytes=0), device="cuda"
+    ) as engine:
+        engine.step(batches[0])
+        engine.flush()
+        saving = engine.save(tmp_path / "saved", wait=False)
+        engine.step(batches[1])  # its updates wait, the step's own end does not
+        assert not saving.done
+        saving.wait()
+    verify(tmp_path / "saved")
+
+
+def test_compiled_layers_and_kept_graphs_resume_alike(tmp_path) -> None:
+    batches = steps(6, uneven=False)
+    options = {"optimizer": AdamW(lr=1e-3), "device": "cuda", "tokens_per_step": 256}
+    with Engine(model(), **options) as engine:
+        for batch in batches[:4]:
+            engine.step(batch)
+        engine.save(tmp_path / "saved")
+        placement = engine.placement
+        wanted = [(r.loss, r.grad_norm) for r in map(engine.step, batches[4:])]
+    with Engine.load(tmp_path / "saved") as engine:
+        assert engine.placement == placement
+        assert [(r.loss, r.grad_norm) for r in map(engine.step, batches[4:])] == wanted
