@@ -139,9 +139,6 @@ class Engine(Continuing):
         self._packing = Packing(self.config.model_type, DTYPES[precision], self._trial_logits)
         self._assemble(source, layouts, DTYPES[precision], max_grad_norm)
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
-        # Without clipping, updates follow the backward: the last tile is the first.
-        spare, backward = self.placement.save_bytes, max_grad_norm is None
-        self._saver = Saver(self.device, self._store.tiles, spare, reverse=backward)
 
     def _assemble(
         self,
@@ -153,6 +150,9 @@ class Engine(Continuing):
         """Make the planes, fill them, and build the parts of a step on them."""
         train, resident = self.optimizer is not None, self.placement.resident
         self._store = Store(self.device, layouts, dtype, train=train, resident=resident)
+        # Without clipping, updates follow the backward: the last tile is the first.
+        spare, backward = self.placement.save_bytes, max_grad_norm is None
+        self._saver = Saver(self.device, self._store.tiles, spare, reverse=backward)
         with self._undisturbed():
             fill(source, self._outline, self._store, self.device, self._seed)
         self._program = Program(self._outline, self.device.torch_device, dtype)
