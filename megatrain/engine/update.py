@@ -127,7 +127,8 @@ class Update:
         total = sum(measured)
         report = Report(loss, math.sqrt(total) if total >= 0 else math.nan)
         self._check(report)
-        for tile, slab, landed in sorted(self._pending, key=lambda item: item[0].index):
+        # The backward ends with what the next forward begins with: rows of a table, layer 0, ...
+        for tile, slab, landed in reversed(self._pending):
             self._start(tile, slab, landed, self._scale(report.grad_norm))
         self._started = []
         return report
