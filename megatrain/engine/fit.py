@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from megatrain.device import Device
 from megatrain.engine.forecast import Forecast
-from megatrain.engine.measure import NotForeseeable
 from megatrain.engine.search import Forecasts, Search, Task
+from megatrain.engine.tally import NotForeseeable
 from megatrain.errors import InputError
 from megatrain.machine import Machine, present_machine
 from megatrain.model.outline import Outline

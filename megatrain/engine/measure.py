@@ -19,7 +19,7 @@ from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.batch import Batch, prepare
 from megatrain.engine.footprint import Compiled, Recorder, Traced
 from megatrain.engine.sink import Room
-from megatrain.engine.tally import OneAttention, Tally, Work
+from megatrain.engine.tally import NotForeseeable, OneAttention, Tally, Work
 from megatrain.engine.units import Head
 from megatrain.errors import MegatrainError
 from megatrain.model.kind import KEPT_SHARE, Kind
@@ -30,10 +30,6 @@ from megatrain.store import Tile
 from megatrain.tile import TileLayout
 
 _CPU = torch.device("cpu")
-
-
-class NotForeseeable(MegatrainError):
-    """What a model computes depends on its values, so that nothing can be said beforehand."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class OpaqueProgram(Program):
             held = torch.empty(
                 self._measured.argument_bytes(rows), dtype=torch.uint8, device="meta"
             )
-        batch.calls = [Call([held], None)]
+        batch.calls = [Call([held], None)] * len(self.outline.layers)
         sources = [*batch.rows.tables.values(), *weights.values()]
         moved = sum(shape.empty("meta").nbytes for shape in shapes.values())
         work = Work(touched_bytes=2 * moved, kernels=1)
@@ -121,19 +121,20 @@ class _BlackBox(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         tally.add(first)
         with tally.placing(place):
-            ctx.held = torch.empty(first.kept_bytes, dtype=torch.uint8, device="meta")
+            held = torch.empty(first.kept_bytes, dtype=torch.uint8, device="meta")
         # What is held already counts in the backward's peak.
         peak = max(0, second.peak_bytes - first.kept_bytes)
         ctx.tally, ctx.second = tally, replace(second, peak_bytes=peak)
-        ctx.save_for_backward(*sources)
+        ctx.save_for_backward(held, *sources)
         return tuple(_results(tally, shapes).values())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _, *sources = ctx.saved_tensors
         ctx.tally.add(ctx.second)
-        del ctx.held
+        wanted = zip(sources, ctx.needs_input_grad[5:], strict=True)
         with ctx.tally.placing(WORKING_SET):
-            pulled = [_like(s) if s.requires_grad else None for s in ctx.saved_tensors]
+            pulled = [_like(source) if needed else None for source, needed in wanted]
         return (None, None, None, None, None, *pulled)
 
 

@@ -54,6 +54,7 @@ _SPARING = (1, 3)
 # Tokens of a micro-batch, at most. With the largest no overhead of a call counts any more.
 _TOKENS = (49152, 32768, 16384, 8192, 4096, 2048, 1)
 
+_FEW = 12  # micro-batches of a step that is forecast quickly
 _TRIED = 5  # ways of spending that are forecast in full
 
 
@@ -153,12 +154,16 @@ class Search:
     def _frames(self) -> list[Forecast]:
         """Frames that fit, of the two largest micro-batches that do, and more sparing ones."""
         found: list[Forecast] = []
-        for rows in self._sizes():
+        sizes = self._sizes()
+        # Host memory hardly depends on the frame: where it lacks, no other needs to be looked at.
+        if not self._host_fits(self._frame(0, sizes[0])) and not any(
+            map(self._host_fits, self._frugal(self._coarse()))
+        ):
+            raise DoesNotFit(self._lacking())
+        for rows in sizes:
             found += self._first_fitting(rows)
             if len(found) == 2:
                 break
-            if not found and rows == self._sizes()[0] and not any(map(self._fits, self._frugal())):
-                break  # nothing between will fit either
         if not found:
             raise DoesNotFit(self._lacking())
         best = min(found, key=lambda frame: frame.seconds)
@@ -187,9 +192,10 @@ class Search:
         return sorted({-(-task.rows // -(-task.rows // rows)) for rows in most}, reverse=True)
 
     def _fits(self, found: Forecast) -> bool:
-        return self._spare(found) >= 0 and found.host_peak_bytes <= (
-            _USED * self._machine.host_memory_bytes
-        )
+        return self._spare(found) >= 0 and self._host_fits(found)
+
+    def _host_fits(self, found: Forecast) -> bool:
+        return found.host_peak_bytes <= _USED * self._machine.host_memory_bytes
 
     def _spare(self, found: Forecast) -> int:
         return int(_USED * self._machine.device_memory_bytes) - found.device_peak_bytes
@@ -197,8 +203,12 @@ class Search:
     def least(self) -> list[Forecast]:
         """The most frugal ways there are, each on a machine with just the memory it needs.
 
-        One takes least of the device's, the other least of the host's.
+        One takes least of the device's, the other least of the host's. The smallest micro-batches
+        are looked at where others do not fit the device.
         """
+        frames = self._frugal(self._coarse())
+        if all(self._spare(frame) < 0 for frame in frames):
+            frames = self._frugal(self._sizes()[-1])
         return [
             replace(
                 frame,
@@ -208,21 +218,23 @@ class Search:
                     host_memory_bytes=math.ceil(frame.host_peak_bytes / _USED) + 1,
                 ),
             )
-            for frame in self._frugal()
+            for frame in frames
         ]
 
-    def _frugal(self) -> list[Forecast]:
-        rows = self._sizes()[-1]
+    def _frugal(self, rows: int) -> list[Forecast]:
         return [self._frame(number, rows) for number in (-1, -2)]
+
+    def _coarse(self) -> int:
+        """Rows of micro-batches that are small, and few enough to be forecast quickly."""
+        few = (rows for rows in self._sizes() if -(-self._task.rows // rows) <= _FEW)
+        return min(few, default=self._sizes()[0])
 
     def _lacking(self) -> str:
         """What the most frugal frame lacks."""
-        rows = self._sizes()[-1]
-        least = self._frame(-1, rows)
-        machine = self._machine
+        machine, least = self._machine, self.least()[0].machine
         return (
-            f"it needs at least {gib(least.device_peak_bytes / _USED)} of device memory and "
-            f"{gib(least.host_peak_bytes / _USED)} of host memory; "
+            f"it needs at least {gib(least.device_memory_bytes)} of device memory and "
+            f"{gib(least.host_memory_bytes)} of host memory; "
             f"{gib(machine.device_memory_bytes)} and {gib(machine.host_memory_bytes)} are allowed"
         )
 
@@ -244,10 +256,9 @@ class Search:
             yield _Way(frame, resident, keep, self._least(frame, count, keep))
 
     def _graph_bytes(self, frame: Forecast) -> int:
-        """What keeping a layer's graph takes, the copies of its weights included."""
+        """What keeping a layer's graph takes."""
         work = self._forecasts.measured(self._task).layer(0, frame.micro_batch)
-        weights = self._tiles[-2].numel * self._task.dtype.itemsize
-        return (work.keeping.kept_bytes + weights) * self._num_micro(frame)
+        return work.keeping.kept_bytes * self._num_micro(frame)
 
     def _num_micro(self, frame: Forecast) -> int:
         return -(-self._task.rows // frame.micro_batch)

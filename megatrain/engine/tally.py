@@ -15,6 +15,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from megatrain.errors import MegatrainError
+
+# A layer has some hundred; a recurrence that goes token by token would take minutes to count.
+MOST_OPERATIONS = 10_000
+
+
+class NotForeseeable(MegatrainError):
+    """Nothing can be said beforehand of what a model computes."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -107,9 +116,23 @@ ATTENTION_BACKWARD = torch.ops.megatrain.attention_backward.default
 
 
 class OneAttention(TorchFunctionMode):
-    """Sends attention to one operation, whatever kernel this machine would take for it."""
+    """Sends attention to one operation, whatever kernel this machine would take for it.
+
+    Raises:
+        NotForeseeable: there are too many operations to count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._calls += 1
+        if self._calls > MOST_OPERATIONS:  # told here: torch's own code below may not be left so
+            raise NotForeseeable(
+                f"a layer has more than {MOST_OPERATIONS:,} operations (a recurrence without a "
+                "kernel of its own); set the placement yourself"
+            )
         if func is F.scaled_dot_product_attention:
             return _one_attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

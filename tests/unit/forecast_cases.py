@@ -1,0 +1,68 @@
+"""Models and a machine for tests of forecasts."""
+
+from functools import cache
+
+from transformers import LlamaConfig
+
+from megatrain.engine.assemble import open_source
+from megatrain.machine import Machine
+from megatrain.model.outline import Outline
+from megatrain.model.probe import outline
+from megatrain.units import GIB
+
+# What benchmarks/results/step-*.json were taken on.
+H200 = Machine(
+    name="H200, 16 cores",
+    device_memory_bytes=150_109_880_320,
+    device_context_bytes=600 << 20,
+    host_memory_bytes=135_148_564_480,
+    cores=16,
+    matmul_tflops=690.0,
+    attention_forward_tflops=500.0,
+    attention_backward_tflops=400.0,
+    device_gbps=4000.0,
+    to_device_gbps=55.5,
+    from_device_gbps=55.4,
+    update_gbps=118.6,
+    disk_write_gbps=None,
+    launch_seconds=5e-6,
+    measured=True,
+)
+
+
+def tiny_config(layers: int = 6, tied: bool = False) -> LlamaConfig:
+    """A model that runs anywhere, with layers of 0.8 M parameters."""
+    return LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+    )
+
+
+@cache
+def tiny_outline(layers: int = 6, tied: bool = False) -> Outline:
+    return outline(open_source(tiny_config(layers, tied)).model)
+
+
+def small_machine(device_mib: float = 1e9, host_gib: float = 1e6) -> Machine:
+    """Slow enough that every resource matters to a tiny model."""
+    return Machine(
+        **H200.as_dict()
+        | {
+            "device_memory_bytes": int(device_mib * 2**20),
+            "device_context_bytes": 0,
+            "host_memory_bytes": int(host_gib * GIB),
+            "matmul_tflops": 1.0,
+            "attention_forward_tflops": 1.0,
+            "attention_backward_tflops": 1.0,
+            "device_gbps": 50.0,
+            "to_device_gbps": 2.0,
+            "from_device_gbps": 2.0,
+            "update_gbps": 4.0,
+        }
+    )

@@ -1,0 +1,132 @@
+"""The device that keeps time: what runs at once, what waits, and what couples resources."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
+from megatrain.device.clock import ClockDevice
+from megatrain.engine.costs import MachineCosts
+from megatrain.engine.tally import Tally
+from megatrain.telemetry.timeline import Span, breakdown
+from tests.unit.forecast_cases import H200
+
+
+class Fixed:
+    """Work named `... 3` takes three seconds; a byte takes one second to copy."""
+
+    def run(
+        self,
+        stream: str,
+        name: str,
+        work: Callable[[], Any],
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+    ) -> tuple[float, int, Any]:
+        last = name.split()[-1]
+        return float(last) if last.isdigit() else 0.0, 0, work()
+
+    def copy(self, stream: str, num_bytes: int) -> float:
+        return float(num_bytes)
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    host = empty
+
+
+def device() -> ClockDevice:
+    return ClockDevice(Fixed())
+
+
+def put(clock: ClockDevice, stream: str, name: str) -> Any:
+    return clock.run(stream, name, lambda: name)
+
+
+def test_streams_run_at_once_and_each_in_order() -> None:
+    clock = device()
+    assert put(clock, COMPUTE, "a 2") == "a 2"
+    put(clock, UPDATE, "b 3")
+    put(clock, COMPUTE, "c 2")
+    spans = [(s.name, s.start, s.end) for s in clock.spans]
+    assert spans == [("a 2", 0, 2), ("b 3", 0, 3), ("c 2", 2, 4)]
+    assert clock.now == 0  # nobody held up the caller
+
+
+def test_a_stream_waits_for_an_event_and_says_why() -> None:
+    clock = device()
+    put(clock, UPDATE, "update 5")
+    landed = clock.record(UPDATE)
+    put(clock, UPDATE, "later 7")
+    put(clock, COMPUTE, "a 1")
+    clock.wait(COMPUTE, landed, "version due")
+    put(clock, COMPUTE, "nothing")
+    put(clock, COMPUTE, "b 1")
+    last = clock.spans[-1]
+    assert (last.start, last.end, last.after) == (5, 6, ("version due",))
+    assert breakdown(clock.spans, COMPUTE).idle["version due"] == 4
+
+
+def test_synchronize_holds_up_the_caller_and_all_that_it_puts_on_later() -> None:
+    clock = device()
+    put(clock, COPY_OUT, "out 4")
+    put(clock, UPDATE, "update 9")
+    clock.synchronize(clock.record(COPY_OUT), "report landed")
+    assert clock.now == 4
+    put(clock, COMPUTE, "next 1")
+    assert clock.spans[-1].start == 4
+    assert clock.spans[1].end == 9  # the update goes on under it
+
+
+def test_copies_take_the_time_of_their_bytes() -> None:
+    clock = device()
+    here = clock.empty("slot", 8, torch.bfloat16)
+    there = clock.host("weights", 8, torch.bfloat16, pinned=True)
+    clock.copy(COPY_IN, here, there, 3)
+    assert (clock.spans[-1].seconds, clock.spans[-1].num_bytes) == (6, 6)
+
+
+def test_a_race_is_found_by_the_clock_as_well() -> None:
+    clock = device()
+    here = clock.empty("slot", 8, torch.bfloat16)
+    there = clock.host("weights", 8, torch.bfloat16, pinned=True)
+    clock.copy(COPY_IN, here, there)
+    clock.run(COMPUTE, "layer 1", lambda: None, [here])
+    assert any("layer 1" in race for race in clock.races)
+
+
+def costs_after(*spans: Span) -> MachineCosts:
+    costs = MachineCosts(H200, Tally())
+    costs.slow_down(spans)
+    return costs
+
+
+def test_both_directions_of_the_bus_slow_each_other() -> None:
+    alone = costs_after(Span(COPY_IN, "in", 0, 1), Span(COPY_OUT, "out", 1, 2))
+    both = costs_after(Span(COPY_IN, "in", 0, 1), Span(COPY_OUT, "out", 0, 1))
+    num_bytes = 1 << 30
+    assert alone.copy(COPY_IN, num_bytes) == pytest.approx(num_bytes / 55.5e9)
+    rates = [num_bytes / both.copy(stream, num_bytes) / 1e9 for stream in (COPY_IN, COPY_OUT)]
+    assert sum(rates) == pytest.approx(101.7, rel=0.01)  # as measured
+
+
+def update_seconds(costs: MachineCosts) -> float:
+    """Of a million parameters."""
+    planes = {"weights": torch.bfloat16, "remainder": torch.int16}
+    planes |= {"first": torch.float32, "second": torch.float32}
+    writes = [Buffer(n, torch.empty(10**6, dtype=t, device="meta")) for n, t in planes.items()]
+    slab = Buffer("slab", torch.empty(2 * 10**6, dtype=torch.bfloat16, device="meta"))
+    return costs.run(UPDATE, "update layer 0", lambda: None, [slab], writes)[0]
+
+
+def test_updates_slow_down_under_copies() -> None:
+    idle = costs_after(Span(UPDATE, "update", 0, 1))
+    update, copies = Span(UPDATE, "update", 0, 1), [
+        Span(COPY_IN, "in", 0, 1), Span(COPY_OUT, "out", 0, 1)]  # fmt: skip
+    busy = costs_after(update, *copies)
+    assert 1e-3 / update_seconds(idle) == pytest.approx(4.56, rel=0.01)  # Gparam/s, as measured
+    assert 1e-3 / update_seconds(busy) == pytest.approx(2.97, rel=0.01)
