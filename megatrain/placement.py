@@ -18,6 +18,7 @@ _LEAST = {
     "gradient_lanes": 1,
     "tile_tokens": 1,
     "keep_layers": 0,
+    "offload_layers": 0,
     "prefetch": 0,
     "save_bytes": 0,
 }
@@ -43,6 +44,10 @@ class Placement:
         resident: tiles that rest on the device with all their state, and are updated there
             (`embedding`, `prologue`, `layer 0`, ..., `head`).
         keep_layers: layers at the end of the stack whose graph is kept, not recomputed.
+        offload_layers: layers at its beginning whose graph is kept in pinned host memory (unless it
+            stays on the device by `keep_layers`).
+        keep_attention: where the results of the other layers' attention wait for the backward,
+            which then does not compute it again; for eager layers, as with `tile_tokens`.
         head_tokens: tokens whose logits exist at once.
         tile_tokens: what acts on every token alone (the MLP, norms) is run over tiles of so many
             tokens, and computed again tile by tile in the backward: for long rows. Attention and
@@ -62,6 +67,8 @@ class Placement:
     boundary_lanes: int = 4
     resident: tuple[str, ...] = ()
     keep_layers: int = 0
+    offload_layers: int = 0
+    keep_attention: Literal["none", "device", "host"] = "none"
     head_tokens: int = 4096
     tile_tokens: int | None = None
     compile: bool = False
@@ -87,6 +94,16 @@ class Placement:
             raise InputError(
                 f"placement.prefetch is {self.prefetch}; with {self.slots} slots it must be "
                 f"between 0 and {self.slots - 1}"
+            )
+        if self.keep_attention not in ("none", "device", "host"):
+            raise InputError(
+                f"placement.keep_attention is {self.keep_attention!r}; it must be 'none', 'device' "
+                "or 'host'"
+            )
+        if self.keep_attention != "none" and self.compile and self.tile_tokens is None:
+            raise InputError(
+                f"placement.keep_attention is {self.keep_attention!r}, but whole layers are "
+                "compiled; set tile_tokens, or compile: false"
             )
         if self.boundaries not in ("device", "host"):
             raise InputError(

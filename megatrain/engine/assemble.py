@@ -13,12 +13,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.checkpoint import Checkpoint, offering_another, read_tiles
 from megatrain.device import Device
 from megatrain.engine.embedding import Embedding
+from megatrain.engine.ferry import Ferry
+from megatrain.engine.graphs import RECOMPUTE, Policy
+from megatrain.engine.layer import Layer
 from megatrain.engine.resume import open_model, read_buffers, saved_dtype
 from megatrain.engine.saved import HostSaved, Saved
 from megatrain.engine.sink import Sink
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.stream import Stream
-from megatrain.engine.units import Head, Layer, Prologue
+from megatrain.engine.units import Head, Prologue
 from megatrain.engine.update import Update
 from megatrain.engine.workroom import WorkRoom
 from megatrain.errors import InputError
@@ -200,13 +203,25 @@ class Assembly:
 
     def units(self, embedding: Embedding) -> tuple[list[Prologue | Layer], Head]:
         device, program, tiles = self.device, self.program, self.tiles
+        policies = [self.policy(visit) for visit in range(len(program.outline.layers))]
+        ferry = None
+        if any(policy.on_host for policy in policies):
+            # One leaves while the next is computed; one returns while another is used.
+            ferry = Ferry(device, "kept", leaving=1, returning=2)
         layers = [
-            Layer(device, program, tiles[f"layer {visit}"], visit)
-            for visit in range(len(program.outline.layers))
+            Layer(device, program, tiles[f"layer {visit}"], visit, policy, ferry)
+            for visit, policy in enumerate(policies)
         ]
         tokens, compiled = self.placement.head_tokens, self.placement.compile
         head = Head(device, program, tiles["head"], tokens, compiled=compiled)
         return [Prologue(device, program, tiles["prologue"], embedding), *layers], head
+
+    def policy(self, visit: int) -> Policy:
+        """What of a layer's forward waits for its backward."""
+        if visit < self.placement.offload_layers:
+            return Policy("graph", on_host=True)
+        where = self.placement.keep_attention
+        return RECOMPUTE if where == "none" else Policy("attention", on_host=where == "host")
 
     def embedding(self, sink: Sink | None, work: WorkRoom) -> Embedding:
         return Embedding(
@@ -258,4 +273,6 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
         sizes["host_gradients_bytes"] = parts.sink.host_bytes
         saved = parts.saved
         sizes["host_boundaries_bytes"] = saved.host_bytes if isinstance(saved, HostSaved) else 0
+        ferries = {u.ferry for u in parts.trunk if isinstance(u, Layer) and u.ferry is not None}
+        sizes["host_kept_bytes"] = sum(ferry.host_bytes for ferry in ferries)
     return sizes

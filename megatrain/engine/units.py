@@ -1,11 +1,10 @@
-"""What is visited in the sweeps: prologue, layers and head, put on the device's compute stream.
+"""What is visited in the sweeps, put on the device's compute stream: prologue and head.
 
 Each takes the weights that the stream has brought and a list of activations, one entry per
 micro-batch, and knows how to run forward and backward for all micro-batches in turn.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE
 from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
+from megatrain.engine.graphs import add
 from megatrain.engine.sink import Room
 from megatrain.loss import chunked_loss, chunked_loss_gradients, cross_entropy_sum
 from megatrain.model.compiled import compile_and_tell
@@ -47,13 +47,9 @@ class Unit:
             for entry in self.tile.layout.entries
         }
 
-    def leaves(self, slot: Buffer, *, own: bool = False) -> tuple[dict[str, Tensor], list[str]]:
-        """The parameters as autograd leaves, and the names of the trainable ones.
-
-        With `own` they are copies, which a graph may hold when the slot is another tile's.
-        """
-        bound = self.weights(slot)
-        weights = {n: view.clone() if own else view.detach() for n, view in bound.items()}
+    def leaves(self, slot: Buffer) -> tuple[dict[str, Tensor], list[str]]:
+        """The parameters as autograd leaves, and the names of the trainable ones."""
+        weights = {name: view.detach() for name, view in self.weights(slot).items()}
         names = [entry.name for entry in self.tile.layout.trainable]
         for name in names:
             weights[name.removeprefix(self.prefix)].requires_grad_()
@@ -133,113 +129,6 @@ def _rows_as_leaves(micro: MicroBatch) -> MicroBatch:
     return micro
 
 
-@dataclass
-class _Graph:
-    """One layer's autograd graph of one micro-batch, ready to be pulled back."""
-
-    inputs: Activations
-    made: Activations
-    sources: list[Tensor]
-    names: list[str]
-
-
-class Layer(Unit):
-    """One layer of the stack.
-
-    Attributes:
-        keeps_graph: its graph waits from the forward to the backward; nothing is recomputed.
-    """
-
-    def __init__(self, device: Device, program: Program, tile: Tile, visit: int) -> None:
-        outline = program.outline
-        super().__init__(device, program, tile, outline.layers[visit].name + ".")
-        self.visit, self.keeps_graph = visit, False
-        self.inputs = outline.layers[visit].inputs
-        read = {ref for layer in outline.layers for ref in layer.inputs}
-        made = outline.outputs[visit - 1] if visit else outline.prologue_outputs
-        self.fresh = [ref for ref in made if ref in read]
-        later = [layer.inputs for layer in outline.layers[visit + 1 :]]
-        self.live = {ref for inputs in [*later, outline.epilogue_inputs] for ref in inputs}
-        self._graphs: dict[int, _Graph] = {}
-
-    def begin(self) -> None:
-        """No graph of an earlier step may be pulled back, or take room."""
-        self._graphs.clear()
-
-    def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
-        """The activations after this layer, of every micro-batch."""
-        out = []
-        for index, micro in enumerate(batch.micro):
-            self.seed(batch, self.visit, index)
-
-            def work(index: int = index, micro: MicroBatch = micro) -> Activations:
-                if train and self.keeps_graph:
-                    graph = self._graph(slot, micro, h[index], kept=True)
-                    self._graphs[index] = graph
-                    made = {ref: value.detach() for ref, value in graph.made.items()}
-                else:
-                    with torch.no_grad():
-                        made = self.program.layer(self.visit, self.weights(slot), micro, h[index])
-                kept = {ref: value for ref, value in h[index].items() if ref in self.live}
-                return {**kept, **made}
-
-            out.append(self.device.run(COMPUTE, f"layer {self.visit}", work, [slot]))
-        return out
-
-    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
-        """Recompute from `h`; gradients of the weights into `room`; returns those of the inputs."""
-        out = []
-        for index, values in enumerate(h):  # `h` is asked for its end, which frees its lanes
-            self.seed(batch, self.visit, index)
-            micro = batch.micro[index]
-
-            def work(
-                index: int = index, micro: MicroBatch = micro, values: Activations = values
-            ) -> Activations:
-                graph = self._graphs.pop(index, None) or self._graph(slot, micro, values)
-                return _pull(graph, dh[index], room)
-
-            name = f"layer {self.visit} backward"
-            out.append(self.device.run(COMPUTE, name, work, [slot], [room.sums]))
-        return out
-
-    def _graph(
-        self, slot: Buffer, micro: MicroBatch, values: Activations, *, kept: bool = False
-    ) -> _Graph:
-        weights, names = self.leaves(slot, own=kept)
-        inputs = {
-            ref: value.detach().requires_grad_(value.is_floating_point())
-            for ref, value in values.items()
-            if ref in self.inputs
-        }
-        with torch.enable_grad():
-            made = self.program.layer(self.visit, weights, micro, inputs, kept=kept)
-        sources = [weights[name.removeprefix(self.prefix)] for name in names]
-        return _Graph(inputs, made, sources, names)
-
-
-def _pull(graph: _Graph, dh: Activations, room: Room) -> Activations:
-    """Gradients of a graph's weights into `room`; returns `dh` with its outputs replaced."""
-    made = graph.made
-    pairs = [(made[ref], dh[ref]) for ref in made if ref in dh and made[ref].requires_grad]
-    rest = {ref: gradient for ref, gradient in dh.items() if ref not in made}
-    if not pairs:
-        return rest
-    outputs, gradients = zip(*pairs, strict=True)
-    pulled = [ref for ref, value in graph.inputs.items() if value.requires_grad]
-    sources = [*(graph.inputs[ref] for ref in pulled), *graph.sources]
-    grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-    room.add(graph.names, grads[len(pulled) :])
-    return _add(rest, pulled, grads)
-
-
-def _add(total: Activations, refs: list[Ref], gradients: Iterable[Tensor | None]) -> Activations:
-    for ref, gradient in zip(refs, gradients, strict=False):
-        if gradient is not None:
-            total[ref] = total[ref] + gradient if ref in total else gradient
-    return total
-
-
 class Head(Unit):
     """Epilogue and language-model head: from the last activations to loss or logits."""
 
@@ -297,7 +186,7 @@ class Head(Unit):
         sources = [*(inputs[ref] for ref in pulled), *parameters]
         grads = torch.autograd.grad(hidden, sources, gradient.view_as(hidden), allow_unused=True)
         room.add(names, grads[len(pulled) :])
-        return loss / count, _add({}, pulled, grads)
+        return loss / count, add({}, pulled, grads)
 
     def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's share of the mean loss, without gradients."""

@@ -109,12 +109,13 @@ class _Tiles(torch.autograd.Function):
     ) -> Tensor:
         ctx.run, ctx.tokens, ctx.names = run, tokens, names
         ctx.save_for_backward(x_BTD, *values)
-        bound = dict(zip(names, values, strict=True))
-        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        # Detached, tiles of all layers look the same to a compiled function.
+        bound = {name: value.detach() for name, value in zip(names, values, strict=True)}
+        x_ND = x_BTD.detach().reshape(-1, x_BTD.shape[-1])
         out_NE: Tensor | None = None
         with _disable_current_modes(), torch.no_grad():
             for rows in _tiles(len(x_ND), tokens):
-                made_CE = run(bound, x_ND[None, rows])[0]
+                made_CE = run(bound, x_ND[rows][None].detach())[0]
                 if out_NE is None:
                     out_NE = made_CE.new_empty(len(x_ND), made_CE.shape[-1])
                 out_NE[rows] = made_CE
@@ -133,7 +134,7 @@ class _Tiles(torch.autograd.Function):
         sums = [torch.zeros_like(value, dtype=torch.float32) for value in needed]
         dx_ND = torch.empty_like(x_ND)
         for rows in _tiles(len(x_ND), ctx.tokens):
-            x_CD = x_ND[None, rows].detach().requires_grad_()
+            x_CD = x_ND[rows][None].detach().requires_grad_()
             leaves = [value.detach() for value in values]
             for leaf, need in zip(leaves, ctx.needs_input_grad[4:], strict=True):
                 leaf.requires_grad_(need)
@@ -141,7 +142,7 @@ class _Tiles(torch.autograd.Function):
                 out_CE = ctx.run(dict(zip(ctx.names, leaves, strict=True)), x_CD)
             wanted = [x_CD, *(leaf for leaf in leaves if leaf.requires_grad)]
             dx_CD, *grads = torch.autograd.grad(
-                out_CE, wanted, gradient_NE[None, rows], allow_unused=True, materialize_grads=True
+                out_CE, wanted, gradient_NE[rows][None], allow_unused=True, materialize_grads=True
             )
             dx_ND[rows] = dx_CD[0]
             for total, grad in zip(sums, grads, strict=True):

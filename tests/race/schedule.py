@@ -27,6 +27,9 @@ RESIDENT = ((), ("embedding", "layer 0", "head"), ("layer 2",))
 VOCAB = 200  # the head takes three slots
 PIECE = 256  # elements of a gradient sent at once: a layer has three, the head seven
 
+# Graphs, or attention's results, that wait on the host.
+WAITING: tuple[dict, ...] = ({}, {"offload_layers": 3}, {"keep_attention": "host"})
+
 STEPS = 3  # enough for every slot, lane and slab to be used again
 
 
@@ -48,7 +51,9 @@ def tiny_program(tied: bool) -> tuple[Program, StreamedOptimizer]:
 
 def schedules() -> Iterator[dict]:
     """Every schedule the engine can choose, as arguments of `trace`."""
-    rest = itertools.cycle(itertools.product((1, 3, None), (True, False), RESIDENT, ((), (0, 1))))
+    rest = itertools.cycle(
+        itertools.product((1, 3, None), (True, False), RESIDENT, ((), (0, 1)), WAITING)
+    )
     for slots, boundaries, clip, tied, precision in itertools.product(
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
@@ -56,7 +61,7 @@ def schedules() -> Iterator[dict]:
             lanes_tried = (1, 3) if boundaries == "host" else (1,)
             slabs_tried = (2, 9) if clip is None else (2,)  # with 9, no tile waits for another's
             for lanes, slabs in itertools.product(lanes_tried, slabs_tried):
-                gradient_lanes, keep_rows, resident, saves = next(rest)
+                gradient_lanes, keep_rows, resident, saves, waiting = next(rest)
                 placement = Placement(
                     slots=slots,
                     prefetch=prefetch,
@@ -66,6 +71,7 @@ def schedules() -> Iterator[dict]:
                     gradient_lanes=gradient_lanes,
                     keep_rows=keep_rows,
                     resident=resident,
+                    **waiting,
                 )
                 yield {
                     "placement": placement,

@@ -20,6 +20,8 @@ PLACEMENTS = {
     "more of all": Placement(slots=3, boundaries="host", boundary_lanes=3, slabs=9),
     "kept graphs": Placement(keep_layers=2, boundaries="host"),
     "resident": Placement(resident=("embedding", "layer 0", "head")),
+    "graphs on the host": Placement(offload_layers=2, keep_layers=1, boundaries="host"),
+    "attention on the host": Placement(keep_attention="host", offload_layers=1, slots=3),
     "small": Placement(slots=1, gradient_lanes=1, keep_rows=False, boundaries="host"),
     "small, prefetching": Placement(slots=3, gradient_lanes=2, keep_rows=False, resident=("head",)),
 }

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine
-from megatrain.engine import units
+from megatrain.engine.graphs import Graph
 
 
 def test_out_of_memory_is_one_line_and_changes_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_out_of_memory_is_one_line_and_changes_no_weight(monkeypatch: pytest.Mon
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
 
         with monkeypatch.context() as patch:
-            patch.setattr(units, "_pull", full)
+            patch.setattr(Graph, "pull", full)
             with pytest.raises(DoesNotFit, match="out of memory.*micro-batches.*no weight") as told:
                 engine.step(step)
         assert "\n" not in str(told.value)

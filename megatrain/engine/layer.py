@@ -1,0 +1,189 @@
+"""The layers of the stack, as the sweeps visit them; what of a forward waits for its backward."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE
+from megatrain.engine.batch import Batch
+from megatrain.engine.ferry import Ferry, packed_bytes
+from megatrain.engine.graphs import (
+    RECOMPUTE,
+    Graph,
+    Held,
+    KeptAttention,
+    KeptGraph,
+    Leaving,
+    Policy,
+)
+from megatrain.engine.sink import Room
+from megatrain.engine.units import State, Unit
+from megatrain.model import attention
+from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.store import Tile
+
+
+class Layer(Unit):
+    """One layer of the stack.
+
+    Attributes:
+        keeps_graph: its graph waits from the forward to the backward; nothing is recomputed.
+        policy: what else of its forward waits; a kept graph waits in any case.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        program: Program,
+        tile: Tile,
+        visit: int,
+        policy: Policy = RECOMPUTE,
+        ferry: Ferry | None = None,
+    ) -> None:
+        """Args: `ferry` takes to the host what `policy` lets wait there."""
+        outline = program.outline
+        super().__init__(device, program, tile, outline.layers[visit].name + ".")
+        self.visit, self.keeps_graph, self.policy, self.ferry = visit, False, policy, ferry
+        self.inputs = outline.layers[visit].inputs
+        read = {ref for layer in outline.layers for ref in layer.inputs}
+        self.made = outline.outputs[visit]
+        made = outline.outputs[visit - 1] if visit else outline.prologue_outputs
+        self.fresh = [ref for ref in made if ref in read]
+        later = [layer.inputs for layer in outline.layers[visit + 1 :]]
+        self.live = {ref for inputs in [*later, outline.epilogue_inputs] for ref in inputs}
+        self._waiting: dict[int, KeptGraph | KeptAttention] = {}
+
+    def begin(self) -> None:
+        """No graph of an earlier step may be pulled back, or take room."""
+        self._waiting.clear()
+        if self.ferry is not None:
+            self.ferry.begin()
+
+    @property
+    def _ferries(self) -> bool:
+        return self.policy.on_host and not self.keeps_graph
+
+    def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
+        """The activations after this layer, of every micro-batch."""
+        out = []
+        for index, micro in enumerate(batch.micro):
+            self.seed(batch, self.visit, index)
+            leaving = Leaving() if train and self._ferries else None
+
+            def work(
+                index: int = index, micro: MicroBatch = micro, leaving: Leaving | None = leaving
+            ) -> Activations:
+                made = self._forward(slot, micro, h[index], index, leaving, train=train)
+                kept = {ref: value for ref, value in h[index].items() if ref in self.live}
+                return {**kept, **made}
+
+            out.append(self.device.run(COMPUTE, f"layer {self.visit}", work, [slot]))
+            if leaving is not None and self.ferry is not None:
+                rest = packed_bytes(leaving.memory) * (len(batch.micro) - 1 - index)
+                self.ferry.send(self.visit, (self.visit, index), leaving.memory, rest)
+                leaving.memory = []
+        if train and self._ferries and self.ferry is not None:
+            self.ferry.expect(*([(self.visit, index)] for index in range(len(batch.micro))))
+        return out
+
+    def _forward(
+        self,
+        slot: Buffer,
+        micro: MicroBatch,
+        values: Activations,
+        index: int,
+        leaving: Leaving | None,
+        *,
+        train: bool,
+    ) -> Activations:
+        if train and (self.keeps_graph or self.policy.keeps == "graph"):
+            graph, made = self._kept_graph(slot, micro, values, leaving)
+            self._waiting[index] = graph
+            return made
+        if train and self.policy.keeps == "attention":
+            with attention.Keep() as kept:
+                _, made = self._graph(slot, micro, values)
+            self._waiting[index] = KeptAttention(kept.results, leaving)
+            return made
+        with torch.no_grad():
+            return self.program.layer(self.visit, self.weights(slot), micro, values)
+
+    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
+        """Gradients of the weights into `room`; returns those of the inputs.
+
+        What does not wait from the forward is computed again from `h`.
+        """
+        out = []
+        for index, values in enumerate(h):  # `h` is asked for its end, which frees its lanes
+            self.seed(batch, self.visit, index)
+            micro = batch.micro[index]
+            for returned, buffers in self._returned():
+
+                def work(
+                    index: int = index,
+                    micro: MicroBatch = micro,
+                    values: Activations = values,
+                    returned: list[Tensor] = returned,
+                ) -> Activations:
+                    graph = self._ready(index, slot, micro, values, returned)
+                    return graph.pull(self.made, dh[index], room)
+
+                name, reads = f"layer {self.visit} backward", [slot, *buffers]
+                out.append(self.device.run(COMPUTE, name, work, reads, [room.sums]))
+        return out
+
+    def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
+        """What has come back for the next micro-batch, once; nothing if nothing has left."""
+        if self.ferry is None or not self._ferries:
+            if self.ferry is not None:
+                self.ferry.fetch_ahead()  # for a layer that will ask for it
+            yield [], []
+            return
+        for [tensors], buffers in self.ferry.take(1):
+            yield tensors, buffers
+
+    def _ready(
+        self,
+        index: int,
+        slot: Buffer,
+        micro: MicroBatch,
+        values: Activations,
+        returned: list[Tensor],
+    ) -> Graph:
+        """The graph of a micro-batch: it has waited, or is made now."""
+        waiting = self._waiting.pop(index, None)
+        if isinstance(waiting, KeptGraph):
+            waiting.held.give_back(slot.data, values, returned)
+            return waiting.graph
+        if waiting is None:
+            return self._graph(slot, micro, values)[0]
+        with attention.Replay(waiting.results(returned)):
+            return self._graph(slot, micro, values)[0]
+
+    def _kept_graph(
+        self, slot: Buffer, micro: MicroBatch, values: Activations, leaving: Leaving | None
+    ) -> tuple[KeptGraph, Activations]:
+        own = {ref: value for ref, value in values.items() if ref in self.inputs}
+        held = Held(slot.data, own, micro.calls[self.visit].leaves, leaving)
+        with held.saving():
+            graph, made = self._graph(slot, micro, values, kept=True)
+        held.let_go()
+        graph.let_go()
+        return KeptGraph(graph, held), made
+
+    def _graph(
+        self, slot: Buffer, micro: MicroBatch, values: Activations, *, kept: bool = False
+    ) -> tuple[Graph, Activations]:
+        weights, names = self.leaves(slot)
+        inputs = {
+            ref: value.detach().requires_grad_(value.is_floating_point())
+            for ref, value in values.items()
+            if ref in self.inputs
+        }
+        with torch.enable_grad():
+            made = self.program.layer(self.visit, weights, micro, inputs, kept=kept)
+        sources = [weights[name.removeprefix(self.prefix)] for name in names]
+        detached = {ref: value.detach() for ref, value in made.items()}
+        return Graph.of(inputs, made, sources, names), detached

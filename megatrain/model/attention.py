@@ -1,0 +1,65 @@
+"""Attention's results kept from a forward, given again when the layer is computed again.
+
+Recomputing attention over a row of 512 k tokens is a fifth of a step. Its results (the output and
+the logarithms of the softmax's sums) are all that its backward needs besides queries, keys and
+values, which are cheap. As torch.utils.checkpoint's selective checkpointing does it, beneath
+autograd: the operation's own backward is recorded as usual.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_OPERATIONS = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_cudnn_attention_forward",
+}
+
+
+def _is_attention(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Attention without dropout: that one draws random numbers, which must be drawn again."""
+    if func._schema.name not in _OPERATIONS:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return not given.get("dropout_p")
+
+
+class Keep(TorchDispatchMode):
+    """Keeps the results of attention within the context.
+
+    Attributes:
+        results: of each operation, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _is_attention(func, args, kwargs or {}):
+            self.results.append(pytree.tree_map_only(Tensor, torch.Tensor.detach, result))
+        return result
+
+
+class Replay(TorchDispatchMode):
+    """Gives results kept instead of computing attention, in the same order."""
+
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self._results = iter(results)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_attention(func, args, kwargs or {}):
+            return pytree.tree_map_only(Tensor, torch.Tensor.detach, next(self._results))
+        return func(*args, **(kwargs or {}))

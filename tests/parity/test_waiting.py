@@ -1,0 +1,131 @@
+"""What waits from the forward to the backward, wherever: not a bit of a gradient changes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import Placement
+from megatrain.model import attention
+from tests.families.tiny import tiny_model
+from tests.parity.cases import (
+    gradients,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    relative_error,
+    same,
+)
+from tests.parity.test_dropout import gpt2, slope_error
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "graphs on the host": {"offload_layers": 2},
+    "all graphs on the host": {"offload_layers": 99, "boundaries": "host"},
+    "graphs on both": {"offload_layers": 1, "keep_layers": 1, "boundaries": "host"},
+    "attention on the device": {"keep_attention": "device"},
+    "attention on the host": {"keep_attention": "host", "boundaries": "host", "offload_layers": 1},
+    "graphs on the device": {"keep_layers": 99, "boundaries": "host"},
+    "with a resident layer": {"offload_layers": 2, "resident": ("layer 0",), "slots": 1},
+}
+FAMILIES = ["llama", "gpt2", "phi3", "mixtral", "gemma2"]
+
+
+def model_of(family: str) -> Any:
+    return llama() if family == "llama" else tiny_model(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_policy_changes_a_bit(family: str) -> None:
+    steps = make_batches(2)
+    wanted = make_engine(model_of(family), placement=Placement(slots=2))
+    for step in steps:
+        wanted.step(step)
+    number = FAMILIES.index(family)
+    for choices in list(POLICIES.values())[number % 2 :: 2]:
+        engine = make_engine(model_of(family), placement=Placement(**choices))
+        for step in steps:
+            engine.step(step)
+        assert same(gradients(engine), gradients(wanted)), choices
+        assert same(masters(engine), masters(wanted)), choices
+
+
+def test_states_wait_but_for_rounding() -> None:
+    """torch takes another convolution on the CPU where gradients are wanted: in a kept forward."""
+    [step] = make_batches(1)
+    engines = [
+        make_engine(tiny_model("mamba"), placement=Placement(**choices))
+        for choices in ({"slots": 1}, {"keep_layers": 9}, {"offload_layers": 9})
+    ]
+    for engine in engines:
+        engine.step(step)
+    plain, kept, offloaded = map(gradients, engines)
+    assert same(kept, offloaded)
+    assert relative_error(kept, plain) < 1e-5
+
+
+def test_dropout_is_that_of_the_forward() -> None:
+    [step] = make_batches(1)
+    for choices in ({"offload_layers": 2}, {"keep_attention": "device"}):
+        assert slope_error(gpt2(), step, Placement(**choices)) < 2e-3
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_attention_is_computed_once(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    is_attention = attention._is_attention
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal calls
+            calls += is_attention(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    engine = make_engine(llama(), placement=Placement(keep_attention=where))
+    plain = make_engine(llama())
+    [step] = make_batches(1)
+    counts = []
+    for one in (plain, engine):
+        calls = 0
+        with Count():
+            one.step(step)
+        counts.append(calls)
+    assert counts == [2 * 3 * 3, 3 * 3]
+
+
+def test_a_kept_graph_holds_neither_weights_nor_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With boundaries on the host: all that is left are its own activations."""
+    placement = Placement(slots=1, keep_layers=3, boundaries="host")
+    engine = make_engine(llama(), placement=placement)
+    [step] = make_batches(1)
+    engine.step(step)
+    layers, seen = engine._parts.trunk[1:], []
+    head = engine._parts.head.loss_and_vjp
+
+    def look(slot: Any, batch: Any, h: Any, room: Any) -> Any:
+        for layer in layers:
+            for waiting in layer._waiting.values():
+                seen.append(waiting)
+                assert all(not value.numel() for value in waiting.graph.inputs.values())
+                assert not waiting.held._inputs and not waiting.held._weights.numel()
+        return head(slot, batch, h, room)
+
+    monkeypatch.setattr(engine._parts.head, "loss_and_vjp", look)
+    engine.step(step)
+    assert len(seen) == 9
+
+
+def test_nothing_waits_after_its_backward() -> None:
+    for choices in POLICIES.values():
+        engine = make_engine(llama(), placement=Placement(**choices))
+        engine.step(make_batches(1)[0])
+        assert not any(layer._waiting for layer in engine._parts.trunk[1:])
+
+
+def test_host_memory_of_graphs_settles() -> None:
+    engine = make_engine(llama(), placement=Placement(offload_layers=3))
+    sizes = []
+    for step in make_batches(4):
+        engine.step(step)
+        sizes.append(engine.memory()["host_kept_bytes"])
+    assert sizes[0] > 0 and len(set(sizes)) == 1
