@@ -35,8 +35,8 @@ def check_masks(
         if reason is not None:
             raise DoesNotFit(
                 f"micro-batch {index} has rows of {tokens} tokens with {reason}: the attention "
-                f"mask takes {gib(needed)}, and {gib(free_bytes)} are free; use shorter rows, or long "
-                "rows of one document without padding"
+                f"mask takes {gib(needed)}, and {gib(free_bytes)} are free; use shorter rows, or "
+                "long rows of one document without padding"
             )
 
 
