@@ -64,11 +64,15 @@ class Signals:
         """
         self._interruptible = True
         try:
-            if self.stop:
-                raise Stopped(self.stop)
+            self._check()
             yield
+            self._check()  # what it raised may have been swallowed on its way
         finally:
             self._interruptible = False
+
+    def _check(self) -> None:
+        if self.stop:
+            raise Stopped(self.stop)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self.stop:

@@ -16,6 +16,7 @@ from megatrain.checkpoint import verify
 from megatrain.telemetry.metrics import read_metrics
 from tests.reliability.cases import checkpoint_steps, logged, model_bytes, sets, toy_run
 
+SLOW = pytest.mark.exhaustive
 CHOICES = {"training__steps": 8, "training__eval_every": 4, "checkpoint__every": 3}
 
 # At the beginning of each step, `at(number)` is called.
@@ -175,7 +176,7 @@ def at(step):
     assert "going on after step 3" in goes_on()
 
 
-@pytest.mark.exhaustive
+@SLOW
 def test_a_small_disk(zygote, tokenizer_folder, tmp_path, whole):
     """The whole run on a file system that has room for one checkpoint and no more."""
     disk = tmp_path / "disk"
@@ -207,7 +208,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", ["cut short", *(pytest.param(c, marks=SLOW) for c in ("overwritten", "grown"))]
+)
 def test_data_that_change_end_the_run_after_a_save(start, goes_on, run, change):
     fault = (
         AT_STEP
@@ -247,7 +250,14 @@ def test_data_that_vanished_are_named_on_resume(start, run):
     failed_with(start("", "--resume"), 2, "rows.jsonl: no such file or folder")
 
 
-@pytest.mark.parametrize("error", ["ValueError('lost')", "MemoryError('lost')", "OSError('lost')"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ValueError('lost')",
+        pytest.param("MemoryError('lost')", marks=SLOW),
+        pytest.param("OSError('lost')", marks=SLOW),
+    ],
+)
 def test_a_loader_worker_that_dies_ends_the_run_with_its_traceback(start, goes_on, error):
     fault = f"""
 from megatrain.data import PackedDataset
@@ -338,6 +348,7 @@ def test_a_run_that_only_leaves_out_ends(start, run):
     failed_with(process, 4, "step 5: 3 bad steps in a row (training.max_skips is 2)")
 
 
+@SLOW
 def test_a_spike_is_left_out(start, run):
     """The limit follows from the norms before, which a resumed run remembers."""
     choices = sets(training__spike=1.02, training__on_nonfinite="skip", training__steps=60,

@@ -9,6 +9,7 @@ import yaml
 from megatrain.telemetry.metrics import read_metrics
 from tests.reliability.cases import checkpoint_steps, logged, model_bytes, sets, toy_run
 
+SLOW = pytest.mark.exhaustive
 STEPS = 12
 LONG = {
     "training__steps": STEPS,
@@ -58,11 +59,11 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(whole, cut, zygote):
     "changes",
     [
         {"training__micro_batch_size": 1},
-        {"training__micro_batch_size": 4},
+        pytest.param({"training__micro_batch_size": 4}, marks=SLOW),
         {"engine__placement": {"slots": 3, "prefetch": 2, "boundaries": "host"}},
         {"output__log_every": 5, "checkpoint__every": 3, "checkpoint__keep": 1},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=lambda changes: "-".join(changes),
 )
 def test_what_may_change_on_resume(whole, cut, zygote, changes):
     arguments = ["train", cut / "run.yaml", "--resume", *sets(**changes)]
@@ -81,11 +82,11 @@ def test_what_may_change_on_resume(whole, cut, zygote, changes):
     ("change", "name"),
     [
         ({"data__sequence_length": 16}, "data.sequence_length: 16 now"),
-        ({"data__packing": False}, "data.packing"),
-        ({"training__batch_size": 2}, "training.batch_size"),
-        ({"training__seed": 1}, "training.seed"),
-        ({"engine__precision": "bf16"}, "engine.precision"),
-        ({"optimizer__weight_decay": 0.0}, "optimizer.weight_decay"),
+        pytest.param({"data__packing": False}, "data.packing", marks=SLOW),
+        pytest.param({"training__batch_size": 2}, "training.batch_size", marks=SLOW),
+        pytest.param({"training__seed": 1}, "training.seed", marks=SLOW),
+        pytest.param({"engine__precision": "bf16"}, "engine.precision", marks=SLOW),
+        pytest.param({"optimizer__weight_decay": 0.0}, "optimizer.weight_decay", marks=SLOW),
         ({"training__steps": 7}, "the run has done 8 steps already"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -145,7 +146,10 @@ def test_a_folder_or_the_newest_run_of_a_name_is_resumed(tmp_path, tokenizer_fol
     assert refused.wait() == 2 and "--resume to go on with it" in refused.output
 
 
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest"])
+@pytest.mark.parametrize(
+    "damage",
+    ["flipped", *(pytest.param(d, marks=SLOW) for d in ("truncated", "missing", "manifest"))],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, cut, zygote, damage):
     newest = cut / "run" / "checkpoints" / "step-00000008"
     victim = sorted((newest / "tiles").iterdir())[1]

