@@ -16,6 +16,7 @@ import yaml
 from megatrain.cli.bench_case import ROWS, StepCase, build_engine, random_step
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
+from megatrain.machine import present_machine
 from megatrain.placement import Placement
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
@@ -197,6 +198,7 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
             "memory": engine.memory(),
             "host_peak_bytes": peak_process_bytes(),
             "host_bytes_per_parameter": peak_process_bytes() / engine.num_parameters,
+            "machine": _rates(engine, case),
             "environment": environment(str(engine.device.torch_device)),
         }
     finally:
@@ -248,6 +250,12 @@ def _utilisation(engine: "Engine", case: StepCase) -> dict[str, Any]:
     gpu = find_gpu(str(engine.device.torch_device))
     known = gpu is not None and case.precision == "bf16"
     return {"bf16_peak_tflops": bf16_peak_tflops(gpu.name) if gpu and known else None}
+
+
+def _rates(engine: "Engine", case: StepCase) -> dict[str, Any] | None:
+    """What forecasts know of the machine (python -m benchmarks.predictions)."""
+    machine = present_machine(str(engine.device.torch_device), precision=case.precision)
+    return None if machine is None else machine.as_dict()
 
 
 def _summary(result: dict[str, Any]) -> str:
