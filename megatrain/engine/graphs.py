@@ -88,6 +88,12 @@ class _View:
     size: torch.Size
     stride: tuple[int, ...]
 
+    @property
+    def stop(self) -> int:
+        """The byte after its last."""
+        reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.start + (reach + 1) * self.dtype.itemsize
+
     def on(self, memory: Tensor) -> Tensor:
         """The same piece of `memory`."""
         start = memory.storage_offset() * memory.itemsize + self.start
@@ -160,7 +166,9 @@ class Held:
         if memory in self._known:
             source = self._known[memory]
             base = self._weights if source is None else self._inputs[source]
-            return _view(tensor, source, int(base.storage_offset()) * base.itemsize)
+            found = _view(tensor, source, int(base.storage_offset()) * base.itemsize)
+            if found.start >= 0 and found.stop <= base.nbytes:
+                return found  # else it lies beside an input that is part of something larger
         if self._leaving is None or memory in self._outside:
             return tensor.detach()
         return self._leaving.view(tensor)

@@ -1,0 +1,88 @@
+"""On a real GPU: limits of its memory, and what waits from the forward to the backward."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import AdamW, DoesNotFit, Engine, Placement
+from megatrain.telemetry.gpu import used_bytes
+from megatrain.units import MIB
+from tests.gpu.test_cuda import model, steps, train
+from tests.parity.cases import llama, make_batches, make_engine, relative_error
+
+pytestmark = pytest.mark.gpu
+
+EAGER: list[dict[str, Any]] = [
+    {"slots": 1, "gradient_lanes": 1, "keep_rows": False},
+    {"slots": 3, "keep_rows": False, "boundaries": "host", "keep_layers": 2},
+    {"slots": 3, "offload_layers": 4, "keep_layers": 2},
+    {"slots": 2, "offload_layers": 6, "boundaries": "host"},
+    {"slots": 3, "keep_attention": "device"},
+    {"slots": 3, "keep_attention": "host", "boundaries": "host", "offload_layers": 2},
+]
+
+
+@pytest.mark.parametrize("choices", EAGER, ids=str)
+def test_where_things_wait_changes_no_bit(choices: dict[str, Any]) -> None:
+    batches = steps(3)
+    wanted = train("cuda", batches, placement=Placement(slots=1))
+    losses, norms, masters = train("cuda", batches, placement=Placement(**choices))
+    assert (losses, norms) == wanted[:2]
+    assert all(torch.equal(masters[name], wanted[2][name]) for name in masters)
+
+
+def test_compiled_graphs_are_the_same_on_the_host() -> None:
+    batches = steps(3, uneven=False)
+    kept = train("cuda", batches, placement=Placement(slots=3, compile=True, keep_layers=6))
+    placement = Placement(slots=3, compile=True, offload_layers=6, boundaries="host")
+    away = train("cuda", batches, placement=placement)
+    assert away[:2] == kept[:2]
+    assert all(torch.equal(away[2][name], kept[2][name]) for name in kept[2])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tiles_of_tokens_change_rounding_only(compiled: bool) -> None:
+    [step] = make_batches(1)
+    results = []
+    for choices in ({}, {"tile_tokens": 8, "compile": compiled, "keep_attention": "host"}):
+        engine = make_engine(llama(), device="cuda", clip=1e9, placement=Placement(**choices))
+        result = engine.step(step)
+        gradients = {
+            entry.name: entry.view(engine._parts.sink._own[tile.index].buffer.data).clone()
+            for tile in engine._store.tiles
+            for entry in tile.layout.trainable
+        }
+        results.append((result, gradients))
+        engine.close()
+    (one, whole), (other, cut) = results
+    assert other.loss == pytest.approx(one.loss, rel=1e-5)
+    assert relative_error(cut, whole) < 1e-3
+
+
+def test_a_limit_holds_whatever_the_step_asks_for() -> None:
+    """Steps grow until one does not fit; the driver never shows more than the limit."""
+    limit, before = 1536 * MIB, used_bytes("cuda:0") or 0
+    engine = Engine(
+        model(),
+        optimizer=AdamW(),
+        device="cuda",
+        placement=Placement(slots=2),
+        device_memory=limit,
+    )
+    shown = []
+    with pytest.raises(DoesNotFit, match="no memory left|no device memory"):
+        for rows in range(16, 4096, 16):
+            ids = torch.randint(512, (rows, 1024))
+            engine.step([{"input_ids": ids, "labels": ids}])
+            memory = engine.memory()
+            shown.append(memory["device_bytes"] + memory["device_context_bytes"])
+    assert max(shown) <= limit
+    assert (used_bytes("cuda:0") or 0) - before <= limit
+    assert engine.memory()["device_total_bytes"] == limit
+    engine.close()
+
+
+def test_less_than_the_least_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match="device"):
+        Engine(model(), optimizer=AdamW(), device="cuda", device_memory=64 * MIB)
