@@ -130,7 +130,7 @@ class Engine(Continuing):
             self.placement = placement
         else:
             sizes = (tokens_per_step, sequence_length, micro_batch)
-            self._place(layouts, precision, sizes, clip=max_grad_norm is not None)
+            self._place(layouts, precision, sizes, max_grad_norm, host_limit_bytes)
         self._seed, self._steps, self._max_grad_norm = seed, 0, max_grad_norm
         self._given = optimizer
         dtype, tokens = DTYPES[precision], tokens_per_step
@@ -168,8 +168,8 @@ class Engine(Continuing):
         layouts: list[TileLayout],
         precision: Literal["bf16", "fp32"],
         sizes: tuple[int | None, int | None, int | None],
-        *,
-        clip: bool,
+        max_grad_norm: float | None,
+        host_limit: int | None,
     ) -> None:
         """Choose the placement: by forecast, or by the device's memory."""
         tokens, length, rows = sizes
@@ -181,8 +181,9 @@ class Engine(Continuing):
                 tokens_per_step=tokens,
                 sequence_length=length,
                 micro_batch=rows,
-                clip=clip,
+                clip=max_grad_norm is not None,
                 precision=precision,
+                host_limit=host_limit,
             )
             if found is not None:
                 self.placement, self.micro_batch = found.placement, found.micro_batch

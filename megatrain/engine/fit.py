@@ -84,8 +84,12 @@ def foreseen_placement(
     micro_batch: int | None,
     clip: bool,
     precision: Literal["bf16", "fp32"],
+    host_limit: int | None = None,
 ) -> Forecast | None:
     """What `choose` finds for this device as it is now, with the reasons in the log.
+
+    Args:
+        host_limit: bytes that this process may have on the host; None: what the machine allows.
 
     None: nothing is known of the machine, or what the model computes cannot be foreseen.
 
@@ -97,10 +101,11 @@ def foreseen_placement(
         return None
     # The process has its context already: it is in neither free nor taken bytes.
     memory = available_bytes(device) + machine.device_context_bytes
+    host = min(machine.host_memory_bytes, host_limit or machine.host_memory_bytes)
     try:
         found = choose(
             outline,
-            replace(machine, device_memory_bytes=memory),
+            replace(machine, device_memory_bytes=memory, host_memory_bytes=host),
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
             micro_batch=micro_batch,
