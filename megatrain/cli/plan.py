@@ -69,6 +69,8 @@ class Subject:
     precision: Literal["bf16", "fp32"] = "bf16"
     placement: Placement | None = None
     total_tokens: int | None = None
+    device_memory: str | int | None = None
+    host_memory: str | int | None = None
     missing: str | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -105,7 +107,10 @@ def _subject(options: Options) -> Subject:
         length = options.sequence_length or SEQUENCE_LENGTH
         config = named_config(str(options.model), max_positions=length)
         subject = Subject(str(options.model), config)
-    for name in ("tokens", "sequence_length", "micro_batch", "clip", "precision", "total_tokens"):
+    for name in (
+        *("tokens", "sequence_length", "micro_batch", "clip", "precision", "total_tokens"),
+        *("device_memory", "host_memory"),
+    ):
         value = getattr(options, name)
         if value is not None:
             setattr(subject, name, value)
@@ -130,6 +135,8 @@ def _of_run_file(run: Path, overrides: Sequence[str]) -> Subject:
         precision=loaded.engine.precision,
         placement=placement if isinstance(placement, Placement) else None,
         total_tokens=None if training.steps is None else training.steps * tokens,
+        device_memory=loaded.engine.device_memory,
+        host_memory=loaded.engine.host_memory,
         missing=missing_data(loaded.data.path),
     )
 
@@ -168,8 +175,8 @@ def _check_length(subject: Subject) -> None:
 
 def _machine(options: Options, subject: Subject) -> Machine:
     """The machine asked about: this one, or this host with another GPU, as the options say."""
-    host = _bytes(options.host_memory, "--host-memory")
-    device = _bytes(options.device_memory, "--device-memory")
+    host = _bytes(subject.host_memory, "--host-memory")
+    device = _bytes(subject.device_memory, "--device-memory")
     cores = usable_cores() if options.cores is None else options.cores
     here = find_gpu(DEVICE)
     asked = None if options.gpu is None else named_gpu(options.gpu)
@@ -185,7 +192,7 @@ def _machine(options: Options, subject: Subject) -> Machine:
         raise InputError(
             "there is no GPU here to plan for; name one with --gpu, such as --gpu 4090"
         )
-    if options.host_memory is None:
+    if host is None:
         host = host_limit_bytes()
         subject.warnings.append(f"--host-memory is not given: this machine's {gib(host)} are taken")
     if options.cores is None:
@@ -219,7 +226,7 @@ def _shared(machine: Machine, subject: Subject, limit: int | None) -> Machine:
     return replace(machine, device_memory_bytes=max(1, machine.device_memory_bytes - used))
 
 
-def _bytes(text: str | None, option: str) -> int | None:
+def _bytes(text: str | int | None, option: str) -> int | None:
     if text is None:
         return None
     try:
