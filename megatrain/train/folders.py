@@ -61,9 +61,18 @@ def checkpoints(run: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_CHECKPOINT.fullmatch, names) if match)
 
 
+def partial_name(name: str) -> str:
+    """What a file or folder is called until it is whole."""
+    return f".{name}.partial"
+
+
 def require_empty(path: Path, what: str = "") -> None:
-    """Raises InputError unless `path` is a free name or an empty folder (a lock may be there)."""
-    if path.exists() and (not path.is_dir() or any(p.name != LOCK for p in path.iterdir())):
+    """Raises InputError unless `path` is a free name or an empty folder.
+
+    What a run leaves that was killed before it had its configuration there does not count.
+    """
+    own = (LOCK, partial_name(CONFIG))
+    if path.exists() and (not path.is_dir() or any(p.name not in own for p in path.iterdir())):
         raise InputError(f"{what}{path} is not empty; choose another folder")
 
 
@@ -79,7 +88,7 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
 
     A folder that has the name already must be empty, or goes away just before (`replace`).
     """
-    partial = target.with_name(f".{target.name}.partial")
+    partial = target.with_name(partial_name(target.name))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:

@@ -71,8 +71,8 @@ def train(
 def _run(job: Job, config: Config, folder: Path, signals: Signals) -> Outcome:
     first = job.resumed.step if job.resumed else 0
     log.info("%s %s", f"going on after step {first} in" if first else "writing to", folder)
-    logged = cut_metrics(folder / METRICS, first)
     describe_run(folder, config, job)
+    logged = cut_metrics(folder / METRICS, first)
     metrics = MetricsWriter(folder / METRICS)
     timeline = RunTimeline(job.engine.recording, folder, job.total_steps - first)
     steps = Steps(job, config, metrics, timeline)

@@ -6,9 +6,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatrain.checkpoint import remove_leftovers
 from megatrain.config import Config
 from megatrain.errors import InputError
 from megatrain.train.folders import (
+    CHECKPOINTS,
     MODEL,
     checkpoints,
     new_run_folder,
@@ -51,6 +53,7 @@ def open_run(
         require_empty(folder, "output.folder: ")  # another run may have been faster
         return folder, job
     held.enter_context(locked(folder))
+    remove_leftovers(folder / CHECKPOINTS)
     starts = list(find_starts(folder, config))
     if starts and (folder / MODEL).exists() and same_length(config, starts[0].state):
         return Finished(folder, starts[0].state.step)

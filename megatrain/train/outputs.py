@@ -9,20 +9,20 @@ from megatrain.config import Config
 from megatrain.telemetry.curve import draw_loss
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train.folders import CONFIG, METRICS, MODEL, flush, whole_folder
+from megatrain.train.folders import CONFIG, METRICS, MODEL, flush, partial_name, whole_folder
 from megatrain.train.prepare import Job
 
 log = logging.getLogger(__name__)
 
 
 def describe_run(folder: Path, config: Config, job: Job) -> None:
-    """Write the resolved configuration, and where and on what the run is done."""
+    """Write the resolved configuration, which makes the folder a run's, and where it is done."""
+    _replace(folder / CONFIG, config.as_yaml())
     record = environment(str(job.engine.device.torch_device)) | {
         "parameters": job.engine.num_parameters,
         "placement": job.engine.placement.as_dict(),
     }
     _replace(folder / "environment.json", json.dumps(record, indent=2) + "\n")
-    _replace(folder / CONFIG, config.as_yaml())
 
 
 def write_model(job: Job, run: Path) -> None:
@@ -41,7 +41,7 @@ def draw_curve(run: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(partial_name(path.name))
     partial.write_text(text, encoding="utf-8")
     flush(partial)
     os.replace(partial, path)

@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatrain.checkpoint import Saving, rotate
 from megatrain.config import CheckpointSection
 from megatrain.errors import MegatrainError, RunFailed
-from megatrain.train.folders import CHECKPOINTS, checkpoint_folder, checkpoints
+from megatrain.train.folders import CHECKPOINTS, METRICS, checkpoint_folder, checkpoints, flush
 from megatrain.train.prepare import Job
 from megatrain.train.resume import RunState
 
@@ -89,6 +89,8 @@ class Saves:
             self._failed(state.step, error)
 
     def _save(self, state: RunState) -> Saving:
+        with suppress(OSError):  # the log of these steps must not be lost where they are not
+            flush(self._run / METRICS)
         marked = self._settings.keep_every
         return self._job.engine.save(
             checkpoint_folder(self._run, state.step),

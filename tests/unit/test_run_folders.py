@@ -58,6 +58,15 @@ def test_a_run_folder_is_new(tmp_path, monkeypatch):
         new_run_folder("file", "demo")
 
 
+def test_what_a_run_left_that_was_killed_at_its_start_is_no_run(tmp_path):
+    (tmp_path / ".lock").touch()
+    (tmp_path / ".config.yaml.partial").touch()
+    assert new_run_folder(str(tmp_path), "a") == tmp_path
+    (tmp_path / "mine").touch()
+    with pytest.raises(InputError, match="is not empty"):
+        new_run_folder(str(tmp_path), "a")
+
+
 def test_a_runs_folder_stands_for_its_model(tmp_path):
     assert model_folder(str(tmp_path)) == str(tmp_path)
     assert model_folder("org/name") == "org/name"
@@ -118,10 +127,10 @@ def test_a_signal_ends_a_block_that_may_be_interrupted(swallowed, capfd):
     before = signal.getsignal(signal.SIGTERM)
     done = []
     with Signals() as signals:
-        with pytest.raises(Stopped, match="SIGTERM"), signals.interruptible():
-            with suppress(BaseException if swallowed else ()):
-                signal.raise_signal(signal.SIGTERM)
-                done.append(1)
+        swallowing = suppress(BaseException if swallowed else ())
+        with pytest.raises(Stopped, match="SIGTERM"), signals.interruptible(), swallowing:
+            signal.raise_signal(signal.SIGTERM)
+            done.append(1)
         assert signals.stop == "SIGTERM" and not done
         with pytest.raises(Stopped), signals.interruptible():
             done.append(2)
