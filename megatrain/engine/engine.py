@@ -117,25 +117,15 @@ class Engine(Continuing):
         self.config: PreTrainedConfig = source.model.config
         self._source_dtype, self._precision = source.dtype, precision
         self.optimizer = None if optimizer is None else StreamedOptimizer(optimizer, source.model)
-        groups = {} if self.optimizer is None else self.optimizer.group_of()
-        opened = device if isinstance(device, Device) else open_device(device)
-        self.device = Recording(opened)
-        limit_bytes, host_limit_bytes = limits(device_memory, host_memory)
-        self.device.limit(limit_bytes, host_limit_bytes)
+        groups = self.optimizer.group_of() if self.optimizer else {}
+        self.device = Recording(device if isinstance(device, Device) else open_device(device))
+        allowed = limits(device_memory, host_memory)
+        self.device.limit(*allowed)
         layouts = tile_layouts(self._outline, groups)
-        self._kept: KeptGraphs | None = None
-        self.micro_batch = micro_batch
-        self._most_tokens: tuple[int, int] | None = None  # of a step, of a micro-batch
-        if isinstance(placement, Placement):
-            self.placement = placement
-        else:
-            sizes = (tokens_per_step, sequence_length, micro_batch)
-            self._place(layouts, precision, sizes, max_grad_norm, host_limit_bytes)
-        self._seed, self._steps, self._max_grad_norm = seed, 0, max_grad_norm
-        self._given = optimizer
-        dtype, tokens = DTYPES[precision], tokens_per_step
-        asked = Question(self._outline, layouts, dtype, self.optimizer, max_grad_norm, tokens)
-        check_fits(self.device, asked, self.placement, host_limit_bytes)
+        self._seed, self._steps, self._given = seed, 0, optimizer
+        self._max_grad_norm = max_grad_norm
+        sizes = tokens_per_step, sequence_length, micro_batch
+        self._place(placement, layouts, precision, sizes, allowed[1])
         self._packing = Packing(self.config.model_type, DTYPES[precision], self._trial_logits)
         self._assemble(source, layouts, DTYPES[precision], max_grad_norm)
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
@@ -165,10 +155,29 @@ class Engine(Continuing):
 
     def _place(
         self,
+        placement: Placement | Literal["auto"],
         layouts: list[TileLayout],
         precision: Literal["bf16", "fp32"],
         sizes: tuple[int | None, int | None, int | None],
-        max_grad_norm: float | None,
+        host_limit: int | None,
+    ) -> None:
+        """Take or choose the placement, and check that it fits."""
+        self._kept: KeptGraphs | None = None
+        self.micro_batch = sizes[2]
+        self._most_tokens: tuple[int, int] | None = None  # of a step, of a micro-batch
+        if isinstance(placement, Placement):
+            self.placement = placement
+        else:
+            self._choose(layouts, precision, sizes, host_limit)
+        dtype, norm = DTYPES[precision], self._max_grad_norm
+        asked = Question(self._outline, layouts, dtype, self.optimizer, norm, sizes[0])
+        check_fits(self.device, asked, self.placement, host_limit)
+
+    def _choose(
+        self,
+        layouts: list[TileLayout],
+        precision: Literal["bf16", "fp32"],
+        sizes: tuple[int | None, int | None, int | None],
         host_limit: int | None,
     ) -> None:
         """Choose the placement: by forecast, or by the device's memory."""
@@ -181,7 +190,7 @@ class Engine(Continuing):
                 tokens_per_step=tokens,
                 sequence_length=length,
                 micro_batch=rows,
-                clip=max_grad_norm is not None,
+                clip=self._max_grad_norm is not None,
                 precision=precision,
                 host_limit=host_limit,
             )
