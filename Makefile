@@ -12,7 +12,7 @@ NATIVE_SOURCES := $(wildcard $(NATIVE)/*)
 # Tests run side by side, so each takes one torch thread.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8
 
-.PHONY: help demo test test-all check format bench-cpu bench-regression native wheel models clean
+.PHONY: help demo test test-all fuzz soak check format bench-cpu bench-regression native wheel models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -25,6 +25,12 @@ test: check  ## lint, types, structure and the tests that need no GPU
 
 test-all: $(STAMP)  ## every model family and every exhaustive sweep
 	$(PYTEST) -m "exhaustive and not gpu"
+
+fuzz: $(STAMP)  ## 100,000 hostile files to everything that reads; about half an hour
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) tests.reliability.readers 10000
+
+soak: $(STAMP)  ## 5,000 steps killed, stopped, resumed, saved, evaluated; about half an hour
+	OMP_NUM_THREADS=1 $(RUN) tests.reliability.soak
 
 check: $(STAMP)  ## lint, format, types and structure
 	$(RUN) ruff check .
