@@ -110,9 +110,10 @@ class Engine(Continuing):
             DoesNotFit: not enough host or device memory.
         """
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed)
-        source = open_source(
-            model, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+        how: Any = dict(
+            trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
         )
+        source = open_source(model, **how)
         self._outline = outline(source.model)
         self.config: PreTrainedConfig = source.model.config
         self._source_dtype, self._precision = source.dtype, precision
@@ -122,8 +123,8 @@ class Engine(Continuing):
         allowed = limits(device_memory, host_memory)
         self.device.limit(*allowed)
         layouts = tile_layouts(self._outline, groups)
-        self._seed, self._steps, self._given = seed, 0, optimizer
-        self._max_grad_norm = max_grad_norm
+        self._seed, self._steps = seed, 0
+        self._given, self._max_grad_norm = optimizer, max_grad_norm
         sizes = tokens_per_step, sequence_length, micro_batch
         self._place(placement, layouts, precision, sizes, allowed[1])
         self._packing = Packing(self.config.model_type, DTYPES[precision], self._trial_logits)
