@@ -110,10 +110,9 @@ class Engine(Continuing):
             DoesNotFit: not enough host or device memory.
         """
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed)
-        how: Any = dict(
-            trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+        source = open_source(
+            model, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
         )
-        source = open_source(model, **how)
         self._outline = outline(source.model)
         self.config: PreTrainedConfig = source.model.config
         self._source_dtype, self._precision = source.dtype, precision
@@ -129,7 +128,6 @@ class Engine(Continuing):
         self._place(placement, layouts, precision, sizes, allowed[1])
         self._packing = Packing(self.config.model_type, DTYPES[precision], self._trial_logits)
         self._assemble(source, layouts, DTYPES[precision], max_grad_norm)
-        self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
 
     def _assemble(
         self,
@@ -141,6 +139,7 @@ class Engine(Continuing):
         """Make the planes, fill them, and build the parts of a step on them."""
         train, resident = self.optimizer is not None, self.placement.resident
         self._store = Store(self.device, layouts, dtype, train=train, resident=resident)
+        self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
         # Without clipping, updates follow the backward: the last tile is the first.
         spare, backward = self.placement.save_bytes, max_grad_norm is None
         self._saver = Saver(self.device, self._store.tiles, spare, reverse=backward)
