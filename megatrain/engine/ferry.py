@@ -159,7 +159,10 @@ class Ferry:
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of an item."""
-    return sum(align(tensor.nbytes, _STEP) for tensor in tensors)
+    stop = 0
+    for tensor in tensors:
+        stop = align(stop, _STEP) + tensor.nbytes
+    return stop
 
 
 def _pack(tensors: Sequence[Tensor], flat: Tensor) -> None:
