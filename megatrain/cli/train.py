@@ -28,7 +28,8 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
         return
     if outcome.stopped:
         command = shlex.join(["megatrain", "train", str(outcome.folder), "--resume"])
-        print(f"{outcome.steps} steps done and saved; go on with: {command}")
+        print(f"stopped by {outcome.stopped} after step {outcome.steps} and saved; go on with:")
+        print(f"  {command}")
     else:
         print(f"{outcome.steps} steps done; the model is in {outcome.folder / MODEL}")
 

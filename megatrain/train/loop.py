@@ -79,13 +79,16 @@ def _run(job: Job, config: Config, folder: Path, signals: Signals) -> Outcome:
     saves = Saves(job, folder, config.checkpoint, first)
     evaluations = _Evaluations(job, config, metrics, logged)
     try:
-        stopped = _loop(job.total_steps, config, steps, evaluations, saves, signals)
+        _loop(job.total_steps, config, steps, evaluations, saves, signals)
     finally:
         draw_curve(folder)
         timeline.draw()
-    if stopped is None:
+    stopped = signals.stop if steps.done < job.total_steps else None
+    if stopped:
+        saves.now(steps.state)
+    else:
+        saves.finish()
         write_model(job, folder)
-    saves.finish()
     engine = job.engine
     return Outcome(folder, steps.done, engine.num_parameters, engine.memory(), stopped)
 
@@ -97,23 +100,17 @@ def _loop(
     evaluations: "_Evaluations",
     saves: Saves,
     signals: Signals,
-) -> str | None:
-    """All steps, or those until a signal, whose name is returned."""
-    with TrainingProgress(total, config.output.log_every, done=steps.done) as progress:
+) -> None:
+    """All steps, or those until a signal; a failure leaves what was learnt on the disk."""
+    progress = TrainingProgress(total, config.output.log_every, done=steps.done)
+    with progress, saves.rescue(lambda: steps.state):
         evaluations.after(steps.done, total, progress.say)  # a kill may have come before the last
-        while steps.done < total:
-            if signals.stop:
-                saves.now(steps.state)
-                progress.say(f"stopped by {signals.stop} after step {steps.done} of {total}")
-                return signals.stop
-            with saves.rescue(lambda: steps.state):
-                record = steps.take()
-            progress.step(record)
+        while steps.done < total and not signals.stop:
+            progress.step(steps.take())
             last = steps.done == total
             saves.after(steps.state, asked=signals.take_save(), last=last)
             if last or not signals.stop:
                 evaluations.after(steps.done, total, progress.say)
-    return None
 
 
 class _Evaluations:

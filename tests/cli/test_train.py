@@ -183,7 +183,7 @@ def test_ctrl_c_ends_the_run_after_the_step_and_saves_it(run_file, tmp_path):
     assert process.returncode == 0, err
     assert "stopping after this step" in err
     assert "stopped by SIGINT after step" in out
-    assert out.splitlines()[-1].endswith(f"go on with: megatrain train {tmp_path / 'run'} --resume")
+    assert out.splitlines()[-1] == f"  megatrain train {tmp_path / 'run'} --resume"
     assert not (tmp_path / "run" / "model").exists()
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert open_checkpoint(checkpoint).extra["step"] >= 3

@@ -274,6 +274,20 @@ PackedDataset.batch = dying
     goes_on()
 
 
+def test_an_evaluation_that_fails_loses_no_step(start, goes_on):
+    fault = """
+import torch
+from megatrain.engine import Engine
+def dying(self, rows):
+    raise RuntimeError("lost")
+Engine.evaluate = dying
+"""
+    process = start(fault)
+    assert process.wait() == 4
+    assert "the state after step 4 is saved" in process.output and "lost" in process.output
+    goes_on()
+
+
 def test_an_update_that_dies_leaves_no_half_state_behind(start, goes_on):
     fault = """
 import megatrain.kernels as kernels
