@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 bad configuration or input, 3 does not fit, 4 run failed.
 import logging
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +30,8 @@ class ReportingGroup(TyperGroup):
             if ctx.params.get("debug"):
                 traceback.print_exc()
             message = " ".join(str(error).split()) or type(error).__name__
-            print(f"megatrain: error: {message}", file=sys.stderr)
+            with suppress(OSError):  # the exit code says it, too
+                print(f"megatrain: error: {message}", file=sys.stderr)
             code = error.exit_code if isinstance(error, MegatrainError) else RunFailed.exit_code
             raise typer.Exit(code) from error
         except KeyboardInterrupt as error:

@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatrain import config
@@ -24,14 +25,19 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
                 from megatrain.train.loop import train
             outcome = train(loaded, run.stem, resume=resume, signals=signals)
     except Stopped as signal:
-        print(f"stopped by {signal} before the first step; nothing to save")
+        _say(f"stopped by {signal} before the first step; nothing to save")
         return
     if outcome.stopped:
         command = shlex.join(["megatrain", "train", str(outcome.folder), "--resume"])
-        print(f"stopped by {outcome.stopped} after step {outcome.steps} and saved; go on with:")
-        print(f"  {command}")
+        _say(f"stopped by {outcome.stopped} after step {outcome.steps} and saved; go on with:")
+        _say(f"  {command}")
     else:
-        print(f"{outcome.steps} steps done; the model is in {outcome.folder / MODEL}")
+        _say(f"{outcome.steps} steps done; the model is in {outcome.folder / MODEL}")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # a full disk under the output makes no failure of a run
+        print(text, flush=True)
 
 
 def _load(run: Path, overrides: Sequence[str], *, resume: bool) -> config.Config:

@@ -96,7 +96,7 @@ class TrainingProgress:
 
     def say(self, text: str) -> None:
         """Print a line that stays; a full disk or a reader that went away cost it, not the run."""
-        with suppress(OSError):
+        with suppress(OSError, SystemExit):  # rich ends the program when nobody reads any more
             self._console.print(text, markup=False)
 
     def _eta(self, done: int) -> str:

@@ -30,8 +30,9 @@ from tests.reliability.cases import (
 
 PER_PROCESS = 250  # steps, about
 MIB = 1 << 20
-# Allowed growth; the allocator settles within the first steps.
-MORE = {"memory": 24 * MIB, "threads": 0, "files": 0}
+# Allowed growth, of what there is at least: a loader's second thread may start late, a save has
+# threads and files for a while. One lost in each save would be eight.
+MORE = {"memory": 24 * MIB, "threads": 2, "files": 4}
 
 
 def placement(choice: random.Random) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -135,6 +136,19 @@ def test_a_full_disk_under_the_output_does_not_end_the_run(zygote, run, whole, t
     log = tmp_path / "log"
     log.symlink_to("/dev/full")
     assert zygote.start("train", run, log=log).wait() == 0
+    assert model_bytes(tmp_path / "run") == model_bytes(whole)
+
+
+def test_a_reader_of_the_output_that_goes_away_does_not_end_the_run(zygote, run, whole, tmp_path):
+    """As in `megatrain train run.yaml | head`."""
+    log = tmp_path / "log"
+    os.mkfifo(log)
+    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    process = zygote.start("train", run, log=log)
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    os.close(reader)
+    assert process.wait() == 0
     assert model_bytes(tmp_path / "run") == model_bytes(whole)
 
 

@@ -117,3 +117,28 @@ def test_usr1_saves_now_and_the_run_goes_on(whole, run, tmp_path, zygote):
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert open_checkpoint(saved).extra["step"] == 3
     assert logged(tmp_path / "run") == logged(whole)
+
+
+def test_an_evaluation_waits_for_the_resume(whole, run, tmp_path, zygote):
+    """Whoever stops a run has little time."""
+    before = """
+import os, signal
+import megatrain.train.loop as loop
+write = loop.Steps.take
+def stopping(self):
+    if self.done == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return write(self)
+loop.Steps.take = stopping
+"""
+    out = zygote.start("train", run, log=tmp_path / "1", before=before).finish()
+    assert "after step 2 and saved" in out
+    assert not any("eval_loss" in record for record in logged(tmp_path / "run"))
+    zygote.start("train", run, "--resume", log=tmp_path / "2").finish()
+    assert logged(tmp_path / "run") == logged(whole)
+
+
+def test_the_last_step_is_saved_although_a_save_is_going_on(run, tmp_path, zygote):
+    arguments = ["train", run, *sets(checkpoint__every=5)]
+    zygote.start(*arguments, log=tmp_path / "1", before=slow("save", 0.5)).finish()
+    assert checkpoint_steps(tmp_path / "run") == [5, 6]

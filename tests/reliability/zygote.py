@@ -56,9 +56,10 @@ def become(request: dict) -> None:
     hooks = request.get("before")
     if hooks:
         exec(hooks, {})
-    code = 0
+    code = 1
     try:
         main()
+        code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(bool(end.code))
     finally:
