@@ -142,12 +142,19 @@ def _shard(folder: Path, file_name: str) -> Path:
     relative = PurePosixPath(file_name)
     if relative.is_absolute() or ".." in relative.parts or not file_name.isprintable():
         raise InputError(f"{folder / INDEX_FILE}: shard {file_name!r} lies outside the folder")
-    if not (folder / file_name).is_file():
+    if not _is_file(folder / file_name):
         raise InputError(
             f"{folder / file_name}: the shard is missing, {INDEX_FILE} names it; "
             "the download is incomplete, fetch the model again"
         )
     return folder / file_name
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name longer than any file has
+        return False
 
 
 def _read_index(path: Path) -> dict[str, str]:
