@@ -29,7 +29,7 @@ test-all: $(STAMP)  ## every model family and every exhaustive sweep
 fuzz: $(STAMP)  ## 100,000 hostile files to everything that reads; about half an hour
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) tests.reliability.readers 10000
 
-soak: $(STAMP)  ## 5,000 steps killed, stopped, resumed, saved, evaluated; about half an hour
+soak: $(STAMP)  ## 5,000 steps killed, stopped, resumed, saved, evaluated; six minutes
 	OMP_NUM_THREADS=1 $(RUN) tests.reliability.soak
 
 check: $(STAMP)  ## lint, format, types and structure

@@ -30,7 +30,6 @@ class Zygote:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.reliability.zygote"],

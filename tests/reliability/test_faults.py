@@ -110,6 +110,26 @@ opening.prepare = both
     assert model_bytes(run.parent / "run") == model_bytes(whole)
 
 
+def test_a_run_that_is_prepared_while_another_one_takes_its_folder_is_refused(start, run, whole):
+    waiting = """
+import pathlib, time
+import megatrain.train.opening as opening
+prepare = opening.prepare
+def late(*args):
+    print("PHASE", flush=True)
+    while not pathlib.Path({model!r}).exists():
+        time.sleep(0.01)
+    return prepare(*args)
+opening.prepare = late
+"""
+    model = run.parent / "run" / "model"
+    second = start(waiting.format(model=str(model)))
+    second.until("PHASE")
+    start().finish()
+    failed_with(second, 2, "is not empty; choose another folder")
+    assert model_bytes(run.parent / "run") == model_bytes(whole)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_log_costs_nothing_but_a_warning(start, run, whole):
     """From step 3 to 5 the disk under the log is full."""

@@ -63,8 +63,11 @@ def become(request: dict) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(bool(end.code))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:
+            code = 120  # as Python itself ends then
         os._exit(code)
 
 
