@@ -112,7 +112,7 @@ def test_no_gpu_where_one_was_demanded(megatrain, run_file, monkeypatch):
 
 
 def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(ranges, "host_available_bytes", lambda: 1 << 12)
+    monkeypatch.setattr(ranges, "host_available_bytes", lambda limit: 1 << 12)
     assert_refused(megatrain("train", run_file), "no host memory for weights: ", code=3)
     assert not (tmp_path / "run").exists()
 
