@@ -31,6 +31,7 @@ class Zygote:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
         }
+        environment.pop("PYTHONUNBUFFERED", None)  # a user's output is buffered
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.reliability.zygote"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
