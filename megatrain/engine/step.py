@@ -47,6 +47,7 @@ class TrainingParts(Parts):
 def train_step(parts: TrainingParts, batch: Batch) -> Report:
     """Loss, gradients and the start of all updates of one optimizer step."""
     stream, saved, sink, update = parts.stream, parts.saved, parts.sink, parts.update
+    parts.embedding.fetch(batch)
     stream.begin([*parts.trunk, parts.head, *reversed(parts.trunk)])
     saved.begin(len(batch.micro))
     update.begin()
@@ -75,7 +76,6 @@ def forward(
     parts: Parts, batch: Batch, keep: Callable[[Prologue | Layer, State], None], *, train: bool
 ) -> State:
     """All micro-batches through prologue and layers; `keep` sees each unit's input."""
-    parts.embedding.fetch(batch)
     h: State = [{} for _ in batch.micro]
     for unit, weights in parts.stream.visit(parts.trunk):
         keep(unit, h)
@@ -85,6 +85,7 @@ def forward(
 
 def forward_only(parts: Parts, batch: Batch, finish: Callable[[Head, Buffer, State], Any]) -> Any:
     """The forward sweep alone, ended by `finish(head, weights, h)`: loss, logits, anything."""
+    parts.embedding.fetch(batch)
     parts.stream.begin([*parts.trunk, parts.head])
     h = forward(parts, batch, lambda unit, h: None, train=False)
     for head, weights in parts.stream.visit([parts.head]):
