@@ -127,7 +127,7 @@ def _product(
 
     def backward() -> float:
         x_MK, w_NK = _normal(device, dtype, m, k), _normal(device, dtype, n, k)
-        # Random gradients, too: of constant ones a product takes less power, and runs a fifth faster.
+        # Random gradients, too: of constant ones a product takes less power
         dy_MN = _normal(device, dtype, m, n)
         dx_MK, dw_NK = torch.empty_like(x_MK), torch.empty_like(w_NK)
 
