@@ -12,6 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from megatrain.errors import InputError
 from megatrain.model.shards import read_json
 
+MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
+_COUNTED = re.compile(r"(layers?|experts)$")
+
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model configuration in a folder.
@@ -39,6 +42,7 @@ def empty_model(
     Raises:
         InputError: transformers has no causal language model for this configuration.
     """
+    _refuse_endless(config)
     chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         with init_empty_weights(include_buffers=False):
@@ -50,6 +54,17 @@ def empty_model(
         raise InputError(f"cannot build a {config.model_type} causal model: {reason}") from error
     model.tie_weights()
     return model.train()
+
+
+def _refuse_endless(config: PreTrainedConfig) -> None:
+    """Each of its layers and experts is made before anybody can say that they do not fit."""
+    for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
+        for name, value in vars(part).items():
+            if _COUNTED.search(name) and isinstance(value, int) and value > MAX_COUNT:
+                raise InputError(
+                    f"{name} is above {MAX_COUNT:,} in the model's configuration, and so many "
+                    "are not built; correct it"
+                )
 
 
 def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:
