@@ -26,7 +26,7 @@ test: check  ## lint, types, structure and the tests that need no GPU
 test-all: $(STAMP)  ## every model family and every exhaustive sweep
 	$(PYTEST) -m "exhaustive and not gpu"
 
-fuzz: $(STAMP)  ## 100,000 hostile files to everything that reads; about half an hour
+fuzz: $(STAMP)  ## 100,000 hostile files to everything that reads; a quarter of an hour
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) tests.reliability.readers 10000
 
 soak: $(STAMP)  ## 5,000 steps killed, stopped, resumed, saved, evaluated; six minutes
