@@ -66,7 +66,7 @@ class CudaDevice:
         self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: torch.cuda.current_stream()}
         self._counters = host_range("host stream counters", 64 * len(HOST_STREAMS), torch.int32)
         self._pinned: dict[int, Tensor] = {}  # by address
-        self._warned = False
+        self._unpinned = False
         self._counters_pinned = self._pin("host stream counters", self._counters)
         self._workers = {
             name: HostWorker(name, self._counters[64 * i : 64 * i + 1])
@@ -111,8 +111,8 @@ class CudaDevice:
             self._pinned[flat.data_ptr()] = flat
             return True
         self._forget_error()
-        if not self._warned:
-            self._warned = True
+        if not self._unpinned:
+            self._unpinned = True
             _log.warning(
                 "Host memory cannot be pinned (%s for %s, CUDA error %d): copies are about %.1f "
                 "times slower and overlap with nothing; raise the locked-memory limit (ulimit -l "
@@ -147,7 +147,11 @@ class CudaDevice:
             return work()
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
-        with torch.cuda.stream(self._stream(stream)):
+        queue = self._stream(stream)
+        if self._unpinned and source.data.device.type == "cpu":
+            # Pageable memory may be read at once, whatever the stream has been told to wait for.
+            queue.synchronize()
+        with torch.cuda.stream(queue):
             to.data[:numel].copy_(source.data[:numel], non_blocking=True)
 
     def record(self, stream: str) -> Any:

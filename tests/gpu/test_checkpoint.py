@@ -26,7 +26,7 @@ def small_pieces(monkeypatch) -> None:
     write = files.NewFile.write
 
     def slow(*args) -> None:
-        time.sleep(0.002)
+        time.sleep(0.02)
         write(*args)
 
     monkeypatch.setattr(files.NewFile, "write", slow)
