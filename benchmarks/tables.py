@@ -28,8 +28,11 @@ def _row(result: dict[str, Any]) -> str:
     case, memory = result["case"], result["memory"]
     gpu = result["environment"]["gpu"]["name"] if result["environment"]["gpu"] else "CPU"
     spread = f"{result['min_seconds']:.2f} to {result['max_seconds']:.2f}"
+    limit = f", at most {case['device_memory']}" if case.get("device_memory") else ""
+    by_hand = ", placed by hand" if case["placement"] else ""
     return (
-        f"| Qwen2.5-{case['shape'].upper()}, {case['sequences']} x {case['sequence_length']} "
+        f"| Qwen2.5-{case['shape'].upper()}, {case['sequences']} x {case['sequence_length']}"
+        f"{limit}{by_hand} "
         f"| {gpu}, {result['environment']['cores']} cores "
         f"| {result['median_seconds']:.2f} s ({spread}) "
         f"| **{result['model_tflops']:.0f}** "
@@ -43,11 +46,20 @@ def commands() -> list[str]:
     lines = []
     for file in sorted(RESULTS.glob("step-*.json")):
         case = json.loads(file.read_text())["case"]
+        limit = f" --device-memory {case['device_memory']}" if case.get("device_memory") else ""
+        chosen = "".join(
+            f" --placement {k}={_plain(v)}" for k, v in (case["placement"] or {}).items()
+        )
         lines.append(
             f"megatrain bench step --shape {case['shape']} --sequences {case['sequences']} "
             f"--sequence-length {case['sequence_length']} --micro-batch {case['micro_batch']}"
+            f"{limit}{chosen}"
         )
     return lines
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def rivals() -> list[str]:
