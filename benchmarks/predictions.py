@@ -72,7 +72,7 @@ def predict(result: dict[str, Any], keep_layers: int | None = None) -> Predictio
     if keep_layers is not None:
         placement = replace(placement, keep_layers=keep_layers)
     told = forecast(
-        model_outline(case["shape"], case["layers"], max(case["sequence_length"], 32768)),
+        model_outline(case["shape"], case["layers"], case["sequence_length"]),
         machine_of(result),
         placement,
         tokens_per_step=result["tokens_per_step"],
@@ -106,13 +106,9 @@ def machine_of(result: dict[str, Any]) -> Machine:
 
 
 @cache
-def model_outline(shape: str, layers: int | None, positions: int) -> Outline:
+def model_outline(shape: str, layers: int | None, tokens: int) -> Outline:
     """The structure of a benchmark's model; no weights are made."""
-    config = qwen2_config(shape, positions)
-    if layers is not None:
-        config.num_hidden_layers = layers
-        config.layer_types = config.layer_types[:layers]
-    return outline(open_source(config).model)
+    return outline(open_source(qwen2_config(shape, tokens, layers)).model)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -41,10 +41,7 @@ def random_model(case: Case, dtype: torch.dtype) -> Any:
     """The transformers model on the device: SDPA attention, layers recomputed in backward."""
     from transformers import AutoModelForCausalLM
 
-    config = qwen2_config(case.shape, max(case.sequence_length, 32768))
-    if case.layers is not None:
-        config.num_hidden_layers = case.layers
-        config.layer_types = config.layer_types[: case.layers]
+    config = qwen2_config(case.shape, case.sequence_length, case.layers)
     config.use_cache = False
     torch.manual_seed(case.seed)
     with torch.device(torch_device(case)):

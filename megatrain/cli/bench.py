@@ -40,6 +40,25 @@ def _known_shape(name: str) -> str:
     return name
 
 
+# Options that every case has.
+Shape = Annotated[
+    str, typer.Option(callback=_known_shape, help=f"Size of Qwen2.5: {', '.join(SHAPES)}.")
+]
+Sequences = Annotated[int, typer.Option(min=1, help="Rows of one optimizer step.")]
+SequenceLength = Annotated[int, typer.Option(min=2, help="Tokens of a row.")]
+MaxGradNorm = Annotated[float, typer.Option(min=0.0, help="0: no clipping.")]
+Precision = Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute dtype.")]
+DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Choices = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="One choice of the placement; repeatable."),
+]
+Layers = Annotated[int | None, typer.Option(min=1, help="Only so many layers.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")]
+Seed = Annotated[int, typer.Option(min=0)]
+Output = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
+
+
 @bench.callback()
 def cases() -> None:
     """Measure one case and write the result as JSON."""
@@ -47,33 +66,27 @@ def cases() -> None:
 
 @bench.command()
 def step(
-    shape: Annotated[
-        str,
-        typer.Option(callback=_known_shape, help=f"Size of Qwen2.5: {', '.join(SHAPES)}."),
-    ],
-    sequences: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step.")] = 96,
-    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
+    shape: Shape,
+    sequences: Sequences = 96,
+    sequence_length: SequenceLength = 1024,
     micro_batch: Annotated[
         str, typer.Option(help="Rows of a micro-batch, or auto: chosen with the placement.")
     ] = str(ROWS),
-    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
-    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute dtype.")] = "bf16",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    placement: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="One choice of the placement; repeatable."),
-    ] = None,
+    max_grad_norm: MaxGradNorm = 1.0,
+    precision: Precision = "bf16",
+    device: DeviceName = "auto",
+    placement: Choices = None,
     device_memory: Annotated[
         str | None, typer.Option(help="All that the GPU may give this process, such as 10GiB.")
     ] = None,
     host_memory: Annotated[
         str | None, typer.Option(help="Host memory that this process may have, such as 96GiB.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Only so many layers.")] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 4,
+    layers: Layers = None,
+    warmup: Warmup = 4,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 5,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    seed: Seed = 0,
+    output: Output = None,
     timeline: Annotated[
         Path | None,
         typer.Option(help="Write one step's trace for Perfetto to this file, its picture beside."),
@@ -107,30 +120,24 @@ def step(
 
 @bench.command()
 def checkpoint(
-    shape: Annotated[
-        str,
-        typer.Option(callback=_known_shape, help=f"Size of Qwen2.5: {', '.join(SHAPES)}."),
-    ],
+    shape: Shape,
     folder: Annotated[
         Path, typer.Option(help="For two checkpoints (12 bytes a parameter each); must be new.")
     ],
-    sequences: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step.")] = 96,
-    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
+    sequences: Sequences = 96,
+    sequence_length: SequenceLength = 1024,
     micro_batch: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 16,
-    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
-    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute dtype.")] = "bf16",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    placement: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="One choice of the placement; repeatable."),
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Only so many layers.")] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 4,
+    max_grad_norm: MaxGradNorm = 1.0,
+    precision: Precision = "bf16",
+    device: DeviceName = "auto",
+    placement: Choices = None,
+    layers: Layers = None,
+    warmup: Warmup = 4,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps without saves.")] = 5,
     saves: Annotated[int, typer.Option(min=1, help="Measured saves.")] = 2,
     every: Annotated[int, typer.Option(min=1, help="Tell the loss for a save every N steps.")] = 50,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    seed: Seed = 0,
+    output: Output = None,
 ) -> None:
     """Time saves in the background of training, what they cost its steps, and a resume."""
     from megatrain.cli.bench_checkpoint import measure_saves, summary

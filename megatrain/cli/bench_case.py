@@ -39,12 +39,8 @@ def build_engine(case: StepCase) -> "Engine":
     from megatrain.engine import Engine
     from megatrain.optim import AdamW
 
-    config = qwen2_config(case.shape, max(case.sequence_length, 32768))
-    if case.layers is not None:
-        config.num_hidden_layers = case.layers
-        config.layer_types = config.layer_types[: case.layers]
     return Engine(
-        config,
+        qwen2_config(case.shape, case.sequence_length, case.layers),
         optimizer=AdamW(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
         max_grad_norm=case.max_grad_norm,
         precision=case.precision,

@@ -29,7 +29,7 @@ def named_config(
     if name and path.exists():
         return _local(path, trust_remote_code)
     if name.lower() in SHAPES:
-        return qwen2_config(name.lower(), max(32768, max_positions))
+        return qwen2_config(name.lower(), max_positions)
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
         raise InputError(f"unknown model {name!r}{_nearest(name)}")
     return _from_hub(name, trust_remote_code)

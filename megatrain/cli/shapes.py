@@ -37,9 +37,16 @@ SHAPES = {
     "120b": Shape(10240, 36864, 86, 80, 8, 152064, tied=False),
 }
 
+MAX_TOKENS = 32768  # of a row of Qwen2.5
 
-def qwen2_config(name: str, max_positions: int = 32768) -> "Qwen2Config":
-    """The transformers configuration of a shape in `SHAPES`."""
+
+def qwen2_config(name: str, tokens: int = 0, layers: int | None = None) -> "Qwen2Config":
+    """The transformers configuration of a shape in `SHAPES`.
+
+    Args:
+        tokens: of the longest row, where that is more than Qwen2.5 is made for.
+        layers: only so many.
+    """
     from transformers import Qwen2Config
 
     shape = SHAPES[name]
@@ -47,10 +54,10 @@ def qwen2_config(name: str, max_positions: int = 32768) -> "Qwen2Config":
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers,
+        num_hidden_layers=shape.layers if layers is None else layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=max(tokens, MAX_TOKENS),
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
         tie_word_embeddings=shape.tied,
         dtype="bfloat16",
