@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ import yaml
 from benchmarks.rivals import rows
 from benchmarks.rivals.case import MEASURED, RIVALS, Case, Rival, Task, rival
 from benchmarks.rivals.supervise import only, run_fitting
+from megatrain.cli.bench_case import statistics_of
 from megatrain.cli.shapes import SHAPES
 from megatrain.telemetry.environment import commit
 from megatrain.units import gib, parse_bytes
@@ -69,7 +69,8 @@ def row_of(who: Rival, task: Task, run: str) -> dict[str, Any]:
     time = datetime.now(UTC).isoformat(timespec="seconds")
     outcome = run_fitting(task)
     if outcome["status"] == MEASURED:
-        outcome |= _statistics(outcome, task)
+        times = outcome["step_seconds"][task.warmup :]
+        outcome |= statistics_of(times, task.case.tokens_per_step, outcome["parameters"])
     return {
         "benchmark": "rivals",
         "run": run,
@@ -83,20 +84,6 @@ def row_of(who: Rival, task: Task, run: str) -> dict[str, Any]:
         "limit_seconds": task.seconds,
         "tokens_per_step": task.case.tokens_per_step,
         **outcome,
-    }
-
-
-def _statistics(outcome: dict[str, Any], task: Task) -> dict[str, Any]:
-    times = outcome["step_seconds"][task.warmup :]
-    median = statistics.median(times)
-    tokens = task.case.tokens_per_step
-    return {
-        "count": len(times),
-        "median_seconds": median,
-        "min_seconds": min(times),
-        "max_seconds": max(times),
-        "tokens_per_second": tokens / median,
-        "model_tflops": 6 * outcome["parameters"] * tokens / median / 1e12,
     }
 
 

@@ -1,7 +1,6 @@
 """`megatrain bench CASE`: measurements that carry what is needed to repeat them."""
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 import yaml
 
-from megatrain.cli.bench_case import ROWS, StepCase, build_engine, random_step
+from megatrain.cli.bench_case import ROWS, StepCase, build_engine, random_step, statistics_of
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
 from megatrain.machine import present_machine
@@ -197,7 +196,7 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
             "build_seconds": build_seconds,
             "step_seconds": times,
             "losses": losses,
-            **_statistics(times[case.warmup :], tokens, engine.num_parameters),
+            **statistics_of(times[case.warmup :], tokens, engine.num_parameters),
             **_utilisation(engine, case),
             "compilations": sum(compilations),
             "recompilations_after_warmup": compilations[1],
@@ -239,18 +238,6 @@ def _recorded_step(engine: "Engine", case: StepCase) -> list[Span]:
     recorder.next()
     engine.step(micro_batches)
     return recorder.end()
-
-
-def _statistics(times: Sequence[float], tokens: int, parameters: int) -> dict[str, Any]:
-    median = statistics.median(times)
-    return {
-        "count": len(times),
-        "median_seconds": median,
-        "min_seconds": min(times),
-        "max_seconds": max(times),
-        "tokens_per_second": tokens / median,
-        "model_tflops": 6 * parameters * tokens / median / 1e12,
-    }
 
 
 def _utilisation(engine: "Engine", case: StepCase) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """A model of a published shape and random rows for it: what a benchmark runs."""
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -64,3 +66,16 @@ def random_step(case: StepCase, vocab_size: int, seed: int) -> "list[dict[str, T
     ids_BT = torch.randint(vocab_size, shape, generator=generator)
     rows = case.micro_batch or ROWS
     return [{"input_ids": part, "labels": part} for part in ids_BT.split(rows)]
+
+
+def statistics_of(times: Sequence[float], tokens: int, parameters: int) -> dict[str, Any]:
+    """What a result says of its measured steps."""
+    median = statistics.median(times)
+    return {
+        "count": len(times),
+        "median_seconds": median,
+        "min_seconds": min(times),
+        "max_seconds": max(times),
+        "tokens_per_second": tokens / median,
+        "model_tflops": 6 * parameters * tokens / median / 1e12,
+    }
