@@ -13,6 +13,7 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatrain.disk import flush
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.conversion import ExportBatch, plan_export
 from megatrain.model.shards import INDEX_FILE, SINGLE_FILE, Described, write_shard
@@ -252,8 +253,8 @@ def _publish(partial: Path, folder: Path) -> None:
     """Put `partial` at `folder`, on the disk for good."""
     for path in partial.iterdir():
         if path.is_file():
-            _sync(path)
-    _sync(partial)
+            flush(path)
+    flush(partial)
     retired = _retired(folder)
     replacing = folder.exists()
     if replacing:
@@ -264,14 +265,6 @@ def _publish(partial: Path, folder: Path) -> None:
         if replacing:
             retired.rename(folder)
         raise
-    _sync(folder.parent)
+    flush(folder.parent)
     if replacing:
         shutil.rmtree(retired)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

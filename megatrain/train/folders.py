@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from megatrain.disk import flush
 from megatrain.errors import InputError
 
 MODEL = "model"
@@ -109,15 +110,3 @@ def flush_folder(folder: Path) -> None:
     """Put all that is in a folder on the disk."""
     for path in [*folder.rglob("*"), folder]:
         flush(path)
-
-
-def flush(path: Path) -> None:
-    """Put a file or the names in a folder on the disk.
-
-    A rename must not get there before what it names.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 from megatrain.config import Config
+from megatrain.disk import flush
 from megatrain.telemetry.curve import draw_loss
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train.folders import CONFIG, METRICS, MODEL, flush, partial_name, whole_folder
+from megatrain.train.folders import CONFIG, METRICS, MODEL, partial_name, whole_folder
 from megatrain.train.prepare import Job
 
 log = logging.getLogger(__name__)

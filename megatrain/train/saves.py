@@ -7,8 +7,9 @@ from pathlib import Path
 
 from megatrain.checkpoint import Saving, rotate
 from megatrain.config import CheckpointSection
+from megatrain.disk import flush
 from megatrain.errors import MegatrainError, RunFailed
-from megatrain.train.folders import CHECKPOINTS, METRICS, checkpoint_folder, checkpoints, flush
+from megatrain.train.folders import CHECKPOINTS, METRICS, checkpoint_folder, checkpoints
 from megatrain.train.prepare import Job
 from megatrain.train.resume import RunState
 

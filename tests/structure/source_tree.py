@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
-    {"errors", "units"},
+    {"disk", "errors", "units"},
     {"placement", "tile", "telemetry", "kernels"},
     {"machine"},
     {"config", "device"},
