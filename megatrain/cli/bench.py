@@ -135,6 +135,9 @@ def checkpoint(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps without saves.")] = 5,
     saves: Annotated[int, typer.Option(min=1, help="Measured saves.")] = 2,
     every: Annotated[int, typer.Option(min=1, help="Tell the loss for a save every N steps.")] = 50,
+    resume: Annotated[
+        bool, typer.Option(help="Load a checkpoint at the end and compare what follows.")
+    ] = True,
     seed: Seed = 0,
     output: Output = None,
 ) -> None:
@@ -155,7 +158,7 @@ def checkpoint(
         steps=steps,
         seed=seed,
     )
-    result = measure_saves(case, folder, every, saves)
+    result = measure_saves(case, folder, every, saves, resume=resume)
     print(summary(result))
     _write(result, output)
 

@@ -1,5 +1,6 @@
 """`megatrain bench checkpoint`: what a save costs a training that goes on meanwhile."""
 
+import logging
 import shutil
 import statistics
 import time
@@ -20,17 +21,22 @@ if TYPE_CHECKING:
     from megatrain.checkpoint import Saving
     from megatrain.engine import Engine
 
+_log = logging.getLogger(__name__)
+
 SETTLING_STEPS = 2  # after a save has ended, and still counted as its cost
 RESUMED_STEPS = 2  # the second one's loss depends on moments, too
 
 
-def measure_saves(case: StepCase, folder: Path, every: int, saves: int) -> dict[str, Any]:
+def measure_saves(
+    case: StepCase, folder: Path, every: int, saves: int, *, resume: bool
+) -> dict[str, Any]:
     """Steps without saves, then saves with steps until they have ended, then a resume.
 
     Args:
         case: `steps` of it are measured without a save.
         folder: where two checkpoints fit; made, and removed at the end.
         every: steps between two saves, of the run that the loss of throughput is told for.
+        resume: save once more, load that and compare the steps that follow.
 
     Returns:
         Plain JSON values. A save's `lost_seconds` is how much longer the steps took from its call
@@ -44,14 +50,18 @@ def measure_saves(case: StepCase, folder: Path, every: int, saves: int) -> dict[
                 run.step()
             plain = [run.step() for _ in range(case.steps)]
             median = statistics.median(plain)
+            _log.info("%d steps without saves: %.2f s each", len(plain), median)
             measured = [run.save(folder / f"save-{n}", median) for n in range(saves)]
             result = _described(case, engine, plain, measured, every)
+            if not resume:
+                return result
             last = run.number
             engine.save(folder / "last")
             wanted = [run.loss() for _ in range(RESUMED_STEPS)]
         finally:
             engine.close()
         del engine, run
+        _log.info("loading the last checkpoint...")
         return result | {"resume": _resume(case, folder / "last", last, wanted)}
 
 
@@ -97,6 +107,7 @@ class _Run:
         during = len(times)
         times += [self.step() for _ in range(SETTLING_STEPS)]
         saving.wait()
+        _log.info("a save of %s: %.1f s, %d steps", gib(saving.num_bytes), saving.seconds, during)
         rotate(folder.parent, 1)
         return _save_result(saving, times, during, median) | {"call_seconds": call_seconds}
 
@@ -168,8 +179,8 @@ def _resume(case: StepCase, folder: Path, number: int, wanted: list[float]) -> d
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The result in two lines, for people."""
-    saves, resume = result["saves"], result["resume"]
+    """The result in a few lines, for people."""
+    saves = result["saves"]
     moved = max(each["moved_bytes"] for each in saves)
     return (
         f"{result['case']['shape']}, {result['tokens_per_step']} tokens a step: "
@@ -178,7 +189,11 @@ def summary(result: dict[str, Any]) -> str:
         f"{gib(moved)} of it moved out of the updates' way, and costs "
         f"{result['mean_lost_seconds']:.2f} s: {result['lost_share']:.2%} of the throughput with "
         f"one every {result['every']} steps\n"
-        f"host memory for saves {gib(result['memory']['host_checkpoint_bytes'])}; loaded in "
-        f"{resume['load_seconds']:.1f} s, and went on "
-        + ("bit for bit" if resume["same"] else f"DIFFERENTLY: {resume}")
+        f"host memory for saves {gib(result['memory']['host_checkpoint_bytes'])}"
+        + (_resumed(result["resume"]) if "resume" in result else "")
     )
+
+
+def _resumed(resume: dict[str, Any]) -> str:
+    went_on = "bit for bit" if resume["same"] else f"DIFFERENTLY: {resume}"
+    return f"; loaded in {resume['load_seconds']:.1f} s, and went on {went_on}"

@@ -19,17 +19,28 @@ PLACEMENTS = {
 }
 
 
+class Disk:
+    """One that updates overtake: after `stall()` nothing is written for a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._stalled_until = 0.0
+        write = files.NewFile.write
+
+        def late(*args) -> None:
+            time.sleep(max(0.0, self._stalled_until - time.monotonic()))
+            write(*args)
+
+        monkeypatch.setattr(files.NewFile, "write", late)
+
+    def stall(self) -> None:
+        self._stalled_until = time.monotonic() + 1
+
+
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch) -> None:
-    """Many pieces a tile, and a disk that the updates overtake."""
+def disk(monkeypatch) -> Disk:
+    """With many pieces a tile."""
     monkeypatch.setattr(files, "PIECE_BYTES", 64 << 10)
-    write = files.NewFile.write
-
-    def slow(*args) -> None:
-        time.sleep(0.02)
-        write(*args)
-
-    monkeypatch.setattr(files.NewFile, "write", slow)
+    return Disk(monkeypatch)
 
 
 def numbers(engine: Engine) -> list[torch.Tensor]:
@@ -41,7 +52,7 @@ def numbers(engine: Engine) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("placement", "clip", "blocks"), itertools.product(PLACEMENTS, (0.5, None), (2, 1000))
 )
-def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path) -> None:
+def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path, disk) -> None:
     batches = steps(6)
     chosen = Placement(**PLACEMENTS[placement], save_bytes=blocks * (64 << 10))
     options = {"max_grad_norm": clip, "placement": chosen, "device": "cuda"}
@@ -55,6 +66,7 @@ def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path) -
             result = engine.step(batch)
             got.append((result.loss, result.grad_norm))
             if number in (2, 4):
+                disk.stall()
                 saving = engine.save(tmp_path / f"after {number}", wait=False)
         saving.wait()
         moved = saving.moved_bytes
@@ -70,13 +82,14 @@ def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path) -
             assert all(map(torch.equal, numbers(engine), end))
 
 
-def test_the_launching_thread_does_not_wait_for_the_disk(tmp_path) -> None:
+def test_the_launching_thread_does_not_wait_for_the_disk(tmp_path, disk) -> None:
     batches = steps(2)
     with Engine(
         model(), optimizer=AdamW(), placement=Placement(slots=2, save_bytes=0), device="cuda"
     ) as engine:
         engine.step(batches[0])
         engine.flush()
+        disk.stall()
         saving = engine.save(tmp_path / "saved", wait=False)
         engine.step(batches[1])  # its updates wait, the step's own end does not
         assert not saving.done
