@@ -157,6 +157,12 @@ class Compiled:
             attention_flops=work.attention_flops + sum(w.attention_flops for w in missing),
         )
 
+    def repeating(self) -> Work:
+        """The backward of a graph that holds nothing: it begins with most of a forward."""
+        again, backward = self.forward_keeping(), self.backward(0.0)
+        touched = backward.touched_bytes + again.touched_bytes
+        return replace(backward, touched_bytes=touched, kernels=backward.kernels + again.kernels)
+
     def _library(self) -> list[Op]:
         """Products and attention whose results spare the backward from running them again."""
         return [op for op in self._forward if op.extern and not self._least.isdisjoint(op.made)]

@@ -21,6 +21,7 @@ from megatrain.engine.graphs import (
 from megatrain.engine.sink import Room
 from megatrain.engine.units import State, Unit
 from megatrain.model import attention
+from megatrain.model.kind import Holds
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.store import Tile
 
@@ -98,8 +99,9 @@ class Layer(Unit):
         *,
         train: bool,
     ) -> Activations:
-        if train and (self.keeps_graph or self.policy.keeps == "graph"):
-            graph, made = self._kept_graph(slot, micro, values, leaving)
+        holds = self._holds(slot, micro, values) if train else None
+        if holds is not None:
+            graph, made = self._kept_graph(slot, micro, values, leaving, holds)
             self._waiting[index] = graph
             return made
         if train and self.policy.keeps == "attention":
@@ -109,6 +111,15 @@ class Layer(Unit):
             return made
         with torch.no_grad():
             return self.program.layer(self.visit, self.weights(slot), micro, values)
+
+    def _holds(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Holds | None:
+        """What its graph holds from the forward to the backward; None: no graph waits."""
+        if self.keeps_graph or self.policy.keeps == "graph":
+            return "half"
+        if self.policy.keeps == "attention":
+            return None
+        repeats = self.program.repeats(self.visit, self.weights(slot), micro, values)
+        return "nothing" if repeats else None
 
     def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
         """Gradients of the weights into `room`; returns those of the inputs.
@@ -163,18 +174,23 @@ class Layer(Unit):
             return self._graph(slot, micro, values)[0]
 
     def _kept_graph(
-        self, slot: Buffer, micro: MicroBatch, values: Activations, leaving: Leaving | None
+        self,
+        slot: Buffer,
+        micro: MicroBatch,
+        values: Activations,
+        leaving: Leaving | None,
+        holds: Holds,
     ) -> tuple[KeptGraph, Activations]:
         own = {ref: value for ref, value in values.items() if ref in self.inputs}
         held = Held(slot.data, own, micro.calls[self.visit].leaves, leaving)
         with held.saving():
-            graph, made = self._graph(slot, micro, values, kept=True)
+            graph, made = self._graph(slot, micro, values, holds)
         held.let_go()
         graph.let_go()
         return KeptGraph(graph, held), made
 
     def _graph(
-        self, slot: Buffer, micro: MicroBatch, values: Activations, *, kept: bool = False
+        self, slot: Buffer, micro: MicroBatch, values: Activations, holds: Holds | None = None
     ) -> tuple[Graph, Activations]:
         weights, names = self.leaves(slot)
         inputs = {
@@ -183,7 +199,7 @@ class Layer(Unit):
             if ref in self.inputs
         }
         with torch.enable_grad():
-            made = self.program.layer(self.visit, weights, micro, inputs, kept=kept)
+            made = self.program.layer(self.visit, weights, micro, inputs, holds)
         sources = [weights[name.removeprefix(self.prefix)] for name in names]
         detached = {ref: value.detach() for ref, value in made.items()}
         return Graph.of(inputs, made, sources, names), detached

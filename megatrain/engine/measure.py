@@ -52,6 +52,8 @@ class LayerWork:
         again: the forward of the backward sweep, which keeps what the backward needs.
         backward: what was kept counts in its peak.
         keeping, kept_backward: the same two of a layer that keeps its graph between the sweeps.
+        repeating: the backward of a graph that holds nothing, made by `forward` (then nothing is
+            run `again`); None: layers do not make such graphs.
         outputs: by output leaf.
     """
 
@@ -60,7 +62,15 @@ class LayerWork:
     backward: Work
     keeping: Work
     kept_backward: Work
+    repeating: Work | None
     outputs: dict[int, Shape]
+
+    @property
+    def computed_twice(self) -> list[Work]:
+        """All works of a layer of which nothing is kept."""
+        if self.repeating is not None:
+            return [self.forward, self.repeating]
+        return [self.forward, self.again, self.backward]
 
 
 class _AnyRows(Rows):
@@ -244,6 +254,7 @@ def _compiled(run: Any, given: list[Any]) -> LayerWork:
         works.backward(),
         works.forward_keeping(share),
         works.backward(share),
+        None if recorder.random else works.repeating(),
         _shapes(made),
     )
 
@@ -266,7 +277,7 @@ def _eager(run: Any, given: list[Any]) -> LayerWork:
     first = replace(again.work, peak_bytes=again.peak_bytes, kept_bytes=kept)
     second = replace(backward.work, peak_bytes=backward.peak_bytes + kept)
     forward = replace(plain.work, peak_bytes=plain.peak_bytes)
-    return LayerWork(forward, first, second, first, second, _shapes(made))
+    return LayerWork(forward, first, second, first, second, None, _shapes(made))
 
 
 def _ends(made: Activations) -> tuple[list[Tensor], list[Tensor]]:

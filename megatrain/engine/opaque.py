@@ -15,6 +15,7 @@ from megatrain.engine.measure import Measured, Shape
 from megatrain.engine.sink import Room
 from megatrain.engine.tally import Tally, Work
 from megatrain.engine.units import Head
+from megatrain.model.kind import Holds
 from megatrain.model.program import Activations, MicroBatch, Program, Weights
 from megatrain.model.skeleton import Call, Ref
 from megatrain.store import Tile
@@ -55,8 +56,7 @@ class OpaqueProgram(Program):
         weights: Weights,
         batch: MicroBatch,
         values: Activations,
-        *,
-        kept: bool = False,
+        holds: Holds | None = None,
     ) -> Activations:
         work = self._measured.layer(visit, len(batch.inputs["input_ids"]))
         shapes = {ref: work.outputs[ref.leaf] for ref in self.outline.outputs[visit]}
@@ -64,11 +64,16 @@ class OpaqueProgram(Program):
         if not torch.is_grad_enabled():
             self._tally.add(work.forward)
             return _results(self._tally, shapes)
-        if kept:
+        first, second, place = work.again, work.backward, WORKING_SET
+        if holds == "half":
             first, second, place = work.keeping, work.kept_backward, KEPT_GRAPHS
-        else:
-            first, second, place = work.again, work.backward, WORKING_SET
+        elif work.repeating is not None and holds == "nothing":
+            first, second = work.forward, work.repeating
         return _call(self._tally, first, second, place, sources, shapes)
+
+    def repeats(self, visit: int, weights: Weights, batch: MicroBatch, values: Activations) -> bool:
+        """Whether the work of such a graph is known: of layers that would be compiled."""
+        return self._measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
 
 
 class OpaqueHead(Head):

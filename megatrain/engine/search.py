@@ -273,8 +273,8 @@ class Search:
         )
         work = self._forecasts.measured(self._task).layer(0, frame.micro_batch)
         seconds = self._costs.seconds
-        recomputed = seconds(work.forward) + seconds(work.again) + seconds(work.backward)
-        saved = recomputed - seconds(work.keeping) - seconds(work.kept_backward)
+        saved = sum(map(seconds, work.computed_twice))
+        saved -= seconds(work.keeping) + seconds(work.kept_backward)
         bounds = frame.bounds
         return max(
             bounds[COMPUTE] - keep * max(0.0, saved) * self._num_micro(frame),

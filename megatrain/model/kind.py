@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._functorch.config
@@ -21,17 +21,28 @@ from megatrain.model.tiles import tile_parts
 INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
 
 # What a call is for; each is compiled for itself.
-FORWARD, RECOMPUTE, KEEP, KEEP_RANDOM = PURPOSES = ("forward", "recompute", "keep", "keep_random")
+FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_RANDOM = PURPOSES = (
+    "forward",
+    "recompute",
+    "repeat",
+    "keep",
+    "keep_random",
+)
 _NEWS = {
-    FORWARD: "forward",
+    FORWARD: "forward without a backward",
     RECOMPUTE: "backward",
+    REPEAT: "forward and backward",
     KEEP: "kept graph",
     KEEP_RANDOM: "kept graph with random numbers",
 }
 
-# Share of a layer's activations that a compiled kept graph may hold; the cheap rest is recomputed.
-# Half is about the outputs of the matrix products and of attention.
+# Share of a layer's activations that a compiled graph may hold; the rest is computed again. Half is
+# about the outputs of the matrix products and of attention.
 KEPT_SHARE = 0.5
+_SHARES = {REPEAT: 0.0, KEEP: KEPT_SHARE}
+
+# What a graph that waits for its backward holds besides its layer's arguments.
+Holds = Literal["nothing", "half"]
 
 
 @dataclass
@@ -51,26 +62,41 @@ class Kind:
     random: bool | None = None  # whether it draws random numbers in training; None: not tried yet
 
     def call(
-        self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any], *, kept: bool = False
+        self,
+        weights: dict[str, Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        holds: Holds | None = None,
     ) -> list[Tensor | Any]:
-        """The layer's outputs as a flat list; with `kept`, of a graph that waits long.
+        """The layer's outputs as a flat list; `holds`: of a graph that waits for its backward.
 
         After what it returns comes what it put into containers among its arguments.
         """
         purpose = RECOMPUTE if torch.is_grad_enabled() else FORWARD
-        if kept:
+        if holds == "nothing":
+            purpose = REPEAT
+        elif holds == "half":
             purpose = KEEP_RANDOM if self._random(weights, args, kwargs) else KEEP
         function = self.compiled.get(purpose, _apply)
         output = function(self.module, weights, args, kwargs)
         leaves, self.output_spec = pytree.tree_flatten(output)
         return leaves
 
+    def repeats(self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a graph of it may wait that holds nothing (`holds="nothing"`).
+
+        Its backward is compiled together with what it computes again, and leaves out what only the
+        layer's result needs: an MLP's last product, a quarter of a layer's forward.
+        """
+        return bool(self.compiled) and not self._random(weights, args, kwargs)
+
     def compile(self, name: str) -> None:
         """Compile the call, apart for each purpose (torch.compile, at the first call)."""
         self.compiled = {
             p: compile_and_tell(own_code(_apply, p), f"{name} ({_NEWS[p]})") for p in PURPOSES
         }
-        self.compiled[KEEP] = _within_budget(self.compiled[KEEP])
+        for purpose, share in _SHARES.items():
+            self.compiled[purpose] = _within_budget(self.compiled[purpose], share)
 
     def tile(self, tokens: int, name: str, *, compiled: bool) -> None:
         """Run what acts on every token alone over tiles of `tokens`; compile no more than that."""
@@ -127,10 +153,10 @@ def _make_node(cls: type) -> None:
     )
 
 
-def _within_budget(function: Callable[..., Any]) -> Callable[..., Any]:
+def _within_budget(function: Callable[..., Any], share: float) -> Callable[..., Any]:
     def budgeted(*args: Any) -> Any:
         # Read by torch's partitioner when the function is compiled, at its first call.
-        with torch._functorch.config.patch(activation_memory_budget=KEPT_SHARE):
+        with torch._functorch.config.patch(activation_memory_budget=share):
             return function(*args)
 
     return budgeted

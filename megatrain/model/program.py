@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import RunFailed
 from megatrain.model.build import buffer_types
-from megatrain.model.kind import move_buffers
+from megatrain.model.kind import Holds, move_buffers
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
 from megatrain.model.skeleton import PROLOGUE, Call, Reached, Ref, Rows, identity, stand_in
 
@@ -135,15 +135,20 @@ class Program:
         weights: Weights,
         batch: MicroBatch,
         values: Activations,
-        *,
-        kept: bool = False,
+        holds: Holds | None = None,
     ) -> Activations:
-        """The activations that layer `visit` makes of its inputs in `values`."""
+        """The activations that layer `visit` makes of its inputs in `values`; see `Kind.call`."""
         args, kwargs = batch.calls[visit].arguments(values)
         layer = self.outline.layers[visit]
         bound = {**self.buffers[visit], **weights}
-        leaves = layer.kind.call(bound, args, kwargs, kept=kept)
+        leaves = layer.kind.call(bound, args, kwargs, holds)
         return {ref: leaves[ref.leaf] for ref in self.outline.outputs[visit]}
+
+    def repeats(self, visit: int, weights: Weights, batch: MicroBatch, values: Activations) -> bool:
+        """Whether a graph of layer `visit` may wait that holds nothing; see `Kind.repeats`."""
+        kind = self.outline.layers[visit].kind
+        args, kwargs = batch.calls[visit].arguments(values)
+        return kind.repeats({**self.buffers[visit], **weights}, args, kwargs)
 
     def epilogue(self, weights: Weights, batch: MicroBatch, values: Activations) -> Any:
         """The trunk's output (its hidden states `[B, T, D]` among others)."""
