@@ -1,0 +1,97 @@
+"""`python -m benchmarks.long_context`: steps of one long row each, on one engine.
+
+The warm-up is a row of two tiles: what acts on every token alone is compiled for one tile, whatever
+the length, and nothing else is compiled. Results are those of `megatrain bench step`, one file per
+length, with the arithmetic of causal attention counted beside.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.cli.bench_case import StepCase, build_engine
+from megatrain.cli.bench_step import measure_on
+from megatrain.units import gib
+
+if TYPE_CHECKING:
+    from megatrain.engine import Engine
+
+TILE = 8192
+PLACEMENT = {
+    "slots": 2,
+    "compile": True,
+    "tile_tokens": TILE,
+    "boundaries": "host",
+    "boundary_lanes": 1,
+    "head_tokens": 2048,
+    "keep_attention": "host",
+}
+
+
+def measure(case: StepCase, lengths: list[int], output: Path) -> None:
+    """Steps of ascending lengths: memory is told at its peak so far, which is the last one's."""
+    engine = build_engine(case)
+    try:
+        short = replace(case, sequence_length=2 * TILE, warmup=0, steps=1)
+        measure_on(engine, short)
+        for length in sorted(lengths):
+            result = measure_on(engine, replace(case, sequence_length=length))
+            result |= _counted(engine, result)
+            output.mkdir(parents=True, exist_ok=True)
+            name = f"step-{case.shape}-1x{length}.json"
+            (output / name).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            print(_line(result), flush=True)
+    finally:
+        engine.close()
+
+
+def _counted(engine: "Engine", result: dict[str, Any]) -> dict[str, Any]:
+    """TFLOPS with causal attention: half of all pairs, in forward and backward, once each."""
+    config = engine.config
+    length = result["case"]["sequence_length"]
+    width = config.hidden_size  # of all heads together
+    attention = 6 * config.num_hidden_layers * length * length * width
+    model = 6 * result["parameters"] * length
+    return {"attention_tflops": (model + attention) / result["median_seconds"] / 1e12}
+
+
+def _line(result: dict[str, Any]) -> str:
+    return (
+        f"{result['case']['sequence_length']:>8} tokens: {result['median_seconds']:8.2f} s, "
+        f"{result['tokens_per_second']:7.0f} tokens/s, {result['model_tflops']:.0f} model TFLOPS, "
+        f"{result['attention_tflops']:.0f} with causal attention; device "
+        f"{gib(result['memory']['device_peak_bytes'])}, host {gib(result['host_peak_bytes'])}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="7b")
+    parser.add_argument("--lengths", default="32768,131072,262144", help="tokens of the rows")
+    parser.add_argument("--steps", type=int, default=1, help="measured steps of each length")
+    parser.add_argument("--layers", type=int, help="only so many layers")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
+    args = parser.parse_args()
+    lengths = [int(length) for length in args.lengths.split(",")]
+    case = StepCase(
+        shape=args.shape,
+        layers=args.layers,
+        sequences=1,
+        sequence_length=max(lengths),
+        micro_batch=1,
+        max_grad_norm=1.0,
+        precision="bf16",
+        device=args.device,
+        placement=PLACEMENT,
+        warmup=0,
+        steps=args.steps,
+        seed=0,
+    )
+    measure(case, lengths, args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What `megatrain bench step` measures: whole training steps of one engine."""
+
+import json
+import time
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.cli.bench_case import ROWS, StepCase, build_engine, random_step, statistics_of
+from megatrain.machine import present_machine
+from megatrain.telemetry.environment import commit, environment
+from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
+from megatrain.telemetry.memory import peak_process_bytes
+from megatrain.telemetry.picture import draw
+from megatrain.telemetry.recorder import StepRecorder
+from megatrain.telemetry.timeline import Span, breakdown, chrome_trace
+
+if TYPE_CHECKING:
+    from megatrain.engine import Engine
+
+
+def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]:
+    """Build the model of `case`, run its steps and return the result as plain JSON values.
+
+    Two more steps than asked for are run, with times taken of all their work; `timeline` is where
+    the second one's trace goes (Trace Event Format).
+    """
+    started = time.perf_counter()
+    engine = build_engine(case)
+    try:
+        case = replace(case, micro_batch=case.micro_batch or engine.micro_batch or ROWS)
+        build_seconds = time.perf_counter() - started
+        result = measure_on(engine, case)
+        spans = _recorded_step(engine, case)
+        if timeline is not None:
+            timeline.parent.mkdir(parents=True, exist_ok=True)
+            timeline.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
+            title = f"One step: {case.shape}, {case.sequences} x {case.sequence_length} tokens"
+            draw(spans, timeline.with_suffix(".png"), title)
+        memory = memory_of(engine)  # after all steps
+        seconds = {"build_seconds": build_seconds}
+        return result | seconds | {"breakdown": breakdown(spans, "compute").as_dict()} | memory
+    finally:
+        engine.close()
+
+
+def measure_on(engine: "Engine", case: StepCase) -> dict[str, Any]:
+    """Time the warm-up and the steps of `case` on an engine that is there."""
+    times, losses, compilations = _timed_steps(engine, case)
+    tokens = case.sequences * case.sequence_length
+    return {
+        "benchmark": "step",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "case": asdict(case),
+        "placement": engine.placement.as_dict(),
+        "parameters": engine.num_parameters,
+        "tokens_per_step": tokens,
+        "step_seconds": times,
+        "losses": losses,
+        **statistics_of(times[case.warmup :], tokens, engine.num_parameters),
+        **_utilisation(engine, case),
+        "compilations": sum(compilations),
+        "recompilations_after_warmup": compilations[1],
+        "machine": _rates(engine, case),
+        "environment": environment(str(engine.device.torch_device)),
+        **memory_of(engine),
+    }
+
+
+def memory_of(engine: "Engine") -> dict[str, Any]:
+    """What a result says of memory, at its peak since the process began."""
+    peak = peak_process_bytes()
+    return {
+        "memory": engine.memory(),
+        "host_peak_bytes": peak,
+        "host_bytes_per_parameter": peak / engine.num_parameters,
+    }
+
+
+def _timed_steps(
+    engine: "Engine", case: StepCase
+) -> tuple[list[float], list[float], tuple[int, int]]:
+    """Seconds and loss of every step, those of the warm-up first; compilations in it and after."""
+    from megatrain.model.compiled import num_compilations
+
+    times, losses = [], []
+    before = warm = num_compilations()
+    for index in range(case.warmup + case.steps):
+        if index == case.warmup:
+            warm = num_compilations()
+        micro_batches = random_step(case, engine.config.vocab_size, case.seed + index)
+        started = time.perf_counter()
+        losses.append(float(engine.step(micro_batches).loss))
+        times.append(time.perf_counter() - started)
+    return times, losses, (warm - before, num_compilations() - warm)
+
+
+def _recorded_step(engine: "Engine", case: StepCase) -> list[Span]:
+    """The spans of one more step, with the updates of the step before it under its forward."""
+    micro_batches = random_step(case, engine.config.vocab_size, case.seed)
+    recorder = StepRecorder(engine.recording)
+    recorder.begin()
+    engine.step(micro_batches)
+    recorder.next()
+    engine.step(micro_batches)
+    return recorder.end()
+
+
+def _utilisation(engine: "Engine", case: StepCase) -> dict[str, Any]:
+    gpu = find_gpu(str(engine.device.torch_device))
+    known = gpu is not None and case.precision == "bf16"
+    return {"bf16_peak_tflops": bf16_peak_tflops(gpu.name) if gpu and known else None}
+
+
+def _rates(engine: "Engine", case: StepCase) -> dict[str, Any] | None:
+    """What forecasts know of the machine (python -m benchmarks.predictions)."""
+    machine = present_machine(str(engine.device.torch_device), precision=case.precision)
+    return None if machine is None else machine.as_dict()
