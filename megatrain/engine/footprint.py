@@ -171,15 +171,18 @@ class Compiled:
         """What a kept graph holds: as many FLOPs' results as fit in a share of the default.
 
         A knapsack, as in torch._functorch.partitioners (dp_knapsack): 1 / 10,000 of the default is
-        the unit in which sizes count.
+        the unit in which sizes count. Attention is no part of it: cuDNN's is missing among the
+        operations that count as heavy there (`compute_intensive_ops`), so it is computed again.
         """
         unit = max(1, self._size(self._saved)) / _UNITS
         small = {n for n in self._least if not self._producer[n].extern}
         best: dict[int, tuple[int, frozenset[int]]] = {0: (0, frozenset(small))}
         for op in self._library():
+            flops = op.work.product_flops
+            if not flops:
+                continue
             results = self._least.intersection(op.made)
             size = round(self._size(results) / unit)
-            flops = op.work.product_flops + op.work.attention_flops
             for used, (value, chosen) in list(best.items()):
                 total, gain = used + size, value + flops
                 if total <= share * _UNITS and best.get(total, (-1, chosen))[0] < gain:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,13 @@ from megatrain.device.clock import ClockDevice
 from megatrain.engine.assemble import Assembly, host_bytes, tile_layouts
 from megatrain.engine.costs import MachineCosts
 from megatrain.engine.measure import Measured
-from megatrain.engine.opaque import OpaqueHead, OpaqueProgram
+from megatrain.engine.opaque import (
+    KEPT_ATTENTION,
+    KEPT_GRAPHS,
+    WORKING_SET,
+    OpaqueHead,
+    OpaqueProgram,
+)
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.engine.tally import Tally
 from megatrain.machine import Machine
@@ -29,13 +36,16 @@ from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
 _STEPS = 3  # the first starts without updates, the second with the first one's; then it is steady
 _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
 
-# What torch's allocator takes beyond what is in use, with expandable segments: 2.2 % at 7B with
-# many kept graphs, 0.7 and 0.1 % at 3B (benchmarks/results/step-*.json).
-_ALLOCATOR_SHARE = 0.01
+# What torch's allocator takes beyond what is in use, with expandable segments, of what comes and
+# goes, and of what waits in between: 0.3 to 0.6 GiB where the working set has 2 to 3, 2 GiB where
+# it has 7 and kept graphs 83 (benchmarks/results/step-*.json). Long-lived buffers take no more
+# than their size.
+_ALLOCATOR_SHARES = {WORKING_SET: 0.15, KEPT_GRAPHS: 0.01, KEPT_ATTENTION: 0.01}
 
-# Resident memory of a process beside all planes and buffers: 3.6 GB at 3B, 3.7 to 4.0 at 7B (same
-# files): Python, torch, CUDA's libraries, and compiling.
-_PROCESS_BYTES = 3_650_000_000
+# Resident memory of a process beside all planes and buffers: Python, torch, CUDA's libraries, and
+# compiling. It is 1.9 to 4.0 GB in the same files, whatever the model's size. Before it compiles it
+# has the second.
+_PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_800_000_000, 1_100_000_000
 
 
 @dataclass(frozen=True)
@@ -50,9 +60,10 @@ class Forecast:
         bounds: seconds that each resource is busy; no schedule can be faster than the largest.
         binds: the name of the largest.
         device_bytes: at the step's peak, by part: `slots`, `gradients and rows`, `resident tiles`,
-            `activations`, `kept graphs`, `working set` (of one layer or the head), `lanes of the
-            host`, `layer arguments`, `small buffers`, `allocator` (taken beyond what is in use),
-            `context` (of the process; everything else is what `Engine.memory()` counts).
+            `activations`, `kept graphs`, `kept attention`, `working set` (of one layer or the
+            head), `lanes of the host`, `layer arguments`, `small buffers`, `allocator` (taken
+            beyond what is in use), `context` (of the process; everything else is what
+            `Engine.memory()` counts).
         host_bytes: as `Engine.memory()` names them (`host_weights_bytes`, ...), and
             `host_process_bytes` for the process itself.
     """
@@ -141,7 +152,13 @@ def forecast(
         NotForeseeable: what the model computes depends on its values.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    measured = measured or Measured(outline, dtype, sequence_length, compiled=placement.compile)
+    measured = measured or Measured(
+        outline,
+        dtype,
+        sequence_length,
+        compiled=placement.compile,
+        tile_tokens=placement.tile_tokens,
+    )
     rows = max(1, tokens_per_step // sequence_length)
     run = _run(machine, placement, measured, rows, micro_batch, clip=clip)
     used = {place: num_bytes for place, num_bytes in run.peak_live.items() if num_bytes}
@@ -158,10 +175,10 @@ def forecast(
         bounds={name: sum(s.seconds for s in run.spans if s.stream == name) for name in _BOUNDS},
         device_bytes={
             **used,
-            "allocator": int(_ALLOCATOR_SHARE * sum(used.values())),
+            "allocator": int(sum(share * used.get(p, 0) for p, share in _ALLOCATOR_SHARES.items())),
             "context": machine.device_context_bytes,
         },
-        host_bytes={**run.host_bytes, "host_process_bytes": _PROCESS_BYTES},
+        host_bytes=run.host_bytes,
     )
 
 
@@ -198,7 +215,20 @@ def _run(
             spans = window(device.spans, begin, end)
             costs.slow_down(spans)
     parameters = sum(tile.layout.num_parameters for tile in store.tiles)
-    return _Run(end - begin, spans, tally.peak_live, host_bytes(store, parts), parameters)
+    host = host_bytes(store, parts)
+    host["host_process_bytes"] = _process_bytes(store, sum(host.values()))
+    return _Run(end - begin, spans, tally.peak_live, host, parameters)
+
+
+def _process_bytes(store: Store, held_bytes: int) -> int:
+    """Of the process itself when it runs; or when weights are drawn, if it takes more then.
+
+    Then there is nothing but the planes, and the largest parameter in fp32 on its way to them: to
+    one on the device by way of two more of half its size.
+    """
+    later = held_bytes - sum(store.bytes_by_plane().values())
+    drawn = max(prod(e.shape) * (8 if tile.resident else 4) for tile, e in store.entries())
+    return max(_PROCESS_BYTES, _EARLY_PROCESS_BYTES + drawn - later)
 
 
 def _assemble(

@@ -11,8 +11,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatrain.device import Buffer, CpuDevice
@@ -20,6 +21,7 @@ from megatrain.engine.batch import Batch, prepare
 from megatrain.engine.footprint import Compiled, Recorder, Traced
 from megatrain.engine.sink import Room
 from megatrain.engine.tally import NotForeseeable, OneAttention, Tally, Work
+from megatrain.engine.tiling import TileWork, tiled
 from megatrain.engine.units import Head
 from megatrain.errors import MegatrainError
 from megatrain.model.kind import KEPT_SHARE, Kind
@@ -106,10 +108,17 @@ class Measured:
     """The works of a model's parts, each measured when it is first asked for."""
 
     def __init__(
-        self, outline: Outline, dtype: torch.dtype, sequence_length: int, *, compiled: bool
+        self,
+        outline: Outline,
+        dtype: torch.dtype,
+        sequence_length: int,
+        *,
+        compiled: bool,
+        tile_tokens: int | None = None,
     ) -> None:
+        """Args: with `tile_tokens`, layers are eager but for the parts that run in tiles."""
         self.outline, self.dtype, self.tokens = outline, dtype, sequence_length
-        self.compiled = compiled
+        self.compiled, self.tile_tokens = compiled, tile_tokens
         self._program = Program(outline, _CPU, dtype)
         self._program.train(True)
         self._kinds: dict[tuple[int, int], LayerWork] = {}
@@ -206,8 +215,24 @@ class Measured:
             def run() -> Activations:
                 return self._program.layer(visit, weights, micro, values)
 
-            measure = _compiled if self.compiled else _eager
-            return measure(run, given)
+            if self.tile_tokens is None:
+                return (_compiled if self.compiled else _eager)(run, given)
+            with tiled(kind, self.tile_tokens, self._tile):
+                return _eager(run, given)
+
+    def _tile(self, part: nn.Module, bound: dict[str, Tensor], x_1CD: Tensor) -> TileWork:
+        """What one tile takes in a part of a layer."""
+        grown = {name for name, _ in part.named_parameters()}
+        with _fake(), torch.enable_grad():
+            x = _anew(x_1CD).requires_grad_()
+            weights = {n: _anew(v).requires_grad_(n in grown) for n, v in bound.items()}
+
+            def run() -> Activations:
+                return {Ref(0, 0): functional_call(part, weights, (x,))}
+
+            work = (_compiled if self.compiled else _eager)(run, [x, *weights.values()])
+            made = work.outputs[0]
+            return TileWork(work.forward, work.again, work.backward, made.sizes, made.dtype)
 
     def _head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
         with _fake(), torch.enable_grad():
@@ -261,22 +286,23 @@ def _compiled(run: Any, given: list[Any]) -> LayerWork:
 
 def _eager(run: Any, given: list[Any]) -> LayerWork:
     """What a layer takes as it is."""
-    plain, again, backward = Tally(), Tally(), Tally()
+    plain, graph = Tally(), Tally()
     with torch.no_grad(), plain:
         plain.ignore(given)
         run()
-    with again:
-        again.ignore(given)
+    forward = replace(plain.work, peak_bytes=plain.peak_bytes)
+    with graph:
+        graph.ignore(given)
         made = run()
     values, gradients = _ends(made)
+    graph.ignore(gradients)
     results = sum(value.nbytes for value in made.values())
-    kept = again.total_bytes - results
-    with backward:
-        backward.ignore(given)
+    kept = graph.total_bytes - results
+    first = replace(graph.work, peak_bytes=graph.peak_bytes, kept_bytes=kept)
+    graph.restart()
+    with graph:
         torch.autograd.grad(values, _leaves(given), gradients, allow_unused=True)
-    first = replace(again.work, peak_bytes=again.peak_bytes, kept_bytes=kept)
-    second = replace(backward.work, peak_bytes=backward.peak_bytes + kept)
-    forward = replace(plain.work, peak_bytes=plain.peak_bytes)
+    second = replace(graph.work, peak_bytes=graph.peak_bytes - results)
     return LayerWork(forward, first, second, first, second, None, _shapes(made))
 
 
@@ -302,10 +328,14 @@ def _as_fakes(calls: list[Call]) -> list[Call]:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in known:
-            known[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            known[id(leaf)] = _anew(leaf)
         return known[id(leaf)]
 
     return [Call([fresh(leaf) for leaf in call.leaves], call.spec) for call in calls]
+
+
+def _anew(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 @contextmanager

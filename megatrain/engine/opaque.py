@@ -9,18 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from megatrain.device import Buffer, Device
 from megatrain.engine.measure import Measured, Shape
 from megatrain.engine.sink import Room
 from megatrain.engine.tally import Tally, Work
 from megatrain.engine.units import Head
+from megatrain.model import attention
 from megatrain.model.kind import Holds
 from megatrain.model.program import Activations, MicroBatch, Program, Weights
 from megatrain.model.skeleton import Call, Ref
 from megatrain.store import Tile
 
 ACTIVATIONS, WORKING_SET, KEPT_GRAPHS = "activations", "working set", "kept graphs"
+KEPT_ATTENTION = "kept attention"
 
 
 class OpaqueProgram(Program):
@@ -69,11 +72,26 @@ class OpaqueProgram(Program):
             first, second, place = work.keeping, work.kept_backward, KEPT_GRAPHS
         elif work.repeating is not None and holds == "nothing":
             first, second = work.forward, work.repeating
+        else:
+            first = self._attention(first)
         return _call(self._tally, first, second, place, sources, shapes)
 
     def repeats(self, visit: int, weights: Weights, batch: MicroBatch, values: Activations) -> bool:
         """Whether the work of such a graph is known: of layers that would be compiled."""
         return self._measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
+
+    def _attention(self, work: Work) -> Work:
+        """What of a layer's forward is left where attention's results are kept, or known."""
+        mode, size = _get_current_dispatch_mode(), work.attention_bytes
+        if isinstance(mode, attention.Keep):
+            with self._tally.placing(KEPT_ATTENTION):
+                mode.results.append(torch.empty(size, dtype=torch.uint8, device="meta"))
+        elif isinstance(mode, attention.Replay):
+            work = replace(work, attention_flops=0)
+        else:
+            return work
+        # They are beside the graph that reads them.
+        return replace(work, peak_bytes=work.peak_bytes - size, kept_bytes=work.kept_bytes - size)
 
 
 class OpaqueHead(Head):

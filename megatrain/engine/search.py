@@ -92,12 +92,16 @@ class Forecasts:
         optimizer = StreamedOptimizer(AdamW(), self.outline.skeleton.model)
         return tile_layouts(self.outline, optimizer.group_of())
 
-    def measured(self, task: Task) -> Measured:
+    def measured(self, task: Task, tile_tokens: int | None = None) -> Measured:
         """What the model's parts take."""
-        key = (task.dtype, task.sequence_length, task.compile)
+        key = (task.dtype, task.sequence_length, task.compile, tile_tokens)
         if key not in self._measured:
             self._measured[key] = Measured(
-                self.outline, task.dtype, task.sequence_length, compiled=task.compile
+                self.outline,
+                task.dtype,
+                task.sequence_length,
+                compiled=task.compile,
+                tile_tokens=tile_tokens,
             )
         return self._measured[key]
 
@@ -115,7 +119,7 @@ class Forecasts:
                 micro_batch=micro_batch,
                 clip=task.clip,
                 precision=task.precision,
-                measured=self.measured(task),
+                measured=self.measured(task, placement.tile_tokens),
             )
         return replace(self._made[key], machine=machine)
 

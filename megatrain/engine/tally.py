@@ -34,6 +34,7 @@ class Work:
         attention_flops, attention_backward_flops: causal attention counted at half.
         touched_bytes: of device memory, by all other operations.
         kernels: launched.
+        attention_bytes: results of attention, which may wait for its backward.
         peak_bytes: that exist at once, besides what the work was given; results count.
         kept_bytes: that wait for a backward, besides results and what the work was given.
     """
@@ -43,6 +44,7 @@ class Work:
     attention_backward_flops: int = 0
     touched_bytes: int = 0
     kernels: int = 0
+    attention_bytes: int = 0
     peak_bytes: int = 0
     kept_bytes: int = 0
 
@@ -153,7 +155,9 @@ def _one_attention(
 def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     """What one operation takes on its own, and the bytes it needs while it runs."""
     if func is ATTENTION:
-        return Work(attention_flops=_attention_flops(*args), kernels=1), 0
+        results = sum(tensor.nbytes for tensor in tensors(out))
+        flops = _attention_flops(*args)
+        return Work(attention_flops=flops, kernels=1, attention_bytes=results), 0
     if func is ATTENTION_BACKWARD:
         _, query, key, value, *_, mask, causal = args
         # Five products where the forward has two; the gradient of the queries is summed in fp32.
@@ -233,8 +237,9 @@ class Tally(TorchDispatchMode):
         self.work = added(self.work, work)
         self._note_peak("working set", work.peak_bytes)
 
-    def restart_peak(self) -> None:
-        """Forget the peak so far."""
+    def restart(self) -> None:
+        """Forget work and peak so far; what is alive stays."""
+        self.work = Work()
         self.peak_bytes, self.peak_live = self._total, Counter(self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -289,4 +294,5 @@ def added(one: Work, other: Work) -> Work:
         one.attention_backward_flops + other.attention_backward_flops,
         one.touched_bytes + other.touched_bytes,
         one.kernels + other.kernels,
+        one.attention_bytes + other.attention_bytes,
     )

@@ -37,9 +37,17 @@ def tile_parts(module: nn.Module, tokens: int, compiled: Compiler) -> None:
     Each part is tried at its first call, with the weights that are bound then. `compiled` makes a
     function fast that is called with whole tiles only; it is told what the function is.
     """
-    for name, part in list(module.named_modules()):
-        if name and not _is_one_operation(part):
-            part.forward = _Tiled(part, name, tokens, compiled)
+    for name, part in parts(module):
+        part.forward = Tiled(part, name, tokens, compiled)
+
+
+def parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What of a template may run in tiles, by name."""
+    return [
+        (name, part)
+        for name, part in module.named_modules()
+        if name and not _is_one_operation(part)
+    ]
 
 
 def _is_one_operation(part: nn.Module) -> bool:
@@ -49,7 +57,7 @@ def _is_one_operation(part: nn.Module) -> bool:
     return leaf and (not parameters or any(p.ndim > 1 for p in parameters))
 
 
-class _Tiled:
+class Tiled:
     """Stands for the forward of a part."""
 
     def __init__(self, part: nn.Module, name: str, tokens: int, compiled: Compiler) -> None:
@@ -63,7 +71,7 @@ class _Tiled:
         }
         self._taken: dict[tuple[bool, int, torch.dtype], bool] = {}
 
-    def __deepcopy__(self, memo: dict) -> "_Tiled":
+    def __deepcopy__(self, memo: dict) -> "Tiled":
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,17 +80,24 @@ class _Tiled:
             return self._whole(*args, **kwargs)
         if x.shape[0] * x.shape[1] <= self._tokens or not self._tried(x):
             return self._whole(x)
-        bound = {**dict(self._part.named_parameters()), **dict(self._part.named_buffers())}
-        return _Tiles.apply(self._call, self._tokens, list(bound), x, *bound.values())
+        return self._over_tiles(self._bound(), x)
+
+    def _bound(self) -> dict[str, Tensor]:
+        return {**dict(self._part.named_parameters()), **dict(self._part.named_buffers())}
 
     def _tried(self, x: Tensor) -> bool:
         key = (self._part.training, x.shape[-1], x.dtype)
         if key not in self._taken:
             self._alone.train(self._part.training)
-            bound = {**dict(self._part.named_parameters()), **dict(self._part.named_buffers())}
             with _disable_current_modes():
-                self._taken[key] = acts_on_tokens_alone(lambda y: self._run(bound, y), x)
+                self._taken[key] = self._trial(self._bound(), x)
         return self._taken[key]
+
+    def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
+        return acts_on_tokens_alone(lambda y: self._run(bound, y), x)
+
+    def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
+        return _Tiles.apply(self._call, self._tokens, list(bound), x, *bound.values())
 
     def _run(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
         return _apply(self._alone, bound, x)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain import Placement
-from megatrain.model.tiles import _Tiled, acts_on_tokens_alone
+from megatrain.model.tiles import Tiled, acts_on_tokens_alone
 from tests.families.tiny import tiny_model
 from tests.parity.cases import gradients, llama, make_batches, make_engine, qwen2, relative_error
 
@@ -40,7 +40,7 @@ def taken(engine: Any) -> set[str]:
     for layer in engine._outline.layers:
         for name, part in layer.kind.module.named_modules():
             forward = part.__dict__.get("forward")
-            if isinstance(forward, _Tiled) and any(forward._taken.values()):
+            if isinstance(forward, Tiled) and any(forward._taken.values()):
                 found.add(name)
     return found
 

@@ -27,6 +27,9 @@ PLACEMENTS = {
     "resident": Placement(slots=3, resident=("embedding", "layer 1", "head")),
     "boundaries on the host": Placement(boundaries="host", keep_layers=2),
     "rows brought again": Placement(keep_rows=False, gradient_lanes=1, head_tokens=7),
+    "attention on the host": Placement(
+        tile_tokens=16, boundaries="host", keep_attention="host", offload_layers=2, keep_layers=1
+    ),
 }
 
 
@@ -47,6 +50,7 @@ CASES = {
     "resident": (True, "bf16", True),
     "boundaries on the host": (False, "fp32", True),
     "rows brought again": (False, "bf16", False),
+    "attention on the host": (True, "bf16", False),
 }
 
 

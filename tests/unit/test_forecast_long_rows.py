@@ -1,0 +1,129 @@
+"""What is foretold of layers in tiles, and of attention that waits, against real layers."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain import Placement
+from megatrain.engine import tally
+from megatrain.engine.assemble import open_source
+from megatrain.engine.forecast import Forecast
+from megatrain.engine.measure import LayerWork, Measured, _eager
+from megatrain.engine.search import Task
+from megatrain.engine.tiling import acts_alone
+from megatrain.model import tiles
+from megatrain.model.probe import outline
+from megatrain.model.program import MicroBatch, Program
+from megatrain.model.skeleton import Rows
+from tests.parity.test_tiles import TAKEN, model_of
+from tests.unit.forecast_cases import small_machine, tiny_config
+from tests.unit.test_forecast import forecasts
+
+TOKENS, ROWS, WIDTH = 512, 2, 256
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """As the tally finds them, but those with data."""
+    if isinstance(values, Tensor):
+        return [values]
+    values = list(values.values()) if isinstance(values, dict) else values
+    return [t for v in values for t in tensors(v)] if isinstance(values, list | tuple) else []
+
+
+@contextlib.contextmanager
+def tallied() -> Iterator[None]:
+    """Tallies count real tensors, also in the forward of tiles."""
+    with pytest.MonkeyPatch.context() as patch, torch.enable_grad():
+        patch.setattr(tally, "tensors", tensors)
+        patch.setattr(tiles, "_disable_current_modes", contextlib.nullcontext)
+        yield
+
+
+def real_work(tile_tokens: int | None) -> LayerWork:
+    """A layer run on the CPU, under a tally."""
+    model = outline(open_source(tiny_config()).model)
+    program, layer = Program(model, torch.device("cpu"), torch.float32), model.layers[1]
+    program.train(True)
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
+    table = {name: torch.randn(1, WIDTH, requires_grad=True) for name in model.gathered}
+    rows = Rows(ids, ids, table, torch.zeros(1, dtype=torch.long))
+    micro = MicroBatch({"input_ids": ids}, ids, rows)
+    program.prologue({}, micro)
+    values = {ref: torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True) for ref in layer.inputs}
+    weights = {
+        name: (torch.randn(p.shape) / 16).requires_grad_()
+        for name, p in layer.module.named_parameters()
+    }
+    if tile_tokens is not None:
+        program.tile(tile_tokens, compiled=False)
+    program.layer(1, weights, micro, values)  # parts are tried at the first call
+    given = [*values.values(), *weights.values(), *micro.calls[1].leaves]
+    with tallied():
+        return _eager(lambda: program.layer(1, weights, micro, values), given)
+
+
+@pytest.mark.parametrize("tile_tokens", [None, 64, 256])
+def test_memory_of_a_layer_is_that_of_a_real_one(tile_tokens: int | None) -> None:
+    real = real_work(tile_tokens)
+    model = outline(open_source(tiny_config()).model)
+    found = Measured(model, torch.float32, TOKENS, compiled=False, tile_tokens=tile_tokens)
+    told = found.layer(1, ROWS)
+    for name in ("forward", "again", "backward"):
+        peak, was = getattr(told, name).peak_bytes, getattr(real, name).peak_bytes
+        assert peak == pytest.approx(was, rel=0.03), name
+    assert told.again.kept_bytes == real.again.kept_bytes
+    assert told.backward.product_flops == real.backward.product_flops
+
+
+@pytest.mark.parametrize("family", TAKEN)
+def test_parts_that_run_in_tiles_are_known_without_weights(family: str) -> None:
+    source = open_source(model_of(family)).model
+    found = set()
+    for layer in outline(source).layers:
+        for name, part in tiles.parts(layer.kind.module):
+            bound = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+            if "." not in name and acts_alone(part, bound, source.config.hidden_size):
+                found.add(name)
+    assert found == TAKEN[family]
+
+
+def long(keep_attention: Literal["none", "device", "host"]) -> Forecast:
+    """6 rows of 32 tokens, in tiles of 16, without the overhead of a launch."""
+    placement = Placement(tile_tokens=16, boundaries="host", keep_attention=keep_attention)
+    machine = replace(small_machine(), launch_seconds=0.0)
+    task = Task(6 * 32, 32, None, True, "bf16", False)
+    return forecasts().of(machine, placement, task, 6)
+
+
+def test_attention_that_waits_is_not_computed_again() -> None:
+    none, device, host = long("none"), long("device"), long("host")
+    # 6 layers, 6 rows, 4 heads: half of two products of [32, 64] with [64, 32], at 1 TFLOPS.
+    attention = 6 * 6 * 4 * 2 * 32 * 32 * 64 / 1e12
+    saved = none.bounds["compute"] - device.bounds["compute"]
+    assert saved == pytest.approx(attention, rel=0.01)
+    results = 6 * 6 * 32 * (256 * 2 + 4 * 4)  # and the logarithms of sums
+    # When most memory is in use, those of the last layer are gone.
+    assert device.device_bytes["kept attention"] == results * 5 // 6
+    assert host.host_bytes["host_kept_bytes"] == results
+    assert host.bounds["copy out"] > device.bounds["copy out"]
+    assert host.device_bytes["lanes of the host"] > device.device_bytes["lanes of the host"]
+
+
+def test_tiles_save_memory_and_cost_time() -> None:
+    model = outline(open_source(tiny_config()).model)
+    whole, cut = (
+        Measured(model, torch.bfloat16, 4096, compiled=False, tile_tokens=n).layer(0, 1)
+        for n in (None, 256)
+    )
+    assert cut.forward.peak_bytes < 0.6 * whole.forward.peak_bytes
+    assert cut.again.kept_bytes < 0.6 * whole.again.kept_bytes
+    assert cut.backward.peak_bytes < 0.7 * whole.backward.peak_bytes
+    mlp = 2 * 3 * 256 * 768 * 4096
+    assert cut.backward.product_flops == whole.backward.product_flops + mlp
+    # Nothing of it stays behind in the model.
+    assert not any("forward" in vars(part) for part in model.layers[0].kind.module.modules())
