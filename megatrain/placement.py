@@ -44,8 +44,8 @@ class Placement:
         resident: tiles that rest on the device with all their state, and are updated there
             (`embedding`, `prologue`, `layer 0`, ..., `head`).
         keep_layers: layers at the end of the stack whose graph is kept, not recomputed.
-        offload_layers: layers at its beginning whose graph is kept in pinned host memory (unless it
-            stays on the device by `keep_layers`).
+        offload_layers: layers whose graph is kept in pinned host memory, evenly spread over those
+            that `keep_layers` leaves.
         keep_attention: where the results of the other layers' attention wait for the backward,
             which then does not compute it again; for eager layers, as with `tile_tokens`.
         head_tokens: tokens whose logits exist at once.

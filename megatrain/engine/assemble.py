@@ -38,6 +38,10 @@ from megatrain.tile import TileLayout
 # Cores left to the thread that launches work and to the data loader.
 _SPARE_CORES = 2
 
+# Of a micro-batch's graph or attention on its way to the host and back, at once. Two leave: a graph
+# takes up to twice as long over the bus as its layer's forward.
+LEAVING, RETURNING = 2, 2
+
 Write = Callable[[str, Tensor], None]
 
 
@@ -206,8 +210,7 @@ class Assembly:
         policies = [self.policy(visit) for visit in range(len(program.outline.layers))]
         ferry = None
         if any(policy.on_host for policy in policies):
-            # One leaves while the next is computed; one returns while another is used.
-            ferry = Ferry(device, "kept", leaving=1, returning=2)
+            ferry = Ferry(device, "kept", LEAVING, RETURNING)
         layers = [
             Layer(device, program, tiles[f"layer {visit}"], visit, policy, ferry)
             for visit, policy in enumerate(policies)
@@ -218,9 +221,12 @@ class Assembly:
 
     def policy(self, visit: int) -> Policy:
         """What of a layer's forward waits for its backward."""
-        if visit < self.placement.offload_layers:
+        placement = self.placement
+        # Evenly among those that do not stay: each has a few layers' time to leave.
+        among = len(self.program.outline.layers) - placement.keep_layers
+        if visit < among and visit * placement.offload_layers % among < placement.offload_layers:
             return Policy("graph", on_host=True)
-        where = self.placement.keep_attention
+        where = placement.keep_attention
         return RECOMPUTE if where == "none" else Policy("attention", on_host=where == "host")
 
     def embedding(self, sink: Sink | None, work: WorkRoom) -> Embedding:

@@ -68,6 +68,7 @@ class Question:
 
     Attributes:
         tokens: of a step; None where they are not known, then what grows with them is left out.
+        distinct: of these, that differ; None: they may all.
     """
 
     outline: Outline
@@ -76,6 +77,7 @@ class Question:
     optimizer: StreamedOptimizer | None
     max_grad_norm: float | None
     tokens: int | None
+    distinct: int | None = None
 
     def needs(self, placement: Placement) -> Needs:
         """All long-lived memory, and the largest gradient on its way to its sum."""
@@ -94,7 +96,7 @@ class Question:
         if self.tokens is not None:
             # The rooms are replaced by larger ones: the first are given back.
             device.needs.device["work room"] = 0
-            parts.embedding.reserve(self.tokens)
+            parts.embedding.reserve(self.tokens if self.distinct is None else self.distinct)
         if isinstance(parts, TrainingParts):
             entries = [e for e in self.layouts_of("head").entries if e.group is not None]
             largest = max((prod(e.shape) for e in entries), default=0)
@@ -129,6 +131,8 @@ def smallest(placement: Placement) -> Placement:
         gradient_lanes=1,
         keep_rows=False,
         keep_layers=0,
+        offload_layers=0,
+        keep_attention="none",
         boundaries="host",
         boundary_lanes=1,
         resident=(),

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from megatrain.device import Device
 from megatrain.engine.forecast import Forecast
-from megatrain.engine.search import Forecasts, Search, Task
+from megatrain.engine.forecasts import Forecasts, Task
+from megatrain.engine.search import Search
 from megatrain.engine.tally import NotForeseeable
 from megatrain.errors import InputError
 from megatrain.machine import Machine, present_machine
@@ -126,9 +127,13 @@ def reasons(found: Forecast) -> list[str]:
     placement, machine = found.placement, found.machine
     resident = len(placement.resident)
     rows = f"{found.micro_batch} row{'s' * (found.micro_batch > 1)}"
+    offloaded = placement.offload_layers
+    graphs = f"{placement.keep_layers} kept graphs" + f" and {offloaded} on the host" * bool(
+        offloaded
+    )
     return [
         f"micro-batches of {rows}, {placement.slots} slots, {resident} resident tiles, "
-        f"{placement.keep_layers} kept graphs, boundaries on the {placement.boundaries}",
+        f"{graphs}, boundaries on the {placement.boundaries}",
         f"{found.seconds:.3g} s a step expected ({found.model_tflops:.0f} model TFLOPS), "
         f"{found.binds} is busy {found.bounds[found.binds] / found.seconds:.0%} of it; "
         f"{gib(found.device_peak_bytes)} of {gib(machine.device_memory_bytes)} on the device, "

@@ -45,7 +45,7 @@ _ALLOCATOR_SHARES = {WORKING_SET: 0.15, KEPT_GRAPHS: 0.01, KEPT_ATTENTION: 0.01}
 # Resident memory of a process beside all planes and buffers: Python, torch, CUDA's libraries, and
 # compiling. It is 1.9 to 4.0 GB in the same files, whatever the model's size. Before it compiles it
 # has the second.
-_PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_800_000_000, 1_100_000_000
+PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_800_000_000, 1_100_000_000
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _process_bytes(store: Store, held_bytes: int) -> int:
     """
     later = held_bytes - sum(store.bytes_by_plane().values())
     drawn = max(prod(e.shape) * (8 if tile.resident else 4) for tile, e in store.entries())
-    return max(_PROCESS_BYTES, _EARLY_PROCESS_BYTES + drawn - later)
+    return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + drawn - later)
 
 
 def _assemble(

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from megatrain.engine.forecast import Forecast
-from megatrain.engine.search import Forecasts, Search, Task
+from megatrain.engine.forecasts import Forecasts, Task
+from megatrain.engine.search import Search
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
@@ -60,11 +61,14 @@ class Ask:
 class Plans(Protocol):
     """What answers questions about one model."""
 
-    def once(self, ask: Ask) -> Forecast:
-        """The forecast; raises DoesNotFit."""
+    def once(self, ask: Ask, *, thorough: bool = True) -> Forecast:
+        """The forecast; raises DoesNotFit. Not `thorough`, a search stops early."""
 
     def least(self, ask: Ask) -> list[Forecast]:
         """The most frugal ways, each on a machine with just the memory that it needs."""
+
+    def could_fit(self, ask: Ask) -> bool:
+        """Whether there is any way; far quicker to tell than the fastest one."""
 
 
 class Planner:
@@ -73,9 +77,9 @@ class Planner:
     def __init__(self, outline: Outline) -> None:
         self._forecasts = Forecasts(outline)
 
-    def once(self, ask: Ask) -> Forecast:
+    def once(self, ask: Ask, *, thorough: bool = True) -> Forecast:
         if ask.placement is None:
-            return self._search(ask).best()
+            return self._search(ask, thorough=thorough).best()
         found = self._placed(ask, ask.placement)
         check_budgets(found, ask.machine)
         return found
@@ -91,8 +95,18 @@ class Planner:
         )
         return [replace(found, machine=machine)]
 
-    def _search(self, ask: Ask) -> Search:
-        return Search(self._forecasts, ask.machine, _task(ask, compile=True))
+    def could_fit(self, ask: Ask) -> bool:
+        if ask.placement is None:
+            return self._search(ask).could_fit()
+        found, there = self._placed(ask, ask.placement), ask.machine
+        return (
+            found.device_peak_bytes <= there.device_memory_bytes
+            and found.host_peak_bytes <= there.host_memory_bytes
+        )
+
+    def _search(self, ask: Ask, *, thorough: bool = True) -> Search:
+        task = _task(ask, compile=True)
+        return Search(self._forecasts, ask.machine, task, thorough=thorough)
 
     def _placed(self, ask: Ask, placement: Placement) -> Forecast:
         rows = ask.micro_batch or default_micro_batch(ask)

@@ -76,28 +76,20 @@ def remedies(plans: Plans, ask: Ask, short: Shortage) -> list[Remedy]:
         new = [
             Remedy(text, cost, told)
             for text, changed in look(plans, ask, short)
-            if (told := fitting(plans, changed)) is not None
+            if (told := fitting(plans, changed, thorough=False)) is not None
         ]
         found += sorted(new, key=lambda remedy: -remedy.forecast.tokens_per_second)
     return found[:SHOWN]
 
 
-def fitting(plans: Plans, ask: Ask) -> Forecast | None:
+def fitting(plans: Plans, ask: Ask, *, thorough: bool = True) -> Forecast | None:
     """The forecast; None if it does not fit."""
+    if not plans.could_fit(ask):
+        return None
     try:
-        return plans.once(ask)
+        return plans.once(ask, thorough=thorough)
     except DoesNotFit:
         return None
-
-
-def could_fit(plans: Plans, ask: Ask) -> bool:
-    """Whether the most frugal way fits; far quicker to tell than the fastest one that does."""
-    there = ask.machine
-    return any(
-        way.machine.device_memory_bytes <= there.device_memory_bytes
-        and way.machine.host_memory_bytes <= there.host_memory_bytes
-        for way in plans.least(ask)
-    )
 
 
 Changes = Iterator[tuple[str, Ask]]
@@ -123,7 +115,7 @@ def _fewer_tokens(plans: Plans, ask: Ask, short: Shortage) -> Changes:
         return replace(ask, tokens_per_step=tokens, micro_batch=micro_batch)
 
     most = ask.tokens_per_step // ask.sequence_length
-    rows = _halved(most, 1, lambda rows: could_fit(plans, with_rows(rows)))
+    rows = _halved(most, 1, lambda rows: plans.could_fit(with_rows(rows)))
     if rows is not None:
         yield f"take {rows * ask.sequence_length:,} tokens a step", with_rows(rows)
 
@@ -139,7 +131,7 @@ def _other_training(plans: Plans, ask: Ask, short: Shortage) -> Changes:
     length = _halved(
         ask.sequence_length,
         _SHORTEST,
-        lambda length: could_fit(plans, with_length(length)),
+        lambda length: plans.could_fit(with_length(length)),
     )
     if length is not None:
         yield f"take sequences of {length:,} tokens", with_length(length)

@@ -56,10 +56,17 @@ class Toy:
         host = (24 if ask.clip else 20) * GIB * (2 if ask.precision == "fp32" else 1)
         return toy_forecast(ask, device, host)
 
-    def once(self, ask: Ask) -> Forecast:
+    def once(self, ask: Ask, *, thorough: bool = True) -> Forecast:
         found = self.needs(ask)
         check_budgets(found, ask.machine)
         return found
+
+    def could_fit(self, ask: Ask) -> bool:
+        found, there = self.needs(ask), ask.machine
+        return (
+            found.device_peak_bytes <= there.device_memory_bytes
+            and found.host_peak_bytes <= there.host_memory_bytes
+        )
 
     def least(self, ask: Ask) -> list[Forecast]:
         found = self.needs(ask)

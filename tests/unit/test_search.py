@@ -2,16 +2,23 @@
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from functools import cache
+from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 
 from megatrain import Placement
 from megatrain.device import CpuDevice
 from megatrain.engine import fit
-from megatrain.engine.search import Forecasts, Task
+from megatrain.engine.assemble import Assembly
+from megatrain.engine.forecasts import Forecasts, Task
+from megatrain.engine.search import _FRAMES, Search
+from megatrain.engine.ways import Budget
 from megatrain.errors import DoesNotFit
+from megatrain.machine import Machine
 from tests.unit.forecast_cases import H200, small_machine, tiny_outline
 
 FORECASTS = Forecasts(tiny_outline())
@@ -59,19 +66,116 @@ def test_micro_batches_are_even_and_a_given_one_is_kept() -> None:
     assert sizes == [48, 32, 16, 8, 4, 2, 1]
 
 
-def test_no_hand_made_placement_in_the_budget_is_much_faster() -> None:
-    budget = 40.0
-    best = choose(budget)
-    task = Task(512, 64, None, True, "bf16", True)
+TASK = Task(512, 64, None, True, "bf16", True)
+
+
+def by_hand(*, exhaustive: bool) -> Iterator[Placement]:
+    """Placements that somebody might write."""
     names = [t.name for t in FORECASTS.layouts if t.name != "unused"]
-    for count in range(0, len(names), 2):
-        for keep in range(0, 7, 2):
-            placement = Placement(
-                slots=3, compile=True, resident=tuple(names[:count]), keep_layers=keep
-            )
-            other = FORECASTS.of(small_machine(budget), placement, task, 8)
-            if other.device_peak_bytes <= 0.95 * budget * 2**20:
-                assert best.seconds <= other.seconds * 1.05, placement
+    step = 1 if exhaustive else 3
+    for count, keep, offload in product(
+        range(0, len(names), step), range(0, 7, step), range(0, 7, step)
+    ):
+        for boundaries in ("device", "host") if exhaustive else ("device",):
+            if keep + offload <= 6:
+                yield Placement(
+                    slots=3,
+                    compile=True,
+                    boundaries=boundaries,
+                    resident=tuple(names[:count]),
+                    keep_layers=keep,
+                    offload_layers=offload,
+                )
+
+
+def check_by_hand(device_mib: float, host_mib: float, *, exhaustive: bool) -> None:
+    machine = small_machine(device_mib, host_mib / 1024)
+    best = choose(device_mib, host_mib / 1024)
+    beaten = 0
+    for placement in by_hand(exhaustive=exhaustive):
+        for rows in (8, 4, 2) if exhaustive else (4,):
+            other = FORECASTS.of(machine, placement, TASK, rows)
+            if Budget(machine).fits(other):
+                assert best.seconds <= other.seconds * 1.05, (placement, rows)
+                beaten += 1
+    assert beaten or device_mib < 14 or host_mib < just_mib()
+
+
+@cache
+def just_mib() -> float:
+    """Host memory that is enough where nothing rests on the device and nothing is kept."""
+    plain = Placement(slots=3, compile=True)
+    found = FORECASTS.of(small_machine(), plain, TASK, 8)
+    return found.host_peak_bytes / 0.95 / 2**20
+
+
+@pytest.mark.parametrize("device_mib, more_mib", [(40.0, 1e6), (24.0, 1e6), (40.0, -10.0)])
+def test_no_hand_made_placement_in_the_budget_is_much_faster(
+    device_mib: float, more_mib: float
+) -> None:
+    check_by_hand(device_mib, just_mib() + more_mib, exhaustive=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device_mib", [10.0, 14.0, 20.0, 40.0, 80.0])
+@pytest.mark.parametrize("more_mib", [-10.0, 30.0, 1e6])
+def test_nor_is_any_of_all(device_mib: float, more_mib: float) -> None:
+    check_by_hand(device_mib, just_mib() + more_mib, exhaustive=True)
+
+
+def fast_bus(device_mib: float, host_gib: float) -> Machine:
+    machine = small_machine(device_mib, host_gib)
+    return replace(machine, to_device_gbps=50.0, from_device_gbps=50.0)
+
+
+def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room() -> None:
+    def with_host(mib: float) -> fit.Forecast:
+        return fit.choose(
+            tiny_outline(),
+            fast_bus(16.0, mib / 1024),
+            tokens_per_step=512,
+            sequence_length=64,
+            micro_batch=1,
+            forecasts=FORECASTS,
+        )
+
+    much, little = with_host(1e6), with_host(just_mib() + 5)
+    assert much.placement.offload_layers >= 3
+    assert much.host_bytes["host_kept_bytes"] > 0
+    plain = replace(much.placement, offload_layers=0)
+    assert much.seconds < 0.99 * FORECASTS.of(fast_bus(16.0, 1e6), plain, TASK, 1).seconds
+    assert little.placement.offload_layers < much.placement.offload_layers
+
+
+def test_tiles_rest_on_the_device_where_the_host_lacks_room() -> None:
+    too_few = (just_mib() - 25) / 1024
+    found = choose(1e4, too_few)
+    assert found.host_peak_bytes <= 0.95 * too_few * 2**30
+    assert found.placement.resident
+    with pytest.raises(DoesNotFit, match="host memory"):
+        choose(10, too_few)
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_what_is_told_without_a_forecast_is_never_too_much(clip: bool) -> None:
+    search = Search(FORECASTS, small_machine(), replace(TASK, clip=clip))
+    for number, rows in product(range(len(_FRAMES)), search._sizes()):
+        device, host = search._floor(number, rows)
+        told = search._frame(number, rows)
+        assert 0.5 * told.device_peak_bytes < device <= told.device_peak_bytes
+        assert 0.9 * told.host_peak_bytes < host <= 1.001 * told.host_peak_bytes
+
+
+def test_graphs_on_the_host_are_spread_over_those_that_do_not_stay() -> None:
+    def offloaded(**choices: int) -> list[int]:
+        program = SimpleNamespace(outline=tiny_outline())
+        assembly = Assembly(CpuDevice(), program, None, None, Placement(**choices))  # type: ignore[arg-type]
+        return [visit for visit in range(6) if assembly.policy(visit).on_host]
+
+    assert offloaded(offload_layers=3) == [0, 2, 4]
+    assert offloaded(offload_layers=2, keep_layers=2) == [0, 2]
+    assert offloaded(offload_layers=99, keep_layers=1) == [0, 1, 2, 3, 4]
+    assert offloaded(offload_layers=2, keep_layers=6) == []
 
 
 class Gpu(CpuDevice):

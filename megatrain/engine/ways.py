@@ -1,0 +1,198 @@
+"""What a frame's spare memory can be spent on: resident tiles, kept graphs on device and host.
+
+A frame is a forecast with nothing resident and nothing kept (engine/search.py). What each way of
+spending could bring at best is known from it: no resource does less work than it must.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
+from megatrain.engine.assemble import LEAVING, RETURNING
+from megatrain.engine.costs import MachineCosts
+from megatrain.engine.forecast import Forecast
+from megatrain.engine.forecasts import Forecasts, Task
+from megatrain.engine.tally import Tally
+from megatrain.machine import Machine
+from megatrain.placement import Placement
+
+# Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
+_USED = 0.95
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory that a machine lends."""
+
+    machine: Machine
+
+    @property
+    def device(self) -> int:
+        """Bytes that may be used."""
+        return int(_USED * self.machine.device_memory_bytes)
+
+    @property
+    def host(self) -> int:
+        """The same of the host."""
+        return int(_USED * self.machine.host_memory_bytes)
+
+    def spare(self, found: Forecast) -> int:
+        """Device bytes left; negative: it does not fit."""
+        return self.device - found.device_peak_bytes
+
+    def host_spare(self, found: Forecast) -> int:
+        """The same of the host."""
+        return self.host - found.host_peak_bytes
+
+    def fits(self, found: Forecast) -> bool:
+        """Whether both hold it."""
+        return self.spare(found) >= 0 and self.host_spare(found) >= 0
+
+    def holds(self, device_bytes: int, host_bytes: int) -> bool:
+        """Whether there is room, if tiles that the host lacks room for move to the device."""
+        return device_bytes + max(0, host_bytes - self.host) <= self.device
+
+    @staticmethod
+    def just(found: Forecast) -> Forecast:
+        """The same on a machine with the least memory that holds it."""
+        machine = replace(
+            found.machine,
+            device_memory_bytes=int(found.device_peak_bytes / _USED) + 2,
+            host_memory_bytes=int(found.host_peak_bytes / _USED) + 2,
+        )
+        return replace(found, machine=machine)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A frame and what its spare memory is spent on; it takes `seconds` at least."""
+
+    frame: Forecast
+    resident: tuple[str, ...]
+    keep_layers: int
+    offload_layers: int
+    seconds: float
+
+    def placement(self, keep_layers: int, offload_layers: int) -> Placement:
+        """The frame's with so many graphs."""
+        return replace(
+            self.frame.placement,
+            resident=self.resident,
+            keep_layers=keep_layers,
+            offload_layers=offload_layers,
+        )
+
+
+class Ways:
+    """The ways of one frame."""
+
+    def __init__(self, forecasts: Forecasts, task: Task, frame: Forecast, budget: Budget) -> None:
+        self._forecasts, self._task, self._frame = forecasts, task, frame
+        self._budget = budget
+        self._layers = len(forecasts.outline.layers)
+        self._micro = -(-task.rows // frame.micro_batch)
+        measured = forecasts.measured(task, frame.placement.tile_tokens)
+        self._work = measured.layer(0, frame.micro_batch)
+        self._tiles = [t for t in forecasts.layouts if t.name != "unused"]
+        self._costs = MachineCosts(budget.machine, Tally())
+
+    @property
+    def _graph(self) -> int:
+        """Bytes of a layer's graph."""
+        return self._work.keeping.kept_bytes * self._micro
+
+    def all(self) -> Iterator[Way]:
+        """Every way that is worth a look."""
+        size = 14 if self._task.precision == "bf16" else 16
+        counts = [t.numel for t in self._tiles]
+        sums = [0, *accumulate(counts)]
+        spare = self._budget.spare(self._frame)
+        fitting = sum(numel * size <= spare for numel in sums) - 1
+        host_spare = self._budget.host_spare(self._frame)
+        least = sum(
+            numel * size + host_spare < 0 for numel in sums
+        )  # that the host has no room for
+        first = sum(t.name in ("embedding", "prologue", "layer 0") for t in self._tiles)
+        parts = (least + (fitting - least) * part // 4 for part in (0, 1, 2, 3, 4))
+        for count in sorted({0, first, *parts}):
+            if not least <= count <= fitting or (count and not counts[count - 1]):
+                continue  # too few, too many, or one that brings nothing
+            moved = sums[count] * size
+            yield from self._graphs(count, spare - moved, host_spare + moved)
+
+    def _graphs(self, count: int, spare: int, host_spare: int) -> Iterator[Way]:
+        """With `count` resident tiles."""
+        resident = tuple(tile.name for tile in self._tiles[:count])
+        for offload in self._offloads(host_spare):
+            lanes = (LEAVING + RETURNING) * self._work.keeping.kept_bytes if offload else 0
+            if lanes > spare:
+                continue
+            left = spare - lanes
+            keep = min(self._layers, left // self._graph) if self._graph else self._layers
+            offloaded = min(offload, self._layers - keep)
+            if offload and not offloaded:
+                continue  # all stay on the device
+            seconds = self._least(count, keep, offloaded)
+            yield Way(self._frame, resident, keep, offloaded, seconds)
+
+    def _offloads(self, host_spare: int) -> list[int]:
+        """Numbers of graphs on the host: none, all that it holds, those that leave unnoticed."""
+        if not self._graph:
+            return [0]
+        most = min(self._layers, host_spare // self._graph)
+        unnoticed = int(self._forward() / self._leaving())
+        found = {0, most, min(most, unnoticed), min(most, unnoticed) // 2}
+        return sorted(count for count in found if count >= 0)
+
+    def _forward(self) -> float:
+        """Seconds of the layers' forward."""
+        return self._layers * self._micro * self._costs.seconds(self._work.forward)
+
+    def _leaving(self) -> float:
+        """Seconds that a graph takes to the host."""
+        return self._costs.copy(COPY_OUT, self._graph)
+
+    def _least(self, count: int, keep: int, offload: int) -> float:
+        """Seconds that the busiest resource takes at least."""
+        all_tiles, gone = self._tiles, self._tiles[:count]
+        left = 1 - sum(t.numel for t in gone) / sum(t.numel for t in all_tiles)
+        streamed = sum(t.numel for t in all_tiles if t.name != "embedding")
+        crossing = 1 - sum(t.numel for t in gone if t.name != "embedding") / streamed
+        work, seconds, bounds = self._work, self._costs.seconds, self._frame.bounds
+        saved = sum(map(seconds, work.computed_twice))
+        saved -= seconds(work.keeping) + seconds(work.kept_backward)
+        compute = bounds[COMPUTE] - (keep + offload) * max(0.0, saved) * self._micro
+        late = max(0.0, offload * self._leaving() - self._forward())  # compute waits for a lane
+        returning = self._costs.copy(COPY_IN, self._graph)
+        return max(
+            compute + late,
+            bounds[UPDATE] * left,
+            bounds[COPY_IN] * crossing + offload * returning,
+            bounds[COPY_OUT] * crossing + offload * self._leaving(),
+        )
+
+    def spent(self, way: Way) -> Forecast | None:
+        """The forecast of a way; fewer graphs are kept if it does not fit, more if it leaves room.
+
+        None: it does not fit without any.
+        """
+        graph, layers = max(1, self._graph), self._layers
+        keep, offload, best = way.keep_layers, way.offload_layers, None
+        for _ in range(3):
+            placement = way.placement(keep, offload)
+            found = self._forecasts.of(
+                self._budget.machine, placement, self._task, way.frame.micro_batch
+            )
+            if self._budget.fits(found) and (best is None or found.seconds < best.seconds):
+                best = found
+            more = self._budget.spare(found) // graph
+            more_on_host = min(0, self._budget.host_spare(found) // graph)
+            if keep + more < 0:
+                break
+            before = keep, offload
+            keep = min(layers, keep + more)
+            offload = max(0, min(layers - keep, offload + more_on_host))
+            if (keep, offload) == before:
+                break
+        return best
