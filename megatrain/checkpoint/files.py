@@ -5,7 +5,9 @@ it is whole or not there. Each file is a row of pieces with a checksum each, so 
 write and check it, and a reader holds no more than a piece.
 """
 
+import errno
 import hashlib
+import mmap
 import os
 import shutil
 import stat
@@ -13,7 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatrain.errors import InputError
+from megatrain.units import align
 
 try:
     import xxhash
@@ -21,6 +26,8 @@ except ImportError:  # it comes with every installation, but some machines run f
     xxhash = None  # type: ignore[assignment]
 
 PIECE_BYTES = 32 << 20
+_DIRECT_BYTES = 8 << 20  # of a file that are on their way past the page cache
+_BLOCK = 4096  # what offset, length and address of such bytes are multiples of
 MAX_PIECE_BYTES = 256 << 20  # a reader makes room for one, whatever a manifest says
 
 PARTIAL, REPLACED, REMOVED = (f".checkpoint-{end}" for end in ("partial", "replaced", "removed"))
@@ -36,21 +43,41 @@ ALGORITHM = "xxh3_64" if xxhash is not None else "blake2b_64"
 
 
 class NewFile:
-    """A file being written; whole on the disk when the `with` block ends well."""
+    """A file being written; whole on the disk when the `with` block ends well.
+
+    Whole blocks go past the page cache where the file system lets them (O_DIRECT): there are disks
+    that take them eight times faster than dirty pages, and these would take memory.
+    """
 
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._direct = _open_direct(path)
+        # Whole pages, as direct access demands.
+        self._room = np.frombuffer(mmap.mmap(-1, _DIRECT_BYTES), np.uint8)
 
     def write(self, data: Any, offset: int) -> None:
-        """Put `data` (bytes or a flat memoryview of them) at `offset`; threads may do so at once.
+        """Put `data` (bytes or a flat memoryview of them) at `offset`; one thread at a time."""
+        part, stop = memoryview(data), offset + len(data)
+        first = last = stop
+        if self._direct is not None:
+            first = min(stop, align(offset, _BLOCK))
+            last = max(first, stop // _BLOCK * _BLOCK)
+        self._write_cached(part[: first - offset], offset)
+        for start in range(first, last, _DIRECT_BYTES):
+            end = min(start + _DIRECT_BYTES, last)
+            self._write_direct(part[start - offset : end - offset], start)
+        self._write_cached(part[last - offset :], last)
 
-        Its way to the disk starts at once, too: pages that wait for it would take memory.
-        """
-        room, start = memoryview(data), offset
-        while len(room) > 0:  # one call writes 2 GiB at most
-            count = os.pwrite(self._handle, room, offset)
-            room, offset = room[count:], offset + count
-        _drop_pages(self._handle, start, offset - start)
+    def _write_direct(self, part: memoryview, offset: int) -> None:
+        assert self._direct is not None
+        room = self._room[: len(part)]
+        room[:] = np.frombuffer(part, np.uint8)  # without Python's lock
+        _write_all(self._direct, room.data, offset)
+
+    def _write_cached(self, part: memoryview, offset: int) -> None:
+        if len(part) > 0:
+            _write_all(self._handle, part, offset)
+            _drop_pages(self._handle, offset, len(part))
 
     def __enter__(self) -> "NewFile":
         return self
@@ -62,6 +89,26 @@ class NewFile:
                 _drop_pages(self._handle, 0, 0)
         finally:
             os.close(self._handle)
+            if self._direct is not None:
+                os.close(self._direct)
+
+
+def _open_direct(path: Path) -> int | None:
+    """A handle that writes past the page cache; None where the file system has no such thing."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+
+
+def _write_all(handle: int, part: memoryview, offset: int) -> None:
+    while len(part) > 0:  # one call writes 2 GiB at most
+        count = os.pwrite(handle, part, offset)
+        part, offset = part[count:], offset + count
 
 
 def _drop_pages(handle: int, offset: int, num_bytes: int) -> None:

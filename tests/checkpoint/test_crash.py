@@ -148,7 +148,8 @@ def test_everything_is_on_the_disk_before_it_is_named(engine, tmp_path, monkeypa
     fake = types.SimpleNamespace(**vars(files.os))
     monkeypatch.setattr(files, "os", fake)
     note("open", lambda handle, path, *rest: names.update({handle: Path(path).name}))
-    note("close", lambda result, handle: names.pop(handle))
+    close = fake.close
+    fake.close = lambda handle: (names.pop(handle), close(handle))  # then others get its number
     note("fsync", lambda result, handle: order.append(names.get(handle, "a document")))
     note("rename", lambda *args: order.append("rename"))
     engine.save(tmp_path / "saved")
