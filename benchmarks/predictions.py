@@ -1,8 +1,9 @@
 """`python -m benchmarks.predictions [FILE ...]`: measured steps beside what is foretold of them.
 
-Takes results of `megatrain bench step` (all in benchmarks/results without arguments) and prints a
-table in Markdown: seconds, device and host memory, measured and foretold, with the errors. A result
-made before results told how many graphs were kept can be asked about with `--keep N`.
+Takes results of `megatrain bench step` and prints a table in Markdown: seconds, device and host
+memory, measured and foretold, with the errors. Without arguments: all in benchmarks/results whose
+engine had every choice of placement that there is now. A result made before results told how many
+graphs were kept can be asked about with `--keep N`.
 """
 
 import argparse
@@ -50,19 +51,35 @@ class Prediction:
 
     def row(self) -> str:
         """A line of the table."""
-        case = self.result["case"]
-        placement = self.forecast.placement
-        what = (
-            f"{case['shape'].upper()}, {case['sequences']} x {case['sequence_length']} by "
-            f"{case['micro_batch']}, {len(placement.resident)} resident, "
-            f"{placement.keep_layers} kept, boundaries on the {placement.boundaries}"
-            + ("" if case["max_grad_norm"] else ", no clipping")
-        )
         cells = [
             f"{measured:.2f} | {told:.2f} | {told / measured - 1:+.1%}"
             for measured, told in self.pairs()
         ]
-        return f"| {what} | {' | '.join(cells)} |"
+        return f"| {', '.join(self._what())} | {' | '.join(cells)} |"
+
+    def _what(self) -> Iterator[str]:
+        """The case, and of its placement what is not the simplest."""
+        case, placement = self.result["case"], self.forecast.placement
+        layers = f" of {case['layers']} layers" if case["layers"] else ""
+        rows = f"{case['sequences']} x {case['sequence_length']} by {case['micro_batch']}"
+        yield f"{case['shape'].upper()}{layers}, {rows}"
+        if not case["max_grad_norm"]:
+            yield "no clipping"
+        if placement.resident:
+            yield f"{len(placement.resident)} resident"
+        if placement.keep_layers:
+            yield f"{placement.keep_layers} kept"
+        if placement.offload_layers:
+            yield f"{placement.offload_layers} kept on the host"
+        if placement.tile_tokens:
+            yield f"tiles of {placement.tile_tokens}"
+        on_host = ["boundaries"] if placement.boundaries == "host" else []
+        if placement.keep_attention == "host":
+            on_host.append("attention")
+        elif placement.keep_attention == "device":
+            yield "attention kept"
+        if on_host:
+            yield f"{' and '.join(on_host)} on the host"
 
 
 def predict(result: dict[str, Any], keep_layers: int | None = None) -> Prediction:
@@ -89,6 +106,11 @@ def placement_of(result: dict[str, Any]) -> Placement:
     given = result.get("placement") or result["case"]["placement"]
     known = {name: value for name, value in given.items() if name in Placement.names()}
     return Placement(**known | {"resident": tuple(known.get("resident", ()))})
+
+
+def is_of_today(result: dict[str, Any]) -> bool:
+    """Whether a result's engine knew every choice of placement that there is now."""
+    return set(Placement.names()) <= set(result.get("placement") or ())
 
 
 def machine_of(result: dict[str, Any]) -> Machine:
@@ -120,6 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     files = options.files or sorted(RESULTS.glob("step-*.json"))
     results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     on_gpu = [r for r in results if r.get("benchmark") == "step" and r["environment"]["gpu"]]
+    if not options.files:
+        on_gpu = [result for result in on_gpu if is_of_today(result)]
     print(HEAD)
     worst = [0.0, 0.0, 0.0]
     for result in on_gpu:

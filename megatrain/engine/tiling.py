@@ -69,15 +69,17 @@ class _Foretold(Tiled):
     def __init__(self, part: nn.Module, name: str, tokens: int, measure: Measure) -> None:
         super().__init__(part, name, tokens, lambda function, what: function)
         self._measure = measure
+        self._works: dict[tuple[int, torch.dtype], TileWork] = {}
 
     def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
         return acts_alone(self._alone, bound, x.shape[-1])
 
     def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
-        tile_1CD = x.new_empty(1, self._tokens, x.shape[-1])
-        work = self._measure(self._alone, bound, tile_1CD)
-        count = -(-x.shape[:-1].numel() // self._tokens)
-        return _Opaque.apply(work, count, x, *bound.values())
+        key, count = (x.shape[-1], x.dtype), -(-x.shape[:-1].numel() // self._tokens)
+        if key not in self._works:
+            tile_1CD = x.new_empty(1, self._tokens, x.shape[-1])
+            self._works[key] = self._measure(self._alone, bound, tile_1CD)
+        return _Opaque.apply(self._works[key], count, x, *bound.values())
 
 
 def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:

@@ -1,0 +1,90 @@
+"""What is foretold of graphs that wait, against what torch's partitioner lets them hold."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from transformers import LlamaConfig
+
+from megatrain.engine.assemble import open_source
+from megatrain.engine.graphs import Held, Leaving
+from megatrain.engine.measure import Measured
+from megatrain.model.outline import Outline
+from megatrain.model.probe import outline
+from megatrain.model.program import MicroBatch, Program
+from megatrain.model.skeleton import Rows
+
+ROWS, TOKENS, WIDTH = 2, 512, 256
+
+
+def partition(joint: Any, inputs: Any, **kwargs: Any) -> Any:
+    """As torch._inductor does it."""
+    joint_graph_passes(joint)
+    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **kwargs)
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile partitions graphs as always, but makes no kernels."""
+    torch._dynamo.reset()
+
+    def boxed(graph: Any, inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=boxed,
+        bw_compiler=boxed,
+        partition_fn=partition,
+        decompositions=select_decomp_table,
+    )
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+
+
+def model_of(intermediate: int, kv_heads: int) -> Outline:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=WIDTH,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+    )
+    return outline(open_source(config).model)
+
+
+def held_bytes(model: Outline) -> int:
+    """What the compiled graph of a layer holds besides its weights and arguments."""
+    program, layer = Program(model, torch.device("cpu"), torch.float32), model.layers[1]
+    program.train(True)
+    program.compile()
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
+    table = {name: torch.randn(1, WIDTH, requires_grad=True) for name in model.gathered}
+    micro = MicroBatch(
+        {"input_ids": ids}, ids, Rows(ids, ids, table, torch.zeros(1, dtype=torch.long))
+    )
+    with torch.enable_grad():
+        program.prologue({}, micro)
+    values = {ref: torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True) for ref in layer.inputs}
+    numel = sum(p.numel() for p in layer.module.parameters())
+    flat, weights, start = torch.randn(numel), {}, 0
+    for name, p in layer.module.named_parameters():
+        weights[name] = flat[start : start + p.numel()].view(p.shape).detach().requires_grad_()
+        start += p.numel()
+    leaving = Leaving()
+    held = Held(flat, values, micro.calls[1].leaves, leaving)
+    with torch.enable_grad(), held.saving():
+        made = program.layer(1, weights, micro, values, "half")
+    assert all(value.requires_grad for value in made.values())
+    return sum(memory.nbytes for memory in leaving.memory)
+
+
+@pytest.mark.parametrize(("intermediate", "kv_heads"), [(768, 2), (1408, 1)])
+def test_kept_graphs_hold_what_is_foretold(quickly: None, intermediate: int, kv_heads: int) -> None:
+    model = model_of(intermediate, kv_heads)
+    work = Measured(model, torch.float32, TOKENS, compiled=True).layer(1, ROWS)
+    assert held_bytes(model) == pytest.approx(work.keeping.kept_bytes, rel=0.01)
