@@ -3,10 +3,12 @@
 import os
 import sys
 import traceback
+from io import TextIOWrapper
 
 
 def main() -> None:
     """Run the command line; leaves through `SystemExit` with the documented exit code."""
+    _have_streams()
     # Read when torch is loaded. OpenMP threads that spin while they wait take the cores from update
     # threads and other programs: on two busy cores the demo ran ten times slower with them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -20,6 +22,21 @@ def main() -> None:
         sys.exit(RunFailed.exit_code)
     finally:
         _flush()
+
+
+def _have_streams() -> None:
+    """Nothing that is opened may become the standard output: a library would write into it.
+
+    And no name or sample may end a run because the terminal cannot show it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the caller has closed this one
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _flush() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import tokenising
 from megatrain.engine import Engine
 from megatrain.errors import InputError
 from megatrain.train.folders import model_folder
@@ -54,7 +55,8 @@ def print_continuation(
     engine: Engine, tokenizer: PreTrainedTokenizerBase, prompt: str, sampling: Sampling
 ) -> None:
     """Print `prompt` and what the model continues it with, word by word."""
-    ids = tokenizer(prompt, add_special_tokens=True)["input_ids"]
+    with tokenising("the prompt"):
+        ids = tokenizer(prompt, add_special_tokens=True)["input_ids"]
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
     streamer.put(torch.tensor(ids))
     ends = _end_tokens(engine, tokenizer)

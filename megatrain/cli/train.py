@@ -45,5 +45,7 @@ def _load(run: Path, overrides: Sequence[str], *, resume: bool) -> config.Config
         return config.load(run, overrides)
     if not resume:
         raise InputError(f"{run}: a folder; give its run file, or --resume to go on with it")
+    if not (run / CONFIG).is_file():
+        raise InputError(f"{run}: no run there (no {CONFIG}); give the folder of a run")
     folder = f"output.folder={json.dumps(str(run))}"
     return config.load(run / CONFIG, [*overrides, folder])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatrain.data.readers import Row, listed, read_rows
 from megatrain.data.sources import Source
 from megatrain.data.text import Document, check_encodable
-from megatrain.data.tokenizer import check_ids
+from megatrain.data.tokenizer import check_ids, tokenising
 from megatrain.errors import InputError
 
 Message = dict[str, Any]
@@ -81,9 +81,10 @@ class ChatEncoder:
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         whole = self._apply(messages, tools, where)
         check_encodable(whole, where)
-        encoded = self._tokenizer(
-            whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
+        with tokenising(where):
+            encoded = self._tokenizer(
+                whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
         ids = np.array(encoded["input_ids"], np.int32)
         starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
         targets = np.zeros(len(ids), bool)

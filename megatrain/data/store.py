@@ -13,7 +13,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,9 @@ def open_store(
     Raises:
         InputError: the folder cannot be written, or whatever reading the documents raises.
     """
-    from filelock import FileLock
-
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
+        with _alone(folder.with_suffix(".lock")):
             store = _load(folder)
             if store is None:
                 _build(folder, names, documents(), progress)
@@ -96,6 +95,23 @@ def open_store(
         raise InputError(f"{folder.parent}: cannot keep tokens there: {reason}") from error
     assert store is not None
     return store
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock of a store; whoever waits for it is told."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        _log.info("another run is making these tokens: waiting until it has ended (%s)", path)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _load(folder: Path) -> TokenStore | None:

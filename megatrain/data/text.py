@@ -1,6 +1,6 @@
 """Documents of plain text as tokens, each of which is to predict."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megatrain.data.readers import Piece, Row, listed, read_rows, read_text, split_text
 from megatrain.data.sources import Source, SourceFile
-from megatrain.data.tokenizer import check_ids
+from megatrain.data.tokenizer import check_ids, tokenising
 from megatrain.errors import InputError
 
 _BATCH_PIECES, _BATCH_CHARS = 1024, 1 << 22  # enough for all cores, little enough for memory
@@ -80,12 +80,13 @@ class TextEncoder:
             yield from split_text(text, number)
 
     def _encode(
-        self, batch: Iterable[tuple[int, Piece]], sources: Sequence[Source]
+        self, batch: Sequence[tuple[int, Piece]], sources: Sequence[Source]
     ) -> Iterator[Document]:
         texts = [piece.text for _, piece in batch]
-        encoded = self._tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )["input_ids"]
+        with tokenising(sources[batch[0][0]].name):
+            encoded = self._tokenizer(
+                texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+            )["input_ids"]
         for (index, piece), ids in zip(batch, encoded, strict=True):
             if ids:
                 ids = [*(self._lead if piece.first else []), *ids]
@@ -121,7 +122,13 @@ def check_encodable(text: str, where: str) -> None:
 
 def _surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The special tokens that the tokenizer puts before and after a text."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = tokenizer("a")["input_ids"]
-    start = next(i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain)
+    with tokenising("a text"):
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        full = tokenizer("a")["input_ids"]
+    starts = (i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain)
+    start = next(starts, None)
+    if start is None:
+        raise InputError(
+            "the tokenizer changes a text when it adds special tokens: check its files"
+        )
     return full[:start], full[start + len(plain) :]

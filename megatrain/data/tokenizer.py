@@ -3,6 +3,8 @@
 import hashlib
 import json
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,20 @@ def load_tokenizer(
     if len(tokenizer) == 0:
         raise InputError(f"{path_or_id}: the tokenizer has an empty vocabulary: check its files")
     return tokenizer
+
+
+@contextmanager
+def tokenising(where: str) -> Iterator[None]:
+    """For a block that only asks a tokenizer, which may be broken in ways that show late.
+
+    Raises:
+        InputError: the tokenizer has failed.
+    """
+    try:
+        yield
+    except Exception as error:  # the Rust part raises bare Exception
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"{where}: the tokenizer fails: {lines[0]} (check its files)") from error
 
 
 _TOKENIZER_FILES = (

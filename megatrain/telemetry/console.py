@@ -78,7 +78,8 @@ class TrainingProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._live.stop()
+        with suppress(OSError, SystemExit):  # the terminal is closed
+            self._live.stop()
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a finished step; `record["step"]` counts from 1."""

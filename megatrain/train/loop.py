@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.errors import MegatrainError
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.folders import METRICS
@@ -80,15 +81,16 @@ def _run(job: Job, config: Config, folder: Path, signals: Signals) -> Outcome:
     evaluations = _Evaluations(job, config, metrics, logged)
     try:
         _loop(job.total_steps, config, steps, evaluations, saves, signals)
-    finally:
+        stopped = signals.stop if steps.done < job.total_steps else None
+        if stopped:
+            saves.now(steps.state)
+        else:
+            with saves.rescue(lambda: steps.state):
+                saves.finish()
+                write_model(job, folder)
+    finally:  # pictures can be drawn at any time; whoever stops a run may have none to spare
         draw_curve(folder)
         timeline.draw()
-    stopped = signals.stop if steps.done < job.total_steps else None
-    if stopped:
-        saves.now(steps.state)
-    else:
-        saves.finish()
-        write_model(job, folder)
     engine = job.engine
     return Outcome(folder, steps.done, engine.num_parameters, engine.memory(), stopped)
 
@@ -103,14 +105,22 @@ def _loop(
 ) -> None:
     """All steps, or those until a signal; a failure leaves what was learnt on the disk."""
     progress = TrainingProgress(total, config.output.log_every, done=steps.done)
-    with progress, saves.rescue(lambda: steps.state):
-        evaluations.after(steps.done, total, progress.say)  # a kill may have come before the last
-        while steps.done < total and not signals.stop:
-            progress.step(steps.take())
-            last = steps.done == total
-            saves.after(steps.state, asked=signals.take_save(), last=last)
-            if last or not signals.stop:
-                evaluations.after(steps.done, total, progress.say)
+    try:
+        with progress, saves.rescue(lambda: steps.state):
+            evaluations.after(steps.done, total, progress.say)  # a kill may have come before it
+            while steps.done < total and not signals.stop:
+                progress.step(steps.take())
+                last = steps.done == total
+                saves.after(steps.state, asked=signals.take_save(), last=last)
+                if last or not signals.stop:
+                    evaluations.after(steps.done, total, progress.say)
+    except MegatrainError:
+        raise
+    except Exception as error:
+        # Ctrl-C in a terminal also ends a compiler that the step waits for.
+        if not signals.stop or saves.saved != steps.done:
+            raise
+        log.warning("the running step is given up: %s", str(error).strip().partition("\n")[0])
 
 
 class _Evaluations:

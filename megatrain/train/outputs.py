@@ -37,7 +37,7 @@ def draw_curve(run: Path) -> None:
     """Draw the loss over the steps."""
     try:
         draw_loss(list(read_metrics(run / METRICS)), run / "loss.png")
-    except OSError as error:  # the picture can be drawn again from the metrics; the model cannot
+    except Exception as error:  # it can be drawn again from the metrics; the run goes before
         log.warning("no loss curve: %s", error)
 
 

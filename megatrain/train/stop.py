@@ -1,12 +1,14 @@
 """Signals during a run.
 
-SIGINT or SIGTERM: the running step ends, the run is saved, and the command ends well. A second one
-ends the process at once; what is saved is whole at any moment. SIGUSR1: save now and go on.
+SIGINT, SIGTERM or SIGHUP (a closed terminal; not under nohup): the running step ends, the run is
+saved, and the command ends well. A second one ends the process at once; what is saved is whole at
+any moment. SIGUSR1: save now and go on.
 """
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -15,6 +17,9 @@ from typing import Any, Self
 _NOTICE = b"\nstopping after this step and saving; once more to stop at once\n"
 _AT_ONCE = b"\nstopped at once\n"
 _SHOW_CURSOR = b"\x1b[?25h"  # a live display has hidden it
+
+# timeout(1) sends its signal to the command and to its whole group, so it comes twice.
+_ECHO_SECONDS = 0.5
 
 
 class Stopped(KeyboardInterrupt):
@@ -30,13 +35,15 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop: str | None = None
+        self._stopped = 0.0  # when
         self._save = False
         self._interruptible = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
+            for number in (signal.SIGINT, signal.SIGTERM, *hangup):
                 self._previous[number] = signal.signal(number, self._on_stop)
             self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
         return self
@@ -75,13 +82,20 @@ class Signals:
             raise Stopped(self.stop)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
         if self.stop:
+            if name == self.stop and self._is_echo(number):
+                return
             _write(_AT_ONCE)
             os._exit(128 + number)
-        self.stop = signal.Signals(number).name
+        self.stop, self._stopped = name, time.monotonic()
         if self._interruptible:
             raise Stopped(self.stop)
         _write(_NOTICE)
+
+    def _is_echo(self, number: int) -> bool:
+        """Whether the same signal again is no news: kernel and shell both tell of a hangup."""
+        return number == signal.SIGHUP or time.monotonic() - self._stopped < _ECHO_SECONDS
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self._save = True

@@ -63,5 +63,5 @@ class RunTimeline:
             return
         try:
             draw(self._spans, self._folder / PICTURE, "One step")
-        except OSError as error:
+        except Exception as error:  # `megatrain report` shows it, too
             log.warning("no picture of the timeline: %s", error)

@@ -30,6 +30,8 @@ from megatrain.checkpoint.manifest import _own_checksum
 from megatrain.config import load
 from megatrain.config.load import validate
 from megatrain.data import load_tokenizer, open_dataset, train_bpe_tokenizer
+from megatrain.data.sources import find_files
+from megatrain.data.text import TextEncoder
 from megatrain.engine import Engine
 from megatrain.errors import MegatrainError
 from megatrain.model.build import empty_model, load_config
@@ -246,13 +248,14 @@ def _model_config(folder: Path) -> Reader:
 def _tokenizer(folder: Path, whole: Path) -> Reader:
     copy = folder / "tokenizer-copy"
     shutil.copytree(whole, copy)
-    path = copy / "tokenizer.json"
+    path, text = copy / "tokenizer.json", folder / "corpus.txt"
     tree = json.loads(path.read_text())
     tree["model"] |= {"vocab": {"t": 0, "h": 1, "<|endoftext|>": 2}, "merges": []}
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        load_tokenizer(copy)("the cat")
+        encoder = TextEncoder(load_tokenizer(copy), "text", None)
+        list(encoder.documents(find_files(text, "text")))
 
     valid = json.dumps(tree).encode()
     return Reader(valid, variants(valid, tree), read)

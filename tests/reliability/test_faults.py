@@ -172,6 +172,42 @@ def test_a_reader_of_the_output_that_goes_away_does_not_end_the_run(zygote, run,
     assert model_bytes(tmp_path / "run") == model_bytes(whole)
 
 
+def test_closed_descriptors_do_not_end_the_run(zygote, run, whole, tmp_path):
+    """No file of the run takes the place of the output, into which libraries write."""
+    fault = (
+        AT_STEP
+        + """
+import os, sys
+for number in (0, 1, 2):
+    os.close(number)
+sys.stdin = sys.stdout = sys.stderr = None
+at = lambda step: os.write(2, b"a warning of a library")
+"""
+    )
+    assert zygote.start("train", run, log=tmp_path / "log", before=fault).wait() == 0
+    assert logged(tmp_path / "run") == logged(whole)
+    assert model_bytes(tmp_path / "run") == model_bytes(whole)
+
+
+def test_an_output_without_the_letters_of_a_name_does_not_end_the_run(start, run):
+    fault = "import sys; sys.stdout.reconfigure(encoding='ascii')"
+    out = start(fault, *sets(output__folder=str(run.parent / "Käse"))).finish()
+    assert r"the model is in " in out and r"K\xe4se" in out
+
+
+def test_a_model_that_cannot_be_written_loses_no_step(start, goes_on):
+    fault = """
+import errno
+import megatrain.train.loop as loop
+def full(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+loop.write_model = full
+"""
+    out = failed_with(start(fault, *sets(checkpoint__at_end=False)), 4, "No space left on device")
+    assert "the state after step 8 is saved" in out
+    goes_on()
+
+
 def test_a_full_disk_at_a_save_costs_that_checkpoint_only(start, run, whole):
     """Files may not grow beyond 30 kB from step 14 to 19; the try after step 25 has room again."""
     fault = (

@@ -46,6 +46,10 @@ FOUND = [
     ("index", json.dumps({"weight_map": {"a": "9" * 400}}).encode()),
     ("run file", b"!!timestamp 2001-13-45NaNdata: 1"),
     ("config.json", json.dumps(tiny_llama(attention_bias=None)).encode()),
+    (
+        "tokenizer.json",
+        b'{"model": {"type": "BPE", "unk_token": "", "vocab": {"t": 0}, "merges": []}}',
+    ),
 ]
 
 

@@ -149,6 +149,8 @@ def test_a_folder_or_the_newest_run_of_a_name_is_resumed(tmp_path, tokenizer_fol
     arguments = ["train", folder, "--resume", *more]
     out = zygote.start(*arguments, log=tmp_path / "3", before=before).finish()
     assert f"going on after step 5 in {folder}" in out
+    inside = zygote.start("train", folder / "checkpoints", "--resume", log=tmp_path / "5")
+    assert inside.wait() == 2 and "no run there (no config.yaml)" in inside.output
     refused = zygote.start("train", folder, log=tmp_path / "4")
     assert refused.wait() == 2 and "--resume to go on with it" in refused.output
 

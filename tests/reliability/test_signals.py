@@ -58,7 +58,7 @@ def run(tmp_path, tokenizer_folder):
         ("step", signal.SIGTERM),
         ("evaluation", signal.SIGINT),
         ("save", signal.SIGTERM),
-        ("model", signal.SIGTERM),
+        ("model", signal.SIGHUP),
     ],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )
@@ -100,9 +100,11 @@ def test_a_second_signal_ends_it_at_once(run, tmp_path, zygote, phase):
     if phase != "loading":  # there the first one ends it
         process.send(signal.SIGINT)
         process.until("stopping after this step")
-    started = time.monotonic()
-    process.send(signal.SIGTERM)
-    assert process.wait() == (0 if phase == "loading" else 128 + signal.SIGTERM)
+        process.send(signal.SIGINT)  # as timeout(1) does
+        time.sleep(0.6)
+    started, last = time.monotonic(), signal.SIGINT if phase == "step" else signal.SIGTERM
+    process.send(last)
+    assert process.wait() == (0 if phase == "loading" else 128 + last)
     assert time.monotonic() - started < 5
     assert [verify(tmp_path / "run" / "checkpoints" / "step-00000003").step] == [3]
     assert checkpoint_steps(tmp_path / "run") == [3]
@@ -142,3 +144,71 @@ def test_the_last_step_is_saved_although_a_save_is_going_on(run, tmp_path, zygot
     arguments = ["train", run, *sets(checkpoint__every=5)]
     zygote.start(*arguments, log=tmp_path / "1", before=slow("save", 0.5)).finish()
     assert checkpoint_steps(tmp_path / "run") == [5, 6]
+
+
+TERMINAL = """
+import fcntl, os, pty, signal, termios
+import megatrain.train.steps as steps
+master, slave = pty.openpty()
+fcntl.ioctl(slave, termios.TIOCSCTTY)
+for number in (0, 1):
+    os.dup2(slave, number)
+os.close(slave)
+os.environ["TERM"] = "xterm"
+signal.signal(signal.SIGHUP, signal.{reaction})
+take = steps.Steps.take
+def closing(self):
+    if self.done == 3:
+        os.close(master)
+    return take(self)
+steps.Steps.take = closing
+"""
+
+
+@pytest.mark.parametrize("nohup", [False, True], ids=["", "nohup"])
+def test_a_terminal_that_is_closed_ends_the_run_well(whole, run, tmp_path, zygote, nohup):
+    """Or not at all, with a live bar that nobody sees any more."""
+    before = TERMINAL.format(reaction="SIG_IGN" if nohup else "SIG_DFL")
+    log = tmp_path / "1"
+    zygote.start("train", run, *sets(checkpoint__every=None), log=log, before=before).finish()
+    assert checkpoint_steps(tmp_path / "run") == [6 if nohup else 4]
+    zygote.start("train", run, "--resume", log=tmp_path / "2").finish()
+    assert logged(tmp_path / "run") == logged(whole)
+
+
+def test_a_step_that_the_signal_breaks_is_given_up(whole, run, tmp_path, zygote):
+    """A compiler in the same group gets the signal, too."""
+    before = """
+import os, signal
+from megatrain.engine import Engine
+step = Engine.step
+def broken(self, *args, **kwargs):
+    if self.optimizer.num_steps == 4:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("the compiler has gone")
+    return step(self, *args, **kwargs)
+Engine.step = broken
+"""
+    out = zygote.start("train", run, log=tmp_path / "1", before=before).finish()
+    assert "the running step is given up: the compiler has gone" in out
+    assert "stopped by SIGTERM after step 4 and saved" in out
+    zygote.start("train", run, "--resume", log=tmp_path / "2").finish()
+    assert logged(tmp_path / "run") == logged(whole)
+
+
+def test_the_run_is_saved_before_pictures_are_drawn(run, tmp_path, zygote):
+    """They take seconds that a machine may not give to a stopped run."""
+    before = (
+        slow("step", 0.4)
+        + """
+import megatrain.train.loop as loop
+loop.draw_curve = lambda run: print("drawing", flush=True) or time.sleep(60)
+"""
+    )
+    process = zygote.start("train", run, log=tmp_path / "1", before=before)
+    process.until("PHASE")
+    process.send(signal.SIGTERM)
+    process.until("drawing")
+    process.send(signal.SIGKILL)
+    process.wait()
+    assert [verify(tmp_path / "run" / "checkpoints" / "step-00000001").step] == [1]

@@ -3,11 +3,14 @@
 import logging
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from data_cases import TEXT, chat_tokenizer, make_tokenizer, talk, write_jsonl
+from filelock import FileLock
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -298,3 +301,16 @@ def test_a_single_document_can_be_held_out_in_part(tmp_path):
             data.hold_out(fraction)
     with pytest.raises(InputError, match="no row with a token to predict"):
         data.hold_out(1e-9)
+
+
+def test_who_waits_for_the_tokens_of_another_run_is_told(tmp_path, caplog):
+    caplog.set_level("INFO", "megatrain.data")
+    document = Document(0, 1, np.arange(4, dtype=np.int32), np.ones(4, bool))
+    with ThreadPoolExecutor(1) as pool:
+        with FileLock(tmp_path / "tokens.lock"):
+            waiting = pool.submit(open_store, tmp_path / "tokens", ["a.txt"], lambda: [document])
+            end = time.monotonic() + 30
+            while "another run is making these tokens" not in caplog.text:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        assert waiting.result().read(0, 4)[0].tolist() == [0, 1, 2, 3]
