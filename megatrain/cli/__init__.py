@@ -34,9 +34,8 @@ def _have_streams() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, TextIOWrapper):  # stderr does so from the start
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _flush() -> None:

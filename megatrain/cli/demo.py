@@ -30,7 +30,7 @@ def run_demo(overrides: Sequence[str]) -> None:
         InputError: an override cannot be used.
     """
     run_file = config.load(_run_file(), overrides)
-    _write_corpus_and_tokenizer()
+    write_corpus_and_tokenizer()
     outcome = train(run_file, "demo")
     print(f"\nloss     {loss_curve(outcome.folder)}   ({outcome.folder / 'loss.png'})\n")
     for prompt in PROMPTS:
@@ -58,7 +58,7 @@ def _run_file() -> Path:
     raise InputError("examples/demo.yaml is missing from this installation")
 
 
-def _write_corpus_and_tokenizer() -> None:
+def write_corpus_and_tokenizer() -> None:
     """Once; later demos use what is there."""
     files = stdlib_corpus(CORPUS_BYTES)
     if not CORPUS.exists():

@@ -60,7 +60,9 @@ def tokenising(where: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # the Rust part raises bare Exception
+    except BaseException as error:  # the Rust part raises bare Exception, or a panic, which is none
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(f"{where}: the tokenizer fails: {lines[0]} (check its files)") from error
 

@@ -78,14 +78,18 @@ def last_step(log: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
-def check_flat(seen: list[dict[str, int]]) -> None:
+def check_flat(seen: list[dict[str, int]], more: dict[str, int]) -> None:
     """Late in its life a process takes no more than early, but for moments (a save opens files)."""
-    early, late = seen[len(seen) // 3 : len(seen) // 2], seen[-len(seen) // 4 :]
-    if len(early) < 5:
+    if len(seen) < 30:
         return
-    for name, more in MORE.items():
-        before, after = min(s[name] for s in early), min(s[name] for s in late)
-        assert after <= before + more, f"{name} grew from {before} to {after}"
+    for name in more:
+        before, after = early_and_late([s[name] for s in seen])
+        assert after <= before + more[name], f"{name} grew from {before} to {after}"
+
+
+def early_and_late(values: list[int]) -> tuple[int, int]:
+    """The least of a process's middle, when all is there that it needs, and of its end."""
+    return min(values[len(values) // 3 : len(values) // 2]), min(values[-len(values) // 4 :])
 
 
 def soak(folder: Path, steps: int, seed: int = 0) -> None:
@@ -114,7 +118,7 @@ def soak(folder: Path, steps: int, seed: int = 0) -> None:
         run.signal_if_there(deed)
         code = run.wait()
         assert code in (0, -signal.SIGKILL), run.output
-        check_flat(seen)
+        check_flat(seen, MORE)
         processes += 1
         most = {name: max((s[name] for s in seen), default=0) for name in MORE}
         print(f"process {processes}: step {last_step(log)}, {deed.name}, {most}", flush=True)
