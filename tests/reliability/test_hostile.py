@@ -50,6 +50,12 @@ FOUND = [
         "tokenizer.json",
         b'{"model": {"type": "BPE", "unk_token": "", "vocab": {"t": 0}, "merges": []}}',
     ),
+    (
+        "tokenizer.json",
+        b'{"normalizer": {"type": "Prepend", "prepend": ""}, "pre_tokenizer": {"type": "ByteLevel",'
+        b' "add_prefix_space": false, "trim_offsets": true, "use_regex": true},'
+        b' "model": {"type": "BPE", "vocab": {"t": 0}, "merges": []}}',
+    ),
 ]
 
 
