@@ -24,13 +24,15 @@ _TAKEN_PER_BUS_BYTE = 26 * (4.56 - 2.97) / 101.7
 # ms forward and 7 to 8 backward, a micro-batch (step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
 _PROLOGUE_SECONDS = 8e-3
 
+LANES = "lanes of the host"
+
 # Where device memory goes, by the beginning or the end of a buffer's name.
 _PLACES = (
     ("slot", "slots"),
     ("work room", "gradients and rows"),
     ("leaving gradient", "gradients and rows"),
-    ("leaving", "lanes of the host"),
-    ("returning", "lanes of the host"),
+    ("leaving", LANES),
+    ("returning", LANES),
 )
 _PLANES = ("weights", "remainder", "first moment", "second moment", "gradient")
 
