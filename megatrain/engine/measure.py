@@ -220,11 +220,17 @@ class Measured:
             with tiled(kind, self.tile_tokens, self._tile):
                 return _eager(run, given)
 
-    def _tile(self, part: nn.Module, bound: dict[str, Tensor], x_1CD: Tensor) -> TileWork:
+    def _tile(
+        self,
+        part: nn.Module,
+        bound: dict[str, Tensor],
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> TileWork:
         """What one tile takes in a part of a layer."""
         grown = {name for name, _ in part.named_parameters()}
         with _fake(), torch.enable_grad():
-            x = _anew(x_1CD).requires_grad_()
+            x = torch.empty(sizes, dtype=dtype).requires_grad_()
             weights = {n: _anew(v).requires_grad_(n in grown) for n, v in bound.items()}
 
             def run() -> Activations:

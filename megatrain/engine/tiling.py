@@ -42,7 +42,7 @@ class TileWork:
         return prod(self.made) * self.dtype.itemsize
 
 
-Measure = Callable[[nn.Module, dict[str, Tensor], Tensor], TileWork]
+Measure = Callable[[nn.Module, dict[str, Tensor], tuple[int, ...], torch.dtype], TileWork]
 
 
 @contextmanager
@@ -50,7 +50,8 @@ def tiled(kind: Kind, tokens: int, measure: Measure) -> Iterator[None]:
     """Within this context a kind's parts stand for tiles of `tokens`.
 
     Args:
-        measure: of a part, what it is bound to, and a whole tile `[1, C, D]`, all without data.
+        measure: of a part, what it is bound to (without data), and a whole tile's sizes
+            `[1, C, D]` and type.
     """
     before, kind.module = kind.module, template(kind.module)
     try:
@@ -77,8 +78,8 @@ class _Foretold(Tiled):
     def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
         key, count = (x.shape[-1], x.dtype), -(-x.shape[:-1].numel() // self._tokens)
         if key not in self._works:
-            tile_1CD = x.new_empty(1, self._tokens, x.shape[-1])
-            self._works[key] = self._measure(self._alone, bound, tile_1CD)
+            sizes = (1, self._tokens, x.shape[-1])
+            self._works[key] = self._measure(self._alone, bound, sizes, x.dtype)
         return _Opaque.apply(self._works[key], count, x, *bound.values())
 
 
