@@ -131,9 +131,14 @@ def reasons(found: Forecast) -> list[str]:
     graphs = f"{placement.keep_layers} kept graphs" + f" and {offloaded} on the host" * bool(
         offloaded
     )
+    tiles = ""
+    if placement.tile_tokens is not None:
+        where = placement.keep_attention
+        kept = "attention computed twice" if where == "none" else f"attention kept on the {where}"
+        tiles = f", tiles of {placement.tile_tokens} tokens, {kept}"
     return [
         f"micro-batches of {rows}, {placement.slots} slots, {resident} resident tiles, "
-        f"{graphs}, boundaries on the {placement.boundaries}",
+        f"{graphs}, boundaries on the {placement.boundaries}{tiles}",
         f"{found.seconds:.3g} s a step expected ({found.model_tflops:.0f} model TFLOPS), "
         f"{found.binds} is busy {found.bounds[found.binds] / found.seconds:.0%} of it; "
         f"{gib(found.device_peak_bytes)} of {gib(machine.device_memory_bytes)} on the device, "

@@ -6,11 +6,13 @@ the device and on kept graphs. What each way of spending could bring at best is 
 frame's forecast (engine/ways.py). The most promising are forecast in full.
 """
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from megatrain.engine.budget import Needs
 from megatrain.engine.forecast import PROCESS_BYTES, Forecast
 from megatrain.engine.forecasts import Forecasts, Task
+from megatrain.engine.tally import NotForeseeable
 from megatrain.engine.ways import Budget, Ways
 from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine
@@ -39,10 +41,17 @@ _SPARING = (1, 3)
 # They take the least of the device's memory, and of the host's.
 _FRUGAL = (5, 4)
 
+# From so many tokens a row on, layers may run in tiles, with attention's results kept: it grows
+# with the square of a row, so what computing a tile again costs is soon less than its.
+_LONG, _TILE = 16384, 8192
+_ATTENTION: tuple[Literal["device", "host", "none"], ...] = ("device", "host", "none")
+
 # Tokens of a micro-batch, at most. With the largest no overhead of a call counts any more.
 _TOKENS = (49152, 32768, 16384, 8192, 4096, 2048, 1)
 
 _TRIED = 5  # ways of spending that are forecast in full
+_CHUNKS = 64  # of a micro-batch in the head, at most: forecasts count each operation
+_MANY = 12  # micro-batches from which on a forecast takes so long that little is tried
 
 
 class Search:
@@ -55,7 +64,7 @@ class Search:
         self._forecasts, self._machine, self._task = forecasts, machine, task
         self._thorough = thorough
         self._budget = Budget(machine)
-        self._needs: dict[int, Needs] = {}
+        self._needs: dict[Placement, Needs] = {}
 
     def best(self) -> Forecast:
         """The fastest forecast that fits. Raises DoesNotFit."""
@@ -64,7 +73,8 @@ class Search:
         found = [(way, ways) for ways in spending for way in ways.all()]
         fitting = [frame for frame in frames if self._budget.fits(frame)]
         best = min(fitting, key=lambda frame: frame.seconds, default=None)
-        tried = _TRIED if self._thorough else 1
+        many = all(self._many(frame.micro_batch) for frame in frames)
+        tried = 1 if many or not self._thorough else _TRIED
         for way, ways in sorted(found, key=lambda pair: pair[0].seconds)[:tried]:
             if best is not None and way.seconds >= best.seconds:
                 break
@@ -77,52 +87,98 @@ class Search:
 
     def could_fit(self) -> bool:
         """Whether anything fits; quicker to tell than what is fastest."""
-        return any(self._first_fitting(rows) for rows in self._sizes())
+        return any(
+            self._first_fitting(family, rows)
+            for rows in self._sizes()
+            for family in self._families(rows)
+        )
+
+    def _families(self, rows: int) -> list[list[Placement]]:
+        """Frames, from the fastest to the most frugal: of whole layers; for long rows, in tiles."""
+        least = -(-rows * self._task.sequence_length // _CHUNKS)
+        whole = [
+            Placement(
+                **frame | {"head_tokens": max(least, frame["head_tokens"])},
+                compile=self._task.compile,
+            )
+            for frame in _FRAMES
+        ]
+        if self._task.sequence_length < _LONG:
+            return [whole]
+        tiled = [
+            [replace(frame, tile_tokens=_TILE, keep_attention=where) for frame in whole]
+            for where in _ATTENTION
+        ]
+        return [whole, *tiled]
 
     def _frames(self) -> list[Forecast]:
         """Frames that fit, of the two largest micro-batches that do, and more sparing ones."""
         found: list[Forecast] = []
+        wanted = 2 if self._thorough else 1
         for rows in self._sizes():
-            found += self._first_fitting(rows)
-            if len(found) == (2 if self._thorough else 1):
+            families = self._families(rows)
+            fitting = [f for family in families for f in self._first_fitting(family, rows)]
+            found += fitting
+            wanted -= bool(fitting)
+            if not wanted or (found and self._many(rows)):
                 break
         if not found:
             raise DoesNotFit(self._lacking())
         best = min(found, key=lambda frame: frame.seconds)
-        if self._thorough and best.placement == self._placement(0):
-            sparing = (self._frame(number, best.micro_batch) for number in _SPARING)
+        families = self._families(best.micro_batch)
+        family = next((each for each in families if each[0] == best.placement), None)
+        if self._thorough and family is not None and not self._many(best.micro_batch):
+            sparing = (self._frame(family[number], best.micro_batch) for number in _SPARING)
             found += [frame for frame in sparing if self._holds(frame)]
         return found
 
-    def _first_fitting(self, rows: int) -> list[Forecast]:
-        hopeful = (number for number in range(len(_FRAMES)) if self._hopeful(number, rows))
-        frames = (self._frame(number, rows) for number in hopeful)
+    def _many(self, rows: int) -> bool:
+        return -(-self._task.rows // rows) >= _MANY
+
+    def _first_fitting(self, family: list[Placement], rows: int) -> list[Forecast]:
+        try:
+            return self._fitting(family, rows)
+        except NotForeseeable:
+            if family[0].tile_tokens is None:
+                raise
+            return []  # these layers cannot be foreseen in tiles
+
+    def _fitting(self, family: list[Placement], rows: int) -> list[Forecast]:
+        hopeful = (placement for placement in family if self._hopeful(placement, rows))
+        frames = (self._frame(placement, rows) for placement in hopeful)
         return next(([frame] for frame in frames if self._holds(frame)), [])
 
     def _holds(self, found: Forecast) -> bool:
         return self._budget.holds(found.device_peak_bytes, found.host_peak_bytes)
 
-    def _hopeful(self, number: int, rows: int) -> bool:
+    def _hopeful(self, placement: Placement, rows: int) -> bool:
         """Whether a frame can fit at all, told without a forecast."""
-        return self._budget.holds(*self._floor(number, rows))
+        return self._budget.holds(*self._floor(placement, rows))
 
-    def _floor(self, number: int, rows: int) -> tuple[int, int]:
+    def _floor(self, placement: Placement, rows: int) -> tuple[int, int]:
         """Bytes on device and host without which a frame cannot be."""
-        if number not in self._needs:
-            self._needs[number] = self._forecasts.question(self._task).needs(
-                self._placement(number)
-            )
-        needs = self._needs[number]
-        work = self._forecasts.measured(self._task, self._placement(number).tile_tokens)
-        working = max(each.peak_bytes for each in work.layer(0, rows).computed_twice)
-        device = sum(needs.device.values()) + working + self._machine.device_context_bytes
+        same = replace(placement, head_tokens=1)  # no buffer depends on them
+        if same not in self._needs:
+            self._needs[same] = self._forecasts.question(self._task).needs(placement)
+        needs = self._needs[same]
+        device = sum(needs.device.values()) + self._machine.device_context_bytes
+        device += self._working_bytes(placement, rows)
         return device, sum(needs.host.values()) + PROCESS_BYTES
 
-    def _frame(self, number: int, rows: int) -> Forecast:
-        return self._forecasts.of(self._machine, self._placement(number), self._task, rows)
+    def _working_bytes(self, placement: Placement, rows: int) -> int:
+        """What a layer or the head computes with, and one activation of every token."""
+        measured = self._forecasts.measured(self._task, placement.tile_tokens)
+        layout = next(each for each in self._forecasts.layouts if each.name == "head")
+        chunk = min(rows, -(-placement.head_tokens // self._task.sequence_length))
+        for visit in range(len(self._forecasts.outline.layers)):
+            measured.layer(visit, chunk)  # whose results the head is given
+        head = measured.head(layout, chunk, placement.head_tokens)
+        working = max(w.peak_bytes for w in (head, *measured.layer(0, rows).computed_twice))
+        entering = measured.entering(rows).values()
+        return working + sum(s.empty("meta").nbytes for s in entering) * self._task.rows // rows
 
-    def _placement(self, number: int) -> Placement:
-        return Placement(**_FRAMES[number], compile=self._task.compile)
+    def _frame(self, placement: Placement, rows: int) -> Forecast:
+        return self._forecasts.of(self._machine, placement, self._task, rows)
 
     def _sizes(self) -> list[int]:
         """Rows that a micro-batch may have, largest first."""
@@ -143,10 +199,11 @@ class Search:
 
     def _frugal(self) -> list[Forecast]:
         sizes, there = self._sizes(), self._budget.device
-        hopeful = [rows for rows in sizes if self._floor(_FRUGAL[0], rows)[0] <= there]
+        ways = {rows: [self._families(rows)[-1][number] for number in _FRUGAL] for rows in sizes}
+        hopeful = [rows for rows in sizes if self._floor(ways[rows][0], rows)[0] <= there]
         frames: list[Forecast] = []
         for rows in hopeful or sizes[-1:]:
-            frames = [self._frame(number, rows) for number in _FRUGAL]
+            frames = [self._frame(placement, rows) for placement in ways[rows]]
             if any(self._budget.spare(frame) >= 0 for frame in frames):
                 break
         return frames

@@ -12,10 +12,11 @@ import pytest
 
 from megatrain import Placement
 from megatrain.device import CpuDevice
-from megatrain.engine import fit
+from megatrain.engine import fit, search
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.forecasts import Forecasts, Task
-from megatrain.engine.search import _FRAMES, Search
+from megatrain.engine.search import Search
+from megatrain.engine.tally import NotForeseeable
 from megatrain.engine.ways import Budget
 from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine
@@ -135,7 +136,7 @@ def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room() -> None:
             fast_bus(16.0, mib / 1024),
             tokens_per_step=512,
             sequence_length=64,
-            micro_batch=1,
+            micro_batch=2,
             forecasts=FORECASTS,
         )
 
@@ -143,7 +144,7 @@ def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room() -> None:
     assert much.placement.offload_layers >= 3
     assert much.host_bytes["host_kept_bytes"] > 0
     plain = replace(much.placement, offload_layers=0)
-    assert much.seconds < 0.99 * FORECASTS.of(fast_bus(16.0, 1e6), plain, TASK, 1).seconds
+    assert much.seconds < 0.99 * FORECASTS.of(fast_bus(16.0, 1e6), plain, TASK, 2).seconds
     assert little.placement.offload_layers < much.placement.offload_layers
 
 
@@ -158,12 +159,65 @@ def test_tiles_rest_on_the_device_where_the_host_lacks_room() -> None:
 
 @pytest.mark.parametrize("clip", [True, False])
 def test_what_is_told_without_a_forecast_is_never_too_much(clip: bool) -> None:
-    search = Search(FORECASTS, small_machine(), replace(TASK, clip=clip))
-    for number, rows in product(range(len(_FRAMES)), search._sizes()):
-        device, host = search._floor(number, rows)
-        told = search._frame(number, rows)
+    asked = Search(FORECASTS, small_machine(), replace(TASK, clip=clip))
+    sizes = asked._sizes()[::2]
+    for placement, rows in [(p, n) for n in sizes for p in asked._families(n)[0]]:
+        device, host = asked._floor(placement, rows)
+        told = asked._frame(placement, rows)
         assert 0.5 * told.device_peak_bytes < device <= told.device_peak_bytes
         assert 0.9 * told.host_peak_bytes < host <= 1.001 * told.host_peak_bytes
+
+
+@pytest.fixture
+def soon_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_LONG", 1024)
+    monkeypatch.setattr(search, "_TILE", 128)
+
+
+def long_row(device_mib: float, attention_tflops: float, host_gib: float = 1e6) -> fit.Forecast:
+    machine = replace(
+        fast_bus(device_mib, host_gib),
+        attention_forward_tflops=attention_tflops,
+        attention_backward_tflops=attention_tflops,
+    )
+    return fit.choose(
+        tiny_outline(), machine, tokens_per_step=2048, sequence_length=2048, forecasts=FORECASTS
+    )
+
+
+def test_a_long_row_runs_in_tiles_where_attention_is_most_of_it(soon_long: None) -> None:
+    slow = long_row(48.0, 0.02).placement
+    assert slow.tile_tokens == 128 and slow.keep_attention != "none"
+    assert long_row(48.0, 20.0).placement.tile_tokens is None
+
+
+def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(
+    soon_long: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(2048, 2048, None, True, "bf16", True)
+    least = Search(FORECASTS, fast_bus(1.0, 1e6), task).least()[0].machine
+    budget = least.device_memory_bytes / 2**20
+    assert long_row(budget, 20.0).placement.tile_tokens == 128
+    monkeypatch.setattr(search, "_LONG", 1 << 20)
+    with pytest.raises(DoesNotFit):
+        long_row(budget, 20.0)
+
+
+def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
+    soon_long: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise NotForeseeable("not in tiles")
+
+    monkeypatch.setattr("megatrain.engine.measure.tiled", refuse)
+    found = fit.choose(
+        tiny_outline(),
+        small_machine(64.0),
+        tokens_per_step=2048,
+        sequence_length=2048,
+        forecasts=Forecasts(tiny_outline()),
+    )
+    assert found.placement.tile_tokens is None
 
 
 def test_graphs_on_the_host_are_spread_over_those_that_do_not_stay() -> None:
