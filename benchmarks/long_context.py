@@ -1,8 +1,9 @@
 """`python -m benchmarks.long_context`: steps of one long row each, on one engine.
 
-The warm-up is a row of two tiles: what acts on every token alone is compiled for one tile, whatever
-the length, and nothing else is compiled. Results are those of `megatrain bench step`, one file per
-length, with the arithmetic of causal attention counted beside.
+Before the first length comes a row of two tiles: what acts on every token alone is compiled for one
+tile, whatever the length, and nothing else is compiled. The first step of a length takes and pins
+the host memory that its boundaries and attention results wait in (`--warmup`). Results are those of
+`megatrain bench step`, one file per length, with the arithmetic of causal attention counted beside.
 """
 
 import argparse
@@ -70,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--lengths", default="32768,131072,262144", help="tokens of the rows")
+    parser.add_argument("--warmup", type=int, default=1, help="steps of each length before those")
     parser.add_argument("--steps", type=int, default=1, help="measured steps of each length")
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--device", default="auto")
@@ -86,7 +88,7 @@ def main() -> None:
         precision="bf16",
         device=args.device,
         placement=PLACEMENT,
-        warmup=0,
+        warmup=args.warmup,
         steps=args.steps,
         seed=0,
     )

@@ -1,6 +1,6 @@
 """`python -m benchmarks.tables`: the README's tables, from the result files.
 
-First MegaTrain's own steps, then one table for each case in which rivals ran beside it.
+First MegaTrain's own steps, then one table for each run of rivals beside it.
 
 With `--check` nothing is written; the exit status says whether the README is in step.
 """
@@ -28,6 +28,10 @@ def _row(result: dict[str, Any]) -> str:
     case, memory = result["case"], result["memory"]
     gpu = result["environment"]["gpu"]["name"] if result["environment"]["gpu"] else "CPU"
     spread = f"{result['min_seconds']:.2f} to {result['max_seconds']:.2f}"
+    if result["count"] == 1:
+        spread = "a single step"
+    attention = result.get("attention_tflops")
+    counted = f", {attention:.0f} with attention" if attention else ""
     limit = f", at most {case['device_memory']}" if case.get("device_memory") else ""
     by_hand = ", placed by hand" if case["placement"] else ""
     return (
@@ -35,37 +39,41 @@ def _row(result: dict[str, Any]) -> str:
         f"{limit}{by_hand} "
         f"| {gpu}, {result['environment']['cores']} cores "
         f"| {result['median_seconds']:.2f} s ({spread}) "
-        f"| **{result['model_tflops']:.0f}** "
+        f"| **{result['model_tflops']:.0f}**{counted} "
         f"| {memory['device_peak_bytes'] / 2**30:.1f} GiB "
         f"| {result['host_peak_bytes'] / 2**30:.1f} GiB |"
     )
 
 
 def commands() -> list[str]:
-    """The command behind each row."""
-    lines = []
-    for file in sorted(RESULTS.glob("step-*.json")):
-        case = json.loads(file.read_text())["case"]
-        limit = f" --device-memory {case['device_memory']}" if case.get("device_memory") else ""
-        chosen = "".join(
-            f" --placement {k}={_plain(v)}" for k, v in (case["placement"] or {}).items()
-        )
-        lines.append(
-            f"megatrain bench step --shape {case['shape']} --sequences {case['sequences']} "
-            f"--sequence-length {case['sequence_length']} --micro-batch {case['micro_batch']}"
-            f"{limit}{chosen}"
-        )
-    return lines
+    """The commands behind the rows."""
+    results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("step-*.json"))]
+    return sorted({_command(result) for result in results})
 
 
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _command(result: dict[str, Any]) -> str:
+    case = result["case"]
+    if "attention_tflops" in result:
+        return f"python -m benchmarks.long_context --shape {case['shape']} --output OUT"
+    limit = f" --device-memory {case['device_memory']}" if case.get("device_memory") else ""
+    chosen = "".join(f" --placement {_choice(k, v)}" for k, v in (case["placement"] or {}).items())
+    return (
+        f"megatrain bench step --shape {case['shape']} --sequences {case['sequences']} "
+        f"--sequence-length {case['sequence_length']} --micro-batch {case['micro_batch']}"
+        f"{limit}{chosen}"
+    )
+
+
+def _choice(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return f"'{name}=[{', '.join(value)}]'"
+    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def rivals() -> list[str]:
     """A table for each case that rivals ran, each with the command behind it."""
     lines = []
-    for table in rival_rows.newest(RESULTS):
+    for table in rival_rows.tables(RESULTS):
         lines += ["", f"{rival_rows.caption(table)}:", "", *rival_rows.table(table)]
         lines += ["", "```", *rival_rows.commands(table), "```"]
     return lines

@@ -17,27 +17,30 @@ _HEAD = (
 
 
 def write(row: dict[str, Any], folder: Path) -> Path:
-    """Keep a row, in place of an older one of the same case, machine and rival."""
+    """Keep a row, in place of an older one of the same run, case, machine and rival."""
     case = Case(**row["case"])
-    file = folder / f"rivals-{case.name}-{_machine(row)}-{row['rival']}.json"
+    file = folder / f"rivals-{case.name}-{_machine(row)}-{_slug(row['run'])}-{row['rival']}.json"
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
     return file
 
 
-def newest(folder: Path) -> list[list[dict[str, Any]]]:
-    """The rows of each case's newest run, in the rivals' order; large models and steps first."""
-    tables: dict[tuple[str, str], list[dict[str, Any]]] = {}
+def tables(folder: Path) -> list[list[dict[str, Any]]]:
+    """The rows of each case's runs, in the rivals' order; large models and steps, new runs first.
+
+    Rows of two runs are in no table together: machines differ more than programs do.
+    """
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("rivals-*.json")):
         row = json.loads(file.read_text(encoding="utf-8"))
-        tables.setdefault((Case(**row["case"]).name, _machine(row)), []).append(row)
-    return sorted((_newest_run(table) for table in tables.values()), key=_size)
+        found.setdefault((Case(**row["case"]).name, _machine(row), row["run"]), []).append(row)
+    newest_first = sorted(found.values(), key=lambda rows: rows[0]["time"], reverse=True)
+    return sorted((sorted(rows, key=_place) for rows in newest_first), key=_size)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Lines of Markdown; a row without a result says why."""
-    ordered = sorted(rows, key=lambda row: _ORDER.index(row["rival"]))
-    return [*_HEAD, *(_line(row) for row in ordered)]
+    return [*_HEAD, *(_line(row) for row in sorted(rows, key=_place))]
 
 
 def caption(rows: Sequence[dict[str, Any]]) -> str:
@@ -47,7 +50,7 @@ def caption(rows: Sequence[dict[str, Any]]) -> str:
     words = f"Qwen2.5-{case.shape.upper()}, {case.sequences} x {case.sequence_length} tokens a step"
     if case.device_memory_bytes:
         words += f", {gib(case.device_memory_bytes)} of device memory"
-    return words + (f"; {_where(machine)}" if machine else "")
+    return words + (f"; {_where(machine)}, commit {row['commit']}" if machine else "")
 
 
 def commands(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -55,11 +58,8 @@ def commands(rows: Sequence[dict[str, Any]]) -> list[str]:
     return sorted({row["command"] for row in rows})
 
 
-def _newest_run(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    last = max(table, key=lambda row: row["time"])["run"]
-    return sorted(
-        (row for row in table if row["run"] == last), key=lambda row: _ORDER.index(row["rival"])
-    )
+def _place(row: dict[str, Any]) -> int:
+    return _ORDER.index(row["rival"])
 
 
 def _size(table: list[dict[str, Any]]) -> tuple[int, int, int]:
@@ -92,4 +92,8 @@ def _machine(row: dict[str, Any]) -> str:
     gpu = (row.get("environment") or {}).get("gpu")
     if gpu is None:
         return "cpu"
-    return re.sub(r"[^a-z0-9]+", "-", gpu["name"].lower().replace("nvidia", "")).strip("-")
+    return _slug(gpu["name"].lower().replace("nvidia", ""))
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

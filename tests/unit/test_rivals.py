@@ -177,7 +177,7 @@ def test_rivals_do_the_same_work(tmp_path):
             *["--micro-batch", "fsdp2=2", "--rivals", "resident,fsdp2", "--run", "one"],
         ]
     )
-    (table,) = rows.newest(tmp_path)
+    (table,) = rows.tables(tmp_path)
     resident, fsdp2 = table
     assert [row["status"] for row in table] == [cases.MEASURED] * 2, table
     # The same weights and tokens, however they are cut.
@@ -194,6 +194,7 @@ def test_rivals_do_the_same_work(tmp_path):
 def row(rival: str, run: str, **others: object) -> dict[str, object]:
     gpu = {"name": "NVIDIA H200"}
     known = {"environment": {"gpu": gpu, "cores": 16}, "title": rival, "time": run, "run": run}
+    known |= {"commit": "c0ffee"}
     return {
         "case": asdict(CASE),
         "rival": rival,
@@ -210,13 +211,14 @@ MEASURED = {
 }
 
 
-def test_a_table_shows_rows_of_the_newest_run_only_and_those_that_failed(tmp_path):
+def test_a_table_shows_rows_of_one_run_and_those_that_failed(tmp_path):
     rows.write(row("resident", "1", **MEASURED), tmp_path)
     rows.write(row("fsdp2", "2", status=cases.NO_TIME), tmp_path)
     file = rows.write(row("megatrain", "2", **MEASURED), tmp_path)
-    assert file.name == "rivals-toy-1layers-4x8-h200-megatrain.json"
+    assert file.name == "rivals-toy-1layers-4x8-h200-2-megatrain.json"
     assert json.loads(file.read_text())["run"] == "2"
-    (table,) = rows.newest(tmp_path)
+    table, older = rows.tables(tmp_path)
+    assert [row["rival"] for row in older] == ["resident"]
     assert rows.table(table)[2:] == [
         "| **megatrain** | 4 | 2.00 s (1.50 to 2.50) | **123** | 3.0 GiB | 5.0 GiB |",
         "| fsdp2 | 4 | out of time | | | |",
