@@ -1,8 +1,9 @@
 """`python -m benchmarks.tables`: the README's tables, from the result files.
 
-First MegaTrain's own steps, then one table for each run of rivals beside it.
+First MegaTrain's own steps, then one table for each run of rivals beside it. The commands that
+measure MegaTrain's steps go into docs/benchmarks.md.
 
-With `--check` nothing is written; the exit status says whether the README is in step.
+With `--check` nothing is written; the exit status says whether both are in step.
 """
 
 import json
@@ -79,27 +80,29 @@ def rivals() -> list[str]:
     return lines
 
 
-def section() -> str:
-    """Everything between the README's two marks."""
+def sections() -> dict[Path, list[str]]:
+    """What stands between the marks of each document."""
     head = [
         "| shape, step | machine | seconds a step (spread) | model TFLOPS | device | host |",
         "|---|---|---|---|---|---|",
     ]
-    return "\n".join(
-        [BEGIN, "", *head, *rows(), "", "```", *commands(), "```", *rivals(), "", END],
-    )
+    return {
+        ROOT / "README.md": [*head, *rows(), *rivals()],
+        ROOT / "docs" / "benchmarks.md": ["```", *commands(), "```"],
+    }
 
 
 def main() -> int:
-    """Write the section, or with `--check` compare it."""
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    wanted = before + section() + after
-    if "--check" in sys.argv:
-        return int(wanted != text)
-    readme.write_text(wanted, encoding="utf-8")
-    return 0
+    """Write the sections, or with `--check` compare them."""
+    differs = False
+    for document, lines in sections().items():
+        text = document.read_text(encoding="utf-8")
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        wanted = before + "\n".join([BEGIN, "", *lines, "", END]) + after
+        differs |= wanted != text
+        if "--check" not in sys.argv:
+            document.write_text(wanted, encoding="utf-8")
+    return int(differs and "--check" in sys.argv)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""The README's numbers are those of the result files."""
+"""The documents' numbers are those of the result files."""
 
 import json
 
-from benchmarks.tables import ROOT, section
+from benchmarks.tables import ROOT, sections
 
 
-def test_the_readme_shows_the_results():
-    assert section() in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_documents_show_the_results():
+    for document, lines in sections().items():
+        assert "\n".join(lines) in document.read_text(encoding="utf-8"), document.name
 
 
 def test_a_result_carries_what_repeats_it():
