@@ -5,12 +5,12 @@ import logging
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -91,10 +91,13 @@ class Saving:
         self.error: RunFailed | None = None
         self.seconds: float | None = None
         self._named = False
+        self._untold: list[str] = []
+        weakref.finalize(self, _tell, self._untold)  # at the program's end at the latest
         self.snapshot = Snapshot(spare)
         self._device, self._contents, self._jobs = device, contents, jobs
         self._started = time.perf_counter()
-        self._thread = threading.Thread(target=self._run, name="megatrain save", daemon=True)
+        # No daemon: a program that ends without `close` still has its checkpoint.
+        self._thread = threading.Thread(target=self._run, name="megatrain save")
         self._thread.start()
 
     @property
@@ -113,6 +116,7 @@ class Saving:
             RunFailed: it could not be written; nothing of it is left, older ones are as they were.
         """
         self.join()
+        self._untold.clear()
         if self.error is not None:
             raise self.error
 
@@ -122,6 +126,10 @@ class Saving:
             with suppress(RunFailed):  # a dead host thread: then the save ends by itself
                 self._device.synchronize(self._device.record(SAVE), "save put on its way")
         self._thread.join()
+
+    def tell(self) -> None:
+        """Log the failure of a save whose result nobody has asked for."""
+        _tell(self._untold)
 
     def abandon(self) -> None:
         """Make it fail soon."""
@@ -152,6 +160,7 @@ class Saving:
             "earlier checkpoints are as they were"
         )
         self.error.__cause__ = error
+        self._untold.append(str(self.error))
 
     def _write(self, partial: Path) -> None:
         parent = self.folder.parent
@@ -163,7 +172,7 @@ class Saving:
             files.make_folder(folder)
         with self._writers(partial) as tiles:
             documents = self._write_documents(partial)
-        records = dict(zip([job.name for job in self._jobs], tiles, strict=True)) | documents
+        records = {job.name: tiles[job.name] for job in self._jobs} | documents
         manifest = self._manifest(records)
         for folder in [path for path in partial.rglob("*") if path.is_dir()]:
             files.sync_folder(folder)
@@ -181,24 +190,47 @@ class Saving:
             raise RunFailed(f"it takes {gib(self.num_bytes)} and the disk has {gib(free)} left")
 
     @contextmanager
-    def _writers(self, partial: Path) -> Iterator[list[FileRecord]]:
-        """Write all tiles while the body runs; the records are there when the block has ended."""
-        records: list[FileRecord] = []
-        with ThreadPoolExecutor(WRITERS, thread_name_prefix="megatrain save") as pool:
+    def _writers(self, partial: Path) -> Iterator[dict[str, FileRecord]]:
+        """Write all tiles while the body runs; the records are there when the block has ended.
+
+        No pool: an interpreter that has come to its end gives no work to pools any more.
+        """
+        records: dict[str, FileRecord] = {}
+        failures: list[BaseException] = []
+        waiting: SimpleQueue[TileFile] = SimpleQueue()
+
+        def write() -> None:
             try:
-                written = [pool.submit(self._write_tile, partial, job) for job in self._jobs]
-                yield records
-                left = set(written)
-                while left:
-                    done, left = wait_for(left, _HEALTH_SECONDS, FIRST_EXCEPTION)
-                    for each in done:
-                        each.result()
-                    # An update that has failed was none, and a dead save thread offers no more.
-                    self._device.synchronize(None, "save going on")
-            except BaseException:
+                while not failures:
+                    job = waiting.get_nowait()
+                    records[job.name] = self._write_tile(partial, job)
+            except Empty:
+                pass
+            except BaseException as error:
+                failures.append(error)
                 self.abandon()
-                raise
-            records += [each.result() for each in written]
+
+        for job in self._jobs:
+            waiting.put(job)
+        threads = [threading.Thread(target=write, name="megatrain save") for _ in range(WRITERS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield records
+            left = threads
+            while left:
+                left[0].join(_HEALTH_SECONDS)
+                left = [thread for thread in left if thread.is_alive()]
+                # An update that has failed was none, and a dead save thread offers no more.
+                self._device.synchronize(None, "save going on")
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+        if failures:
+            raise failures[0]
 
     def _write_tile(self, partial: Path, job: TileFile) -> FileRecord:
         summed = files.ALGORITHMS[files.ALGORITHM]
@@ -270,8 +302,7 @@ class Saver:
             RunFailed: a step that was broken off has left tiles of different versions.
         """
         self._check_versions()
-        if self.last is not None:
-            self.last.join()
+        self.close()
         jobs = self._jobs()
         room = self._room(jobs) if spare else Spare(None)
         self.last = Saving(self._device, folder, contents, jobs, room)
@@ -286,6 +317,7 @@ class Saver:
         """Wait for a running save."""
         if self.last is not None:
             self.last.join()
+            self.last.tell()
 
     def _check_versions(self) -> None:
         trained = [tile for tile in self._tiles if tile.layout.trainable_numel]
@@ -320,6 +352,11 @@ class Saver:
             else:
                 return Spare(buffer)
         return Spare(None)
+
+
+def _tell(failures: list[str]) -> None:
+    while failures:
+        _log.warning("%s", failures.pop())
 
 
 def _file_name(tile: Tile) -> str:

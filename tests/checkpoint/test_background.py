@@ -2,6 +2,8 @@
 
 import errno
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.checkpoint.cases import (
 )
 from tests.parity.cases import same
 from tests.race.late import LateDevice
+from tests.reliability.cases import ROOT
 
 RESIDENT = {"resident": ("embedding", "layer 1")}
 DEVICES = {"program order": CpuDevice, "threads": ThreadedDevice, "late": LateDevice}
@@ -287,3 +290,36 @@ def test_a_file_in_the_way_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match="is a file"):
         engine_of().save(tmp_path / "saved")
     assert (tmp_path / "saved").read_text() == "mine"
+
+
+LAST_WORDS = """
+import sys, torch
+from pathlib import Path
+from tests.checkpoint.cases import batches, engine_of
+torch.set_num_threads(1)
+engine = engine_of(precision="fp32")
+engine.step(batches(1)[0])
+engine.save(Path(sys.argv[1]), wait=False)
+"""
+
+
+def test_a_program_that_ends_without_closing_has_its_checkpoint(tmp_path) -> None:
+    """Or says why not."""
+    command = [sys.executable, "-c", LAST_WORDS, str(tmp_path / "a")]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert verify(tmp_path / "a").settings.steps == 1
+    command[-1] = "/dev/null/a"
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "cannot save the checkpoint of step 1" in done.stderr
+
+
+def test_a_failure_that_nobody_asked_for_is_told(tmp_path, monkeypatch, caplog) -> None:
+    with engine_of() as engine:
+        saving = engine.save(Path("/dev/null/a"), wait=False)
+    assert caplog.text.count("cannot save the checkpoint of step 0") == 1
+    with pytest.raises(RunFailed):
+        saving.wait()
+    caplog.clear()
+    with engine_of() as engine, pytest.raises(RunFailed):
+        engine.save(Path("/dev/null/a"), wait=False).wait()
+    assert not caplog.text
