@@ -8,6 +8,7 @@ from pathlib import Path
 import megatrain
 from megatrain import config
 from megatrain.cli.generate import Sampling, generate_from
+from megatrain.cli.train import say_end
 from megatrain.data import stdlib_corpus, train_bpe_tokenizer
 from megatrain.errors import InputError
 from megatrain.telemetry.memory import peak_process_bytes
@@ -32,6 +33,8 @@ def run_demo(overrides: Sequence[str]) -> None:
     run_file = config.load(_run_file(), overrides)
     write_corpus_and_tokenizer()
     outcome = train(run_file, "demo")
+    if outcome.stopped:
+        return say_end(outcome)
     print(f"\nloss     {loss_curve(outcome.folder)}   ({outcome.folder / 'loss.png'})\n")
     for prompt in PROMPTS:
         print(f"--- sampled from the model, prompt {prompt!r}")

@@ -5,11 +5,15 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatrain import config
 from megatrain.errors import InputError
 from megatrain.train.folders import CONFIG, MODEL
 from megatrain.train.stop import Signals, Stopped
+
+if TYPE_CHECKING:
+    from megatrain.train.loop import Outcome
 
 
 def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
@@ -27,6 +31,11 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
     except Stopped as signal:
         _say(f"stopped by {signal} before the first step; nothing to save")
         return
+    say_end(outcome)
+
+
+def say_end(outcome: "Outcome") -> None:
+    """Where the result of a run is, or how to go on."""
     if outcome.stopped:
         command = shlex.join(["megatrain", "train", str(outcome.folder), "--resume"])
         _say(f"stopped by {outcome.stopped} after step {outcome.steps} and saved; go on with:")

@@ -32,6 +32,10 @@ Written by `make models`, which tries each of the {{count}} causal-language-mode
 transformers {{version}}. **{{passing}} train as in plain PyTorch**, {{refused}} are refused with a
 reason, and {{untrained}} cannot be trained on text by PyTorch itself.
 
+Older versions work from transformers 5.6 on; they know fewer families (5.6.0: 153), and a few that
+train here fail there in transformers' own code. Earlier ones do not say how they have
+converted the names of stored weights.
+
 ## What "passes" means
 
 A tiny random model of the family (3 to 6 layers, one of each kind that the family has, its own
