@@ -32,9 +32,9 @@ Written by `make models`, which tries each of the {{count}} causal-language-mode
 transformers {{version}}. **{{passing}} train as in plain PyTorch**, {{refused}} are refused with a
 reason, and {{untrained}} cannot be trained on text by PyTorch itself.
 
-Older versions work from transformers 5.6 on; they know fewer families (5.6.0: 153), and a few that
-train here fail there in transformers' own code. Earlier ones do not say how they have
-converted the names of stored weights.
+Older versions work from transformers 5.6 on. 5.6.0 knows 153 of these families: 146 come out as
+here, the others fail in transformers' own code, and `cpmant` is refused. Versions before that do not
+say how they have converted the names of stored weights.
 
 ## What "passes" means
 
