@@ -33,7 +33,7 @@ transformers {{version}}. **{{passing}} train as in plain PyTorch**, {{refused}}
 reason, and {{untrained}} cannot be trained on text by PyTorch itself.
 
 Older versions work from transformers 5.6 on. 5.6.0 knows 153 of these families: 146 come out as
-here, the others fail in transformers' own code, and `cpmant` is refused. Versions before that do not
+here, `cpmant` is refused, the others fail in transformers' own code. Versions before that do not
 say how they have converted the names of stored weights.
 
 ## What "passes" means
