@@ -33,8 +33,8 @@ transformers {{version}}. **{{passing}} train as in plain PyTorch**, {{refused}}
 reason, and {{untrained}} cannot be trained on text by PyTorch itself.
 
 Older versions work from transformers 5.6 on. 5.6.0 knows 153 of these families: 146 come out as
-here, `cpmant` is refused, the others fail in transformers' own code. Versions before that do not
-say how they have converted the names of stored weights.
+here, `cpmant` is refused, `ctrl` fails in bf16, the others fail in plain PyTorch, too. Versions
+before that do not say how they have converted the names of stored weights.
 
 ## What "passes" means
 
