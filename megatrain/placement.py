@@ -21,8 +21,9 @@ _LEAST = {
     "offload_layers": 0,
     "prefetch": 0,
     "save_bytes": 0,
+    "split_bytes": 1,
 }
-_OPTIONAL = ("prefetch", "update_threads", "gradient_lanes", "tile_tokens")
+_OPTIONAL = ("prefetch", "update_threads", "gradient_lanes", "tile_tokens", "split_bytes")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Placement:
         tile_tokens: what acts on every token alone (the MLP, norms) is run over tiles of so many
             tokens, and computed again tile by tile in the backward: for long rows. Attention and
             the rest of a layer then stay eager. None: whole rows.
+        split_bytes: layers whose weights take more (and do not rest on the device) are streamed in
+            portions of at most so many bytes, some experts at a time, and so are their gradients;
+            all but the experts is computed twice as often, and stays eager. None: whole layers.
         compile: compile one forward and one backward per layer kind with torch.compile.
         update_threads: host threads of the optimizer; None: all cores but two.
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the
@@ -71,6 +75,7 @@ class Placement:
     keep_attention: Literal["none", "device", "host"] = "none"
     head_tokens: int = 4096
     tile_tokens: int | None = None
+    split_bytes: int | None = None
     compile: bool = False
     update_threads: int | None = None
     save_bytes: int = 4 * GIB

@@ -22,6 +22,15 @@ from megatrain.units import align
 _PAGE = 4096
 
 
+@dataclass(frozen=True)
+class Span:
+    """`numel` elements of a tile's planes from `start` on, found at `at` in what is streamed."""
+
+    start: int
+    at: int
+    numel: int
+
+
 @dataclass(eq=False)
 class Tile:
     """One tile's planes in host memory, all with the offsets of its layout.
@@ -46,10 +55,21 @@ class Tile:
     version: int = 0
     updated: Any = None
     let_go: Callable[[], None] | None = None
+    begins = ends = True  # as a portion of itself (engine/portion.py)
 
     @property
     def name(self) -> str:
         return self.layout.name
+
+    @property
+    def whole(self) -> "Tile":
+        """The tile that this is, or is a portion of."""
+        return self
+
+    @property
+    def spans(self) -> list[Span]:
+        """What of the planes is streamed together: all."""
+        return [Span(0, 0, self.layout.numel)]
 
     @property
     def state(self) -> list[Buffer]:

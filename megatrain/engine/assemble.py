@@ -1,8 +1,9 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.checkpoint import Checkpoint, offering_another, read_tiles
 from megatrain.device import Device
 from megatrain.engine.embedding import Embedding
+from megatrain.engine.experts import staged
 from megatrain.engine.ferry import Ferry
 from megatrain.engine.graphs import RECOMPUTE, Policy
 from megatrain.engine.layer import Layer
+from megatrain.engine.portion import Portion, Stages, stages
 from megatrain.engine.resume import open_model, read_buffers, saved_dtype
 from megatrain.engine.saved import HostSaved, Saved
 from megatrain.engine.sink import Sink
@@ -173,6 +176,23 @@ class Assembly:
     dtype: torch.dtype
     placement: Placement
 
+    @cached_property
+    def stages(self) -> dict[int, Stages]:
+        """By visit, the portions of the layers that are split."""
+        found, most = {}, self.placement.split_bytes
+        for visit, layer in enumerate(self.program.outline.layers):
+            tile = self.tiles[f"layer {visit}"]
+            if most and not tile.resident and tile.layout.numel * self.dtype.itemsize > most:
+                found[visit] = stages(tile, layer, most, self.dtype.itemsize)
+        return found
+
+    @property
+    def visited(self) -> list[Tile | Portion]:
+        """What is computed with as a whole: tiles, and the portions of others."""
+        never = {"embedding", "unused", *(f"layer {visit}" for visit in self.stages)}
+        whole = [tile for tile in self.store.tiles if tile.name not in never]
+        return [*whole, *(portion for found in self.stages.values() for portion in found.all)]
+
     @property
     def tiles(self) -> dict[str, Tile]:
         return {tile.name: tile for tile in self.store.tiles}
@@ -187,21 +207,15 @@ class Assembly:
     def threads(self) -> int:
         return self.placement.update_threads or _threads()
 
-    def streamed(self) -> Iterator[Tile]:
-        """Tiles that pass through the slots."""
-        never = ("embedding", "unused")
-        return (t for t in self.store.tiles if t.name not in never and not t.resident)
-
     def stream(self) -> Stream:
-        sizes = {tile.name: tile.layout.numel for tile in self.streamed()}
+        sizes = {t.name: t.layout.numel for t in self.visited if not t.resident}
         largest = max(sizes.values(), default=0)
         layer = max((n for name, n in sizes.items() if name.startswith("layer")), default=largest)
         slots, distance = self.placement.slots, self.placement.prefetch_distance
         return Stream(self.device, slots, distance, layer, largest, self.dtype)
 
     def work_room(self, *, train: bool) -> WorkRoom:
-        tiles = [t for t in self.store.tiles if t.name not in ("embedding", "unused")]
-        numel = max(tile.layout.trainable_numel for tile in tiles) if train else 0
+        numel = max(t.layout.trainable_numel for t in self.visited) if train else 0
         beside = self.tiles["prologue"].layout.trainable_numel if train else 0
         return WorkRoom(self.device, numel, beside, self.dtype)
 
@@ -211,13 +225,16 @@ class Assembly:
         ferry = None
         if any(policy.on_host for policy in policies):
             ferry = Ferry(device, "kept", LEAVING, RETURNING)
-        layers = [
-            Layer(device, program, tiles[f"layer {visit}"], visit, policy, ferry)
-            for visit, policy in enumerate(policies)
-        ]
+        trunk: list[Prologue | Layer] = [Prologue(device, program, tiles["prologue"], embedding)]
+        for visit, policy in enumerate(policies):
+            if visit in self.stages:
+                trunk += staged(device, program, self.stages[visit], visit)
+            else:
+                tile = tiles[f"layer {visit}"]
+                trunk.append(Layer(device, program, tile, visit, policy, ferry))
         tokens, compiled = self.placement.head_tokens, self.placement.compile
         head = Head(device, program, tiles["head"], tokens, compiled=compiled)
-        return [Prologue(device, program, tiles["prologue"], embedding), *layers], head
+        return trunk, head
 
     def policy(self, visit: int) -> Policy:
         """What of a layer's forward waits for its backward."""
@@ -259,8 +276,8 @@ class Assembly:
         waiting = tiles if update.deferred else [*held, *(t for t in tiles if t.resident)]
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
         work = self.work_room(train=True)
-        slabs, lanes = placement.slabs, placement.gradient_lanes
-        sink = Sink(device, tiles, self.dtype, slabs, waiting, update.ready, work, lanes)
+        slabs, lanes, rooms = placement.slabs, placement.gradient_lanes, self.visited
+        sink = Sink(device, tiles, rooms, self.dtype, slabs, waiting, update.ready, work, lanes)
         embedding = self.embedding(sink, work)
         trunk, head = self.units(embedding)
         saved: Saved | HostSaved = Saved(device)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device, TraceDevice
 from megatrain.engine.assemble import Assembly
+from megatrain.engine.portion import least_split
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.outline import PROBE_SHAPE, Outline
@@ -106,6 +107,13 @@ class Question:
             where["boundaries"] += boundaries
         return device.needs
 
+    def least_split(self) -> int | None:
+        """The least `split_bytes`; None: no layer can be split."""
+        layers = self.outline.layers
+        if not any(layer.kind.experts for layer in layers):
+            return None
+        return least_split(self.layouts, layers, self.dtype.itemsize)
+
     def layouts_of(self, name: str) -> TileLayout:
         return next(layout for layout in self.layouts if layout.name == name)
 
@@ -157,11 +165,15 @@ def check_fits(
         allowed = memory["device_free_bytes"] + memory["device_bytes"]
         context = memory["device_context_bytes"]
         if sum(needs.device.values()) > allowed:
-            least = sum(question.needs(smallest(placement)).device.values()) + context
+            split = question.least_split()
+            frugal = replace(smallest(placement), split_bytes=split)
+            least = sum(question.needs(frugal).device.values()) + context
             raise DoesNotFit(
                 _refusal("device", needs.device, context, allowed + context)
                 + f"; the least for this model is {gib(least)} and what a layer computes with "
-                "(slots: 1, gradient_lanes: 1, keep_rows: false, boundaries: host, resident: [])"
+                "(slots: 1, gradient_lanes: 1, keep_rows: false, boundaries: host, resident: []"
+                + ("" if split is None else f", split_bytes: {split}")
+                + ")"
             )
     planes = needs.host if has_memory else needs.host + needs.device
     grows = max(0, _GPU_PROCESS_BYTES - process_bytes()) if has_memory else 0

@@ -20,6 +20,7 @@ from megatrain import kernels
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS
 from megatrain.engine.batch import Batch
+from megatrain.engine.portion import Portion
 from megatrain.engine.sink import Sink, Slab
 from megatrain.engine.workroom import WorkRoom
 from megatrain.store import Tile
@@ -116,9 +117,9 @@ class Embedding:
         self._rooms: list[_Room] = []
         self._dense: tuple[Slab, Any] | None = None
 
-    def completes(self, tile: Tile) -> bool:
+    def completes(self, tile: Tile | Portion) -> bool:
         """Whether a tile's gradient is complete only after `give`."""
-        return any(t.tile is tile and t.entry.group is not None for t in self._tables)
+        return any(t.tile is tile.whole and t.entry.group is not None for t in self._tables)
 
     @property
     def host_bytes(self) -> int:

@@ -249,7 +249,7 @@ def _assemble(
     program = OpaqueProgram(measured, tally)
     assembly = Assembly(device, program, store, measured.dtype, placement)
     parts = assembly.training(optimizer, 1.0 if clip else None)
-    tile, tokens = parts.head.tile, placement.head_tokens
+    tile, tokens = assembly.tiles["head"], placement.head_tokens
     work = partial(measured.head, tile.layout, head_tokens=tokens)
     parts.head = OpaqueHead(device, program, tile, tokens, work, tally)
     return store, parts

@@ -18,6 +18,7 @@ from megatrain.engine.graphs import (
     Leaving,
     Policy,
 )
+from megatrain.engine.portion import Portion
 from megatrain.engine.sink import Room
 from megatrain.engine.units import State, Unit
 from megatrain.model import attention
@@ -32,13 +33,15 @@ class Layer(Unit):
     Attributes:
         keeps_graph: its graph waits from the forward to the backward; nothing is recomputed.
         policy: what else of its forward waits; a kept graph waits in any case.
+        inputs: the activations that it reads.
+        pulled: those that its backward gives gradients of, for the gradients of `made`.
     """
 
     def __init__(
         self,
         device: Device,
         program: Program,
-        tile: Tile,
+        tile: Tile | Portion,
         visit: int,
         policy: Policy = RECOMPUTE,
         ferry: Ferry | None = None,
@@ -49,6 +52,7 @@ class Layer(Unit):
         self.visit, self.keeps_graph, self.policy, self.ferry = visit, False, policy, ferry
         self.inputs = outline.layers[visit].inputs
         read = {ref for layer in outline.layers for ref in layer.inputs}
+        self.pulled = self.inputs
         self.made = outline.outputs[visit]
         made = outline.outputs[visit - 1] if visit else outline.prologue_outputs
         self.fresh = [ref for ref in made if ref in read]
@@ -110,7 +114,7 @@ class Layer(Unit):
             self._waiting[index] = KeptAttention(kept.results, leaving)
             return made
         with torch.no_grad():
-            return self.program.layer(self.visit, self.weights(slot), micro, values)
+            return self._call(self.weights(slot), micro, values)
 
     def _holds(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Holds | None:
         """What its graph holds from the forward to the backward; None: no graph waits."""
@@ -189,6 +193,15 @@ class Layer(Unit):
         graph.let_go()
         return KeptGraph(graph, held), made
 
+    def _call(
+        self,
+        weights: dict[str, Tensor],
+        micro: MicroBatch,
+        values: Activations,
+        holds: Holds | None = None,
+    ) -> Activations:
+        return self.program.layer(self.visit, weights, micro, values, holds)
+
     def _graph(
         self, slot: Buffer, micro: MicroBatch, values: Activations, holds: Holds | None = None
     ) -> tuple[Graph, Activations]:
@@ -196,10 +209,10 @@ class Layer(Unit):
         inputs = {
             ref: value.detach().requires_grad_(value.is_floating_point())
             for ref, value in values.items()
-            if ref in self.inputs
+            if ref in self.pulled
         }
         with torch.enable_grad():
-            made = self.program.layer(self.visit, weights, micro, inputs, holds)
+            made = self._call(weights, micro, {**values, **inputs}, holds)
         sources = [weights[name.removeprefix(self.prefix)] for name in names]
         detached = {ref: value.detach() for ref, value in made.items()}
         return Graph.of(inputs, made, sources, names), detached

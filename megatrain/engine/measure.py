@@ -119,9 +119,10 @@ class Measured:
         """Args: with `tile_tokens`, layers are eager but for the parts that run in tiles."""
         self.outline, self.dtype, self.tokens = outline, dtype, sequence_length
         self.compiled, self.tile_tokens = compiled, tile_tokens
-        self._program = Program(outline, _CPU, dtype)
-        self._program.train(True)
+        self.program = Program(outline, _CPU, dtype)
+        self.program.train(True)
         self._kinds: dict[tuple[int, int], LayerWork] = {}
+        self.stages: dict[tuple, LayerWork] = {}  # of split layers (engine/measure_experts.py)
         self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}
         self._batches: dict[tuple[int, int], Batch] = {}
         self._heads: dict[tuple[int, int], Work] = {}
@@ -156,14 +157,14 @@ class Measured:
         """The work of a layer, from that of its kind."""
         kind = self.outline.layers[visit].kind
         if (id(kind), rows) not in self._kinds:
-            with _foreseeing(self.outline.layers[visit].name):
+            with foreseeing(self.outline.layers[visit].name):
                 self._kinds[id(kind), rows] = self._layer(visit, rows, kind)
         return self._kinds[id(kind), rows]
 
     def head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
         """The work of epilogue, logits, loss and their gradients."""
         if (rows, head_tokens) not in self._heads:
-            with _foreseeing("the head"):
+            with foreseeing("the head"):
                 self._heads[rows, head_tokens] = self._head(layout, rows, head_tokens)
         return self._heads[rows, head_tokens]
 
@@ -175,7 +176,7 @@ class Measured:
 
     def _prologue(self, rows: int) -> tuple[dict[Ref, Shape], list[Call], int]:
         if rows not in self._micro:
-            with _foreseeing("what comes before the layers"), _fake():
+            with foreseeing("what comes before the layers"), fakes():
                 micro = self._micro_batch(rows)
                 outer = dict(self.outline.skeleton.model.named_parameters())
                 weights = {
@@ -183,7 +184,7 @@ class Measured:
                     for name in self.outline.prologue
                 }
                 with torch.enable_grad():
-                    values = self._program.prologue(weights, micro)
+                    values = self.program.prologue(weights, micro)
                 shapes = {ref: Shape(tuple(v.shape), v.dtype) for ref, v in values.items()}
                 leaves = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
                 num_bytes = sum(v.nbytes for v in leaves.values() if isinstance(v, Tensor))
@@ -199,26 +200,31 @@ class Measured:
         }
         return MicroBatch({"input_ids": ids}, ids, _AnyRows(ids, ids, tables, ids.view(-1)[:1]))
 
-    def _layer(self, visit: int, rows: int, kind: Kind) -> LayerWork:
+    def called(self, visit: int, rows: int) -> tuple[MicroBatch, dict[str, Tensor], Activations]:
+        """A micro-batch, weights and inputs to call a layer with, within `fakes()`."""
         layer, calls = self.outline.layers[visit], self._prologue(rows)[1]
-        with _fake(), torch.enable_grad(), self._program.eager():
-            micro = replace(self._micro_batch(rows), calls=_as_fakes(calls))
-            values = {ref: self.shape(ref, rows).empty("cpu") for ref in layer.inputs}
-            for value in values.values():
-                value.requires_grad_(value.is_floating_point())
-            weights = {
-                name: torch.empty(p.shape, dtype=self.dtype).requires_grad_(p.requires_grad)
-                for name, p in layer.module.named_parameters()
-            }
+        micro = replace(self._micro_batch(rows), calls=_as_fakes(calls))
+        values = {ref: self.shape(ref, rows).empty("cpu") for ref in layer.inputs}
+        for value in values.values():
+            value.requires_grad_(value.is_floating_point())
+        weights = {
+            name: torch.empty(p.shape, dtype=self.dtype).requires_grad_(p.requires_grad)
+            for name, p in layer.module.named_parameters()
+        }
+        return micro, weights, values
+
+    def _layer(self, visit: int, rows: int, kind: Kind) -> LayerWork:
+        with fakes(), torch.enable_grad(), self.program.eager():
+            micro, weights, values = self.called(visit, rows)
             given = [*values.values(), *weights.values(), *micro.calls[visit].leaves]
 
             def run() -> Activations:
-                return self._program.layer(visit, weights, micro, values)
+                return self.program.layer(visit, weights, micro, values)
 
             if self.tile_tokens is None:
-                return (_compiled if self.compiled else _eager)(run, given)
+                return (_compiled if self.compiled else eager_work)(run, given)
             with tiled(kind, self.tile_tokens, self._tile):
-                return _eager(run, given)
+                return eager_work(run, given)
 
     def _tile(
         self,
@@ -229,19 +235,19 @@ class Measured:
     ) -> TileWork:
         """What one tile takes in a part of a layer."""
         grown = {name for name, _ in part.named_parameters()}
-        with _fake(), torch.enable_grad():
+        with fakes(), torch.enable_grad():
             x = torch.empty(sizes, dtype=dtype).requires_grad_()
             weights = {n: _anew(v).requires_grad_(n in grown) for n, v in bound.items()}
 
             def run() -> Activations:
                 return {Ref(0, 0): functional_call(part, weights, (x,))}
 
-            work = (_compiled if self.compiled else _eager)(run, [x, *weights.values()])
+            work = (_compiled if self.compiled else eager_work)(run, [x, *weights.values()])
             made = work.outputs[0]
             return TileWork(work.forward, work.again, work.backward, made.sizes, made.dtype)
 
     def _head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
-        with _fake(), torch.enable_grad():
+        with fakes(), torch.enable_grad():
             tally = Tally()
             tile = Tile(0, layout, Buffer("", torch.empty(layout.numel)), None, None)
             slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
@@ -251,7 +257,7 @@ class Measured:
             refs = self.outline.epilogue_inputs
             h = [{ref: self.shape(ref, rows).empty("cpu") for ref in refs}]
             batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)
-            head = Head(CpuDevice(), self._program, tile, head_tokens, compiled=False)
+            head = Head(CpuDevice(), self.program, tile, head_tokens, compiled=False)
             if self.compiled:
                 head.cross_entropy = _cross_entropy
             tally.ignore((slot.data, sums.data, h, micro.inputs, micro.targets))
@@ -290,7 +296,7 @@ def _compiled(run: Any, given: list[Any]) -> LayerWork:
     )
 
 
-def _eager(run: Any, given: list[Any]) -> LayerWork:
+def eager_work(run: Any, given: list[Any]) -> LayerWork:
     """What a layer takes as it is."""
     plain, graph = Tally(), Tally()
     with torch.no_grad(), plain:
@@ -345,7 +351,7 @@ def _anew(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _fake() -> Iterator[None]:
+def fakes() -> Iterator[None]:
     """Tensors made within this context have no data.
 
     transformers looks for packed rows in the positions' values, which such tensors do not have.
@@ -362,7 +368,8 @@ def _fake() -> Iterator[None]:
 
 
 @contextmanager
-def _foreseeing(what: str) -> Iterator[None]:
+def foreseeing(what: str) -> Iterator[None]:
+    """Failures within this context are NotForeseeable."""
     try:
         yield
     except MegatrainError:

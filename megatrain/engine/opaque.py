@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from megatrain.device import Buffer, Device
+from megatrain.engine.experts import GIVEN, RESULT
 from megatrain.engine.measure import Measured, Shape
+from megatrain.engine.measure_experts import around_experts, some_experts
 from megatrain.engine.sink import Room
 from megatrain.engine.tally import Tally, Work
 from megatrain.engine.units import Head
 from megatrain.model import attention
+from megatrain.model.experts import Chosen, ExpertRows
 from megatrain.model.kind import Holds
 from megatrain.model.program import Activations, MicroBatch, Program, Weights
 from megatrain.model.skeleton import Call, Ref
@@ -92,6 +95,43 @@ class OpaqueProgram(Program):
             return work
         # They are beside the graph that reads them.
         return replace(work, peak_bytes=work.peak_bytes - size, kept_bytes=work.kept_bytes - size)
+
+    def around_experts(
+        self,
+        visit: int,
+        weights: Weights,
+        batch: MicroBatch,
+        values: Activations,
+        result: Tensor | None,
+    ) -> tuple[Activations, tuple[Tensor, ...]]:
+        work = around_experts(self._measured, visit, len(batch.inputs["input_ids"]))
+        made, given = self.outline.outputs[visit], [Ref(visit, leaf) for leaf in GIVEN]
+        shapes = {ref: work.outputs[ref.leaf] for ref in [*made, *given]}
+        if torch.is_grad_enabled():
+            inputs = [values[ref] for ref in self.outline.layers[visit].inputs]
+            sources = [*inputs, *weights.values(), *([] if result is None else [result])]
+            out = _call(self._tally, work.again, work.backward, WORKING_SET, sources, shapes)
+        else:
+            self._tally.add(work.forward)
+            out = _results(self._tally, shapes)
+        return {ref: out[ref] for ref in made}, tuple(out[ref] for ref in given)
+
+    def chosen(self, visit: int, index_NK: Tensor, start: int, stop: int) -> Chosen:
+        """As many as there are if all experts are chosen equally often."""
+        experts = self.outline.layers[visit].kind.experts
+        assert experts is not None
+        count = index_NK.numel() * (stop - start) // experts.num
+        where_S = torch.empty(count, dtype=torch.long, device="meta")
+        return Chosen(where_S, where_S, [count])
+
+    def experts(self, visit: int, weights: Weights, rows: ExpertRows) -> Tensor:
+        work, ref = some_experts(self._measured, visit, len(rows[0]), weights), Ref(visit, RESULT)
+        shapes = {ref: work.outputs[RESULT]}
+        if not torch.is_grad_enabled():
+            self._tally.add(work.forward)
+            return _results(self._tally, shapes)[ref]
+        sources = [*rows, *weights.values()]
+        return _call(self._tally, work.again, work.backward, WORKING_SET, sources, shapes)[ref]
 
 
 class OpaqueHead(Head):

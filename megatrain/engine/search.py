@@ -12,12 +12,13 @@ from typing import Any, Literal
 from megatrain.engine.budget import Needs
 from megatrain.engine.forecast import PROCESS_BYTES, Forecast
 from megatrain.engine.forecasts import Forecasts, Task
+from megatrain.engine.portion import least_split
 from megatrain.engine.tally import NotForeseeable
 from megatrain.engine.ways import Budget, Ways
 from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine
 from megatrain.placement import Placement
-from megatrain.units import gib
+from megatrain.units import GIB, gib
 
 # Frames from the fastest to the most frugal.
 _FRAMES: tuple[dict[str, Any], ...] = (
@@ -40,6 +41,8 @@ _FRAMES: tuple[dict[str, Any], ...] = (
 _SPARING = (1, 3)
 # They take the least of the device's memory, and of the host's.
 _FRUGAL = (5, 4)
+
+_PORTION = GIB  # what layers that must be split are streamed in, if they can
 
 # From so many tokens a row on, layers may run in tiles, with attention's results kept: it grows
 # with the square of a row, so what computing a tile again costs is soon less than its.
@@ -69,7 +72,11 @@ class Search:
     def best(self) -> Forecast:
         """The fastest forecast that fits. Raises DoesNotFit."""
         frames = self._frames()
-        spending = [Ways(self._forecasts, self._task, frame, self._budget) for frame in frames]
+        spending = [
+            Ways(self._forecasts, self._task, frame, self._budget)
+            for frame in frames
+            if frame.placement.split_bytes is None
+        ]
         found = [(way, ways) for ways in spending for way in ways.all()]
         fitting = [frame for frame in frames if self._budget.fits(frame)]
         best = min(fitting, key=lambda frame: frame.seconds, default=None)
@@ -89,12 +96,16 @@ class Search:
         """Whether anything fits; quicker to tell than what is fastest."""
         return any(
             self._first_fitting(family, rows)
+            for split in (False, True)
             for rows in self._sizes()
-            for family in self._families(rows)
+            for family in self._families(rows, split=split)
         )
 
-    def _families(self, rows: int) -> list[list[Placement]]:
-        """Frames, from the fastest to the most frugal: of whole layers; for long rows, in tiles."""
+    def _families(self, rows: int, *, split: bool = False) -> list[list[Placement]]:
+        """Frames, from the fastest to the most frugal: of whole layers; for long rows, in tiles.
+
+        With `split`, the most frugal one with its layers in portions, for when nothing else fits.
+        """
         least = -(-rows * self._task.sequence_length // _CHUNKS)
         whole = [
             Placement(
@@ -103,6 +114,9 @@ class Search:
             )
             for frame in _FRAMES
         ]
+        if split:
+            portions = self._portions()
+            return [[] if portions is None else [replace(whole[-1], split_bytes=portions)]]
         if self._task.sequence_length < _LONG:
             return [whole]
         tiled = [
@@ -113,15 +127,7 @@ class Search:
 
     def _frames(self) -> list[Forecast]:
         """Frames that fit, of the two largest micro-batches that do, and more sparing ones."""
-        found: list[Forecast] = []
-        wanted = 2 if self._thorough else 1
-        for rows in self._sizes():
-            families = self._families(rows)
-            fitting = [f for family in families for f in self._first_fitting(family, rows)]
-            found += fitting
-            wanted -= bool(fitting)
-            if not wanted or (found and self._many(rows)):
-                break
+        found = self._found(split=False) or self._found(split=True)
         if not found:
             raise DoesNotFit(self._lacking())
         best = min(found, key=lambda frame: frame.seconds)
@@ -131,6 +137,26 @@ class Search:
             sparing = (self._frame(family[number], best.micro_batch) for number in _SPARING)
             found += [frame for frame in sparing if self._holds(frame)]
         return found
+
+    def _found(self, *, split: bool) -> list[Forecast]:
+        found: list[Forecast] = []
+        wanted = 2 if self._thorough else 1
+        for rows in self._sizes():
+            families = self._families(rows, split=split)
+            fitting = [f for family in families for f in self._first_fitting(family, rows)]
+            found += fitting
+            wanted -= bool(fitting)
+            if not wanted or (found and self._many(rows)):
+                break
+        return found
+
+    def _portions(self) -> int | None:
+        """Bytes of the portions that layers can be streamed in; None: they are not so large."""
+        layouts, layers = self._forecasts.layouts, self._forecasts.outline.layers
+        itemsize = self._task.dtype.itemsize
+        portions = max(least_split(layouts, layers, itemsize), _PORTION)
+        largest = max(t.numel for t in layouts if t.name.startswith("layer")) * itemsize
+        return portions if portions < largest else None
 
     def _many(self, rows: int) -> bool:
         return -(-self._task.rows // rows) >= _MANY
@@ -173,7 +199,8 @@ class Search:
         for visit in range(len(self._forecasts.outline.layers)):
             measured.layer(visit, chunk)  # whose results the head is given
         head = measured.head(layout, chunk, placement.head_tokens)
-        working = max(w.peak_bytes for w in (head, *measured.layer(0, rows).computed_twice))
+        layer = [] if placement.split_bytes else measured.layer(0, rows).computed_twice
+        working = max(w.peak_bytes for w in (head, *layer))
         entering = measured.entering(rows).values()
         return working + sum(s.empty("meta").nbytes for s in entering) * self._task.rows // rows
 
@@ -199,7 +226,7 @@ class Search:
 
     def _frugal(self) -> list[Forecast]:
         sizes, there = self._sizes(), self._budget.device
-        ways = {rows: [self._families(rows)[-1][number] for number in _FRUGAL] for rows in sizes}
+        ways = {rows: self._sparest(rows) for rows in sizes}
         hopeful = [rows for rows in sizes if self._floor(ways[rows][0], rows)[0] <= there]
         frames: list[Forecast] = []
         for rows in hopeful or sizes[-1:]:
@@ -207,6 +234,12 @@ class Search:
             if any(self._budget.spare(frame) >= 0 for frame in frames):
                 break
         return frames
+
+    def _sparest(self, rows: int) -> list[Placement]:
+        """What takes the least of the device's memory, and of the host's."""
+        least, other = (self._families(rows)[-1][number] for number in _FRUGAL)
+        split = self._families(rows, split=True)[0]
+        return [min([least, *split], key=lambda way: self._floor(way, rows)[0]), other]
 
     def _lacking(self) -> str:
         """What the most frugal frame lacks."""

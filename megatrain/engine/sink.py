@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT
+from megatrain.engine.portion import Portion
 from megatrain.engine.workroom import WorkRoom
-from megatrain.store import Tile, planes
+from megatrain.store import Span, Tile, planes
 
 # Elements of a gradient that are rounded and sent at once. 32 MiB in bf16: large enough for the
 # bus (0.6 ms), small enough that a few of them are nothing beside a tile.
@@ -30,7 +31,7 @@ class Slab:
 class Room:
     """Where a tile's gradient is summed on the device, in fp32."""
 
-    tile: Tile
+    tile: Tile | Portion
     sums: Buffer
     views: dict[str, Tensor]
 
@@ -51,7 +52,7 @@ class _Lane:
 
 
 class Sink:
-    """Takes each tile's gradient once per step.
+    """Takes each tile's gradient once per step, as a whole or portion by portion.
 
     Attributes:
         ready: called with `(tile, slab, event)` as each gradient is put on its way; `event` is
@@ -64,6 +65,7 @@ class Sink:
         self,
         device: Device,
         tiles: Sequence[Tile],
+        visited: Sequence[Tile | Portion],
         dtype: torch.dtype,
         slabs: int,
         own: Sequence[Tile],
@@ -71,16 +73,19 @@ class Sink:
         work: WorkRoom,
         lanes: int | None,
     ) -> None:
-        """Args: `own` tiles have a host slab each; the others share `slabs` of them.
+        """Args: `visited`: what rooms are asked for.
 
-        `lanes` pieces may be on their way out at once; None: as many as the largest layer has.
+        `own` tiles have a host slab each; the others share `slabs` of them.
+
+        `lanes` pieces may be on their way out at once; None: as many as the largest layer has, or
+        the largest portion of one.
         """
         self._device, self.ready, self._work = device, ready, work
         numel = max(tile.layout.trainable_numel for tile in tiles)
-        self._piece = min(PIECE, max(1, numel))
+        self._piece = min(PIECE, max([1, *(t.layout.trainable_numel for t in visited)]))
         self._lanes = [
             _Lane(device.empty(f"leaving gradient {i}", self._piece, dtype))
-            for i in range(lanes or self._pieces_of_a_layer(tiles))
+            for i in range(lanes or self._pieces_of_a_layer(visited))
         ]
         self._turn = 0
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
@@ -91,15 +96,16 @@ class Sink:
             Slab(device.host(f"slab {i}", numel, dtype, pinned=True)) for i in range(count)
         ]
         self._claimed = 0
+        self._slab: Slab | None = None  # of the tile whose portions are coming
         on_host = [self._own[tile.index] for tile in own if not tile.resident]
         self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
 
-    def _pieces_of_a_layer(self, tiles: Sequence[Tile]) -> int:
+    def _pieces_of_a_layer(self, tiles: Sequence[Tile | Portion]) -> int:
         layers = [t.layout.trainable_numel for t in tiles if t.name.startswith("layer")]
         return max(1, -(-max(layers, default=0) // self._piece))
 
-    def room(self, tile: Tile) -> Room:
-        """Zeroed fp32 sums for a tile's gradient."""
+    def room(self, tile: Tile | Portion) -> Room:
+        """Zeroed fp32 sums for the gradient of a tile or a portion."""
         sums = self._work.sums(tile.layout.trainable_numel)
         self._device.run(COMPUTE, "clear gradient sums", sums.data.zero_, writes=[sums])
         views = {entry.name: entry.view(sums.data) for entry in tile.layout.trainable}
@@ -108,43 +114,54 @@ class Sink:
     def put(self, room: Room, *, complete: bool = True) -> tuple[Slab, Any]:
         """Measure a gradient and send it out.
 
-        With `complete` its update is told; else whoever adds the rest calls `ready`. Returns the
-        slab and the event of the gradient's landing there.
+        With `complete` its update is told (of a tile in portions, after the last one); else whoever
+        adds the rest calls `ready`. Returns the slab and the event of the gradient's landing there.
         """
         tile, sums, device = room.tile, room.sums, self._device
 
         def measure() -> None:
-            self.squares.data[tile.index] = torch.linalg.vector_norm(sums.data) ** 2
+            square = torch.linalg.vector_norm(sums.data) ** 2
+            if tile.begins:
+                self.squares.data[tile.index] = square
+            else:
+                self.squares.data[tile.index] += square
 
         device.run(COMPUTE, f"measure {tile.name}", measure, [sums], [self.squares])
         if tile.resident:
             slab = self._own[tile.index]
             self._round(tile, sums.data, slab.buffer, sums)
             return self._landed(tile, slab, device.record(COMPUTE), complete)
-        slab, numel = self.claim(tile, COPY_OUT), len(sums.data)
-        for start in range(0, max(1, numel), self._piece):  # an empty gradient has its turn, too
-            self._send(tile, sums, slab, start, min(start + self._piece, numel))
-        return self._landed(tile, slab, device.record(COPY_OUT), complete)
+        if tile.begins or self._slab is None:
+            self._slab = self.claim(tile, COPY_OUT)
+        for span in tile.spans:
+            numel = max(0, min(span.numel, len(sums.data) - span.at))  # the rest is frozen
+            for start in range(0, max(1, numel), self._piece):  # an empty one has its turn, too
+                self._send(room, self._slab, span, start, min(start + self._piece, numel))
+        return self._landed(tile, self._slab, device.record(COPY_OUT), complete)
 
-    def _send(self, tile: Tile, sums: Buffer, slab: Slab, start: int, stop: int) -> None:
+    def _send(self, room: Room, slab: Slab, span: Span, start: int, stop: int) -> None:
         device, lane = self._device, self._lanes[self._turn % len(self._lanes)]
         self._turn += 1
         device.wait(COMPUTE, lane.left, "outgoing buffer free")
-        self._round(tile, sums.data[start:stop], lane.buffer, sums)
+        values = room.sums.data[span.at + start : span.at + stop]
+        self._round(room.tile, values, lane.buffer, room.sums)
         device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")
-        device.copy(COPY_OUT, slab.buffer.piece(start, stop), lane.buffer, stop - start)
+        to = slab.buffer.piece(span.start + start, span.start + stop)
+        device.copy(COPY_OUT, to, lane.buffer, stop - start)
         lane.left = device.record(COPY_OUT)
 
-    def _round(self, tile: Tile, values: Tensor, to: Buffer, sums: Buffer) -> None:
+    def _round(self, tile: Tile | Portion, values: Tensor, to: Buffer, sums: Buffer) -> None:
         work = partial(to.data[: len(values)].copy_, values)
         self._device.run(COMPUTE, f"round {tile.name}", work, [sums], [to])
 
-    def _landed(self, tile: Tile, slab: Slab, event: Any, complete: bool) -> tuple[Slab, Any]:
-        if complete:
-            self.ready(tile, slab, event)
+    def _landed(
+        self, tile: Tile | Portion, slab: Slab, event: Any, complete: bool
+    ) -> tuple[Slab, Any]:
+        if complete and tile.ends:
+            self.ready(tile.whole, slab, event)
         return slab, event
 
-    def claim(self, tile: Tile, stream: str) -> Slab:
+    def claim(self, tile: Tile | Portion, stream: str) -> Slab:
         """The slab for a tile's gradient; `stream` may write it after this."""
         if tile.index in self._own:
             return self._own[tile.index]

@@ -40,8 +40,9 @@ class TrainingParts(Parts):
 
     def keep_graphs(self, count: int) -> None:
         """Let the last `count` layers keep their graphs from the forward to the backward."""
-        for place, unit in enumerate(reversed(self.trunk)):
-            unit.keeps_graph = place < count
+        last = self.trunk[-1].visit
+        for unit in self.trunk:
+            unit.keeps_graph = unit.visit > last - count
 
 
 def train_step(parts: TrainingParts, batch: Batch) -> Report:

@@ -11,13 +11,14 @@ import torch
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN
+from megatrain.engine.portion import Portion
 from megatrain.store import Tile
 
 
 class Streamed(Protocol):
-    """Something computed with the weights of one tile."""
+    """Something computed with the weights of one tile, or of a portion of it."""
 
-    tile: Tile
+    tile: Tile | Portion
 
 
 Unit = TypeVar("Unit", bound=Streamed)
@@ -122,11 +123,14 @@ class Stream:
         ahead = self._places[self._visited : self._loaded]
         return any(slot in place.slots for other in ahead for slot in other.slots)
 
-    def _load(self, tile: Tile, place: _Place) -> None:
+    def _load(self, tile: Tile | Portion, place: _Place) -> None:
         self._device.wait(COPY_IN, tile.updated, "version due")
         for slot in place.slots:
             self._device.wait(COPY_IN, slot.free, "slot free")
-        self._device.copy(COPY_IN, place.buffer, tile.weights, tile.layout.numel)
+        for span in tile.spans:
+            to = place.buffer.piece(span.at, span.at + span.numel)
+            source = tile.weights.piece(span.start, span.start + span.numel)
+            self._device.copy(COPY_IN, to, source)
         place.ready = self._device.record(COPY_IN)
 
 

@@ -16,6 +16,7 @@ from megatrain.device.base import COMPUTE
 from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.graphs import add
+from megatrain.engine.portion import Portion
 from megatrain.engine.sink import Room
 from megatrain.loss import chunked_loss, chunked_loss_gradients, cross_entropy_sum
 from megatrain.model.compiled import compile_and_tell
@@ -27,14 +28,16 @@ State = list[Activations]
 
 
 class Unit:
-    """The weights of one tile as a function.
+    """The weights of one tile, or of a portion of one, as a function.
 
     Attributes:
         tile: where its weights rest.
         prefix: what the tile's parameter names have before the names that the function knows.
     """
 
-    def __init__(self, device: Device, program: Program, tile: Tile, prefix: str = "") -> None:
+    def __init__(
+        self, device: Device, program: Program, tile: Tile | Portion, prefix: str = ""
+    ) -> None:
         self.device, self.program, self.tile, self.prefix = device, program, tile, prefix
 
     def begin(self) -> None:

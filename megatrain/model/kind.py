@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.model.chance import draws
 from megatrain.model.compiled import compile_and_tell, own_code
+from megatrain.model.experts import Experts, find_experts
 from megatrain.model.tiles import tile_parts
 
 # transformers numbers its layers for the key-value cache, which training does not use. The number
@@ -60,6 +61,11 @@ class Kind:
     example: list[Any] = field(default_factory=list)
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
     random: bool | None = None  # whether it draws random numbers in training; None: not tried yet
+
+    @functools.cached_property
+    def experts(self) -> Experts | None:
+        """The experts, if there are any that can be taken some at a time."""
+        return find_experts(self.module)
 
     def call(
         self,

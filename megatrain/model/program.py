@@ -5,7 +5,7 @@ Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import RunFailed
 from megatrain.model.build import buffer_types
+from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.kind import Holds, move_buffers
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
 from megatrain.model.skeleton import PROLOGUE, Call, Reached, Ref, Rows, identity, stand_in
@@ -149,6 +150,46 @@ class Program:
         kind = self.outline.layers[visit].kind
         args, kwargs = batch.calls[visit].arguments(values)
         return kind.repeats({**self.buffers[visit], **weights}, args, kwargs)
+
+    def around_experts(
+        self,
+        visit: int,
+        weights: Weights,
+        batch: MicroBatch,
+        values: Activations,
+        result: Tensor | None,
+    ) -> tuple[Activations, tuple[Tensor, ...]]:
+        """As `layer`, with `result` in place of what the layer's experts make; never compiled.
+
+        Args:
+            result: `[N, D]`; None: nothing is computed after them, and no activation returned.
+
+        Returns:
+            The activations, and what the experts are given.
+        """
+        kind = self.outline.layers[visit].kind
+        assert kind.experts is not None
+        stand_in = StandIn(kind.experts, result)
+        made: Activations = {}
+        here = in_place(kind.module, kind.experts.path, stand_in)
+        with self.eager(), here, suppress(Given):
+            made = self.layer(visit, weights, batch, values)
+        if not stand_in.given:
+            raise RunFailed(
+                f"{self.outline.layers[visit].name} did not call its experts; it cannot be split: "
+                "leave placement.split_bytes out"
+            )
+        return made, stand_in.given
+
+    def chosen(self, visit: int, index_NK: Tensor, start: int, stop: int) -> Chosen:
+        """Which tokens chose the experts of layer `visit` from `start` to before `stop`."""
+        return Chosen.among(index_NK, start, stop)
+
+    def experts(self, visit: int, weights: Weights, rows: ExpertRows) -> Tensor:
+        """What some experts of layer `visit` make of their rows; see `Experts.run`."""
+        experts = self.outline.layers[visit].kind.experts
+        assert experts is not None
+        return experts.run(weights, *rows)
 
     def epilogue(self, weights: Weights, batch: MicroBatch, values: Activations) -> Any:
         """The trunk's output (its hidden states `[B, T, D]` among others)."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from megatrain import AdamW, Placement
 from megatrain.checkpoint.pieces import Snapshot, Spare, tile_file
@@ -30,6 +30,8 @@ PIECE = 256  # elements of a gradient sent at once: a layer has three, the head 
 # Graphs, or attention's results, that wait on the host.
 WAITING: tuple[dict, ...] = ({}, {"offload_layers": 3}, {"keep_attention": "host"})
 
+PORTION = 3000  # bytes: a layer of the model with experts has three portions of experts
+
 STEPS = 3  # enough for every slot, lane and slab to be used again
 
 
@@ -42,6 +44,24 @@ def tiny_program(tied: bool) -> tuple[Program, StreamedOptimizer]:
         intermediate_size=16,
         num_hidden_layers=5,
         num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    model = open_source(config, trust_remote_code=False).model
+    program = Program(outline(model), torch.device("cpu"), torch.bfloat16)
+    return program, StreamedOptimizer(AdamW(), model)
+
+
+@functools.cache
+def tiny_program_with_experts(tied: bool) -> tuple[Program, StreamedOptimizer]:
+    """Five layers of six experts."""
+    config = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=5,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=6,
         tie_word_embeddings=tied,
     )
     model = open_source(config, trust_remote_code=False).model
@@ -80,6 +100,26 @@ def schedules() -> Iterator[dict]:
                     "precision": precision,
                     "saves": saves,
                 }
+    yield from split_schedules()
+
+
+def split_schedules() -> Iterator[dict]:
+    """Those of a model whose layers are streamed in portions."""
+    rest = itertools.cycle(itertools.product((1, None), (True, False), RESIDENT, ((), (0, 1))))
+    for slots, boundaries, clip, tied in itertools.product(
+        (1, 3), ("device", "host"), (1.0, None), (False, True)
+    ):
+        gradient_lanes, keep_rows, resident, saves = next(rest)
+        placement = Placement(
+            slots=slots,
+            boundaries=boundaries,
+            boundary_lanes=1,
+            gradient_lanes=gradient_lanes,
+            keep_rows=keep_rows,
+            resident=resident,
+            split_bytes=PORTION,
+        )
+        yield {"placement": placement, "max_grad_norm": clip, "tied": tied, "saves": saves}
 
 
 def trace(
@@ -96,7 +136,8 @@ def trace(
     """
     device = TraceDevice(without=without)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    program, optimizer = tiny_program(tied)
+    tiny = tiny_program if placement.split_bytes is None else tiny_program_with_experts
+    program, optimizer = tiny(tied)
     layouts = tile_layouts(program.outline, optimizer.group_of())
     store = Store(device, layouts, dtype, train=True, resident=placement.resident)
     assembly = Assembly(device, program, store, dtype, placement)

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from megatrain.engine.assemble import open_source
 from megatrain.machine import Machine
@@ -47,6 +47,20 @@ def tiny_config(layers: int = 6, tied: bool = False) -> LlamaConfig:
 @cache
 def tiny_outline(layers: int = 6, tied: bool = False) -> Outline:
     return outline(open_source(tiny_config(layers, tied)).model)
+
+
+def experts_config() -> MixtralConfig:
+    """The same with twelve experts, of 0.2 M parameters each, in a layer."""
+    config = tiny_config(layers=3).to_dict()
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+    heads = ("num_attention_heads", "num_key_value_heads")
+    kept = {name: config[name] for name in (*names, *heads)}
+    return MixtralConfig(**kept, intermediate_size=256, num_local_experts=12)
+
+
+@cache
+def experts_outline() -> Outline:
+    return outline(open_source(experts_config()).model)
 
 
 def small_machine(device_mib: float = 1e9, host_gib: float = 1e6) -> Machine:

@@ -1,5 +1,6 @@
 """Memory limits: what cannot fit is refused before anything is allocated."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatrain.telemetry.memory import process_bytes
 from megatrain.units import GIB, MIB
 from tests.parity.cases import llama, make_engine
 from tests.parity.test_memory import MID
+from tests.unit.forecast_cases import experts_config
 
 
 class Card(CpuDevice):
@@ -42,16 +44,19 @@ class Card(CpuDevice):
         return {**super().memory(), "device_free_bytes": free, "device_context_bytes": MIB}
 
 
-def question(tokens: int | None = None) -> Question:
-    model = open_source(MID).model
+def question(tokens: int | None = None, config: Any = MID) -> Question:
+    model = open_source(config).model
     optimizer = StreamedOptimizer(AdamW(), model)
     found = outline(model)
     layouts = tile_layouts(found, optimizer.group_of())
     return Question(found, layouts, torch.bfloat16, optimizer, 1.0, tokens)
 
 
-def open_engine(device: Card, **options: Any) -> Engine:
-    return Engine(MID, optimizer=AdamW(), device=device, placement=Placement(slots=3), **options)
+def open_engine(
+    device: Card, model: Any = MID, placement: Placement | None = None, **options: Any
+) -> Engine:
+    placement = placement or Placement(slots=3)
+    return Engine(model, optimizer=AdamW(), device=device, placement=placement, **options)
 
 
 def test_a_card_that_is_too_small_is_refused_with_nothing_allocated() -> None:
@@ -81,6 +86,17 @@ def test_rows_and_boundaries_count_where_the_tokens_are_known() -> None:
     unknown, known = question().needs(Placement()), question(4096).needs(Placement())
     assert sum(known.host.values()) - sum(unknown.host.values()) == 2 * 4096 * 384  # staged rows
     assert known.device["boundaries"] == 2 * 4096 * 384 * 5
+
+
+def test_the_least_for_a_model_with_experts_is_with_split_layers() -> None:
+    """A layer takes 5 MB, all but its experts 0.4."""
+    frugal = smallest(Placement())
+    with pytest.raises(DoesNotFit) as whole:
+        open_engine(Card(8 * GIB), experts_config(), frugal, device_memory="10MiB")
+    split = int(str(whole.value).rpartition("split_bytes: ")[2].removesuffix(")"))
+    asked = question(None, experts_config())
+    assert sum(asked.needs(frugal).device.values()) > 10 * MIB
+    assert sum(asked.needs(replace(frugal, split_bytes=split)).device.values()) < 4 * MIB
 
 
 def test_the_smallest_placement_takes_the_least() -> None:

@@ -12,14 +12,21 @@ from transformers import MambaConfig
 
 from benchmarks.predictions import RESULTS, Prediction, predict
 from megatrain import AdamW, Engine, Placement
-from megatrain.device import CpuDevice
+from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.assemble import open_source
 from megatrain.engine.forecast import Forecast
 from megatrain.engine.measure import Measured
 from megatrain.engine.search import Forecasts, Task
 from megatrain.engine.tally import NotForeseeable, Tally
 from megatrain.model.probe import outline
-from tests.unit.forecast_cases import H200, small_machine, tiny_config, tiny_outline
+from tests.unit.forecast_cases import (
+    H200,
+    experts_config,
+    experts_outline,
+    small_machine,
+    tiny_config,
+    tiny_outline,
+)
 
 ROWS, TOKENS = 6, 32
 PLACEMENTS = {
@@ -74,6 +81,37 @@ def test_host_memory_is_the_engines_to_the_byte(name: str) -> None:
     parts = {name: memory[name] for name in found.host_bytes if name in memory}
     assert len(parts) >= 6
     assert parts == {name: found.host_bytes[name] for name in parts}
+
+
+def test_memory_of_layers_in_portions_is_the_engines() -> None:
+    """On the host to the byte; on the device, slots and sums to the byte."""
+    placement = Placement(split_bytes=900_000, boundaries="host")
+    task = Task(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
+    found = Forecasts(experts_outline()).of(small_machine(), placement, task, 4)
+    ids = torch.randint(512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    step = [{"input_ids": part, "labels": part} for part in ids.split(4)]
+    device = _Noting()
+    config = experts_config()
+    with Engine(config, optimizer=AdamW(), placement=placement, device=device) as engine:
+        engine.step(step)
+        memory = engine.memory()
+    parts = {name: memory[name] for name in found.host_bytes if name in memory}
+    assert len(parts) >= 6
+    assert parts == {name: found.host_bytes[name] for name in parts}
+    assert found.device_bytes["slots"] == device.taken["slots"] == 2 * 2 * 2 * 256 * 256 * 3
+    lanes = sum(v for name, v in device.taken.items() if name.startswith("leaving gradient"))
+    assert found.device_bytes["gradients and rows"] == device.taken["work room"] + lanes
+
+
+class _Noting(CpuDevice):
+    """Notes how much device memory is taken for what."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, int] = {}
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        self.taken[name] = numel * dtype.itemsize
+        return super().empty(name, numel, dtype)
 
 
 def test_a_layers_flops_are_those_of_its_matrices() -> None:

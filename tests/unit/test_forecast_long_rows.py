@@ -13,7 +13,7 @@ from megatrain import Placement
 from megatrain.engine import tally
 from megatrain.engine.assemble import open_source
 from megatrain.engine.forecast import Forecast
-from megatrain.engine.measure import LayerWork, Measured, _eager
+from megatrain.engine.measure import LayerWork, Measured, eager_work
 from megatrain.engine.search import Task
 from megatrain.engine.tiling import acts_alone
 from megatrain.model import tiles
@@ -64,7 +64,7 @@ def real_work(tile_tokens: int | None) -> LayerWork:
     program.layer(1, weights, micro, values)  # parts are tried at the first call
     given = [*values.values(), *weights.values(), *micro.calls[1].leaves]
     with tallied():
-        return _eager(lambda: program.layer(1, weights, micro, values), given)
+        return eager_work(lambda: program.layer(1, weights, micro, values), given)
 
 
 @pytest.mark.parametrize("tile_tokens", [None, 64, 256])

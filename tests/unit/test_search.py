@@ -20,7 +20,7 @@ from megatrain.engine.tally import NotForeseeable
 from megatrain.engine.ways import Budget
 from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine
-from tests.unit.forecast_cases import H200, small_machine, tiny_outline
+from tests.unit.forecast_cases import H200, experts_outline, small_machine, tiny_outline
 
 FORECASTS = Forecasts(tiny_outline())
 BUDGETS = (3.0, 4.0, 6.0, 10.0, 20.0, 60.0, 200.0)  # MiB
@@ -57,6 +57,28 @@ def test_what_does_not_fit_is_refused_with_the_least_that_would() -> None:
         choose(0.5)
     with pytest.raises(DoesNotFit, match="host memory"):
         choose(1e4, host_gib=0.01)
+
+
+def test_layers_are_streamed_in_portions_only_where_nothing_else_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(search, "_PORTION", 1)
+    forecasts = Forecasts(experts_outline())
+
+    def found(device_mib: float) -> fit.Forecast:
+        return fit.choose(
+            experts_outline(),
+            small_machine(device_mib),
+            tokens_per_step=512,
+            sequence_length=64,
+            forecasts=forecasts,
+        )
+
+    assert found(40).placement.split_bytes is None
+    split = found(20)
+    rest = 2 * (256 * (256 + 128 + 128 + 256) + 12 * 256 + 2 * 256)  # more than an expert
+    assert split.placement.split_bytes == rest
+    assert split.device_peak_bytes <= 20 << 20
 
 
 def test_micro_batches_are_even_and_a_given_one_is_kept() -> None:

@@ -1,0 +1,65 @@
+"""What the stages of a layer take that is streamed some experts at a time (engine/experts.py)."""
+
+from functools import partial
+
+import torch
+
+from megatrain.engine.experts import GIVEN, RESULT
+from megatrain.engine.measure import LayerWork, Measured, eager_work, fakes, foreseeing
+from megatrain.engine.tally import NotForeseeable
+from megatrain.model.program import Activations, Weights
+from megatrain.model.skeleton import Ref
+
+
+def around_experts(measured: Measured, visit: int, rows: int) -> LayerWork:
+    """The work of a layer with its experts' result given; outputs and what the experts are given.
+
+    Raises:
+        NotForeseeable: it depends on values, or is for tiles of tokens.
+    """
+    layer = measured.outline.layers[visit]
+    if measured.tile_tokens is not None:
+        raise NotForeseeable("what split layers take with tile_tokens is not foreseen")
+    key = (id(layer.kind), rows)
+    if key not in measured.stages:
+        with foreseeing(layer.name), fakes(), torch.enable_grad(), measured.program.eager():
+            micro, weights, values = measured.called(visit, rows)
+            call = partial(measured.program.around_experts, visit, weights, micro, values)
+            result = torch.empty_like(call(None)[1][0]).requires_grad_()
+
+            def run() -> Activations:
+                made, given = call(result)
+                named = zip(GIVEN, given, strict=True)
+                return {**made, **{Ref(visit, leaf): value for leaf, value in named}}
+
+            given = [*values.values(), *weights.values(), result, *micro.calls[visit].leaves]
+            measured.stages[key] = eager_work(run, given)
+    return measured.stages[key]
+
+
+def some_experts(measured: Measured, visit: int, count: int, weights: Weights) -> LayerWork:
+    """The work of as many experts as `weights` has, on `count` rows in all.
+
+    Raises:
+        NotForeseeable: it depends on values.
+    """
+    layer = measured.outline.layers[visit]
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    key = (id(layer.kind), count, *shapes.values())
+    if key not in measured.stages:
+        width = around_experts(measured, visit, 1).outputs[GIVEN[0]].sizes[1]
+        with foreseeing(layer.name), fakes(), torch.enable_grad():
+            rows_SD = torch.empty(count, width, dtype=measured.dtype, requires_grad=True)
+            share_S = torch.empty(count, dtype=measured.dtype, requires_grad=True)
+            index_S = torch.empty(count, dtype=torch.long)
+            some = {
+                name: torch.empty(shape, dtype=measured.dtype, requires_grad=True)
+                for name, shape in shapes.items()
+            }
+
+            def run() -> Activations:
+                made = measured.program.experts(visit, some, (rows_SD, index_S, share_S))
+                return {Ref(visit, RESULT): made}
+
+            measured.stages[key] = eager_work(run, [rows_SD, share_S, index_S, *some.values()])
+    return measured.stages[key]

@@ -1,0 +1,158 @@
+"""Portions: what of a tile is streamed together, and has its gradient summed, when a tile is too
+large for that as a whole. Its planes stay as they are.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from megatrain.device import Buffer
+from megatrain.errors import InputError
+from megatrain.model.outline import Layer
+from megatrain.store import Span, Tile
+from megatrain.tile import TileLayout
+from megatrain.tile.layout import ALIGNMENT
+from megatrain.units import align
+
+Rows = Mapping[str, tuple[int, int] | None]
+
+
+@dataclass(eq=False)
+class Portion:
+    """Rows of some parameters of a tile; wherever a tile is streamed, this may be.
+
+    Attributes:
+        layout: of what is streamed.
+        spans: where it lies in the tile's planes.
+        begins, ends: whether its gradient is the tile's first, or last, of a step.
+    """
+
+    whole: Tile
+    layout: TileLayout
+    spans: list[Span]
+    begins: bool = False
+    ends: bool = False
+    resident = False
+
+    @property
+    def index(self) -> int:
+        return self.whole.index
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def weights(self) -> Buffer:
+        return self.whole.weights
+
+    @property
+    def updated(self) -> object:
+        return self.whole.updated
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A layer's portions: all but its experts, these in groups, and the first one to read again.
+
+    Attributes:
+        bounds: the first expert of each group, and the end.
+    """
+
+    core: Portion
+    groups: list[Portion]
+    again: Portion
+    bounds: list[int]
+
+    @property
+    def all(self) -> list[Portion]:
+        return [self.core, *self.groups, self.again]
+
+
+def portion(tile: Tile, name: str, rows: Rows, *, trainable: bool = True) -> Portion:
+    """Of each parameter in `rows` the `[start, stop)` of its first dimension; None: all of it."""
+    layout = _layout(tile.layout, name, rows, trainable=trainable)
+    spans: list[Span] = []
+    for entry in layout.entries:
+        full, place = tile.layout.by_name[entry.name], rows[entry.name]
+        offset = full.offset + (place[0] * prod(entry.shape[1:]) if place else 0)
+        to_end = place is None or place[1] == full.shape[0]
+        numel = align(entry.numel, ALIGNMENT) if to_end else entry.numel
+        last = spans[-1] if spans else Span(0, 0, 0)
+        if (last.start + last.numel, last.at + last.numel) == (offset, entry.offset):
+            spans[-1:] = [Span(last.start, last.at, last.numel + numel)]
+        else:
+            spans.append(Span(offset, entry.offset, numel))
+    return Portion(tile, layout, spans)
+
+
+def _layout(tile: TileLayout, name: str, rows: Rows, *, trainable: bool = True) -> TileLayout:
+    parameters = []
+    for entry in tile.entries:
+        if entry.name in rows:
+            place, shape = rows[entry.name], entry.shape
+            shape = shape if place is None else (place[1] - place[0], *shape[1:])
+            parameters.append((entry.name, torch.Size(shape), entry.group if trainable else None))
+    return TileLayout(name, parameters)
+
+
+def stages(tile: Tile, layer: Layer, split_bytes: int, itemsize: int) -> Stages:
+    """The portions of a layer of more than `split_bytes`.
+
+    Raises:
+        InputError: a portion would be larger.
+    """
+    for what, num_bytes in _indivisible(tile.layout, layer, itemsize):
+        if num_bytes > split_bytes:
+            raise InputError(
+                f"placement.split_bytes is {split_bytes}, but {what} takes {num_bytes} bytes and "
+                "cannot be split; set it to that or more"
+            )
+    experts, (own, rest) = layer.kind.experts, _names(tile.layout, layer)
+    assert experts is not None
+    one = _layout(tile.layout, "", dict.fromkeys(own, (0, 1)))
+    num_groups = -(-experts.num // (split_bytes // itemsize // one.numel))
+    bounds = [experts.num * group // num_groups for group in range(num_groups + 1)]
+    groups = [
+        portion(tile, f"{tile.name} experts {a} to {b - 1}", dict.fromkeys(own, (a, b)))
+        for a, b in itertools.pairwise(bounds)
+    ]
+    core = portion(tile, f"{tile.name} without experts", dict.fromkeys(rest))
+    again = portion(tile, f"{tile.name} again", dict.fromkeys(rest), trainable=False)
+    again.begins = core.ends = True  # the backward comes from the end
+    return Stages(core, groups, again, bounds)
+
+
+def least_split(layouts: Sequence[TileLayout], layers: Sequence[Layer], itemsize: int) -> int:
+    """The least `split_bytes` for a model; if its largest layer cannot be split, its bytes."""
+    by_name = {layout.name: layout for layout in layouts}
+    return max(
+        num_bytes
+        for visit, layer in enumerate(layers)
+        for _, num_bytes in _indivisible(by_name[f"layer {visit}"], layer, itemsize)
+    )
+
+
+def _indivisible(tile: TileLayout, layer: Layer, itemsize: int) -> list[tuple[str, int]]:
+    """What of a layer is streamed as a whole in any case, and its bytes."""
+    if layer.kind.experts is None:
+        what = f"{tile.name}, which has no experts that could be taken some at a time,"
+        return [(what, tile.numel * itemsize)]
+    own, rest = _names(tile, layer)
+    one = _layout(tile, "", dict.fromkeys(own, (0, 1)))
+    core = _layout(tile, "", dict.fromkeys(rest))
+    return [
+        (f"all but the experts of {tile.name}", core.numel * itemsize),
+        (f"an expert of {tile.name}", one.numel * itemsize),
+    ]
+
+
+def _names(tile: TileLayout, layer: Layer) -> tuple[list[str], list[str]]:
+    """Of the experts' parameters, and of the others."""
+    assert layer.kind.experts is not None
+    prefix = f"{layer.name}.{layer.kind.experts.path}."
+    own = [f"{prefix}{name}" for name in layer.kind.experts.shapes]
+    return own, [entry.name for entry in tile.entries if entry.name not in own]
