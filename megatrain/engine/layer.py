@@ -1,6 +1,7 @@
 """The layers of the stack, as the sweeps visit them; what of a forward waits for its backward."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ class Layer(Unit):
             return "half"
         if self.policy.keeps == "attention":
             return None
-        repeats = self.program.repeats(self.visit, self.weights(slot), micro, values)
+        repeats = self.program.repeats(self.visit, partial(self.weights, slot), micro, values)
         return "nothing" if repeats else None
 
     def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:

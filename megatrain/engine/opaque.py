@@ -3,7 +3,7 @@ computed. A call says what it takes, holds as much memory as the real one, and r
 without data that gradients flow through.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,7 +79,13 @@ class OpaqueProgram(Program):
             first = self._attention(first)
         return _call(self._tally, first, second, place, sources, shapes)
 
-    def repeats(self, visit: int, weights: Weights, batch: MicroBatch, values: Activations) -> bool:
+    def repeats(
+        self,
+        visit: int,
+        weights: Callable[[], Weights],
+        batch: MicroBatch,
+        values: Activations,
+    ) -> bool:
         """Whether the work of such a graph is known: of layers that would be compiled."""
         return self._measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
 
@@ -188,16 +194,17 @@ class _BlackBox(torch.autograd.Function):
         # What is held already counts in the backward's peak.
         peak = max(0, second.peak_bytes - first.kept_bytes)
         ctx.tally, ctx.second = tally, replace(second, peak_bytes=peak)
-        ctx.save_for_backward(held, *sources)
+        ctx.save_for_backward(held)
+        ctx.sources = [Shape(tuple(source.shape), source.dtype) for source in sources]
         return tuple(_results(tally, shapes).values())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _, *sources = ctx.saved_tensors
+        _ = ctx.saved_tensors  # what was held has its end with this backward
         ctx.tally.add(ctx.second)
-        wanted = zip(sources, ctx.needs_input_grad[5:], strict=True)
+        wanted = zip(ctx.sources, ctx.needs_input_grad[5:], strict=True)
         with ctx.tally.placing(WORKING_SET):
-            pulled = [_like(source) if needed else None for source, needed in wanted]
+            pulled = [source.empty("meta") if needed else None for source, needed in wanted]
         return (None, None, None, None, None, *pulled)
 
 

@@ -45,6 +45,10 @@ _SHARES = {REPEAT: 0.0, KEEP: KEPT_SHARE}
 # What a graph that waits for its backward holds besides its layer's arguments.
 Holds = Literal["nothing", "half"]
 
+Arguments = tuple[
+    dict[str, Tensor], tuple, dict[str, Any]
+]  # weights, arguments by place and by name
+
 
 @dataclass
 class Kind:
@@ -88,13 +92,16 @@ class Kind:
         leaves, self.output_spec = pytree.tree_flatten(output)
         return leaves
 
-    def repeats(self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
+    def repeats(self, given: Callable[[], Arguments]) -> bool:
         """Whether a graph of it may wait that holds nothing (`holds="nothing"`).
 
         Its backward is compiled together with what it computes again, and leaves out what only the
-        layer's result needs: an MLP's last product, a quarter of a layer's forward.
+        layer's result needs: an MLP's last product, a quarter of a layer's forward. `given` makes
+        the weights and arguments of a call, which are asked for once.
         """
-        return bool(self.compiled) and not self._random(weights, args, kwargs)
+        if self.compiled and self.random is None:
+            self._random(*given())
+        return bool(self.compiled) and not self.random
 
     def compile(self, name: str) -> None:
         """Compile the call, apart for each purpose (torch.compile, at the first call)."""

@@ -4,7 +4,7 @@ Knows nothing of streams, slots or copies: tensors in, tensors out, one micro-ba
 Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from megatrain.errors import RunFailed
 from megatrain.model.build import buffer_types
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
-from megatrain.model.kind import Holds, move_buffers
+from megatrain.model.kind import Arguments, Holds, move_buffers
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
 from megatrain.model.skeleton import PROLOGUE, Call, Reached, Ref, Rows, identity, stand_in
 
@@ -145,11 +145,20 @@ class Program:
         leaves = layer.kind.call(bound, args, kwargs, holds)
         return {ref: leaves[ref.leaf] for ref in self.outline.outputs[visit]}
 
-    def repeats(self, visit: int, weights: Weights, batch: MicroBatch, values: Activations) -> bool:
+    def repeats(
+        self,
+        visit: int,
+        weights: Callable[[], Weights],
+        batch: MicroBatch,
+        values: Activations,
+    ) -> bool:
         """Whether a graph of layer `visit` may wait that holds nothing; see `Kind.repeats`."""
-        kind = self.outline.layers[visit].kind
-        args, kwargs = batch.calls[visit].arguments(values)
-        return kind.repeats({**self.buffers[visit], **weights}, args, kwargs)
+
+        def given() -> Arguments:
+            args, kwargs = batch.calls[visit].arguments(values)
+            return {**self.buffers[visit], **weights()}, args, kwargs
+
+        return self.outline.layers[visit].kind.repeats(given)
 
     def around_experts(
         self,
