@@ -161,7 +161,7 @@ def _hardware(plans: Plans, ask: Ask, short: Shortage) -> Changes:
             continue
         if other.device_memory_bytes >= device:
             yield (
-                f"take an {gpu.name} ({gpu.memory_gib:.0f} GiB){more}",
+                f"take a larger GPU, {gpu.name} ({gpu.memory_gib:.0f} GiB){more}",
                 replace(ask, machine=other),
             )
             return

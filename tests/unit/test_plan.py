@@ -125,7 +125,7 @@ def test_fewer_tokens_a_step_come_before_another_training_and_hardware():
     found = texts(asked(device_gib=4.5))
     assert found[0] == "take 2,048 tokens a step"  # the most that fits: 1 + 1 + 2 GiB
     assert found[1] == "let it use 6.0 GiB of device memory" or found[1].startswith("let it use 6.")
-    assert found[2].startswith("take an RTX 3080 (10 GiB)")
+    assert found[2].startswith("take a larger GPU, RTX 3080 (10 GiB)")
 
 
 def test_host_memory_is_saved_by_not_clipping_or_bought():
