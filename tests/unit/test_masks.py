@@ -54,10 +54,10 @@ def test_layers_of_a_plain_long_row_get_no_mask(monkeypatch: pytest.MonkeyPatch)
     sizes = []
     layer = engine._program.layer
 
-    def listen(visit, weights, batch, values, **options):  # type: ignore[no-untyped-def]
+    def listen(visit, weights, batch, values, *options):  # type: ignore[no-untyped-def]
         leaves = batch.calls[visit].leaves
         sizes.extend(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
-        return layer(visit, weights, batch, values, **options)
+        return layer(visit, weights, batch, values, *options)
 
     monkeypatch.setattr(engine._program, "layer", listen)
     ids = torch.ones(1, tokens, dtype=torch.int64)
