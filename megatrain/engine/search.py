@@ -14,7 +14,7 @@ from megatrain.engine.forecast import PROCESS_BYTES, Forecast
 from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.portion import least_split
 from megatrain.engine.tally import NotForeseeable
-from megatrain.engine.ways import Budget, Ways
+from megatrain.engine.ways import Budget, Ways, resident_bytes
 from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine
 from megatrain.placement import Placement
@@ -49,8 +49,9 @@ _PORTION = GIB  # what layers that must be split are streamed in, if they can
 _LONG, _TILE = 16384, 8192
 _ATTENTION: tuple[Literal["device", "host", "none"], ...] = ("device", "host", "none")
 
-# Tokens of a micro-batch, at most. With the largest no overhead of a call counts any more.
-_TOKENS = (49152, 32768, 16384, 8192, 4096, 2048, 1)
+# Tokens of a micro-batch, at most. With the largest no overhead of a call counts any more; the
+# small ones are for rows shorter than they are.
+_TOKENS = (49152, *(2**power for power in range(15, -1, -1)))
 
 _TRIED = 5  # ways of spending that are forecast in full
 _CHUNKS = 64  # of a micro-batch in the head, at most: forecasts count each operation
@@ -71,7 +72,18 @@ class Search:
 
     def best(self) -> Forecast:
         """The fastest forecast that fits. Raises DoesNotFit."""
-        frames = self._frames()
+        sizes = self._sizes()
+        while sizes:
+            frames = self._frames(sizes)
+            best = self._fastest(frames)
+            if best is not None:
+                return best
+            least = min((frame.micro_batch for frame in frames), default=0)
+            sizes = [rows for rows in sizes if rows < least]
+        raise DoesNotFit(self._lacking())
+
+    def _fastest(self, frames: list[Forecast]) -> Forecast | None:
+        """The fastest forecast of a way to spend what the frames leave; None: nothing fits."""
         spending = [
             Ways(self._forecasts, self._task, frame, self._budget)
             for frame in frames
@@ -82,14 +94,13 @@ class Search:
         best = min(fitting, key=lambda frame: frame.seconds, default=None)
         many = all(self._many(frame.micro_batch) for frame in frames)
         tried = 1 if many or not self._thorough else _TRIED
-        for way, ways in sorted(found, key=lambda pair: pair[0].seconds)[:tried]:
-            if best is not None and way.seconds >= best.seconds:
-                break
+        ranked = sorted(found, key=lambda pair: pair[0].likely)
+        for number, (way, ways) in enumerate(ranked):
+            if best is not None and (number >= tried or way.seconds >= best.seconds):
+                continue
             spent = ways.spent(way)
             if spent is not None and (best is None or spent.seconds < best.seconds):
                 best = spent
-        if best is None:
-            raise DoesNotFit(self._lacking())
         return best
 
     def could_fit(self) -> bool:
@@ -125,11 +136,11 @@ class Search:
         ]
         return [whole, *tiled]
 
-    def _frames(self) -> list[Forecast]:
+    def _frames(self, sizes: list[int]) -> list[Forecast]:
         """Frames that fit, of the two largest micro-batches that do, and more sparing ones."""
-        found = self._found(split=False) or self._found(split=True)
+        found = self._found(sizes, split=False) or self._found(sizes, split=True)
         if not found:
-            raise DoesNotFit(self._lacking())
+            return []
         best = min(found, key=lambda frame: frame.seconds)
         families = self._families(best.micro_batch)
         family = next((each for each in families if each[0] == best.placement), None)
@@ -138,10 +149,10 @@ class Search:
             found += [frame for frame in sparing if self._holds(frame)]
         return found
 
-    def _found(self, *, split: bool) -> list[Forecast]:
+    def _found(self, sizes: list[int], *, split: bool) -> list[Forecast]:
         found: list[Forecast] = []
         wanted = 2 if self._thorough else 1
-        for rows in self._sizes():
+        for rows in sizes:
             families = self._families(rows, split=split)
             fitting = [f for family in families for f in self._first_fitting(family, rows)]
             found += fitting
@@ -170,9 +181,24 @@ class Search:
             return []  # these layers cannot be foreseen in tiles
 
     def _fitting(self, family: list[Placement], rows: int) -> list[Forecast]:
-        hopeful = (placement for placement in family if self._hopeful(placement, rows))
-        frames = (self._frame(placement, rows) for placement in hopeful)
-        return next(([frame] for frame in frames if self._holds(frame)), [])
+        """The first frame that fits, after those that may."""
+        found = []
+        for placement in family:
+            if not self._hopeful(placement, rows):
+                continue
+            frame = self._frame(placement, rows)
+            if self._holds(frame):
+                found.append(frame)
+            if self._surely_holds(frame):
+                break
+        return found
+
+    def _surely_holds(self, found: Forecast) -> bool:
+        """Whether it holds though only whole tiles move to the device: up to one too much."""
+        short = self._budget.host_spare(found) < 0
+        largest = max(layout.numel for layout in self._forecasts.layouts)
+        more = short * largest * resident_bytes(self._task.precision)
+        return self._budget.holds(found.device_peak_bytes + more, found.host_peak_bytes)
 
     def _holds(self, found: Forecast) -> bool:
         return self._budget.holds(found.device_peak_bytes, found.host_peak_bytes)

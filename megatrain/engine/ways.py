@@ -7,6 +7,7 @@ spending could bring at best is known from it: no resource does less work than i
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.engine.assemble import LEAVING, RETURNING
@@ -19,6 +20,11 @@ from megatrain.placement import Placement
 
 # Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
 _USED = 0.95
+
+
+def resident_bytes(precision: Literal["bf16", "fp32"]) -> int:
+    """Of a parameter that rests on the device: weight, remainder, moments, gradient."""
+    return 14 if precision == "bf16" else 16
 
 
 @dataclass(frozen=True)
@@ -66,13 +72,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Way:
-    """A frame and what its spare memory is spent on; it takes `seconds` at least."""
+    """A frame and what its spare memory is spent on; it takes `seconds` at least.
+
+    It will likely take `likely`.
+    """
 
     frame: Forecast
     resident: tuple[str, ...]
     keep_layers: int
     offload_layers: int
     seconds: float
+    likely: float
 
     def placement(self, keep_layers: int, offload_layers: int) -> Placement:
         """The frame's with so many graphs."""
@@ -104,19 +114,20 @@ class Ways:
 
     def all(self) -> Iterator[Way]:
         """Every way that is worth a look."""
-        size = 14 if self._task.precision == "bf16" else 16
+        size = resident_bytes(self._task.precision)
         counts = [t.numel for t in self._tiles]
         sums = [0, *accumulate(counts)]
         spare = self._budget.spare(self._frame)
         fitting = sum(numel * size <= spare for numel in sums) - 1
         host_spare = self._budget.host_spare(self._frame)
-        least = sum(
-            numel * size + host_spare < 0 for numel in sums
-        )  # that the host has no room for
+        least = sum(numel * size + host_spare < 0 for numel in sums)
+        if least > len(counts):
+            return  # the host has no room even if every tile leaves it
         first = sum(t.name in ("embedding", "prologue", "layer 0") for t in self._tiles)
         parts = (least + (fitting - least) * part // 4 for part in (0, 1, 2, 3, 4))
         for count in sorted({0, first, *parts}):
-            if not least <= count <= fitting or (count and not counts[count - 1]):
+            # As many as must leave the host are tried even if they seem too many: that is a guess.
+            if not least <= count <= max(least, fitting) or (count and not counts[count - 1]):
                 continue  # too few, too many, or one that brings nothing
             moved = sums[count] * size
             yield from self._graphs(count, spare - moved, host_spare + moved)
@@ -129,12 +140,11 @@ class Ways:
             if lanes > spare:
                 continue
             left = spare - lanes
-            keep = min(self._layers, left // self._graph) if self._graph else self._layers
+            keep = max(0, min(self._layers, left // self._graph)) if self._graph else self._layers
             offloaded = min(offload, self._layers - keep)
             if offload and not offloaded:
                 continue  # all stay on the device
-            seconds = self._least(count, keep, offloaded)
-            yield Way(self._frame, resident, keep, offloaded, seconds)
+            yield Way(self._frame, resident, keep, offloaded, *self._times(count, keep, offloaded))
 
     def _offloads(self, host_spare: int) -> list[int]:
         """Numbers of graphs on the host: none, all that it holds, those that leave unnoticed."""
@@ -153,24 +163,35 @@ class Ways:
         """Seconds that a graph takes to the host."""
         return self._costs.copy(COPY_OUT, self._graph)
 
-    def _least(self, count: int, keep: int, offload: int) -> float:
-        """Seconds that the busiest resource takes at least."""
+    def _times(self, count: int, keep: int, offload: int) -> tuple[float, float]:
+        """Seconds that the busiest resource takes at least, and those that the step likely takes.
+
+        What compute waits for in the frame are tiles on their way or in their updates, which no
+        bound tells; it waits less as fewer are streamed.
+        """
         all_tiles, gone = self._tiles, self._tiles[:count]
         left = 1 - sum(t.numel for t in gone) / sum(t.numel for t in all_tiles)
         streamed = sum(t.numel for t in all_tiles if t.name != "embedding")
         crossing = 1 - sum(t.numel for t in gone if t.name != "embedding") / streamed
-        work, seconds, bounds = self._work, self._costs.seconds, self._frame.bounds
-        saved = sum(map(seconds, work.computed_twice))
-        saved -= seconds(work.keeping) + seconds(work.kept_backward)
-        compute = bounds[COMPUTE] - (keep + offload) * max(0.0, saved) * self._micro
-        late = max(0.0, offload * self._leaving() - self._forward())  # compute waits for a lane
+        bounds, compute = self._frame.bounds, self._compute(keep, offload)
         returning = self._costs.copy(COPY_IN, self._graph)
-        return max(
-            compute + late,
+        least = max(
+            compute,
             bounds[UPDATE] * left,
             bounds[COPY_IN] * crossing + offload * returning,
             bounds[COPY_OUT] * crossing + offload * self._leaving(),
         )
+        waited = self._frame.seconds - bounds[COMPUTE]
+        return least, max(least, compute + waited * left)
+
+    def _compute(self, keep: int, offload: int) -> float:
+        """Seconds of computing, and of waiting for lanes to the host."""
+        work, seconds = self._work, self._costs.seconds
+        saved = sum(map(seconds, work.computed_twice))
+        saved -= seconds(work.keeping) + seconds(work.kept_backward)
+        late = max(0.0, offload * self._leaving() - self._forward())
+        spared = (keep + offload) * max(0.0, saved) * self._micro
+        return self._frame.bounds[COMPUTE] - spared + late
 
     def spent(self, way: Way) -> Forecast | None:
         """The forecast of a way; fewer graphs are kept if it does not fit, more if it leaves room.
