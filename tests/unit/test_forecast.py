@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MambaConfig
 
-from benchmarks.predictions import RESULTS, Prediction, predict
+from benchmarks.predictions import RESULTS, Prediction, is_of_today, predict
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.assemble import open_source
@@ -233,3 +233,10 @@ def test_the_breakdown_of_a_recorded_step_is_foretold() -> None:
     for name in ("compute: layer", "compute: layer backward", "compute: head"):
         assert now[name] == pytest.approx(was[name], rel=0.06), name
     assert prediction.forecast.binds == "compute"
+
+
+def test_results_of_todays_engine_are_foretold():
+    results = [json.loads(file.read_text()) for file in RESULTS.glob("step-*.json")]
+    counted = [is_of_today(result) for result in results]
+    assert any(counted)
+    assert not all(counted)  # some are of engines with other buffers
