@@ -51,7 +51,7 @@ class NewFile:
 
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._direct = _open_direct(path)
+        self._direct = open_direct(path, os.O_WRONLY)
         # Whole pages, as direct access demands.
         self._room = np.frombuffer(mmap.mmap(-1, _DIRECT_BYTES), np.uint8)
 
@@ -99,12 +99,12 @@ class NewFile:
                 os.close(self._direct)
 
 
-def _open_direct(path: Path) -> int | None:
-    """A handle that writes past the page cache; None where the file system has no such thing."""
+def open_direct(path: Path, flags: int) -> int | None:
+    """A handle past the page cache; None where the file system has no such thing (tmpfs)."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+        return os.open(path, flags | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE
 from megatrain.engine.batch import Batch
-from megatrain.engine.graphs import Graph, Leaving
+from megatrain.engine.graphs import Graph
 from megatrain.engine.layer import Layer
 from megatrain.engine.portion import Portion, Stages
 from megatrain.engine.sink import Room
@@ -50,18 +50,8 @@ class _Stage(Layer):
         self.given = [Ref(visit, leaf) for leaf in GIVEN]
         self.result = Ref(visit, RESULT)
 
-    def _forward(
-        self,
-        slot: Buffer,
-        micro: MicroBatch,
-        values: Activations,
-        index: int,
-        leaving: Leaving | None,
-        *,
-        train: bool,
-    ) -> Activations:
-        with torch.no_grad():
-            return self._call(self.weights(slot), micro, values)
+    def _holds(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Holds | None:
+        return None
 
     def _call(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatrain import kernels
+from megatrain.checkpoint.files import open_direct
 from megatrain.device.ranges import host_range
 from megatrain.errors import DoesNotFit
 from megatrain.plan.measure import Measurement, attempt, host_seconds
@@ -139,7 +140,8 @@ def _transfer(
     """Bytes moved in at most `_DISK_SECONDS`, and the time that took."""
     if num_bytes < _CHUNK:
         raise OSError("too little disk space is free")
-    handle = _open_direct(path, mode)
+    direct = open_direct(path, mode)
+    handle = os.open(path, mode) if direct is None else direct
     try:
         with mmap.mmap(-1, _CHUNK) as buffer:  # of whole pages, as direct access demands
             if mode == os.O_WRONLY:
@@ -152,11 +154,3 @@ def _transfer(
             return moved, time.perf_counter() - started
     finally:
         os.close(handle)
-
-
-def _open_direct(path: Path, mode: int) -> int:
-    """Past the page cache; through it where the file system has no such thing (tmpfs)."""
-    try:
-        return os.open(path, mode | getattr(os, "O_DIRECT", 0))
-    except OSError:
-        return os.open(path, mode)

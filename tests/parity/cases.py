@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Co
 from transformers.models.qwen2 import Qwen2ForCausalLM
 
 from megatrain import AdamW, Engine
+from megatrain.device import Buffer, CpuDevice
 from tests.families.plain import Step, accumulate
 
 VOCAB = 128
@@ -124,3 +125,14 @@ def frozen(model: Any, unless: Callable[[str], bool]) -> Any:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(unless(name))
     return model
+
+
+class Noting(CpuDevice):
+    """Notes how much device memory is taken for what."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, int] = {}
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        self.taken[name] = numel * dtype.itemsize
+        return super().empty(name, numel, dtype)

@@ -10,7 +10,6 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwe
 from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from megatrain import AdamW, Engine, InputError, Placement
-from megatrain.device import Buffer, CpuDevice
 from megatrain.engine import sink
 from megatrain.engine.assemble import tile_layouts
 from megatrain.engine.portion import least_split
@@ -24,6 +23,7 @@ from tests.families.report import documented
 from tests.families.tiny import families, tiny_model
 from tests.parity.cases import (
     SIZES,
+    Noting,
     gradients,
     llama,
     make_batches,
@@ -160,21 +160,10 @@ def test_lateness_changes_no_bit(
     assert alike(train(engine, steps), wanted)
 
 
-class _Noting(CpuDevice):
-    """Notes how much device memory is taken for what."""
-
-    def __init__(self) -> None:
-        self.taken: dict[str, int] = {}
-
-    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        self.taken[name] = numel * dtype.itemsize
-        return super().empty(name, numel, dtype)
-
-
 def test_slots_and_sums_are_as_large_as_a_portion() -> None:
     taken = {}
     for split_bytes in (None, 4 * EXPERT):
-        device = _Noting()
+        device = Noting()
         placement = Placement(split_bytes=split_bytes, keep_rows=False)
         model = mixtral(num_local_experts=32, vocab_size=64)
         make_engine(model, placement=placement, device=device).close()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-from transformers import LlamaConfig, MixtralConfig
+from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from megatrain import AdamW, Placement
 from megatrain.checkpoint.pieces import Snapshot, Spare, tile_file
@@ -35,6 +35,12 @@ PORTION = 3000  # bytes: a layer of the model with experts has three portions of
 STEPS = 3  # enough for every slot, lane and slab to be used again
 
 
+def _program(config: PreTrainedConfig) -> tuple[Program, StreamedOptimizer]:
+    model = open_source(config, trust_remote_code=False).model
+    program = Program(outline(model), torch.device("cpu"), torch.bfloat16)
+    return program, StreamedOptimizer(AdamW(), model)
+
+
 @functools.cache
 def tiny_program(tied: bool) -> tuple[Program, StreamedOptimizer]:
     """Five layers: more than any number of slots tried."""
@@ -46,9 +52,7 @@ def tiny_program(tied: bool) -> tuple[Program, StreamedOptimizer]:
         num_attention_heads=2,
         tie_word_embeddings=tied,
     )
-    model = open_source(config, trust_remote_code=False).model
-    program = Program(outline(model), torch.device("cpu"), torch.bfloat16)
-    return program, StreamedOptimizer(AdamW(), model)
+    return _program(config)
 
 
 @functools.cache
@@ -64,9 +68,7 @@ def tiny_program_with_experts(tied: bool) -> tuple[Program, StreamedOptimizer]:
         num_local_experts=6,
         tie_word_embeddings=tied,
     )
-    model = open_source(config, trust_remote_code=False).model
-    program = Program(outline(model), torch.device("cpu"), torch.bfloat16)
-    return program, StreamedOptimizer(AdamW(), model)
+    return _program(config)
 
 
 def schedules() -> Iterator[dict]:

@@ -12,13 +12,14 @@ from transformers import MambaConfig
 
 from benchmarks.predictions import RESULTS, Prediction, is_of_today, predict
 from megatrain import AdamW, Engine, Placement
-from megatrain.device import Buffer, CpuDevice
+from megatrain.device import CpuDevice
 from megatrain.engine.assemble import open_source
 from megatrain.engine.forecast import Forecast
 from megatrain.engine.measure import Measured
 from megatrain.engine.search import Forecasts, Task
 from megatrain.engine.tally import NotForeseeable, Tally
 from megatrain.model.probe import outline
+from tests.parity.cases import Noting
 from tests.unit.forecast_cases import (
     H200,
     experts_config,
@@ -90,7 +91,7 @@ def test_memory_of_layers_in_portions_is_the_engines() -> None:
     found = Forecasts(experts_outline()).of(small_machine(), placement, task, 4)
     ids = torch.randint(512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
     step = [{"input_ids": part, "labels": part} for part in ids.split(4)]
-    device = _Noting()
+    device = Noting()
     config = experts_config()
     with Engine(config, optimizer=AdamW(), placement=placement, device=device) as engine:
         engine.step(step)
@@ -101,17 +102,6 @@ def test_memory_of_layers_in_portions_is_the_engines() -> None:
     assert found.device_bytes["slots"] == device.taken["slots"] == 2 * 2 * 2 * 256 * 256 * 3
     lanes = sum(v for name, v in device.taken.items() if name.startswith("leaving gradient"))
     assert found.device_bytes["gradients and rows"] == device.taken["work room"] + lanes
-
-
-class _Noting(CpuDevice):
-    """Notes how much device memory is taken for what."""
-
-    def __init__(self) -> None:
-        self.taken: dict[str, int] = {}
-
-    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        self.taken[name] = numel * dtype.itemsize
-        return super().empty(name, numel, dtype)
 
 
 def test_a_layers_flops_are_those_of_its_matrices() -> None:
