@@ -98,11 +98,11 @@ class Planner:
     def could_fit(self, ask: Ask) -> bool:
         if ask.placement is None:
             return self._search(ask).could_fit()
-        found, there = self._placed(ask, ask.placement), ask.machine
-        return (
-            found.device_peak_bytes <= there.device_memory_bytes
-            and found.host_peak_bytes <= there.host_memory_bytes
-        )
+        try:
+            self.once(ask)
+        except DoesNotFit:
+            return False
+        return True
 
     def _search(self, ask: Ask, *, thorough: bool = True) -> Search:
         task = _task(ask, compile=True)
