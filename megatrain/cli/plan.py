@@ -17,7 +17,7 @@ from megatrain.machine.listed import update_gbps
 from megatrain.placement import Placement
 from megatrain.plan.ask import Ask
 from megatrain.plan.planner import Plan, make_plan
-from megatrain.telemetry.environment import usable_cores
+from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.telemetry.gpu_state import gpu_state
 from megatrain.telemetry.known_gpus import by_driver_name, named_gpu

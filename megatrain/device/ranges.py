@@ -5,13 +5,13 @@ thread. A range lives as long as any tensor that views it.
 """
 
 import mmap
-import os
 
 import torch
 from torch import Tensor
 
 from megatrain import kernels
 from megatrain.errors import DoesNotFit
+from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import gib
 
@@ -41,5 +41,5 @@ def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | Non
         ) from error
     mapping.madvise(mmap.MADV_HUGEPAGE)
     flat = torch.frombuffer(mapping, dtype=torch.uint8)
-    kernels.first_touch(flat, threads=os.cpu_count() or 1)
+    kernels.first_touch(flat, threads=usable_cores())
     return flat.view(dtype)[:numel]

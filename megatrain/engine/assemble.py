@@ -1,6 +1,5 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,10 +35,8 @@ from megatrain.model.weights import read_weights, resolve_model, source_dtype
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.store import Store, Tile
+from megatrain.telemetry.cores import update_threads
 from megatrain.tile import TileLayout
-
-# Cores left to the thread that launches work and to the data loader.
-_SPARE_CORES = 2
 
 # Of a micro-batch's graph or attention on its way to the host and back, at once. Two leave: a graph
 # takes up to twice as long over the bus as its layer's forward.
@@ -130,15 +127,15 @@ def fill(source: Source, outline: Outline, store: Store, device: Device, seed: i
         def start(part: int) -> None:
             device.seed(hash((seed, part)) & (2**63 - 1))
 
-        wide = _writer(store, source.model, threads=_threads())
+        wide = _writer(store, source.model, threads=update_threads())
         initialise(outline, device.torch_device, start, wide, only)
 
     if source.saved is not None:
         with offering_another(source.saved.folder):
-            read_tiles(source.saved, store.tiles, _threads())
+            read_tiles(source.saved, store.tiles, update_threads())
             read_buffers(source.saved, source.model)
     elif source.folder is not None:
-        missing = read_weights(source.folder, source.model, write, threads=_threads())
+        missing = read_weights(source.folder, source.model, write, threads=update_threads())
         if missing:
             draw(missing)
     elif source.given is None or next(source.given.parameters()).is_meta:
@@ -160,10 +157,6 @@ def _writer(store: Store, model: PreTrainedModel, *, threads: int) -> Write:
             buffers[name].copy_(values)
 
     return write
-
-
-def _threads() -> int:
-    return max(1, (os.cpu_count() or 1) - _SPARE_CORES)
 
 
 @dataclass
@@ -205,7 +198,7 @@ class Assembly:
             self.program.compile()
 
     def threads(self) -> int:
-        return self.placement.update_threads or _threads()
+        return self.placement.update_threads or update_threads()
 
     def stream(self) -> Stream:
         sizes = {t.name: t.layout.numel for t in self.visited if not t.resident}

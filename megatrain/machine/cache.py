@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.machine.rates import Machine
-from megatrain.telemetry.environment import cpu_name, usable_cores
+from megatrain.telemetry.cores import usable_cores
+from megatrain.telemetry.environment import cpu_name
 from megatrain.telemetry.gpu import gpu_identity
 
 VERSION = 1

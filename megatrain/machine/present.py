@@ -7,7 +7,7 @@ from megatrain.errors import InputError
 from megatrain.machine import cache
 from megatrain.machine.listed import machine_for
 from megatrain.machine.rates import Machine
-from megatrain.telemetry.environment import usable_cores
+from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.telemetry.memory import host_limit_bytes
 

@@ -11,7 +11,8 @@ import torch
 
 from megatrain import kernels
 from megatrain.engine.fit import can_compile
-from megatrain.telemetry.environment import cpu_name, usable_cores
+from megatrain.telemetry.cores import usable_cores
+from megatrain.telemetry.environment import cpu_name
 from megatrain.telemetry.gpu_state import GpuState, gpu_state
 from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes
 

@@ -17,7 +17,7 @@ from megatrain.checkpoint.files import open_direct
 from megatrain.device.ranges import host_range
 from megatrain.errors import DoesNotFit
 from megatrain.plan.measure import Measurement, attempt, host_seconds
-from megatrain.telemetry.environment import usable_cores
+from megatrain.telemetry.cores import update_threads, usable_cores
 from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import GIB, MIB
 
@@ -56,11 +56,6 @@ def host_measurements(folder: Path, *, most_bytes: int = 4 * GIB) -> list[Measur
         )
     )
     return [*found, *disk_measurements(folder)]
-
-
-def update_threads() -> int:
-    """As many as the engine gives the optimizer when the placement does not say."""
-    return max(1, usable_cores() - 2)
 
 
 def thread_counts(cores: int) -> list[int]:

@@ -3,13 +3,13 @@
 import os
 import platform
 import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.telemetry.memory import host_limit_bytes
 
@@ -52,13 +52,6 @@ def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()
-
-
-def usable_cores() -> int:
-    """Logical cores this process may run on."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _version(package: str) -> str | None:
