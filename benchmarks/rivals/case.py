@@ -59,7 +59,7 @@ class Rival:
         warmup: steps before the measured ones, enough for its own adaptation.
         micro_batches: rows of a micro-batch for each shape; halved while the device's memory is
             too small, and never more than a step has.
-        chooses: in a limited memory it chooses micro-batches by itself, in place of these.
+        chooses: it chooses micro-batches by itself; there are none here.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Rival:
     chooses: bool = False
 
     def micro_batch(self, case: Case) -> int | None:
-        if self.chooses and case.device_memory_bytes is not None:
+        if self.chooses:
             return None
         return min(case.sequences, self.micro_batches.get(case.shape, 8))
 
@@ -116,7 +116,7 @@ RIVALS = (
         {},
         None,
         warmup=4,
-        micro_batches={"1.5b": 32, "3b": 32, "7b": 32, "14b": 16},
+        micro_batches={},
         chooses=True,
     ),
     Rival(
