@@ -61,6 +61,9 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         self._context_bytes = _context_bytes(index)
+        # What an earlier engine has left in torch's cache is not this one's.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._limit: int | None = None
         self._host_limit: int | None = None
         self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: torch.cuda.current_stream()}

@@ -97,8 +97,7 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
 
 
 def _kind(name: str) -> str:
-    words = [word for word in name.split() if not word.isdigit()]
-    return " ".join(word for word in words if word not in ("->",))
+    return " ".join(word for word in name.split() if any(map(str.isalpha, word)))
 
 
 def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:

@@ -59,6 +59,10 @@ class Signals:
 
     def take_save(self) -> bool:
         """Whether somebody has asked for a checkpoint since the last call."""
+        if signal.SIGUSR1 in self._previous:
+            # LLVM, which compiles GPU kernels, takes this signal for itself when it first runs; the
+            # other ones, which it takes as well, it passes on.
+            signal.signal(signal.SIGUSR1, self._on_save)
         asked, self._save = self._save, False
         return asked
 

@@ -121,6 +121,31 @@ def test_usr1_saves_now_and_the_run_goes_on(whole, run, tmp_path, zygote):
     assert logged(tmp_path / "run") == logged(whole)
 
 
+# What LLVM does when it compiles the first GPU kernel: another handler, which Python cannot see.
+TAKEN = """
+import ctypes, signal
+import megatrain.train.loop as loop
+take = loop.Steps.take
+def compiling(self):
+    if self.done == 0:
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+        libc.signal(signal.SIGUSR1, ctypes.cast(libc.abs, ctypes.c_void_p))
+    return take(self)
+loop.Steps.take = compiling
+"""
+
+
+def test_usr1_is_heard_after_a_compiler_has_taken_it(run, tmp_path, zygote):
+    arguments = ["train", run, *sets(checkpoint__every=None, checkpoint__at_end=False)]
+    before = TAKEN + slow("evaluation", 0.2)
+    process = zygote.start(*arguments, log=tmp_path / "1", before=before)
+    process.until("PHASE")
+    process.send(signal.SIGUSR1)
+    process.finish()
+    assert checkpoint_steps(tmp_path / "run") == [3]
+
+
 def test_an_evaluation_waits_for_the_resume(whole, run, tmp_path, zygote):
     """Whoever stops a run has little time."""
     before = """
