@@ -1,9 +1,9 @@
 """Whether a model fits, asked before anything is allocated.
 
 The engine's own parts are made on a device that only counts what they ask for. To that comes what
-is certain besides: the head's gradient before it is summed, the driver's context, the process. What
-a layer computes with is not in it (engine/forecast.py knows that); a step that runs out of memory
-ends in one line, too.
+is certain besides: the largest gradient before it is summed, the driver's context, the process. So
+what is refused is what not even a step of a few tokens would fit; what many tokens take is for
+engine/forecast.py, and a step that runs out of memory ends in one line, too.
 """
 
 from collections import Counter
@@ -18,21 +18,24 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device, TraceDevice
 from megatrain.engine.assemble import Assembly
-from megatrain.engine.portion import least_split
+from megatrain.engine.portion import Portion, least_split
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.outline import PROBE_SHAPE, Outline
 from megatrain.model.program import Program
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
-from megatrain.store import Store
+from megatrain.store import Store, Tile
 from megatrain.telemetry.memory import host_available_bytes, process_bytes
 from megatrain.tile import TileLayout
-from megatrain.units import gib, parse_bytes
+from megatrain.units import GIB, align, gib, parse_bytes
 
 # Resident memory of a process with a GPU beside planes and buffers, compiling included: 3.6 to
 # 4.2 GB (benchmarks/results/step-*.json).
 _GPU_PROCESS_BYTES = 3_600_000_000
+
+# Under this name counts the working set of the smallest step.
+UNSUMMED = "gradients before they are summed"
 
 
 @dataclass
@@ -99,13 +102,20 @@ class Question:
             device.needs.device["work room"] = 0
             parts.embedding.reserve(self.tokens if self.distinct is None else self.distinct)
         if isinstance(parts, TrainingParts):
-            entries = [e for e in self.layouts_of("head").entries if e.group is not None]
-            largest = max((prod(e.shape) for e in entries), default=0)
-            device.needs.device["gradient of the head"] += largest * self.dtype.itemsize
+            device.needs.device[UNSUMMED] += self._unsummed_bytes(assembly.visited)
             boundaries = self._boundary_bytes()
             where = device.needs.host if placement.boundaries == "host" else device.needs.device
             where["boundaries"] += boundaries
         return device.needs
+
+    def _unsummed_bytes(self, visited: Sequence[Tile | Portion]) -> int:
+        """The largest gradient of one backward, in the compute type; of the head, one parameter's.
+
+        Beside it, what the backward of a few tokens works with is next to nothing.
+        """
+        whole = [t.layout.trainable_numel for t in visited if t.name != "head"]
+        single = [prod(e.shape) for e in self.layouts_of("head").trainable]
+        return max([*whole, *single], default=0) * self.dtype.itemsize
 
     def least_split(self) -> int | None:
         """The least `split_bytes`; None: no layer can be split."""
@@ -167,10 +177,10 @@ def check_fits(
         if sum(needs.device.values()) > allowed:
             split = question.least_split()
             frugal = replace(smallest(placement), split_bytes=split)
-            least = sum(question.needs(frugal).device.values()) + context
+            least = align(sum(question.needs(frugal).device.values()) + context, GIB // 10)
             raise DoesNotFit(
                 _refusal("device", needs.device, context, allowed + context)
-                + f"; the least for this model is {gib(least)} and what a layer computes with "
+                + f"; the least for this model, with a few tokens a step, is {gib(least)} "
                 "(slots: 1, gradient_lanes: 1, keep_rows: false, boundaries: host, resident: []"
                 + ("" if split is None else f", split_bytes: {split}")
                 + ")"

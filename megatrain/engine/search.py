@@ -9,7 +9,7 @@ frame's forecast (engine/ways.py). The most promising are forecast in full.
 from dataclasses import replace
 from typing import Any, Literal
 
-from megatrain.engine.budget import Needs
+from megatrain.engine.budget import UNSUMMED, Needs
 from megatrain.engine.forecast import PROCESS_BYTES, Forecast
 from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.portion import least_split
@@ -214,7 +214,8 @@ class Search:
             self._needs[same] = self._forecasts.question(self._task).needs(placement)
         needs = self._needs[same]
         device = sum(needs.device.values()) + self._machine.device_context_bytes
-        device += self._working_bytes(placement, rows)
+        # Gradients that are not summed yet are among what is worked with.
+        device += max(0, self._working_bytes(placement, rows) - needs.device[UNSUMMED])
         return device, sum(needs.host.values()) + PROCESS_BYTES
 
     def _working_bytes(self, placement: Placement, rows: int) -> int:

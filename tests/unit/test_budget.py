@@ -5,18 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.assemble import open_source, tile_layouts
-from megatrain.engine.budget import Question, smallest
+from megatrain.engine.budget import UNSUMMED, Question, check_fits, smallest
+from megatrain.engine.forecast import forecast
 from megatrain.model.probe import outline
 from megatrain.optim import StreamedOptimizer
 from megatrain.telemetry.memory import process_bytes
-from megatrain.units import GIB, MIB
+from megatrain.units import GIB, MIB, parse_bytes
 from tests.parity.cases import llama, make_engine
 from tests.parity.test_memory import MID
-from tests.unit.forecast_cases import experts_config
+from tests.unit.forecast_cases import H200, experts_config, tiny_config
 
 
 class Card(CpuDevice):
@@ -75,8 +77,8 @@ def test_what_is_counted_is_what_is_taken() -> None:
     placement = Placement(slots=3)
     engine = open_engine(device)
     needs = question().needs(placement)
-    temporary = needs.device.pop("gradient of the head")
-    assert temporary == 2 * 16384 * 384
+    temporary = needs.device.pop(UNSUMMED)
+    assert temporary == 2 * 16384 * 384  # of the head; a layer has 1.6 M parameters
     assert device.taken == sum(needs.device.values())
     assert device.on_host == sum(needs.host.values())
     engine.close()
@@ -97,6 +99,57 @@ def test_the_least_for_a_model_with_experts_is_with_split_layers() -> None:
     asked = question(None, experts_config())
     assert sum(asked.needs(frugal).device.values()) > 10 * MIB
     assert sum(asked.needs(replace(frugal, split_bytes=split)).device.values()) < 4 * MIB
+
+
+# The head's gradient is the largest; a layer's; all the experts' of one.
+WIDE = tiny_config().to_dict() | {"hidden_size": 512, "intermediate_size": 2048}
+MODELS = {"head": MID, "layer": LlamaConfig(**WIDE), "experts": experts_config()}
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"slots": 3, "compile": True},
+    {"slots": 1, "gradient_lanes": 1, "keep_rows": False, "boundaries": "host"},
+    {"slots": 1, "gradient_lanes": 1, "resident": ("layer 0", "head")},
+    {"keep_layers": 2},
+]
+SPLIT: dict[str, Any] = {"slots": 1, "gradient_lanes": 1, "split_bytes": 600_000}
+
+
+@pytest.mark.parametrize(
+    ("model", "choices"),
+    [*((model, way) for model in MODELS for way in WAYS), ("experts", SPLIT)],
+    ids=str,
+)
+def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(
+    model: str, choices: dict[str, Any]
+) -> None:
+    asked, placement = question(None, MODELS[model]), Placement(**choices)
+    machine = replace(H200, device_context_bytes=0)
+    told = forecast(
+        asked.outline, machine, placement, tokens_per_step=2, sequence_length=2, micro_batch=1
+    )
+    # A share that the allocator may take, and may not.
+    foretold = told.device_peak_bytes - told.device_bytes["allocator"]
+    least = sum(asked.needs(placement).device.values())
+    assert 0.98 * foretold < least <= foretold
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_least_is_enough_and_less_is_refused(model: str) -> None:
+    asked, placement = question(None, MODELS[model]), Placement(slots=2)
+    least = sum(asked.needs(placement).device.values())
+    check_fits(Card(least + MIB), asked, placement, None)
+    with pytest.raises(DoesNotFit, match="the least for this model"):
+        check_fits(Card(least + MIB - 1), asked, placement, None)
+
+
+def test_the_least_that_is_named_is_enough() -> None:
+    asked = question(None, LlamaConfig(**WIDE | {"hidden_size": 2048}))
+    with pytest.raises(DoesNotFit) as told:
+        check_fits(Card(20 * MIB), asked, Placement(slots=6), None)
+    named = str(told.value).partition("with a few tokens a step, is ")[2].partition(" (")[0]
+    check_fits(Card(parse_bytes(named)), asked, smallest(Placement()), None)
+    with pytest.raises(DoesNotFit):
+        check_fits(Card(parse_bytes(named) - GIB // 10), asked, smallest(Placement()), None)
 
 
 def test_the_smallest_placement_takes_the_least() -> None:

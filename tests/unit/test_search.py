@@ -9,18 +9,26 @@ from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 
 from megatrain import Placement
 from megatrain.device import CpuDevice
 from megatrain.engine import fit, search
-from megatrain.engine.assemble import Assembly
+from megatrain.engine.assemble import Assembly, open_source
 from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.search import Search
 from megatrain.engine.tally import NotForeseeable
 from megatrain.engine.ways import Budget
 from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine
-from tests.unit.forecast_cases import H200, experts_outline, small_machine, tiny_outline
+from megatrain.model.probe import outline
+from tests.unit.forecast_cases import (
+    H200,
+    experts_outline,
+    small_machine,
+    tiny_config,
+    tiny_outline,
+)
 
 FORECASTS = Forecasts(tiny_outline(4))
 FEW_LAYERS = Forecasts(tiny_outline(2))
@@ -216,6 +224,15 @@ def test_what_is_told_without_a_forecast_is_never_too_much(clip: bool) -> None:
         told = asked._frame(placement, 8)
         assert 0.5 * told.device_peak_bytes < device <= told.device_peak_bytes
         assert 0.9 * told.host_peak_bytes < host <= 1.001 * told.host_peak_bytes
+
+
+def test_a_large_head_s_gradient_is_counted_once() -> None:
+    config = LlamaConfig(**tiny_config().to_dict() | {"vocab_size": 32768})
+    large = Forecasts(outline(open_source(config).model))
+    asked = Search(large, small_machine(), replace(TASK, tokens_per_step=128))
+    [fastest, *_] = asked._families(2)[0]
+    told = asked._frame(fastest, 2).device_peak_bytes
+    assert 0.9 * told < asked._floor(fastest, 2)[0] <= told
 
 
 @pytest.fixture
