@@ -24,7 +24,8 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.kernels import native, reference
-from megatrain.telemetry.environment import environment, usable_cores
+from megatrain.telemetry.cores import usable_cores
+from megatrain.telemetry.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
 HYPER = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -44,9 +44,9 @@ class Placement:
         boundary_lanes: boundary copies in flight at once, when they go to the host.
         resident: tiles that rest on the device with all their state, and are updated there
             (`embedding`, `prologue`, `layer 0`, ..., `head`).
-        keep_layers: layers at the end of the stack whose graph is kept, not recomputed.
-        offload_layers: layers whose graph is kept in pinned host memory, evenly spread over those
-            that `keep_layers` leaves.
+        keep_layers: layers whose graph is kept on the device, not recomputed: the last ones but for
+            those of `offload_layers`.
+        offload_layers: layers whose graph is kept in pinned host memory, evenly spread over all.
         keep_attention: where the results of the other layers' attention wait for the backward,
             which then does not compute it again; for eager layers, as with `tile_tokens`.
         head_tokens: tokens whose logits exist at once.

@@ -232,9 +232,9 @@ class Assembly:
     def policy(self, visit: int) -> Policy:
         """What of a layer's forward waits for its backward."""
         placement = self.placement
-        # Evenly among those that do not stay: each has a few layers' time to leave.
-        among = len(self.program.outline.layers) - placement.keep_layers
-        if visit < among and visit * placement.offload_layers % among < placement.offload_layers:
+        # Evenly among all: each has a few layers' time to leave.
+        layers, leaving = len(self.program.outline.layers), placement.offload_layers
+        if visit * leaving % layers < leaving:
             return Policy("graph", on_host=True)
         where = placement.keep_attention
         return RECOMPUTE if where == "none" else Policy("attention", on_host=where == "host")

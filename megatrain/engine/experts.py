@@ -50,6 +50,10 @@ class _Stage(Layer):
         self.given = [Ref(visit, leaf) for leaf in GIVEN]
         self.result = Ref(visit, RESULT)
 
+    @property
+    def can_keep(self) -> bool:
+        return False
+
     def _holds(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Holds | None:
         return None
 
@@ -132,6 +136,10 @@ class Group(Layer):
         self._start, self._stop = start, start + portion.layout.entries[0].shape[0]
         self.inputs, self.fresh = [Ref(visit, leaf) for leaf in GIVEN], []
         self._result = Ref(visit, RESULT)
+
+    @property
+    def can_keep(self) -> bool:
+        return False
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The sum of the experts' results so far, beside the other activations."""

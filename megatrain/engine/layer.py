@@ -32,7 +32,8 @@ class Layer(Unit):
     """One layer of the stack.
 
     Attributes:
-        keeps_graph: its graph waits from the forward to the backward; nothing is recomputed.
+        keeps_graph: its graph waits on the device from the forward to the backward; nothing is
+            recomputed.
         policy: what else of its forward waits; a kept graph waits in any case.
         inputs: the activations that it reads.
         pulled: those that its backward gives gradients of, for the gradients of `made`.
@@ -60,6 +61,11 @@ class Layer(Unit):
         later = [layer.inputs for layer in outline.layers[visit + 1 :]]
         self.live = {ref for inputs in [*later, outline.epilogue_inputs] for ref in inputs}
         self._waiting: dict[int, KeptGraph | KeptAttention] = {}
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether its graph may wait on the device, since it does not wait on the host."""
+        return self.policy.keeps != "graph"
 
     def begin(self) -> None:
         """No graph of an earlier step may be pulled back, or take room."""

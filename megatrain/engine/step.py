@@ -39,10 +39,10 @@ class TrainingParts(Parts):
     update: Update
 
     def keep_graphs(self, count: int) -> None:
-        """Let the last `count` layers keep their graphs from the forward to the backward."""
-        last = self.trunk[-1].visit
-        for unit in self.trunk:
-            unit.keeps_graph = unit.visit > last - count
+        """Let the last `count` layers that can keep their graphs until the backward do so."""
+        for unit in reversed(self.trunk):
+            unit.keeps_graph = unit.can_keep and count > 0
+            count -= unit.keeps_graph
 
 
 def train_step(parts: TrainingParts, batch: Batch) -> Report:

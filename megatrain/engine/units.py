@@ -66,7 +66,7 @@ class Unit:
 class Prologue(Unit):
     """From token ids to the first layer's arguments; the embedding rows come from `embedding`."""
 
-    keeps_graph = False  # there is next to nothing to keep
+    can_keep = keeps_graph = False  # there is next to nothing to keep
     visit = PROLOGUE
 
     def __init__(self, device: Device, program: Program, tile: Tile, embedding: Embedding) -> None:

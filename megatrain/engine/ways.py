@@ -135,6 +135,7 @@ class Ways:
     def _graphs(self, count: int, spare: int, host_spare: int) -> Iterator[Way]:
         """With `count` resident tiles."""
         resident = tuple(tile.name for tile in self._tiles[:count])
+        told = set()
         for offload in self._offloads(host_spare):
             lanes = (LEAVING + RETURNING) * self._work.keeping.kept_bytes if offload else 0
             if lanes > spare:
@@ -142,8 +143,9 @@ class Ways:
             left = spare - lanes
             keep = max(0, min(self._layers, left // self._graph)) if self._graph else self._layers
             offloaded = min(offload, self._layers - keep)
-            if offload and not offloaded:
-                continue  # all stay on the device
+            if (keep, offloaded) in told:
+                continue  # as many are left by those that stay on the device
+            told.add((keep, offloaded))
             yield Way(self._frame, resident, keep, offloaded, *self._times(count, keep, offloaded))
 
     def _offloads(self, host_spare: int) -> list[int]:

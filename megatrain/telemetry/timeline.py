@@ -3,6 +3,7 @@
 Times are seconds from the start of the recording.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,8 @@ from typing import Any
 
 # A stream is idle from here on; below, the gap is the launch of the next piece of work.
 SHORTEST_GAP_SECONDS = 50e-6
+
+_KEY = re.compile(r"\S*\(.*\)")  # in a name: which layer's, which micro-batch's
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
 
 
 def _kind(name: str) -> str:
-    return " ".join(word for word in name.split() if any(map(str.isalpha, word)))
+    words = _KEY.sub("", name).split()
+    return " ".join(word for word in words if any(map(str.isalpha, word)))
 
 
 def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:

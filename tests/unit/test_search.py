@@ -17,6 +17,7 @@ from megatrain.engine import fit, search
 from megatrain.engine.assemble import Assembly, open_source
 from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.search import Search
+from megatrain.engine.step import TrainingParts
 from megatrain.engine.tally import NotForeseeable
 from megatrain.engine.ways import Budget
 from megatrain.errors import DoesNotFit
@@ -287,16 +288,22 @@ def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
     assert found.placement.tile_tokens is None
 
 
-def test_graphs_on_the_host_are_spread_over_those_that_do_not_stay() -> None:
-    def offloaded(**choices: int) -> list[int]:
+def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_theirs() -> None:
+    def kept(**choices: int) -> tuple[list[int], list[int]]:
         program = SimpleNamespace(outline=tiny_outline())
         assembly = Assembly(CpuDevice(), program, None, None, Placement(**choices))  # type: ignore[arg-type]
-        return [visit for visit in range(6) if assembly.policy(visit).on_host]
+        policies = [assembly.policy(visit) for visit in range(6)]
+        trunk = [SimpleNamespace(can_keep=policy.keeps != "graph") for policy in policies]
+        TrainingParts.keep_graphs(SimpleNamespace(trunk=trunk), choices.get("keep_layers", 0))  # type: ignore[arg-type]
+        on_device = [visit for visit, unit in enumerate(trunk) if unit.keeps_graph]
+        return [visit for visit in range(6) if policies[visit].on_host], on_device
 
-    assert offloaded(offload_layers=3) == [0, 2, 4]
-    assert offloaded(offload_layers=2, keep_layers=2) == [0, 2]
-    assert offloaded(offload_layers=99, keep_layers=1) == [0, 1, 2, 3, 4]
-    assert offloaded(offload_layers=2, keep_layers=6) == []
+    assert kept(offload_layers=3) == ([0, 2, 4], [])
+    assert kept(offload_layers=2, keep_layers=2) == ([0, 3], [4, 5])
+    assert kept(offload_layers=2, keep_layers=3) == ([0, 3], [2, 4, 5])
+    assert kept(offload_layers=99, keep_layers=1) == ([0, 1, 2, 3, 4, 5], [])
+    assert kept(offload_layers=2, keep_layers=6) == ([0, 3], [1, 2, 4, 5])
+    assert kept(keep_layers=2) == ([], [4, 5])
 
 
 class Gpu(CpuDevice):

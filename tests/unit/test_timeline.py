@@ -159,3 +159,16 @@ def test_every_visit_of_a_step_is_noted() -> None:
         assert {f"layer {visit}", f"layer {visit} backward", f"update layer {visit}"} <= set(names)
     assert len(spans) == noted  # nothing is noted outside the block
     assert all(span.end >= span.start for span in spans)
+
+
+def test_which_layer_and_micro_batch_is_left_out_of_names() -> None:
+    names = ["leaving kept kept (3, 0)", "kept (12, 1) returning kept", "layer 7 backward"]
+    names += ["boundary Ref(visit=34, leaf=0)) returning boundary", "model.embed.weight 1 -> rows"]
+    spans = [Span("copy", name, 0.0, 1.0) for name in names]
+    assert [kind for _, kind in breakdown(spans, "copy").work] == [
+        "leaving kept kept",
+        "kept returning kept",
+        "layer backward",
+        "boundary returning boundary",
+        "model.embed.weight rows",
+    ]
