@@ -289,6 +289,12 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
         sizes["host_gradients_bytes"] = parts.sink.host_bytes
         saved = parts.saved
         sizes["host_boundaries_bytes"] = saved.host_bytes if isinstance(saved, HostSaved) else 0
-        ferries = {u.ferry for u in parts.trunk if isinstance(u, Layer) and u.ferry is not None}
-        sizes["host_kept_bytes"] = sum(ferry.host_bytes for ferry in ferries)
+        ferry = kept_ferry(parts)
+        sizes["host_kept_bytes"] = 0 if ferry is None else ferry.host_bytes
     return sizes
+
+
+def kept_ferry(parts: Parts) -> Ferry | None:
+    """What takes graphs and attention results to the host; None: nothing waits there."""
+    ferries = (unit.ferry for unit in parts.trunk if isinstance(unit, Layer))
+    return next((ferry for ferry in ferries if ferry is not None), None)

@@ -24,6 +24,8 @@ from megatrain.engine.fit import (
     foreseen_placement,
     initial_placement,
 )
+from megatrain.engine.forecast import Forecast
+from megatrain.engine.hostroom import HostRoom
 from megatrain.engine.masks import check_masks
 from megatrain.engine.packing import Packing
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
@@ -119,13 +121,13 @@ class Engine(Continuing):
         self.optimizer = None if optimizer is None else StreamedOptimizer(optimizer, source.model)
         groups = self.optimizer.group_of() if self.optimizer else {}
         self.device = Recording(device if isinstance(device, Device) else open_device(device))
-        allowed = limits(device_memory, host_memory)
-        self.device.limit(*allowed)
+        device_limit, self._host_limit = limits(device_memory, host_memory)
+        self.device.limit(device_limit, self._host_limit)
         layouts = tile_layouts(self._outline, groups)
         self._seed, self._steps = seed, 0
         self._given, self._max_grad_norm = optimizer, max_grad_norm
         sizes = tokens_per_step, sequence_length, micro_batch
-        self._place(placement, layouts, precision, sizes, allowed[1])
+        self._place(placement, layouts, precision, sizes)
         self._packing = Packing(self.config.model_type, DTYPES[precision], self._trial_logits)
         self._assemble(source, layouts, DTYPES[precision], max_grad_norm)
 
@@ -152,6 +154,7 @@ class Engine(Continuing):
             if self.optimizer is None
             else assembly.training(self.optimizer, max_grad_norm)
         )
+        self._host = HostRoom(self._store, self._parts, self._host_limit, self._plan)
 
     def _place(
         self,
@@ -159,26 +162,24 @@ class Engine(Continuing):
         layouts: list[TileLayout],
         precision: Literal["bf16", "fp32"],
         sizes: tuple[int | None, int | None, int | None],
-        host_limit: int | None,
     ) -> None:
         """Take or choose the placement, and check that it fits."""
         self._kept: KeptGraphs | None = None
         self.micro_batch = sizes[2]
-        self._most_tokens: tuple[int, int] | None = None  # of a step, of a micro-batch
+        self._plan: Forecast | None = None
         if isinstance(placement, Placement):
             self.placement = placement
         else:
-            self._choose(layouts, precision, sizes, host_limit)
+            self._choose(layouts, precision, sizes)
         dtype, norm = DTYPES[precision], self._max_grad_norm
         asked = Question(self._outline, layouts, dtype, self.optimizer, norm, sizes[0])
-        check_fits(self.device, asked, self.placement, host_limit)
+        check_fits(self.device, asked, self.placement, self._host_limit)
 
     def _choose(
         self,
         layouts: list[TileLayout],
         precision: Literal["bf16", "fp32"],
         sizes: tuple[int | None, int | None, int | None],
-        host_limit: int | None,
     ) -> None:
         """Choose the placement: by forecast, or by the device's memory."""
         tokens, length, rows = sizes
@@ -192,11 +193,11 @@ class Engine(Continuing):
                 micro_batch=rows,
                 clip=self._max_grad_norm is not None,
                 precision=precision,
-                host_limit=host_limit,
+                host_limit=self._host_limit,
             )
             if found is not None:
                 self.placement, self.micro_batch = found.placement, found.micro_batch
-                self._most_tokens = found.tokens_per_step, found.micro_batch * length
+                self._plan = found
                 return
         self.placement = initial_placement(
             self.device, layouts, train=train, bf16=precision == "bf16", tokens_per_step=tokens
@@ -238,7 +239,7 @@ class Engine(Continuing):
         batch = self._prepare(micro_batches, labelled=True, train=True)
         self._parts.update.norm_limit = norm_limit
         self._parts.keep_graphs(self._graphs_to_keep(batch))
-        with self._undisturbed():
+        with self._undisturbed(), self._host.of(batch.num_tokens):
             report = train_step(self._parts, batch)
         if self._kept is not None:
             self._kept.note(batch.num_tokens, self.device.memory()["device_used_peak_bytes"])
@@ -252,9 +253,10 @@ class Engine(Continuing):
             keep = self._kept.choose(batch.num_tokens)
             self.placement = replace(self.placement, keep_layers=keep)
             return keep
-        if self._most_tokens is not None:
+        if (plan := self._plan) is not None:
             largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
-            if batch.num_tokens > self._most_tokens[0] or largest > self._most_tokens[1]:
+            planned = plan.micro_batch * plan.sequence_length
+            if batch.num_tokens > plan.tokens_per_step or largest > planned:
                 return 0  # the placement was chosen for less
         return self.placement.keep_layers
 

@@ -45,10 +45,14 @@ class _Rooms:
 
 
 class Ferry:
-    """Takes items (a few tensors each) to the host and brings them back, `returning` at a time."""
+    """Takes items (a few tensors each) to the host and brings them back, `returning` at a time.
+
+    Attributes:
+        closed: in this step nobody may send.
+    """
 
     def __init__(self, device: Device, what: str, leaving: int, returning: int) -> None:
-        self._device, self._what = device, what
+        self._device, self._what, self.closed = device, what, False
         self._out = [_Lane(f"leaving {what} {i}") for i in range(leaving)]
         self._in = [_Lane(f"returning {what} {i}") for i in range(returning)]
         self._rooms: dict[Hashable, _Rooms] = {}
@@ -68,6 +72,14 @@ class Ferry:
         self._fetched = self._taken = 0
         for rooms in self._rooms.values():
             rooms.at = rooms.offset = 0
+
+    def release(self) -> None:
+        """Give all host memory back, between two steps."""
+        self.begin()
+        for rooms in self._rooms.values():
+            for room in rooms.ranges:
+                self._device.free(room)
+        self._rooms.clear()
 
     def send(
         self, group: Hashable, key: Hashable, tensors: Sequence[Tensor], rest: int = 0

@@ -34,7 +34,7 @@ class Layer(Unit):
     Attributes:
         keeps_graph: its graph waits on the device from the forward to the backward; nothing is
             recomputed.
-        policy: what else of its forward waits; a kept graph waits in any case.
+        policy: what else of its forward waits, on the host if the ferry is not closed.
         inputs: the activations that it reads.
         pulled: those that its backward gives gradients of, for the gradients of `made`.
     """
@@ -74,8 +74,14 @@ class Layer(Unit):
             self.ferry.begin()
 
     @property
+    def _keeps(self) -> Policy:
+        """What of this step's forward waits."""
+        closed = self.ferry is not None and self.ferry.closed
+        return RECOMPUTE if self.policy.on_host and closed else self.policy
+
+    @property
     def _ferries(self) -> bool:
-        return self.policy.on_host and not self.keeps_graph
+        return self._keeps.on_host and not self.keeps_graph
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The activations after this layer, of every micro-batch."""
@@ -115,7 +121,7 @@ class Layer(Unit):
             graph, made = self._kept_graph(slot, micro, values, leaving, holds)
             self._waiting[index] = graph
             return made
-        if train and self.policy.keeps == "attention":
+        if train and self._keeps.keeps == "attention":
             with attention.Keep() as kept:
                 _, made = self._graph(slot, micro, values)
             self._waiting[index] = KeptAttention(kept.results, leaving)
@@ -125,9 +131,9 @@ class Layer(Unit):
 
     def _holds(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Holds | None:
         """What its graph holds from the forward to the backward; None: no graph waits."""
-        if self.keeps_graph or self.policy.keeps == "graph":
+        if self.keeps_graph or self._keeps.keeps == "graph":
             return "half"
-        if self.policy.keeps == "attention":
+        if self._keeps.keeps == "attention":
             return None
         repeats = self.program.repeats(self.visit, partial(self.weights, slot), micro, values)
         return "nothing" if repeats else None

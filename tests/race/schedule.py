@@ -13,7 +13,7 @@ from megatrain.checkpoint.pieces import Snapshot, Spare, tile_file
 from megatrain.checkpoint.release import Release, Staging
 from megatrain.device import TraceDevice
 from megatrain.engine import sink
-from megatrain.engine.assemble import Assembly, open_source, tile_layouts
+from megatrain.engine.assemble import Assembly, kept_ferry, open_source, tile_layouts
 from megatrain.engine.batch import prepare
 from megatrain.engine.step import forward_only, train_step
 from megatrain.model.probe import outline
@@ -27,8 +27,9 @@ RESIDENT = ((), ("embedding", "layer 0", "head"), ("layer 2",))
 VOCAB = 200  # the head takes three slots
 PIECE = 256  # elements of a gradient sent at once: a layer has three, the head seven
 
-# Graphs, or attention's results, that wait on the host.
+# Graphs, or attention's results, that wait on the host; and the steps in which they may not.
 WAITING: tuple[dict, ...] = ({}, {"offload_layers": 3}, {"keep_attention": "host"})
+CLOSED = ((), (1,))
 
 PORTION = 3000  # bytes: a layer of the model with experts has three portions of experts
 
@@ -74,7 +75,7 @@ def tiny_program_with_experts(tied: bool) -> tuple[Program, StreamedOptimizer]:
 def schedules() -> Iterator[dict]:
     """Every schedule the engine can choose, as arguments of `trace`."""
     rest = itertools.cycle(
-        itertools.product((1, 3, None), (True, False), RESIDENT, ((), (0, 1)), WAITING)
+        itertools.product((1, 3, None), (True, False), RESIDENT, ((), (0, 1)), WAITING, CLOSED)
     )
     for slots, boundaries, clip, tied, precision in itertools.product(
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
@@ -83,7 +84,7 @@ def schedules() -> Iterator[dict]:
             lanes_tried = (1, 3) if boundaries == "host" else (1,)
             slabs_tried = (2, 9) if clip is None else (2,)  # with 9, no tile waits for another's
             for lanes, slabs in itertools.product(lanes_tried, slabs_tried):
-                gradient_lanes, keep_rows, resident, saves, waiting = next(rest)
+                gradient_lanes, keep_rows, resident, saves, waiting, closed = next(rest)
                 placement = Placement(
                     slots=slots,
                     prefetch=prefetch,
@@ -101,6 +102,7 @@ def schedules() -> Iterator[dict]:
                     "tied": tied,
                     "precision": precision,
                     "saves": saves,
+                    "closed": closed,
                 }
     yield from split_schedules()
 
@@ -130,11 +132,13 @@ def trace(
     tied: bool,
     precision: str = "bf16",
     saves: tuple[int, ...] = (),
+    closed: tuple[int, ...] = (),
     without: frozenset[str] = frozenset(),
 ) -> TraceDevice:
     """The device after a few steps and an evaluation of uneven micro-batches.
 
-    After the steps in `saves` a save begins.
+    After the steps in `saves` a save begins; in those in `closed` nothing waits on the host that
+    can be computed again.
     """
     device = TraceDevice(without=without)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -150,8 +154,10 @@ def trace(
         for rows in (2, 1, 3)
     ]
     batch = prepare(micro_batches, torch.device("cpu"), VOCAB, labelled=True, seed=0)
-    staging = Staging(device)
+    staging, ferry = Staging(device), kept_ferry(parts)
     for step in range(STEPS):
+        if ferry is not None:
+            ferry.closed = step in closed
         train_step(parts, batch)
         if step in saves:
             files = [tile_file(tile, tile.name) for tile in store.tiles]
