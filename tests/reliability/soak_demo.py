@@ -53,6 +53,7 @@ def one_run(run: Path, device: str, seconds: float) -> dict[str, Any]:
     process = start(run, device)
     while process.poll() is None and (not log.exists() or last_step(log) <= before):
         time.sleep(0.2)
+    first_save(run, process, before)  # it takes what all saves need: threads, rooms
     started, seen, saved = time.monotonic(), [], {before}
     due = started + SAVE_SECONDS
     while process.poll() is None and time.monotonic() < started + seconds:
@@ -68,6 +69,7 @@ def one_run(run: Path, device: str, seconds: float) -> dict[str, Any]:
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 0
     check_flat(seen, GROWTH)
+    assert len(saved) > seconds / (4 * SAVE_SECONDS), f"only {len(saved) - 1} saves"
     newest = max(checkpoint_steps(run))
     verify(run / "checkpoints" / f"step-{newest:08d}")
     steps = [record["step"] for record in read_metrics(log) if "loss" in record]
@@ -79,6 +81,15 @@ def one_run(run: Path, device: str, seconds: float) -> dict[str, Any]:
         "saves": len(saved - {before}),
         **{name: [*early_and_late(values), max(values)] for name, values in kinds.items()},
     }
+
+
+def first_save(run: Path, process: subprocess.Popen, before: int) -> None:
+    """Ask for a checkpoint until there is one: a compiler at work may swallow the signal."""
+    due = time.monotonic() + 60
+    while process.poll() is None and max(checkpoint_steps(run), default=0) <= before:
+        assert time.monotonic() < due, "no checkpoint a minute after it was asked for"
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(1)
 
 
 def check_runs(runs: list[dict[str, Any]]) -> None:
