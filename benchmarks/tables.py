@@ -1,7 +1,7 @@
 """`python -m benchmarks.tables`: the README's tables, from the result files.
 
 First MegaTrain's own steps, then one table for each run of rivals beside it. The commands that
-measure MegaTrain's steps go into docs/benchmarks.md.
+measure them go into docs/benchmarks.md.
 
 With `--check` nothing is written; the exit status says whether both are in step.
 """
@@ -38,7 +38,7 @@ def _row(result: dict[str, Any]) -> str:
     return (
         f"| Qwen2.5-{case['shape'].upper()}, {case['sequences']} x {case['sequence_length']}"
         f"{limit}{by_hand} "
-        f"| {gpu}, {result['environment']['cores']} cores "
+        f"| {gpu}, {result['environment']['usable_cores']} cores "
         f"| {result['median_seconds']:.2f} s ({spread}) "
         f"| **{result['model_tflops']:.0f}**{counted} "
         f"| {memory['device_peak_bytes'] / 2**30:.1f} GiB "
@@ -47,9 +47,10 @@ def _row(result: dict[str, Any]) -> str:
 
 
 def commands() -> list[str]:
-    """The commands behind the rows."""
+    """The commands behind the rows, then those behind the tables of rivals."""
     results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("step-*.json"))]
-    return sorted({_command(result) for result in results})
+    rivals = {each for table in rival_rows.tables(RESULTS) for each in rival_rows.commands(table)}
+    return [*sorted({_command(result) for result in results}), *sorted(rivals)]
 
 
 def _command(result: dict[str, Any]) -> str:
@@ -57,6 +58,7 @@ def _command(result: dict[str, Any]) -> str:
     if "attention_tflops" in result:
         return f"python -m benchmarks.long_context --shape {case['shape']} --output OUT"
     limit = f" --device-memory {case['device_memory']}" if case.get("device_memory") else ""
+    limit += f" --host-memory {case['host_memory']}" if case.get("host_memory") else ""
     chosen = "".join(f" --placement {_choice(k, v)}" for k, v in (case["placement"] or {}).items())
     return (
         f"megatrain bench step --shape {case['shape']} --sequences {case['sequences']} "
@@ -72,11 +74,10 @@ def _choice(name: str, value: Any) -> str:
 
 
 def rivals() -> list[str]:
-    """A table for each case that rivals ran, each with the command behind it."""
+    """A table for each run of rivals."""
     lines = []
     for table in rival_rows.tables(RESULTS):
         lines += ["", f"{rival_rows.caption(table)}:", "", *rival_rows.table(table)]
-        lines += ["", "```", *rival_rows.commands(table), "```"]
     return lines
 
 

@@ -84,7 +84,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def _where(machine: dict[str, Any]) -> str:
     name = machine["gpu"]["name"] if machine["gpu"] else "CPU"
-    return f"{name}, {machine['cores']} cores"
+    return f"{name}, {machine['usable_cores']} cores"
 
 
 def _machine(row: dict[str, Any]) -> str:
