@@ -223,10 +223,15 @@ class CheckpointSection(Section):
 
 
 class OutputSection(Section):
-    """Where the run is written: `folder`, or a new `runs/<name>-<time>` when it is null."""
+    """Where the run is written: `folder`, or a new `runs/<name>-<time>` when it is null.
+
+    One early step is recorded for `timeline.json`, with `timeline_every` also each N-th one. A
+    recorded step's times by stream and reasons to wait are in `metrics.jsonl`.
+    """
 
     folder: str | None = None
     log_every: Positive = 10
+    timeline_every: Annotated[int, Field(ge=2)] | None = None
 
 
 class Config(Section):

@@ -75,7 +75,8 @@ def _run(job: Job, config: Config, folder: Path, signals: Signals) -> Outcome:
     describe_run(folder, config, job)
     logged = cut_metrics(folder / METRICS, first)
     metrics = MetricsWriter(folder / METRICS)
-    timeline = RunTimeline(job.engine.recording, folder, job.total_steps - first)
+    every, left = config.output.timeline_every, job.total_steps - first
+    timeline = RunTimeline(job.engine.recording, folder, left, every)
     steps = Steps(job, config, metrics, timeline)
     saves = Saves(job, folder, config.checkpoint, first)
     evaluations = _Evaluations(job, config, metrics, logged)

@@ -64,6 +64,8 @@ class Steps:
             seconds = time.perf_counter() - started
             measured = self._meter.measure(result.tokens, seconds)
             outcome = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **measured}
+            if (found := self._timeline.found) is not None:
+                outcome |= {"busy": found.busy, "idle": found.idle}
         job.schedule.step()
         self.done = step
         self.state = self._state()

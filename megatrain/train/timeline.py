@@ -1,4 +1,4 @@
-"""One early step of a run on a timeline, for `megatrain report` and Perfetto."""
+"""Steps of a run on a timeline, for `megatrain report` and Perfetto."""
 
 import json
 import logging
@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from megatrain.device.base import COMPUTE
 from megatrain.telemetry.picture import draw
 from megatrain.telemetry.recorder import Recording, StepRecorder
-from megatrain.telemetry.timeline import Span, chrome_trace
+from megatrain.telemetry.timeline import Breakdown, Span, breakdown, chrome_trace
 
 TIMELINE, PICTURE = "timeline.json", "timeline.png"
 
@@ -20,35 +21,60 @@ log = logging.getLogger(__name__)
 
 
 class RunTimeline:
-    """Records one step of a run; all others run as they are."""
+    """Records some steps of a run; all others run as they are.
 
-    def __init__(self, recording: Recording, folder: Path, steps: int) -> None:
-        """Args: `recording` as `Engine.recording`; `steps` that this process will do."""
+    An early one, and every so many after it. The newest is in `timeline.json`.
+
+    Attributes:
+        found: where the time of the step just done went; None: it was not recorded.
+    """
+
+    def __init__(
+        self, recording: Recording, folder: Path, steps: int, every: int | None = None
+    ) -> None:
+        """Args:
+        recording: as `Engine.recording`.
+        steps: that this process will do.
+        every: steps of the run between two recorded ones, at least 2; None: one early step is all.
+        """
         self._recorder = StepRecorder(recording)
-        self._folder = folder
-        self._recorded = min(RECORDED_STEP, steps)
+        self._folder, self._every = folder, every
+        self.found: Breakdown | None = None
+        self._early = min(RECORDED_STEP, steps)
         self._done = 0
+        self._begun = False
         self._spans: list[Span] = []
 
     def step(self, number: int, step: Callable[[], Result]) -> Result:
-        """Do step `number` of the run; `timeline.json` is written after the one recorded."""
-        turn = self._done + 1
-        if turn == max(1, self._recorded - 1):
+        """Do step `number` of the run, and write `timeline.json` if it was to be recorded."""
+        turn, self.found = self._done + 1, None
+        kept = self._due(turn, number) and (self._begun or turn == 1)
+        if not self._begun and (kept or self._due(turn + 1, number + 1)):
             self._recorder.begin()
-        if turn == self._recorded:
+            self._begun = True
+        if kept:
             self._recorder.next()
         try:
             result = step()
         except BaseException:
             # Where the run goes on without this step, the next two are recorded.
             self._recorder.cancel()
-            self._recorded = max(self._recorded, turn + 1)
+            if self._begun and turn <= self._early:
+                self._early = turn + 1
+            self._begun = False
             raise
         self._done = turn
-        if turn == self._recorded:
+        if kept:
             self._spans = self._recorder.end()
+            self._begun = False
             self._write(number)
+            self.found = breakdown(self._spans, COMPUTE)
         return result
+
+    def _due(self, turn: int, number: int) -> bool:
+        if turn <= self._early or self._every is None:
+            return turn == self._early
+        return number % self._every == 0
 
     def _write(self, number: int) -> None:
         trace = chrome_trace(self._spans) | {"otherData": {"step": number}}

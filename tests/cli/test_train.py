@@ -49,6 +49,7 @@ def test_metrics_hold_every_step_and_every_evaluation(trained):
     assert [record["lr"] for record in steps] == pytest.approx(
         [0, 0.005, 0.01, 0.0075, 0.005, 0.0025]
     )
+    assert [record["step"] for record in steps if "busy" in record] == [6]  # on the timeline
     for record in steps:
         assert math.isfinite(record["loss"])
         assert record["grad_norm"] > 0

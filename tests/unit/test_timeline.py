@@ -11,7 +11,14 @@ from megatrain import AdamW, Engine
 from megatrain.errors import RunFailed
 from megatrain.telemetry.picture import draw
 from megatrain.telemetry.recorder import StepRecorder
-from megatrain.telemetry.timeline import Span, breakdown, chrome_trace, read_trace, window
+from megatrain.telemetry.timeline import (
+    Breakdown,
+    Span,
+    breakdown,
+    chrome_trace,
+    read_trace,
+    window,
+)
 from megatrain.train.timeline import RunTimeline
 
 SPANS = [
@@ -117,23 +124,44 @@ def test_a_run_keeps_the_timeline_of_one_early_step(tmp_path: Path, steps: int, 
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def _refuse() -> None:
+    raise RunFailed("not finite")
+
+
 @pytest.mark.parametrize("refused", [5, 6])
 def test_a_step_that_is_left_out_is_not_on_the_timeline(tmp_path: Path, refused: int) -> None:
-    def refuse() -> None:
-        raise RunFailed("not finite")
-
     with _tiny_engine() as engine:
         timeline = RunTimeline(engine.recording, tmp_path, 9)
         for number in range(1, 10):
             if number == refused:
                 with pytest.raises(RunFailed):
-                    timeline.step(number, refuse)
+                    timeline.step(number, _refuse)
             else:
                 timeline.step(number, lambda: engine.step(BATCH))
     trace = json.loads((tmp_path / "timeline.json").read_text())
     assert trace["otherData"]["step"] == refused + 2
     names = [span.name for span in read_trace(trace)]
     assert names.count("layer 0") == names.count("layer 0 backward") == 1
+
+
+def test_a_run_keeps_the_timelines_of_every_so_many_steps(tmp_path: Path) -> None:
+    told: dict[int, Breakdown] = {}
+    with _tiny_engine() as engine:
+        timeline = RunTimeline(engine.recording, tmp_path, 20, 4)
+        for number in range(1, 21):
+            if number in (11, 15):  # before one that is due, which then is not
+                with pytest.raises(RunFailed):
+                    timeline.step(number, _refuse)
+            else:
+                timeline.step(number, lambda: engine.step(BATCH))
+            if timeline.found is not None:
+                told[number] = timeline.found
+            if number == 9:
+                assert (
+                    json.loads((tmp_path / "timeline.json").read_text())["otherData"]["step"] == 8
+                )
+    assert list(told) == [6, 8, 20]
+    assert told[8].busy["compute"] > 0
 
 
 def test_a_timeline_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
