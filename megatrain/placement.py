@@ -49,7 +49,7 @@ class Placement:
         offload_layers: layers whose graph is kept in pinned host memory, evenly spread over all.
         keep_attention: where the results of the other layers' attention wait for the backward,
             which then does not compute it again; for eager layers, as with `tile_tokens`.
-        head_tokens: tokens whose logits exist at once.
+        head_tokens: tokens whose logits exist at once, and over which a final norm runs at a time.
         tile_tokens: what acts on every token alone (the MLP, norms) is run over tiles of so many
             tokens, and computed again tile by tile in the backward: for long rows. Attention and
             the rest of a layer then stay eager. None: whole rows.

@@ -148,6 +148,7 @@ class Engine(Continuing):
         with self._undisturbed():
             fill(source, self._outline, self._store, self.device, self._seed)
         self._program = Program(self._outline, self.device.torch_device, dtype)
+        self._program.tile_epilogue(self.placement.head_tokens)
         assembly = Assembly(self.device, self._program, self._store, dtype, self.placement)
         self._parts: Parts = (
             assembly.inference()

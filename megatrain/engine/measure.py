@@ -7,6 +7,7 @@ its operations: FLOPs, bytes touched, and bytes alive. That takes tenths of a se
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ from megatrain.engine.batch import Batch, prepare
 from megatrain.engine.footprint import Compiled, Recorder, Traced
 from megatrain.engine.sink import Room
 from megatrain.engine.tally import NotForeseeable, OneAttention, Tally, Work
-from megatrain.engine.tiling import TileWork, tiled
+from megatrain.engine.tiling import TileWork, foretold, tiled
 from megatrain.engine.units import Head
 from megatrain.errors import MegatrainError
 from megatrain.model.kind import KEPT_SHARE, Kind
@@ -223,17 +224,18 @@ class Measured:
 
             if self.tile_tokens is None:
                 return (_compiled if self.compiled else eager_work)(run, given)
-            with tiled(kind, self.tile_tokens, self._tile):
+            with tiled(kind, self.tile_tokens, partial(self._tile, self.compiled)):
                 return eager_work(run, given)
 
     def _tile(
         self,
+        compiled: bool,
         part: nn.Module,
         bound: dict[str, Tensor],
         sizes: tuple[int, ...],
         dtype: torch.dtype,
     ) -> TileWork:
-        """What one tile takes in a part of a layer."""
+        """What one tile takes in a part."""
         grown = {name for name, _ in part.named_parameters()}
         with fakes(), torch.enable_grad():
             x = torch.empty(sizes, dtype=dtype).requires_grad_()
@@ -242,12 +244,13 @@ class Measured:
             def run() -> Activations:
                 return {Ref(0, 0): functional_call(part, weights, (x,))}
 
-            work = (_compiled if self.compiled else eager_work)(run, [x, *weights.values()])
+            work = (_compiled if compiled else eager_work)(run, [x, *weights.values()])
             made = work.outputs[0]
             return TileWork(work.forward, work.again, work.backward, made.sizes, made.dtype)
 
     def _head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
-        with fakes(), torch.enable_grad():
+        tiles = foretold(self.program.rest, head_tokens, partial(self._tile, False))
+        with tiles, fakes(), torch.enable_grad():
             tally = Tally()
             tile = Tile(0, layout, Buffer("", torch.empty(layout.numel)), None, None)
             slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))

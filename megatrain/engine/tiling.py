@@ -4,7 +4,7 @@ one is measured, and none is run.
 Legend: as in model/tiles.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd, prod
@@ -55,13 +55,27 @@ def tiled(kind: Kind, tokens: int, measure: Measure) -> Iterator[None]:
     """
     before, kind.module = kind.module, template(kind.module)
     try:
-        for part in kind.module.modules():
-            part.__dict__.pop("forward", None)
-        for name, part in parts(kind.module):
+        with foretold(parts(kind.module), tokens, measure):
+            yield
+    finally:
+        kind.module = before
+
+
+@contextmanager
+def foretold(
+    found: Sequence[tuple[str, nn.Module]], tokens: int, measure: Measure
+) -> Iterator[None]:
+    """Within this context some parts stand for tiles of `tokens`; `measure` as in `tiled`."""
+    before = [(part, part.__dict__.pop("forward", None)) for _, part in found]
+    try:
+        for name, part in found:
             part.forward = _Foretold(part, name, tokens, measure)
         yield
     finally:
-        kind.module = before
+        for part, forward in before:
+            del part.forward
+            if forward is not None:
+                part.forward = forward
 
 
 class _Foretold(Tiled):

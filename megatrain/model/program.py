@@ -19,6 +19,7 @@ from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.kind import Arguments, Holds, move_buffers
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
 from megatrain.model.skeleton import PROLOGUE, Call, Reached, Ref, Rows, identity, stand_in
+from megatrain.model.tiles import Tiled, parts
 
 Activations = dict[Ref, Tensor]
 Weights = Mapping[str, Tensor]
@@ -81,6 +82,20 @@ class Program:
         kinds = list({id(layer.kind): layer.kind for layer in self.outline.layers}.values())
         for number, kind in enumerate(kinds, 1):
             kind.tile(tokens, f"layer kind {number} of {len(kinds)}", compiled=compiled)
+
+    def tile_epilogue(self, tokens: int) -> None:
+        """Run what follows the layers, where it acts on every token alone, over such tiles.
+
+        A final norm computes in fp32: for a long row that is more than all layers work with.
+        """
+        for name, part in self.rest:
+            part.__dict__.pop("forward", None)  # it may have run in other tiles
+            part.forward = Tiled(part, name, tokens, lambda function, what: function)
+
+    @property
+    def rest(self) -> list[tuple[str, nn.Module]]:
+        """What may run in tiles of all that follows the layers."""
+        return parts(self.skeleton.model, self.outline.epilogue)
 
     @contextmanager
     def eager(self) -> Iterator[None]:

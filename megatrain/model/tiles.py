@@ -9,7 +9,7 @@ Legend: B rows, T tokens of a row, N = B x T, D width in, E width out, C tokens 
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -41,13 +41,18 @@ def tile_parts(module: nn.Module, tokens: int, compiled: Compiler) -> None:
         part.forward = Tiled(part, name, tokens, compiled)
 
 
-def parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What of a template may run in tiles, by name."""
+def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple[str, nn.Module]]:
+    """What of a template may run in tiles, by name; with `names`, what has just such parameters."""
     return [
         (name, part)
         for name, part in module.named_modules()
-        if name and not _is_one_operation(part)
+        if name and not _is_one_operation(part) and (names is None or _has(part, name, names))
     ]
+
+
+def _has(part: nn.Module, name: str, names: Collection[str]) -> bool:
+    own = [f"{name}.{inner}" for inner, _ in part.named_parameters()]
+    return bool(own) and all(inner in names for inner in own)
 
 
 def _is_one_operation(part: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatrain import Placement
 from megatrain.model.tiles import Tiled, acts_on_tokens_alone
+from tests.families.plain import Step
 from tests.families.tiny import tiny_model
 from tests.parity.cases import gradients, llama, make_batches, make_engine, qwen2, relative_error
 
@@ -78,6 +79,49 @@ def test_dropout_is_never_computed_again_by_tile() -> None:
     for layer in engine._outline.layers:
         taken_now = layer.kind.module.mlp.forward._taken
         assert not any(yes for (training, *_), yes in taken_now.items() if training)
+
+
+LAST = {
+    "llama": "model.norm",
+    "gemma2": "model.norm",
+    "gpt2": "transformer.ln_f",
+    "mamba": "backbone.norm_f",
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("family", LAST)
+def test_a_final_norm_in_tiles_changes_gradients_by_rounding_only(family: str, tokens: int) -> None:
+    """Its tiles are the head's; a table tied to the head is in the same tile."""
+    model, [step] = model_of(family), make_batches(1, SHAPES)
+    whole = make_engine(model, clip=1e9)
+    cut = make_engine(model, clip=1e9, placement=Placement(head_tokens=tokens))
+    batch = {"input_ids": step[0]["input_ids"]}
+    assert torch.equal(cut.logits(batch), whole.logits(batch))
+    assert cut.evaluate(step) == pytest.approx(whole.evaluate(step), rel=1e-6)
+    one, other = whole.step(step), cut.step(step)
+    norm = cut._outline.skeleton.model.get_submodule(LAST[family])
+    assert isinstance(norm.forward, Tiled) and list(norm.forward._taken.values()) == [True, True]
+    assert other.loss == pytest.approx(one.loss, rel=1e-6)
+    assert relative_error(gradients(cut), gradients(whole)) < 2e-5
+
+
+def test_a_final_norm_s_gradient_is_summed_in_fp32() -> None:
+    """In bf16, token by token, 250 gradients would lose most of their digits in a sum."""
+    step = make_batches(1, ((5, 50),))[0]
+    found = [
+        gradients(make_and_step(step, precision, tokens))["model.norm.weight"].float()
+        for precision, tokens in (("fp32", 4096), ("bf16", 4096), ("bf16", 1))
+    ]
+    exact, whole, cut = found
+    assert (cut - exact).norm() < 1.2 * (whole - exact).norm()
+
+
+def make_and_step(step: Step, precision: str, tokens: int) -> Any:
+    placement = Placement(head_tokens=tokens)
+    engine = make_engine(llama(), clip=1e9, precision=precision, placement=placement)
+    engine.step(step)
+    return engine
 
 
 class Shifted(nn.Module):

@@ -9,17 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain import Placement
+from megatrain import AdamW, Placement
+from megatrain.device import Buffer, CpuDevice
 from megatrain.engine import tally
-from megatrain.engine.assemble import open_source
+from megatrain.engine.assemble import open_source, tile_layouts
+from megatrain.engine.batch import Batch
 from megatrain.engine.forecast import Forecast
 from megatrain.engine.measure import LayerWork, Measured, eager_work
 from megatrain.engine.search import Task
+from megatrain.engine.sink import Room
 from megatrain.engine.tiling import acts_alone
+from megatrain.engine.units import Head
 from megatrain.model import tiles
+from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
 from megatrain.model.program import MicroBatch, Program
 from megatrain.model.skeleton import Rows
+from megatrain.optim import StreamedOptimizer
+from megatrain.store import Tile
+from megatrain.tile import TileLayout
 from tests.parity.test_tiles import TAKEN, model_of
 from tests.unit.forecast_cases import small_machine, tiny_config
 from tests.unit.test_forecast import forecasts
@@ -78,6 +86,59 @@ def test_memory_of_a_layer_is_that_of_a_real_one(tile_tokens: int | None) -> Non
         assert peak == pytest.approx(was, rel=0.03), name
     assert told.again.kept_bytes == real.again.kept_bytes
     assert told.backward.product_flops == real.backward.product_flops
+
+
+def head_layout(model: Outline) -> TileLayout:
+    optimizer = StreamedOptimizer(AdamW(), model.skeleton.model)
+    layouts = tile_layouts(model, optimizer.group_of())
+    return next(layout for layout in layouts if layout.name == "head")
+
+
+def real_head_bytes(head_tokens: int) -> int:
+    """At the peak of a head run on the CPU, under a tally."""
+    model = outline(open_source(tiny_config()).model)
+    program, layout = Program(model, torch.device("cpu"), torch.float32), head_layout(model)
+    program.train(True)
+    program.tile_epilogue(head_tokens)
+    slot = Buffer("slot", torch.randn(layout.numel) / 16)
+    sums = Buffer("sums", torch.zeros(layout.trainable_numel))
+    tile = Tile(0, layout, slot, None, None)
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
+    table = {name: torch.randn(1, WIDTH) for name in model.gathered}
+    micro = MicroBatch({"input_ids": ids}, ids, Rows(ids, ids, table, torch.zeros(1).long()))
+    h = [{ref: torch.randn(ROWS, TOKENS, WIDTH) for ref in model.epilogue_inputs}]
+    batch = Batch([micro], 1, ROWS * TOKENS, torch.zeros(1), 0)
+    head = Head(CpuDevice(), program, tile, head_tokens, compiled=False)
+    given = slot, batch, h, Room(tile, sums, layout.views(sums.data))
+    head.loss_and_vjp(*given)  # parts are tried at the first call
+    with tallied(), tally.Tally() as counts:
+        counts.ignore([slot.data, sums.data, h, micro.inputs, micro.targets])
+        head.loss_and_vjp(*given)
+    return counts.peak_bytes
+
+
+@pytest.mark.parametrize("head_tokens", [64, 100, ROWS * TOKENS])
+def test_memory_of_a_head_is_that_of_a_real_one(head_tokens: int) -> None:
+    model = outline(open_source(tiny_config()).model)
+    found = Measured(model, torch.float32, TOKENS, compiled=False)
+    for visit in range(len(model.layers)):
+        found.layer(visit, ROWS)
+    told = found.head(head_layout(model), ROWS, head_tokens).peak_bytes
+    assert told == pytest.approx(real_head_bytes(head_tokens), rel=0.03)
+    # Nothing of it stays behind in the model.
+    assert not any("forward" in vars(part) for _, part in found.program.rest)
+
+
+def test_a_final_norm_takes_the_memory_of_a_few_tokens() -> None:
+    """Beside it are its result, and the gradients of that and of its input."""
+    model = outline(open_source(tiny_config()).model)
+    found = Measured(model, torch.bfloat16, 4096, compiled=True, tile_tokens=256)
+    for visit in range(len(model.layers)):
+        found.layer(visit, 1)
+    peaks = [found.head(head_layout(model), 1, n).peak_bytes for n in (256, 4096)]
+    row = 4096 * 256 * 2
+    assert 3 * row < peaks[0] < 4 * row
+    assert peaks[1] > 14 * row
 
 
 @pytest.mark.parametrize("family", TAKEN)
