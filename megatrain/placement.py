@@ -55,7 +55,8 @@ class Placement:
             the rest of a layer then stay eager. None: whole rows.
         split_bytes: layers whose weights take more (and do not rest on the device) are streamed in
             portions of at most so many bytes, some experts at a time, and so are their gradients;
-            all but the experts is computed twice as often, and stays eager. None: whole layers.
+            all but the experts is computed twice as often, and stays eager; nothing of them can be
+            kept for the backward. None: whole layers.
         compile: compile one forward and one backward per layer kind with torch.compile.
         update_threads: host threads of the optimizer; None: all cores but two.
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the

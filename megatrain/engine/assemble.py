@@ -1,6 +1,6 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -171,13 +171,37 @@ class Assembly:
 
     @cached_property
     def stages(self) -> dict[int, Stages]:
-        """By visit, the portions of the layers that are split."""
+        """By visit, the portions of the layers that are split. Raises InputError."""
         found, most = {}, self.placement.split_bytes
         for visit, layer in enumerate(self.program.outline.layers):
             tile = self.tiles[f"layer {visit}"]
             if most and not tile.resident and tile.layout.numel * self.dtype.itemsize > most:
                 found[visit] = stages(tile, layer, most, self.dtype.itemsize)
+        if found:
+            self._check_that_others_keep(found)
         return found
+
+    def _check_that_others_keep(self, split: Collection[int]) -> None:
+        """Nothing of split layers can wait for the backward: refuse a placement that asks for it.
+
+        Raises:
+            InputError: names the choice.
+        """
+        num, asked = len(self.program.outline.layers), self.placement
+        leaving = {visit for visit in range(num) if self.policy(visit).keeps == "graph"}
+        whole = num - len(leaving.union(split))
+        refused = {
+            "keep_attention": asked.keep_attention != "none",
+            "offload_layers": not leaving.isdisjoint(split),
+            "keep_layers": asked.keep_layers > whole,
+        }
+        name = next((name for name, yes in refused.items() if yes), None)
+        if name is not None:
+            raise InputError(
+                f"placement.{name} is {getattr(asked, name)!r}, but placement.split_bytes splits "
+                f"{len(split)} of {num} layers, and nothing of a split layer can wait for the "
+                "backward; leave it out, or set a larger split_bytes"
+            )
 
     @property
     def visited(self) -> list[Tile | Portion]:

@@ -210,6 +210,48 @@ def test_only_layers_that_are_too_large_are_split_and_resident_ones_never() -> N
     assert stages(split_bytes=sizes[0] + 2048, resident=("layer 1",)) == list("PLLBGA")
 
 
+IGNORED: list[tuple[Any, dict[str, Any]]] = [
+    (mixtral, {"keep_layers": 1}),
+    (mixtral, {"offload_layers": 1}),
+    (mixtral, {"keep_attention": "device"}),
+    (mixtral, {"keep_attention": "host", "resident": ("layer 1",)}),
+    (mixtral, {"offload_layers": 2, "resident": ("layer 0",)}),
+    (qwen3_moe, {"keep_layers": 2}),
+    (qwen3_moe, {"keep_layers": 2, "resident": ("layer 0",), "offload_layers": 1}),
+]
+
+
+@pytest.mark.parametrize(("make", "choices"), IGNORED)
+def test_what_split_layers_cannot_keep_is_refused(make: Any, choices: dict[str, Any]) -> None:
+    device = Noting()
+    with pytest.raises(InputError) as told:
+        make_engine(make(), placement=Placement(split_bytes=CORE, **choices), device=device)
+    name = next(iter(choices))
+    assert str(told.value).startswith(f"placement.{name} is {choices[name]!r}, but placement.spl")
+    assert "of 3 layers" in str(told.value) and "\n" not in str(told.value)
+    assert not device.taken
+
+
+@pytest.mark.parametrize(
+    ("choices", "kept"),
+    [
+        ({"keep_layers": 1}, [1]),
+        ({"keep_layers": 2, "resident": ("layer 2",)}, [1, 2]),
+        ({"offload_layers": 1, "keep_layers": 1, "resident": ("layer 0",)}, [1]),
+    ],
+)
+def test_whole_layers_beside_split_ones_keep_their_graphs(
+    choices: dict[str, Any], kept: list[int]
+) -> None:
+    """Of three layers the one in the middle is dense."""
+    steps = make_batches(2)
+    resident = {name: choices[name] for name in choices if name == "resident"}
+    wanted = make_engine(qwen3_moe(), placement=Placement(split_bytes=CORE, **resident))
+    engine = make_engine(qwen3_moe(), placement=Placement(split_bytes=CORE, **choices))
+    assert [unit.visit for unit in engine._parts.trunk if unit.keeps_graph] == kept
+    assert alike(train(engine, steps), train(wanted, steps))
+
+
 def test_steps_that_break_off_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = make_batches(2)
     placement = Placement(split_bytes=SPLITS[1])
