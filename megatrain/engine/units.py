@@ -148,7 +148,10 @@ class Head(Unit):
     def loss_and_vjp(
         self, slot: Buffer, batch: Batch, h: State, room: Room
     ) -> tuple[list[Tensor], State]:
-        """Each micro-batch's share of the step's mean loss, and the activations' gradients."""
+        """Each micro-batch's share of the step's mean loss, and the activations' gradients.
+
+        Takes the activations out of `h`.
+        """
         losses: list[Any] = []
         dh: list[Any] = []
         for index, micro in enumerate(batch.micro):
@@ -160,6 +163,7 @@ class Head(Unit):
             loss, gradients = result if result is not None else (None, None)
             losses.append(loss)
             dh.append(gradients)
+            h[index] = {}  # nobody reads it any more: it would stay until the backward's end
         return losses, dh
 
     def _pull(

@@ -1,5 +1,6 @@
 """What waits from the forward to the backward, wherever: not a bit of a gradient changes."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -136,6 +137,24 @@ def test_a_kept_graph_holds_neither_weights_nor_inputs(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine._parts.head, "loss_and_vjp", look)
     engine.step(step)
     assert len(seen) == 9
+
+
+@pytest.mark.parametrize("boundaries", ["device", "host"])
+def test_the_last_activations_are_gone_when_the_backward_begins(boundaries: Any) -> None:
+    engine = make_engine(llama(), placement=Placement(boundaries=boundaries))
+    head, last, seen = engine._parts.head, engine._parts.trunk[-1], []
+    loss_and_vjp, vjp = head.loss_and_vjp, last.vjp
+
+    def enter(slot: Any, batch: Any, h: Any, room: Any) -> Any:
+        seen.extend(weakref.ref(value) for values in h for value in values.values())
+        return loss_and_vjp(slot, batch, h, room)
+
+    def begin(*arguments: Any) -> Any:
+        assert seen and not any(value() is not None for value in seen)
+        return vjp(*arguments)
+
+    head.loss_and_vjp, last.vjp = enter, begin
+    engine.step(make_batches(1)[0])
 
 
 def test_nothing_waits_after_its_backward() -> None:

@@ -109,11 +109,11 @@ def real_head_bytes(head_tokens: int) -> int:
     h = [{ref: torch.randn(ROWS, TOKENS, WIDTH) for ref in model.epilogue_inputs}]
     batch = Batch([micro], 1, ROWS * TOKENS, torch.zeros(1), 0)
     head = Head(CpuDevice(), program, tile, head_tokens, compiled=False)
-    given = slot, batch, h, Room(tile, sums, layout.views(sums.data))
-    head.loss_and_vjp(*given)  # parts are tried at the first call
+    room = Room(tile, sums, layout.views(sums.data))
+    head.loss_and_vjp(slot, batch, [*h], room)  # parts are tried at the first call
     with tallied(), tally.Tally() as counts:
         counts.ignore([slot.data, sums.data, h, micro.inputs, micro.targets])
-        head.loss_and_vjp(*given)
+        head.loss_and_vjp(slot, batch, h, room)
     return counts.peak_bytes
 
 
