@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain import DoesNotFit, Placement
+from megatrain import DoesNotFit, Engine, Placement
 from megatrain.device import CpuDevice
 from megatrain.engine import hostroom
 from megatrain.engine.hostroom import HostRoom
@@ -118,17 +118,43 @@ def test_memory_that_is_released_is_gone() -> None:
     assert not any(room() is not None for room in rooms) and not ferry._items
 
 
-def test_a_first_step_larger_than_planned_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan says what a step of so many tokens takes; there is room for just that."""
-    _, large, *_ = steps()
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` plans for steps of 125 tokens, in rows of 25."""
     names = ("host_kept_bytes", "host_rows_bytes", "host_boundaries_bytes")
-    planned: Any = SimpleNamespace(host_bytes=dict.fromkeys(names, 50_000), tokens_per_step=125)
-    for left, kept in ((330_000, True), (300_000, False)):  # 250 tokens: 300,000, and 5 %
-        rooms(monkeypatch, left)
-        engine = make_engine(llama(), placement=Placement(offload_layers=3))
-        engine._host = HostRoom(engine._store, engine._parts, None, planned)
-        engine.step(large)
-        assert (engine.memory()["host_kept_bytes"] > 0) == kept
+    host_bytes = dict.fromkeys(names, 50_000)
+    plan = SimpleNamespace(
+        host_bytes=host_bytes, tokens_per_step=125, micro_batch=5, sequence_length=25
+    )
+
+    def choose(engine: Any, *arguments: Any) -> None:
+        engine.placement, engine._plan = Placement(offload_layers=2, keep_layers=1), plan
+
+    monkeypatch.setattr(Engine, "_choose", choose)
+
+
+@pytest.mark.parametrize(
+    ("number", "left", "on_device", "on_host"),
+    [
+        (0, 70_000, 1, True),  # 46 tokens: 55,200, and 5 %
+        (1, 330_000, 0, True),  # 250 tokens: 300,000, and 5 %
+        (1, 300_000, 0, False),
+    ],
+)
+def test_a_first_step_larger_than_planned_goes_without(
+    planned: None,
+    number: int,
+    left: int,
+    on_device: int,
+    on_host: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan says what a step of so many tokens takes."""
+    rooms(monkeypatch, left)
+    engine = make_engine(llama(), placement="auto")
+    engine.step(steps()[number])
+    assert (engine.memory()["host_kept_bytes"] > 0) == on_host
+    assert sum(unit.keeps_graph for unit in engine._parts.trunk) == on_device
 
 
 def test_a_step_that_the_limit_refused_now_fits() -> None:
