@@ -20,7 +20,6 @@ from megatrain import kernels
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS
 from megatrain.engine.batch import Batch
-from megatrain.engine.portion import Portion
 from megatrain.engine.sink import Sink, Slab
 from megatrain.engine.workroom import WorkRoom
 from megatrain.store import Tile
@@ -115,11 +114,9 @@ class Embedding:
         self._staging = [_Staging(device, table, dtype) for table in self._tables]
         self._capacity = 0  # rows
         self._rooms: list[_Room] = []
-        self._dense: tuple[Slab, Any] | None = None
-
-    def completes(self, tile: Tile | Portion) -> bool:
-        """Whether a tile's gradient is complete only after `give`."""
-        return any(t.tile is tile.whole and t.entry.group is not None for t in self._tables)
+        if sink is not None:
+            trained = (table for table in self._tables if table.entry.group is not None)
+            sink.joined = {table.tile.index for table in trained if table.tied}
 
     @property
     def host_bytes(self) -> int:
@@ -197,10 +194,6 @@ class Embedding:
                 gradient = gradients[table.entry.name].reshape(-1)
                 room.sums.data[: gradient.numel()].add_(gradient)
 
-    def hold(self, dense: tuple[Slab, Any]) -> None:
-        """The head's dense gradient of a tied table, landed at the event given."""
-        self._dense = dense
-
     def give(self, batch: Batch) -> None:
         """Send the row gradients to their tiles' gradients on the host."""
         assert self._sink is not None
@@ -212,8 +205,7 @@ class Embedding:
                 given[table.tile.index] = self._add_there(table, room, batch)
                 continue
             if table.tied:
-                assert self._dense is not None
-                slab, landed = self._dense
+                slab, landed = self._sink.landed[table.tile.index]
                 self._add_dense(table, room, slab, landed, batch.unique_U)
             elif table.tile.index in given:
                 slab = given[table.tile.index][1]

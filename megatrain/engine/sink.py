@@ -57,6 +57,9 @@ class Sink:
     Attributes:
         ready: called with `(tile, slab, event)` as each gradient is put on its way; `event` is
             when it has landed.
+        joined: numbers of the tiles to whose gradients rows are added (engine/embedding.py), which
+            calls `ready` of them.
+        landed: their slabs and events, by number.
         squares: on the device, the squared norm of each tile's gradient (fp32); the last element
             is the correction for tied tables (engine/embedding.py).
     """
@@ -96,6 +99,8 @@ class Sink:
             Slab(device.host(f"slab {i}", numel, dtype, pinned=True)) for i in range(count)
         ]
         self._claimed = 0
+        self.joined: set[int] = set()
+        self.landed: dict[int, tuple[Slab, Any]] = {}
         self._slab: Slab | None = None  # of the tile whose portions are coming
         on_host = [self._own[tile.index] for tile in own if not tile.resident]
         self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
@@ -111,12 +116,8 @@ class Sink:
         views = {entry.name: entry.view(sums.data) for entry in tile.layout.trainable}
         return Room(tile, sums, views)
 
-    def put(self, room: Room, *, complete: bool = True) -> tuple[Slab, Any]:
-        """Measure a gradient and send it out.
-
-        With `complete` its update is told (of a tile in portions, after the last one); else whoever
-        adds the rest calls `ready`. Returns the slab and the event of the gradient's landing there.
-        """
+    def put(self, room: Room) -> None:
+        """Measure a gradient and send it out; of a tile in portions, its last one completes it."""
         tile, sums, device = room.tile, room.sums, self._device
 
         def measure() -> None:
@@ -130,14 +131,15 @@ class Sink:
         if tile.resident:
             slab = self._own[tile.index]
             self._round(tile, sums.data, slab.buffer, sums)
-            return self._landed(tile, slab, device.record(COMPUTE), complete)
+            self._landed(tile, slab, device.record(COMPUTE))
+            return
         if tile.begins or self._slab is None:
             self._slab = self.claim(tile, COPY_OUT)
         for span in tile.spans:
             numel = max(0, min(span.numel, len(sums.data) - span.at))  # the rest is frozen
             for start in range(0, max(1, numel), self._piece):  # an empty one has its turn, too
                 self._send(room, self._slab, span, start, min(start + self._piece, numel))
-        return self._landed(tile, self._slab, device.record(COPY_OUT), complete)
+        self._landed(tile, self._slab, device.record(COPY_OUT))
 
     def _send(self, room: Room, slab: Slab, span: Span, start: int, stop: int) -> None:
         device, lane = self._device, self._lanes[self._turn % len(self._lanes)]
@@ -154,12 +156,11 @@ class Sink:
         work = partial(to.data[: len(values)].copy_, values)
         self._device.run(COMPUTE, f"round {tile.name}", work, [sums], [to])
 
-    def _landed(
-        self, tile: Tile | Portion, slab: Slab, event: Any, complete: bool
-    ) -> tuple[Slab, Any]:
-        if complete and tile.ends:
+    def _landed(self, tile: Tile | Portion, slab: Slab, event: Any) -> None:
+        if tile.index in self.joined:
+            self.landed[tile.index] = slab, event
+        elif tile.ends:
             self.ready(tile.whole, slab, event)
-        return slab, event
 
     def claim(self, tile: Tile | Portion, stream: str) -> Slab:
         """The slab for a tile's gradient; `stream` may write it after this."""

@@ -61,8 +61,7 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
         room = sink.room(head.tile)
         loss, dh = head.loss_and_vjp(weights, batch, h, room)
         update.guard(loss)
-        tied = parts.embedding.completes(head.tile)
-        parts.embedding.hold(sink.put(room, complete=not tied))
+        sink.put(room)
 
     for unit, weights in stream.visit(reversed(parts.trunk)):
         room = sink.room(unit.tile)
