@@ -1,6 +1,7 @@
 """Next-token cross entropy in chunks of tokens: the logits of a step never exist as a whole.
 
-Legend: N tokens of a micro-batch, C tokens of a chunk, D width, V vocabulary.
+Legend: N tokens of a micro-batch, C tokens of a chunk, D width, V vocabulary, R rows of the head's
+table.
 """
 
 from collections.abc import Callable
@@ -79,3 +80,31 @@ def chunked_loss_gradients(
         accumulate(list(grads[1:]))
         total += summed.detach()
     return total, gradient_ND
+
+
+def range_statistics(logits_CR: Tensor, places_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp of the logits of some rows, and each target's logit, both `[C]` in fp32.
+
+    Args:
+        places_C: each target's row, counted from the first of these; the logit of one that is none
+            of these is 0.
+    """
+    logits = logits_CR.float()
+    num = logits.shape[1]
+    inside = (places_C >= 0) & (places_C < num)
+    picked_C = logits.gather(1, places_C.clamp(0, num - 1)[:, None])[:, 0]
+    return logits.logsumexp(1), torch.where(inside, picked_C, 0.0)
+
+
+def range_gradient(logits_CR: Tensor, places_C: Tensor, lse_C: Tensor, weights_C: Tensor) -> Tensor:
+    """The loss's gradient of the logits of some rows `[C, R]`, in their type.
+
+    Args:
+        places_C: as for `range_statistics`.
+        lse_C: log-sum-exp over all rows, fp32.
+        weights_C: of each token's cross entropy in the loss, fp32.
+    """
+    share_CR = (logits_CR.float() - lse_C[:, None]).exp()
+    rows_R = torch.arange(logits_CR.shape[1], device=logits_CR.device)
+    minus_CR = torch.where(rows_R == places_C[:, None], share_CR - 1, share_CR)
+    return (minus_CR * weights_C[:, None]).to(logits_CR.dtype)

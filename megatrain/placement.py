@@ -53,10 +53,11 @@ class Placement:
         tile_tokens: what acts on every token alone (the MLP, norms) is run over tiles of so many
             tokens, and computed again tile by tile in the backward: for long rows. Attention and
             the rest of a layer then stay eager. None: whole rows.
-        split_bytes: layers whose weights take more (and do not rest on the device) are streamed in
-            portions of at most so many bytes, some experts at a time, and so are their gradients;
-            all but the experts is computed twice as often, and stays eager; nothing of them can be
-            kept for the backward. None: whole layers.
+        split_bytes: layers and a head whose weights take more (and do not rest on the device) are
+            streamed in portions of at most so many bytes, and so are their gradients: of a layer
+            some experts at a time, and all else in it is computed twice as often, stays eager, and
+            keeps nothing for the backward; of the head some rows of its table at a time, whose
+            logits are computed twice. None: whole layers and head.
         compile: compile one forward and one backward per layer kind with torch.compile.
         update_threads: host threads of the optimizer; None: all cores but two.
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the

@@ -17,7 +17,8 @@ from megatrain.engine.experts import staged
 from megatrain.engine.ferry import Ferry
 from megatrain.engine.graphs import RECOMPUTE, Policy
 from megatrain.engine.layer import Layer
-from megatrain.engine.portion import Portion, Stages, stages
+from megatrain.engine.portion import Portion, Ranges, Stages, ranges, stages
+from megatrain.engine.ranges import Rows, in_ranges
 from megatrain.engine.resume import open_model, read_buffers, saved_dtype
 from megatrain.engine.saved import HostSaved, Saved
 from megatrain.engine.sink import Sink
@@ -203,12 +204,37 @@ class Assembly:
                 "backward; leave it out, or set a larger split_bytes"
             )
 
+    @cached_property
+    def ranges(self) -> Ranges | None:
+        """The portions of the head, if it is split; as small as layers, they need no more slots."""
+        tile, most, size = self.tiles["head"], self.placement.split_bytes, self.dtype.itemsize
+        if not most or tile.resident or tile.layout.numel * size <= most:
+            return None
+        layers = [t.layout.numel * size for t in self._layers if not t.resident]
+        slot = max(layers, default=most)
+        return ranges(tile, self.program.outline.projection, most, slot, size)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """What is computed with the rows of a head in ranges."""
+        tokens, compiled = self.placement.head_tokens, self.placement.compile
+        return Rows(self.program, tokens, compiled=compiled)
+
+    @property
+    def _layers(self) -> list[Tile | Portion]:
+        whole = [t for t in self.store.tiles if t.name.startswith("layer")]
+        split = [portion for found in self.stages.values() for portion in found.all]
+        return [*(t for visit, t in enumerate(whole) if visit not in self.stages), *split]
+
     @property
     def visited(self) -> list[Tile | Portion]:
         """What is computed with as a whole: tiles, and the portions of others."""
-        never = {"embedding", "unused", *(f"layer {visit}" for visit in self.stages)}
-        whole = [tile for tile in self.store.tiles if tile.name not in never]
-        return [*whole, *(portion for found in self.stages.values() for portion in found.all)]
+        return [self.tiles["prologue"], *self._layers, *self.head]
+
+    @property
+    def head(self) -> list[Tile | Portion]:
+        """The head's tile, or its portions."""
+        return [self.tiles["head"]] if self.ranges is None else [*self.ranges.all]
 
     @property
     def tiles(self) -> dict[str, Tile]:
@@ -249,6 +275,9 @@ class Assembly:
             else:
                 tile = tiles[f"layer {visit}"]
                 trunk.append(Layer(device, program, tile, visit, policy, ferry))
+        if self.ranges is not None:
+            stages, last = in_ranges(device, program, self.ranges, self.rows)
+            return [*trunk, *stages], last
         tokens, compiled = self.placement.head_tokens, self.placement.compile
         head = Head(device, program, tiles["head"], tokens, compiled=compiled)
         return trunk, head

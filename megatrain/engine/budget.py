@@ -114,18 +114,16 @@ class Question:
         Beside it, what the backward of a few tokens works with is next to nothing.
         """
         whole = [t.layout.trainable_numel for t in visited if t.name != "head"]
-        single = [prod(e.shape) for e in self.layouts_of("head").trainable]
+        heads = [t.layout.trainable for t in visited if t.name == "head"]
+        single = [prod(entry.shape) for entries in heads for entry in entries]
         return max([*whole, *single], default=0) * self.dtype.itemsize
 
     def least_split(self) -> int | None:
-        """The least `split_bytes`; None: no layer can be split."""
-        layers = self.outline.layers
-        if not any(layer.kind.experts for layer in layers):
-            return None
-        return least_split(self.layouts, layers, self.dtype.itemsize)
-
-    def layouts_of(self, name: str) -> TileLayout:
-        return next(layout for layout in self.layouts if layout.name == name)
+        """The least `split_bytes`; None: nothing is larger."""
+        least = least_split(self.outline, self.layouts, self.dtype.itemsize)
+        split = ("layer", "head")
+        largest = max(layout.numel for layout in self.layouts if layout.name.startswith(split))
+        return least if least < largest * self.dtype.itemsize else None
 
     def _boundary_bytes(self) -> int:
         """What enters the layers, of a whole step."""

@@ -115,8 +115,7 @@ class Embedding:
         self._capacity = 0  # rows
         self._rooms: list[_Room] = []
         if sink is not None:
-            trained = (table for table in self._tables if table.entry.group is not None)
-            sink.joined = {table.tile.index for table in trained if table.tied}
+            sink.joined = {t.tile.index for t in self._tables if t.entry.group is not None}
 
     @property
     def host_bytes(self) -> int:

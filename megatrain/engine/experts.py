@@ -152,7 +152,7 @@ class Group(Layer):
                     total = self._add(self.weights(slot), h[index])
                 return {**h[index], self._result: total}
 
-            out.append(self.device.run(COMPUTE, f"layer {self.visit} experts", work, [slot]))
+            out.append(self.device.run(COMPUTE, f"{self.name} experts", work, [slot]))
         return out
 
     def _add(self, weights: dict[str, Tensor], values: Activations) -> Tensor:
@@ -180,7 +180,7 @@ class Group(Layer):
             def work(index: int = index, values: Activations = values) -> Activations:
                 return self._pull(slot, values, dh[index], room)
 
-            name = f"layer {self.visit} experts backward"
+            name = f"{self.name} experts backward"
             out.append(self.device.run(COMPUTE, name, work, [slot], [room.sums]))
         return out
 

@@ -137,7 +137,7 @@ def reasons(found: Forecast) -> list[str]:
         kept = "attention computed twice" if where == "none" else f"attention kept on the {where}"
         tiles = f", tiles of {placement.tile_tokens} tokens, {kept}"
     if placement.split_bytes is not None:
-        tiles += f", layers in portions of {gib(placement.split_bytes)}"
+        tiles += f", layers and head in portions of at most {gib(placement.split_bytes)}"
     return [
         f"micro-batches of {rows}, {placement.slots} slots, {resident} resident tiles, "
         f"{graphs}, boundaries on the {placement.boundaries}{tiles}",

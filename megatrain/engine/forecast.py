@@ -23,6 +23,7 @@ from megatrain.engine.opaque import (
     WORKING_SET,
     OpaqueHead,
     OpaqueProgram,
+    OpaqueRows,
 )
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.engine.tally import Tally
@@ -246,10 +247,12 @@ def _assemble(
     layouts = tile_layouts(outline, optimizer.group_of())
     resident = placement.resident
     store = Store(device, layouts, measured.dtype, train=True, resident=resident)
-    program = OpaqueProgram(measured, tally)
+    program = OpaqueProgram(measured, tally, placement.head_tokens)
     assembly = Assembly(device, program, store, measured.dtype, placement)
-    parts = assembly.training(optimizer, 1.0 if clip else None)
     tile, tokens = assembly.tiles["head"], placement.head_tokens
-    work = partial(measured.head, tile.layout, head_tokens=tokens)
-    parts.head = OpaqueHead(device, program, tile, tokens, work, tally)
+    assembly.rows = OpaqueRows(program, tokens, measured, tally)
+    parts = assembly.training(optimizer, 1.0 if clip else None)
+    if assembly.ranges is None:
+        work = partial(measured.head, tile.layout, head_tokens=tokens)
+        parts.head = OpaqueHead(device, program, tile, tokens, work, tally)
     return store, parts

@@ -32,6 +32,7 @@ class Layer(Unit):
     """One layer of the stack.
 
     Attributes:
+        name: of its work.
         keeps_graph: its graph waits on the device from the forward to the backward; nothing is
             recomputed.
         policy: what else of its forward waits, on the host if the ferry is not closed.
@@ -51,6 +52,7 @@ class Layer(Unit):
         """Args: `ferry` takes to the host what `policy` lets wait there."""
         outline = program.outline
         super().__init__(device, program, tile, outline.layers[visit].name + ".")
+        self.name = f"layer {visit}"
         self.visit, self.keeps_graph, self.policy, self.ferry = visit, False, policy, ferry
         self.inputs = outline.layers[visit].inputs
         read = {ref for layer in outline.layers for ref in layer.inputs}
@@ -97,7 +99,7 @@ class Layer(Unit):
                 kept = {ref: value for ref, value in h[index].items() if ref in self.live}
                 return {**kept, **made}
 
-            out.append(self.device.run(COMPUTE, f"layer {self.visit}", work, [slot]))
+            out.append(self.device.run(COMPUTE, self.name, work, [slot]))
             if leaving is not None and self.ferry is not None:
                 rest = packed_bytes(leaving.memory) * (len(batch.micro) - 1 - index)
                 self.ferry.send(self.visit, (self.visit, index), leaving.memory, rest)
@@ -158,7 +160,7 @@ class Layer(Unit):
                     graph = self._ready(index, slot, micro, values, returned)
                     return graph.pull(self.made, dh[index], room)
 
-                name, reads = f"layer {self.visit} backward", [slot, *buffers]
+                name, reads = f"{self.name} backward", [slot, *buffers]
                 out.append(self.device.run(COMPUTE, name, work, reads, [room.sums]))
         return out
 

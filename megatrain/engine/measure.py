@@ -5,7 +5,7 @@ its operations: FLOPs, bytes touched, and bytes alive. That takes tenths of a se
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -123,7 +123,9 @@ class Measured:
         self.program = Program(outline, _CPU, dtype)
         self.program.train(True)
         self._kinds: dict[tuple[int, int], LayerWork] = {}
-        self.stages: dict[tuple, LayerWork] = {}  # of split layers (engine/measure_experts.py)
+        # Of split layers (engine/measure_experts.py) and heads (engine/measure_head.py).
+        self.stages: dict[tuple, LayerWork] = {}
+        self.ranges: dict[tuple, tuple[Work, Work]] = {}
         self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}
         self._batches: dict[tuple[int, int], Batch] = {}
         self._heads: dict[tuple[int, int], Work] = {}
@@ -178,7 +180,7 @@ class Measured:
     def _prologue(self, rows: int) -> tuple[dict[Ref, Shape], list[Call], int]:
         if rows not in self._micro:
             with foreseeing("what comes before the layers"), fakes():
-                micro = self._micro_batch(rows)
+                micro = self.micro_batch(rows)
                 outer = dict(self.outline.skeleton.model.named_parameters())
                 weights = {
                     name: stand_in(outer[name], _CPU, self.dtype).requires_grad_()
@@ -192,7 +194,8 @@ class Measured:
                 self._micro[rows] = shapes, micro.calls, num_bytes
         return self._micro[rows]
 
-    def _micro_batch(self, rows: int) -> MicroBatch:
+    def micro_batch(self, rows: int) -> MicroBatch:
+        """One without data, within `fakes()`."""
         ids = torch.zeros(rows, self.tokens, dtype=torch.long)
         widths = dict(self.outline.skeleton.model.named_parameters())
         tables = {
@@ -204,7 +207,7 @@ class Measured:
     def called(self, visit: int, rows: int) -> tuple[MicroBatch, dict[str, Tensor], Activations]:
         """A micro-batch, weights and inputs to call a layer with, within `fakes()`."""
         layer, calls = self.outline.layers[visit], self._prologue(rows)[1]
-        micro = replace(self._micro_batch(rows), calls=_as_fakes(calls))
+        micro = replace(self.micro_batch(rows), calls=_as_fakes(calls))
         values = {ref: self.shape(ref, rows).empty("cpu") for ref in layer.inputs}
         for value in values.values():
             value.requires_grad_(value.is_floating_point())
@@ -248,15 +251,18 @@ class Measured:
             made = work.outputs[0]
             return TileWork(work.forward, work.again, work.backward, made.sizes, made.dtype)
 
+    def tiles_of_head(self, tokens: int) -> AbstractContextManager[None]:
+        """Within this context what follows the layers runs over so many tokens at a time."""
+        return foretold(self.program.rest, tokens, partial(self._tile, False))
+
     def _head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
-        tiles = foretold(self.program.rest, head_tokens, partial(self._tile, False))
-        with tiles, fakes(), torch.enable_grad():
+        with self.tiles_of_head(head_tokens), fakes(), torch.enable_grad():
             tally = Tally()
             tile = Tile(0, layout, Buffer("", torch.empty(layout.numel)), None, None)
             slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
             views = {entry.name: entry.view(sums.data) for entry in layout.trainable}
-            micro = self._micro_batch(rows)
+            micro = self.micro_batch(rows)
             refs = self.outline.epilogue_inputs
             h = [{ref: self.shape(ref, rows).empty("cpu") for ref in refs}]
             batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)

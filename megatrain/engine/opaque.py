@@ -15,6 +15,8 @@ from megatrain.device import Buffer, Device
 from megatrain.engine.experts import GIVEN, RESULT
 from megatrain.engine.measure import Measured, Shape
 from megatrain.engine.measure_experts import around_experts, some_experts
+from megatrain.engine.measure_head import projected, some_rows
+from megatrain.engine.ranges import HIDDEN, Rows
 from megatrain.engine.sink import Room
 from megatrain.engine.tally import Tally, Work
 from megatrain.engine.units import Head
@@ -32,10 +34,10 @@ KEPT_ATTENTION = "kept attention"
 class OpaqueProgram(Program):
     """A program of which only works and shapes are known."""
 
-    def __init__(self, measured: Measured, tally: Tally) -> None:
+    def __init__(self, measured: Measured, tally: Tally, head_tokens: int) -> None:
         self.outline, self.dtype = measured.outline, measured.dtype
         self.skeleton = measured.outline.skeleton
-        self._measured, self._tally = measured, tally
+        self._measured, self._tally, self._head_tokens = measured, tally, head_tokens
 
     def compile(self) -> None:
         """Nothing runs."""
@@ -89,6 +91,16 @@ class OpaqueProgram(Program):
         """Whether the work of such a graph is known: of layers that would be compiled."""
         return self._measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
 
+    def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
+        work = projected(self._measured, len(batch.inputs["input_ids"]), self._head_tokens)
+        ref = Ref(len(self.outline.layers), HIDDEN)
+        shapes = {ref: work.outputs[HIDDEN]}
+        if not torch.is_grad_enabled():
+            self._tally.add(work.forward)
+            return _results(self._tally, shapes)[ref]
+        sources = [*(values[ref] for ref in self.outline.epilogue_inputs), *weights.values()]
+        return _call(self._tally, work.again, work.backward, WORKING_SET, sources, shapes)[ref]
+
     def _attention(self, work: Work) -> Work:
         """What of a layer's forward is left where attention's results are kept, or known."""
         mode, size = _get_current_dispatch_mode(), work.attention_bytes
@@ -138,6 +150,48 @@ class OpaqueProgram(Program):
             return _results(self._tally, shapes)[ref]
         sources = [*rows, *weights.values()]
         return _call(self._tally, work.again, work.backward, WORKING_SET, sources, shapes)[ref]
+
+
+class OpaqueRows(Rows):
+    """Rows of the head's table of which only works and shapes are known."""
+
+    def __init__(
+        self, program: OpaqueProgram, tokens: int, measured: Measured, tally: Tally
+    ) -> None:
+        super().__init__(program, tokens, compiled=False)
+        self._measured, self._tally = measured, tally
+
+    def see(
+        self, weights: dict[str, Tensor], start: int, micro: MicroBatch, values: Activations
+    ) -> Activations:
+        count = micro.inputs["input_ids"].numel()
+        self._tally.add(self._work(weights, micro)[0])
+        with self._tally.placing(ACTIVATIONS):
+            found = {ref: torch.empty(count, device="meta") for ref in (self.lse, self.picked)}
+        return {**values, **found}
+
+    def loss(self, micro: MicroBatch, values: Activations) -> Tensor:
+        return torch.empty((), device="meta")
+
+    def gradients(self, values: Activations) -> Activations:
+        with self._tally.placing(ACTIVATIONS):
+            return super().gradients(values)
+
+    def pull(
+        self,
+        weights: dict[str, Tensor],
+        start: int,
+        micro: MicroBatch,
+        values: Activations,
+        gradients: Activations,
+        count: int,
+        names: list[str],
+        room: Room,
+    ) -> None:
+        self._tally.add(self._work(weights, micro)[1])
+
+    def _work(self, weights: Weights, micro: MicroBatch) -> tuple[Work, Work]:
+        return some_rows(self._measured, weights, len(micro.inputs["input_ids"]), self._tokens)
 
 
 class OpaqueHead(Head):

@@ -11,11 +11,14 @@ import torch
 
 from megatrain.device import Buffer
 from megatrain.errors import InputError
-from megatrain.model.outline import Layer
+from megatrain.model.outline import Layer, Outline
+from megatrain.model.projection import Projection
 from megatrain.store import Span, Tile
 from megatrain.tile import TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from megatrain.units import align
+
+_ROWS = 64  # what numbers of a range's rows are multiples of: kernels want rows of logits aligned
 
 Rows = Mapping[str, tuple[int, int] | None]
 
@@ -55,6 +58,23 @@ class Portion:
 
 
 @dataclass(frozen=True)
+class Ranges:
+    """The head's portions: all but its projection's rows, and these in ranges.
+
+    Attributes:
+        bounds: the first row of each range, and the end.
+    """
+
+    rest: Portion
+    rows: list[Portion]
+    bounds: list[int]
+
+    @property
+    def all(self) -> list[Portion]:
+        return [self.rest, *self.rows]
+
+
+@dataclass(frozen=True)
 class Stages:
     """A layer's portions: all but its experts, these in groups, and the first one to read again.
 
@@ -79,8 +99,10 @@ def portion(tile: Tile, name: str, rows: Rows, *, trainable: bool = True) -> Por
     for entry in layout.entries:
         full, place = tile.layout.by_name[entry.name], rows[entry.name]
         offset = full.offset + (place[0] * prod(entry.shape[1:]) if place else 0)
-        to_end = place is None or place[1] == full.shape[0]
-        numel = align(entry.numel, ALIGNMENT) if to_end else entry.numel
+        numel = entry.numel
+        if place is None or place[1] == full.shape[0]:  # then with what is left free behind it
+            end = align(full.offset + full.numel, ALIGNMENT)
+            numel = min(align(numel, ALIGNMENT), end - offset)
         last = spans[-1] if spans else Span(0, 0, 0)
         if (last.start + last.numel, last.at + last.numel) == (offset, entry.offset):
             spans[-1:] = [Span(last.start, last.at, last.numel + numel)]
@@ -105,12 +127,7 @@ def stages(tile: Tile, layer: Layer, split_bytes: int, itemsize: int) -> Stages:
     Raises:
         InputError: a portion would be larger.
     """
-    for what, num_bytes in _indivisible(tile.layout, layer, itemsize):
-        if num_bytes > split_bytes:
-            raise InputError(
-                f"placement.split_bytes is {split_bytes}, but {what} takes {num_bytes} bytes and "
-                "cannot be split; set it to that or more"
-            )
+    _check(_indivisible(tile.layout, layer, itemsize), split_bytes)
     experts, (own, rest) = layer.kind.experts, _names(tile.layout, layer)
     assert experts is not None
     one = _layout(tile.layout, "", dict.fromkeys(own, (0, 1)))
@@ -126,14 +143,66 @@ def stages(tile: Tile, layer: Layer, split_bytes: int, itemsize: int) -> Stages:
     return Stages(core, groups, again, bounds)
 
 
-def least_split(layouts: Sequence[TileLayout], layers: Sequence[Layer], itemsize: int) -> int:
-    """The least `split_bytes` for a model; if its largest layer cannot be split, its bytes."""
+def ranges(
+    tile: Tile, projection: Projection, split_bytes: int, slot_bytes: int, itemsize: int
+) -> Ranges:
+    """The portions of a head of more than `split_bytes`; rows are as many as fit in a slot.
+
+    Raises:
+        InputError: a portion would be larger.
+    """
+    _check(_parts_of_head(tile.layout, projection, itemsize), split_bytes)
+    entries = [tile.layout.by_name[name] for name in projection.names]
+    row, padding = sum(prod(e.shape[1:]) for e in entries), ALIGNMENT * len(entries)
+    most = max(1, (min(split_bytes, slot_bytes) // itemsize - padding) // row)  # rows
+    step = _ROWS if most >= _ROWS else 1
+    count = -(-projection.num // (most // step * step))
+    rows = align(-(-projection.num // count), step)
+    bounds = [*range(0, projection.num, rows), projection.num]
+    portions = [
+        portion(tile, f"{tile.name} rows {a} to {b - 1}", dict.fromkeys(projection.names, (a, b)))
+        for a, b in itertools.pairwise(bounds)
+    ]
+    names = [e.name for e in tile.layout.entries if e.name not in projection.names]
+    rest = portion(tile, f"{tile.name} without rows", dict.fromkeys(names))
+    portions[-1].begins = rest.ends = True  # the backward comes from the end
+    return Ranges(rest, portions, bounds)
+
+
+def least_split(outline: Outline, layouts: Sequence[TileLayout], itemsize: int) -> int:
+    """The least `split_bytes` for a model; if its largest tile cannot be split, its bytes."""
     by_name = {layout.name: layout for layout in layouts}
-    return max(
-        num_bytes
-        for visit, layer in enumerate(layers)
-        for _, num_bytes in _indivisible(by_name[f"layer {visit}"], layer, itemsize)
-    )
+    head = _parts_of_head(by_name["head"], outline.projection, itemsize)
+    layers = [
+        part
+        for visit, layer in enumerate(outline.layers)
+        for part in _indivisible(by_name[f"layer {visit}"], layer, itemsize)
+    ]
+    return max(num_bytes for _, num_bytes in [*layers, *head])
+
+
+def _check(parts: list[tuple[str, int]], split_bytes: int) -> None:
+    for what, num_bytes in parts:
+        if num_bytes > split_bytes:
+            raise InputError(
+                f"placement.split_bytes is {split_bytes}, but {what} takes {num_bytes} bytes and "
+                "cannot be split; set it to that or more"
+            )
+
+
+def _parts_of_head(
+    tile: TileLayout, projection: Projection, itemsize: int
+) -> list[tuple[str, int]]:
+    """What of the head is streamed as a whole in any case, and its bytes."""
+    if projection.obstacle:
+        return [(f"the head, {projection.obstacle},", tile.numel * itemsize)]
+    rest = [entry.name for entry in tile.entries if entry.name not in projection.names]
+    core = _layout(tile, "", dict.fromkeys(rest))
+    row = _layout(tile, "", dict.fromkeys(projection.names, (0, 1)))
+    return [
+        ("all but the rows of the head", core.numel * itemsize),
+        ("a row of the head", row.numel * itemsize),
+    ]
 
 
 def _indivisible(tile: TileLayout, layer: Layer, itemsize: int) -> list[tuple[str, int]]:

@@ -7,13 +7,14 @@ frame's forecast (engine/ways.py). The most promising are forecast in full.
 """
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 from megatrain.engine.budget import UNSUMMED, Needs
 from megatrain.engine.forecast import PROCESS_BYTES, Forecast
 from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.portion import least_split
-from megatrain.engine.tally import NotForeseeable
+from megatrain.engine.tally import NotForeseeable, Work
 from megatrain.engine.ways import Budget, Ways, resident_bytes
 from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine
@@ -42,7 +43,7 @@ _SPARING = (1, 3)
 # They take the least of the device's memory, and of the host's.
 _FRUGAL = (5, 4)
 
-_PORTION = GIB  # what layers that must be split are streamed in, if they can
+_PORTION = GIB  # what layers that must be split are streamed in, if they can; a head in no more
 
 # From so many tokens a row on, layers may run in tiles, with attention's results kept: it grows
 # with the square of a row, so what computing a tile again costs is soon less than its.
@@ -87,7 +88,7 @@ class Search:
         spending = [
             Ways(self._forecasts, self._task, frame, self._budget)
             for frame in frames
-            if frame.placement.split_bytes is None
+            if self._whole(frame.placement.split_bytes)
         ]
         found = [(way, ways) for ways in spending for way in ways.all()]
         fitting = [frame for frame in frames if self._budget.fits(frame)]
@@ -115,19 +116,23 @@ class Search:
     def _families(self, rows: int, *, split: bool = False) -> list[list[Placement]]:
         """Frames, from the fastest to the most frugal: of whole layers; for long rows, in tiles.
 
-        With `split`, the most frugal one with its layers in portions, for when nothing else fits.
+        With `split`, the same with the head in portions; or if layers are so large, too, the most
+        frugal one with both. They are for when memory is short.
         """
+        portions = self._portions() if split else None
+        if split and portions is None:
+            return []
         least = -(-rows * self._task.sequence_length // _CHUNKS)
         whole = [
             Placement(
                 **frame | {"head_tokens": max(least, frame["head_tokens"])},
                 compile=self._task.compile,
+                split_bytes=portions,
             )
             for frame in _FRAMES
         ]
-        if split:
-            portions = self._portions()
-            return [[] if portions is None else [replace(whole[-1], split_bytes=portions)]]
+        if not self._whole(portions):
+            return [whole[-1:]]
         if self._task.sequence_length < _LONG:
             return [whole]
         tiled = [
@@ -138,12 +143,18 @@ class Search:
 
     def _frames(self, sizes: list[int]) -> list[Forecast]:
         """Frames that fit, of the two largest micro-batches that do, and more sparing ones."""
-        found = self._found(sizes, split=False) or self._found(sizes, split=True)
+        found = self._found(sizes, split=False)
+        # Where memory is short, a head in ranges may leave room for what is worth more.
+        short = all(frame.placement.slots < _FRAMES[0]["slots"] for frame in found)
+        if not found or (short and self._whole(self._portions())):
+            found += self._found(sizes, split=True)
         if not found:
             return []
         best = min(found, key=lambda frame: frame.seconds)
-        families = self._families(best.micro_batch)
-        family = next((each for each in families if each[0] == best.placement), None)
+        split = best.placement.split_bytes
+        families = self._families(best.micro_batch, split=split is not None)
+        alike = (each for each in families if self._whole(split) and each[0] == best.placement)
+        family = next(alike, None)
         if self._thorough and family is not None and not self._many(best.micro_batch):
             sparing = (self._frame(family[number], best.micro_batch) for number in _SPARING)
             found += [frame for frame in sparing if self._holds(frame)]
@@ -162,12 +173,22 @@ class Search:
         return found
 
     def _portions(self) -> int | None:
-        """Bytes of the portions that layers can be streamed in; None: they are not so large."""
-        layouts, layers = self._forecasts.layouts, self._forecasts.outline.layers
-        itemsize = self._task.dtype.itemsize
-        portions = max(least_split(layouts, layers, itemsize), _PORTION)
-        largest = max(t.numel for t in layouts if t.name.startswith("layer")) * itemsize
-        return portions if portions < largest else None
+        """Bytes of the portions that layers and head can be streamed in; None: none is so large."""
+        layouts, itemsize = self._forecasts.layouts, self._task.dtype.itemsize
+        head = next(t.numel for t in layouts if t.name == "head") * itemsize
+        least = least_split(self._forecasts.outline, layouts, itemsize)
+        portions = max(least, min(_PORTION, self._layer_bytes))
+        return portions if portions < max(self._layer_bytes, head) else None
+
+    @cached_property
+    def _layer_bytes(self) -> int:
+        """Of the largest layer."""
+        layers = [t.numel for t in self._forecasts.layouts if t.name.startswith("layer")]
+        return max(layers) * self._task.dtype.itemsize
+
+    def _whole(self, split_bytes: int | None) -> bool:
+        """Whether no layer is split."""
+        return split_bytes is None or split_bytes >= self._layer_bytes
 
     def _many(self, rows: int) -> bool:
         return -(-self._task.rows // rows) >= _MANY
@@ -225,9 +246,12 @@ class Search:
         chunk = min(rows, -(-placement.head_tokens // self._task.sequence_length))
         for visit in range(len(self._forecasts.outline.layers)):
             measured.layer(visit, chunk)  # whose results the head is given
-        head = measured.head(layout, chunk, placement.head_tokens)
-        layer = [] if placement.split_bytes else measured.layer(0, rows).computed_twice
-        working = max(w.peak_bytes for w in (head, *layer))
+        works: list[Work] = []
+        if placement.split_bytes is None:
+            works.append(measured.head(layout, chunk, placement.head_tokens))
+        if self._whole(placement.split_bytes):
+            works += measured.layer(0, rows).computed_twice
+        working = max((work.peak_bytes for work in works), default=0)
         entering = measured.entering(rows).values()
         return working + sum(s.empty("meta").nbytes for s in entering) * self._task.rows // rows
 
@@ -265,7 +289,7 @@ class Search:
     def _sparest(self, rows: int) -> list[Placement]:
         """What takes the least of the device's memory, and of the host's."""
         least, other = (self._families(rows)[-1][number] for number in _FRUGAL)
-        split = self._families(rows, split=True)[0]
+        split = [family[-1] for family in self._families(rows, split=True)[:1]]
         return [min([least, *split], key=lambda way: self._floor(way, rows)[0]), other]
 
     def _lacking(self) -> str:

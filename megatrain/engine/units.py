@@ -136,7 +136,13 @@ class Head(Unit):
     """Epilogue and language-model head: from the last activations to loss or logits."""
 
     def __init__(
-        self, device: Device, program: Program, tile: Tile, tokens: int, *, compiled: bool
+        self,
+        device: Device,
+        program: Program,
+        tile: Tile | Portion,
+        tokens: int,
+        *,
+        compiled: bool,
     ) -> None:
         """Args: `tokens` whose logits exist at once."""
         super().__init__(device, program, tile)

@@ -1,11 +1,15 @@
 """What the engine has to know of a model; `probe` reads it off the model's own forward."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megatrain.model.kind import Kind
-from megatrain.model.skeleton import PROLOGUE, Ref, Skeleton
+from megatrain.model.projection import Projection, find_projection
+from megatrain.model.skeleton import PROLOGUE, Ref, Skeleton, with_hidden
 
 PROBE_SHAPE = (2, 8)  # rows, tokens of the structure run
 
@@ -37,7 +41,10 @@ class Outline:
             gathered on the host.
         constants: token ids whose rows the prologue reads whatever the batch holds.
         prologue, epilogue: names of the other parameters used before and after the layers.
-        fixed: those of them that no gradient reaches (plain training leaves them alone, too).
+        head: names of those that the head computes with, after the trunk.
+        num_logits: of a token.
+        trunk: what the trunk returns, but for its hidden states.
+        fixed: those of all that no gradient reaches (plain training leaves them alone, too).
         unused: parameters that text training never touches; they stay as they are.
     """
 
@@ -48,6 +55,9 @@ class Outline:
     constants: list[int]
     prologue: list[str]
     epilogue: list[str]
+    head: list[str]
+    num_logits: int
+    trunk: Any
     fixed: list[str]
     unused: list[str]
     outputs: list[list[Ref]] = field(default_factory=list)
@@ -58,3 +68,15 @@ class Outline:
             sorted(ref for ref in read if ref.visit == visit) for visit in range(len(self.layers))
         ]
         self.prologue_outputs = sorted(ref for ref in read if ref.visit == PROLOGUE)
+
+    @cached_property
+    def projection(self) -> Projection:
+        """How the head makes logits."""
+        shapes = {n: p.shape for n, p in self.skeleton.model.named_parameters() if n in self.head}
+
+        def head(weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:
+            ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long)
+            inputs = self.skeleton.inputs({"input_ids": ids})
+            return self.skeleton.head(weights, with_hidden(self.trunk, hidden_BTD), inputs)
+
+        return find_projection(head, shapes, self.num_logits)

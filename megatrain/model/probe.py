@@ -244,7 +244,9 @@ class _Probe:
                 f"what {self.stack_name} gives cannot be traced back to its layers (they run "
                 "inside an autograd function of their own)"
             )
-        after = end.leaves | reach([self._logits(weights, output, inputs)]).leaves
+        logits = self._logits(weights, output, inputs)
+        in_head = reach([logits]).leaves
+        after = end.leaves | in_head
         firsts = [leaf for leaf in self.alive if self.origin[identity(leaf)].visit == PROLOGUE]
         before = reach(firsts).leaves
         if after & {id(table) for table in rows.tables.values()}:
@@ -265,6 +267,9 @@ class _Probe:
             constants=constants,
             prologue=prologue + fixed,
             epilogue=epilogue,
+            head=[name for name in epilogue if id(weights[name]) in in_head],
+            num_logits=logits.shape[-1],
+            trunk=with_hidden(output, last_hidden(output).detach()[:0]),
             fixed=fixed,
             unused=[n for n in rest if n not in fixed] + self._skipped_layers(),
         )

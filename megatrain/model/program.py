@@ -18,7 +18,17 @@ from megatrain.model.build import buffer_types
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.kind import Arguments, Holds, move_buffers
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
-from megatrain.model.skeleton import PROLOGUE, Call, Reached, Ref, Rows, identity, stand_in
+from megatrain.model.skeleton import (
+    PROLOGUE,
+    Call,
+    Reached,
+    Ref,
+    Rows,
+    identity,
+    last_hidden,
+    stand_in,
+    with_hidden,
+)
 from megatrain.model.tiles import Tiled, parts
 
 Activations = dict[Ref, Tensor]
@@ -227,6 +237,14 @@ class Program:
         """`[B, T, V]` of the hidden states in a trunk output."""
         inputs = self.skeleton.inputs(batch.inputs)
         return self.skeleton.head({**self._outer, **weights}, output, inputs)
+
+    def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
+        """What the head projects `[B, T, D]`, contiguous."""
+        return last_hidden(self.epilogue(weights, batch, values)).contiguous()
+
+    def projection(self, weights: Weights, batch: MicroBatch, hidden_BTD: Tensor) -> Tensor:
+        """Logits `[B, T, R]` of as many rows of the head's table as `weights` has."""
+        return self.logits(weights, batch, with_hidden(self.outline.trunk, hidden_BTD))
 
     def _replay(self, batch: MicroBatch, values: Activations) -> Any:
         """A handler that gives the layers' real outputs where they are known."""

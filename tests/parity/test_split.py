@@ -134,7 +134,7 @@ def check(family: str) -> None:
     if not any(layer.kind.experts for layer in found.layers):
         pytest.skip("has no experts that could be taken some at a time")
     groups = StreamedOptimizer(AdamW(), found.skeleton.model).group_of()
-    least = least_split(tile_layouts(found, groups), found.layers, 4)
+    least = least_split(found, tile_layouts(found, groups), 4)
     placement = Placement(split_bytes=least, boundaries="host", boundary_lanes=1, slots=3)
     assert not compare(model, placement).failures
 

@@ -33,6 +33,8 @@ CLOSED = ((), (1,))
 
 PORTION = 3000  # bytes: a layer of the model with experts has three portions of experts
 
+WIDE = 500  # tokens: with so many the head of the model without experts has four ranges
+
 STEPS = 3  # enough for every slot, lane and slab to be used again
 
 
@@ -43,10 +45,10 @@ def _program(config: PreTrainedConfig) -> tuple[Program, StreamedOptimizer]:
 
 
 @functools.cache
-def tiny_program(tied: bool) -> tuple[Program, StreamedOptimizer]:
+def tiny_program(tied: bool, vocab_size: int = VOCAB) -> tuple[Program, StreamedOptimizer]:
     """Five layers: more than any number of slots tried."""
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=8,
         intermediate_size=16,
         num_hidden_layers=5,
@@ -108,10 +110,10 @@ def schedules() -> Iterator[dict]:
 
 
 def split_schedules() -> Iterator[dict]:
-    """Those of a model whose layers are streamed in portions."""
+    """Those of models whose layers, or heads, are streamed in portions."""
     rest = itertools.cycle(itertools.product((1, None), (True, False), RESIDENT, ((), (0, 1))))
-    for slots, boundaries, clip, tied in itertools.product(
-        (1, 3), ("device", "host"), (1.0, None), (False, True)
+    for experts, slots, boundaries, clip, tied in itertools.product(
+        (True, False), (1, 3), ("device", "host"), (1.0, None), (False, True)
     ):
         gradient_lanes, keep_rows, resident, saves = next(rest)
         placement = Placement(
@@ -123,7 +125,13 @@ def split_schedules() -> Iterator[dict]:
             resident=resident,
             split_bytes=PORTION,
         )
-        yield {"placement": placement, "max_grad_norm": clip, "tied": tied, "saves": saves}
+        yield {
+            "placement": placement,
+            "max_grad_norm": clip,
+            "tied": tied,
+            "saves": saves,
+            "experts": experts,
+        }
 
 
 def trace(
@@ -133,6 +141,7 @@ def trace(
     precision: str = "bf16",
     saves: tuple[int, ...] = (),
     closed: tuple[int, ...] = (),
+    experts: bool = False,
     without: frozenset[str] = frozenset(),
 ) -> TraceDevice:
     """The device after a few steps and an evaluation of uneven micro-batches.
@@ -142,8 +151,10 @@ def trace(
     """
     device = TraceDevice(without=without)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    tiny = tiny_program if placement.split_bytes is None else tiny_program_with_experts
-    program, optimizer = tiny(tied)
+    if experts:
+        program, optimizer = tiny_program_with_experts(tied)
+    else:
+        program, optimizer = tiny_program(tied, WIDE if placement.split_bytes else VOCAB)
     layouts = tile_layouts(program.outline, optimizer.group_of())
     store = Store(device, layouts, dtype, train=True, resident=placement.resident)
     assembly = Assembly(device, program, store, dtype, placement)

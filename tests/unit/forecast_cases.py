@@ -49,6 +49,18 @@ def tiny_outline(layers: int = 6, tied: bool = False) -> Outline:
     return outline(open_source(tiny_config(layers, tied)).model)
 
 
+def wide_config(tied: bool = False) -> LlamaConfig:
+    """The same with 8192 tokens: a head of 2.1 M parameters."""
+    config = tiny_config(layers=2, tied=tied)
+    config.vocab_size = 8192
+    return config
+
+
+@cache
+def wide_outline(tied: bool = False) -> Outline:
+    return outline(open_source(wide_config(tied)).model)
+
+
 def experts_config() -> MixtralConfig:
     """The same with twelve experts, of 0.2 M parameters each, in a layer."""
     config = tiny_config(layers=3).to_dict()

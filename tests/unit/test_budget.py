@@ -18,7 +18,7 @@ from megatrain.telemetry.memory import process_bytes
 from megatrain.units import GIB, MIB, parse_bytes
 from tests.parity.cases import llama, make_engine
 from tests.parity.test_memory import MID
-from tests.unit.forecast_cases import H200, experts_config, tiny_config
+from tests.unit.forecast_cases import H200, experts_config, tiny_config, wide_config
 
 
 class Card(CpuDevice):
@@ -101,9 +101,31 @@ def test_the_least_for_a_model_with_experts_is_with_split_layers() -> None:
     assert sum(asked.needs(replace(frugal, split_bytes=split)).device.values()) < 4 * MIB
 
 
+def test_the_least_for_a_model_with_a_large_head_is_with_it_in_ranges() -> None:
+    """A head of 4.2 MB takes 12.6 with its sums; a layer of 1.6 MB 4.8."""
+    frugal = smallest(Placement())
+    with pytest.raises(DoesNotFit) as whole:
+        open_engine(Card(8 * GIB), wide_config(), frugal, device_memory="10MiB")
+    split = int(str(whole.value).rpartition("split_bytes: ")[2].removesuffix(")"))
+    needs = question(None, wide_config()).needs(replace(frugal, split_bytes=split))
+    assert sum(needs.device.values()) < 9 * MIB
+    layer = 256 * (4 * 256 - 2 * 128 + 3 * 768 + 2)
+    assert split == needs.device[UNSUMMED] == 2 * layer
+    device = Card(8 * GIB)
+    device.kind = "cpu"  # there is no GPU to draw weights on
+    open_engine(device, wide_config(), replace(frugal, split_bytes=split)).close()
+    needs.device.pop(UNSUMMED)
+    assert device.taken == sum(needs.device.values())
+
+
 # The head's gradient is the largest; a layer's; all the experts' of one.
 WIDE = tiny_config().to_dict() | {"hidden_size": 512, "intermediate_size": 2048}
-MODELS = {"head": MID, "layer": LlamaConfig(**WIDE), "experts": experts_config()}
+MODELS = {
+    "head": MID,
+    "layer": LlamaConfig(**WIDE),
+    "experts": experts_config(),
+    "ranges": wide_config(),
+}
 WAYS: list[dict[str, Any]] = [
     {},
     {"slots": 3, "compile": True},
@@ -116,7 +138,11 @@ SPLIT: dict[str, Any] = {"slots": 1, "gradient_lanes": 1, "split_bytes": 600_000
 
 @pytest.mark.parametrize(
     ("model", "choices"),
-    [*((model, way) for model in MODELS for way in WAYS), ("experts", SPLIT)],
+    [
+        *((model, way) for model in MODELS for way in WAYS if model != "ranges"),
+        ("experts", SPLIT),
+        ("ranges", SPLIT | {"split_bytes": 1_700_000}),
+    ],
     ids=str,
 )
 def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(

@@ -29,6 +29,7 @@ from tests.unit.forecast_cases import (
     small_machine,
     tiny_config,
     tiny_outline,
+    wide_outline,
 )
 
 FORECASTS = Forecasts(tiny_outline(4))
@@ -93,6 +94,28 @@ def test_layers_are_streamed_in_portions_only_where_nothing_else_fits(
     rest = 2 * (256 * (256 + 128 + 128 + 256) + 12 * 256 + 2 * 256)  # more than an expert
     assert split.placement.split_bytes == rest
     assert split.device_peak_bytes <= 20 << 20
+
+
+def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
+    """It then takes no more than a layer, and what that leaves is spent as ever."""
+    forecasts = Forecasts(wide_outline())
+    layer = 2 * sum(p.numel() for p in wide_outline().layers[0].module.parameters())
+
+    def found(device_mib: float) -> fit.Forecast:
+        chosen = choose(device_mib, forecasts=forecasts)
+        assert chosen.device_peak_bytes <= 0.95 * device_mib * 2**20
+        return chosen
+
+    whole = Search(forecasts, small_machine(1.0), TASK)._families(1)[0]
+    frames = [forecasts.of(small_machine(), frame, TASK, 1) for frame in whole]
+    least_whole = min(frame.device_peak_bytes for frame in frames) / 0.95 / 2**20
+    assert found(1.3 * least_whole).placement.split_bytes is None
+    split = found(0.95 * least_whole)
+    assert split.placement.split_bytes == layer
+    least = least_mib(forecasts)
+    assert least < 0.7 * least_whole
+    assert found(least).placement.split_bytes == layer
+    assert split.seconds < found(least).seconds
 
 
 def test_micro_batches_are_even_and_a_given_one_is_kept() -> None:

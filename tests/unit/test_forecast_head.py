@@ -1,0 +1,108 @@
+"""What is foretold of a head that is streamed in ranges of rows, against the engine's own."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain import AdamW, Engine, Placement
+from megatrain.device import Buffer
+from megatrain.engine import tally
+from megatrain.engine.forecasts import Forecasts, Task
+from tests.parity.cases import Noting
+from tests.unit.forecast_cases import small_machine, wide_config, wide_outline
+from tests.unit.test_forecast_long_rows import tallied
+
+ROWS, TOKENS = 6, 32
+SPLIT = 1_700_000  # bytes: somewhat more than a layer in bf16
+
+
+class Keeping(Noting):
+    """Knows the memory of all buffers, so that a tally may leave it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        self.kept.append((buffer := super().empty(name, numel, dtype)).data)
+        return buffer
+
+    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+        self.kept.append((buffer := super().host(name, numel, dtype, pinned=pinned)).data)
+        return buffer
+
+
+def drawn(tokens: int, micro: int) -> list[dict[str, Tensor]]:
+    ids = torch.randint(8192, (ROWS, tokens), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": part, "labels": part} for part in ids.split(micro)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_of_a_head_in_ranges_is_the_engines(tied: bool) -> None:
+    """On the host to the byte; on the device, slots and sums to the byte."""
+    placement = Placement(split_bytes=SPLIT, boundaries="host", keep_layers=1)
+    task = Task(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
+    found = Forecasts(wide_outline(tied)).of(small_machine(), placement, task, 4)
+    step = drawn(TOKENS, 4)
+    device = Noting()
+    config = wide_config(tied)
+    with Engine(config, optimizer=AdamW(), placement=placement, device=device) as engine:
+        engine.step(step)
+        memory = engine.memory()
+    parts = {name: memory[name] for name in found.host_bytes if name in memory}
+    assert len(parts) >= 6
+    # The step has fewer distinct tokens than the forecast counts on average, or more.
+    rows = parts.pop("host_rows_bytes")
+    assert parts == {name: found.host_bytes[name] for name in parts}
+    assert rows == pytest.approx(found.host_bytes["host_rows_bytes"], rel=0.05)
+    layer = sum(p.numel() for p in wide_outline(tied).layers[0].module.parameters())
+    assert found.device_bytes["slots"] == device.taken["slots"] == 2 * 2 * layer
+
+
+def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one() -> None:
+    """Against the same head as a whole."""
+    machine, task = small_machine(), Task(ROWS * TOKENS, TOKENS, None, True, "bf16", True)
+    forecasts = Forecasts(wide_outline())
+    whole, split = (
+        forecasts.of(machine, Placement(slots=3, split_bytes=size, compile=True), task, 4)
+        for size in (None, SPLIT)
+    )
+    product = 2 * ROWS * TOKENS * 256 * 8192 / (machine.matmul_tflops * 1e12)
+    heads = [
+        sum(s.seconds for s in f.spans if s.stream == "compute" and s.name == "head")
+        for f in (whole, split)
+    ]
+    assert heads[1] == pytest.approx(heads[0] + product, rel=0.03)
+    table, rows = 256 * 8192, 256 * 3072
+    assert whole.device_bytes["slots"] >= 2 * table > 2 * split.device_bytes["slots"] / 3
+    saved = whole.device_bytes["gradients and rows"] - split.device_bytes["gradients and rows"]
+    assert saved > 4 * (table - rows) * 0.9
+    assert whole.device_bytes["working set"] > split.device_bytes["working set"] * 1.5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "split_bytes", "boundaries"),
+    [
+        (TOKENS, 2 * SPLIT, "device"),
+        (8 * TOKENS, None, "device"),
+        (8 * TOKENS, 2 * SPLIT, "device"),
+        (8 * TOKENS, 2 * SPLIT, "host"),
+    ],
+)
+def test_what_a_step_works_with_is_foretold(
+    tokens: int, split_bytes: int | None, boundaries: str
+) -> None:
+    """All device memory at the peak of a real step, but for its long-lived buffers."""
+    placement = Placement(split_bytes=split_bytes, boundaries=boundaries, head_tokens=100)  # type: ignore[arg-type]
+    task = Task(ROWS * tokens, tokens, 2, True, "fp32", False)
+    found = Forecasts(wide_outline()).of(small_machine(), placement, task, 2)
+    told = sum(found.device_bytes.get(p, 0) for p in ("activations", "working set"))
+    told += found.device_bytes["layer arguments"]
+    options = {"optimizer": AdamW(), "precision": "fp32", "placement": placement}
+    step, device = drawn(tokens, 2), Keeping()
+    with Engine(wide_config(), device=device, **options) as engine:  # type: ignore[arg-type]
+        engine.step(step)
+        with tallied(), tally.Tally() as counts:
+            counts.ignore(device.kept)
+            engine.step(step)
+    assert counts.peak_bytes == pytest.approx(told, rel=0.03)
