@@ -21,6 +21,11 @@ from megatrain.placement import Placement
 # Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
 _USED = 0.95
 
+# Besides the driver's context, and a share of it (600 MiB on an H200): workspaces of cuBLAS, 32 MiB
+# for each thread and stream, and what torch.compile tries kernels out with. 0.5B ran out of memory
+# in a limit of 1600 MiB of which the forecast left 200.
+_LIBRARIES = 0.4
+
 
 def resident_bytes(precision: Literal["bf16", "fp32"]) -> int:
     """Of a parameter that rests on the device: weight, remainder, moments, gradient."""
@@ -36,7 +41,12 @@ class Budget:
     @property
     def device(self) -> int:
         """Bytes that may be used."""
-        return int(_USED * self.machine.device_memory_bytes)
+        total = self.machine.device_memory_bytes
+        return min(int(_USED * total), total - self._libraries)
+
+    @property
+    def _libraries(self) -> int:
+        return int(_LIBRARIES * self.machine.device_context_bytes)
 
     @property
     def host(self) -> int:
@@ -59,12 +69,12 @@ class Budget:
         """Whether there is room, if tiles that the host lacks room for move to the device."""
         return device_bytes + max(0, host_bytes - self.host) <= self.device
 
-    @staticmethod
-    def just(found: Forecast) -> Forecast:
+    def just(self, found: Forecast) -> Forecast:
         """The same on a machine with the least memory that holds it."""
+        peak = found.device_peak_bytes
         machine = replace(
             found.machine,
-            device_memory_bytes=int(found.device_peak_bytes / _USED) + 2,
+            device_memory_bytes=max(int(peak / _USED), peak + self._libraries) + 2,
             host_memory_bytes=int(found.host_peak_bytes / _USED) + 2,
         )
         return replace(found, machine=machine)

@@ -31,6 +31,13 @@ def _step(engine, width=4):
     return engine.step([{"input_ids": ids, "labels": ids}] * 2)
 
 
+def test_kernels_are_launched_without_python_s_lock() -> None:
+    """By torch's own launcher, which keeps it, a GPU that waits for the host waits for ever."""
+    with torch._inductor.config.patch(use_static_cuda_launcher=True):
+        compile_and_tell(torch.sin, "a sine")
+        assert not torch._inductor.config.use_static_cuda_launcher
+
+
 def test_a_user_is_told_what_is_compiled_before_it_begins(caplog, quickly):
     with caplog.at_level(logging.INFO), _engine(compile=True, keep_layers=1) as engine:
         assert not [m for m in caplog.messages if "compiling" in m]  # nothing before its first call
