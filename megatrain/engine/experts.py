@@ -18,7 +18,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE
 from megatrain.engine.batch import Batch
 from megatrain.engine.graphs import Graph
-from megatrain.engine.layer import Layer
+from megatrain.engine.layer import Layer, Stage
 from megatrain.engine.portion import Portion, Stages
 from megatrain.engine.sink import Room
 from megatrain.engine.units import State
@@ -42,20 +42,13 @@ def staged(device: Device, program: Program, stages: Stages, visit: int) -> list
     return [Before(device, program, stages.core, visit, after), *groups, after]
 
 
-class _Stage(Layer):
-    """The layer, but for its experts; nothing of it is kept for the backward."""
+class _AroundExperts(Stage):
+    """The layer, but for its experts."""
 
     def __init__(self, device: Device, program: Program, portion: Portion, visit: int) -> None:
         super().__init__(device, program, portion, visit)
         self.given = [Ref(visit, leaf) for leaf in GIVEN]
         self.result = Ref(visit, RESULT)
-
-    @property
-    def can_keep(self) -> bool:
-        return False
-
-    def _holds(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Holds | None:
-        return None
 
     def _call(
         self,
@@ -69,7 +62,7 @@ class _Stage(Layer):
         return {**made, **dict(zip(self.given, given, strict=True))}
 
 
-class After(_Stage):
+class After(_AroundExperts):
     """All of the layer's forward, the experts' result given; passes back its gradient.
 
     Attributes:
@@ -99,7 +92,7 @@ class After(_Stage):
         return self._graph(slot, micro, values)[0]
 
 
-class Before(_Stage):
+class Before(_AroundExperts):
     """The layer up to its experts; its backward is that of all but the experts."""
 
     def __init__(
@@ -122,7 +115,7 @@ class Before(_Stage):
         return self._graph(slot, micro, {**values, self.result: result})[0]
 
 
-class Group(Layer):
+class Group(Stage):
     """Some of the layer's experts, for the tokens that chose them."""
 
     def __init__(
@@ -136,10 +129,6 @@ class Group(Layer):
         self._start, self._stop = start, start + portion.layout.entries[0].shape[0]
         self.inputs, self.fresh = [Ref(visit, leaf) for leaf in GIVEN], []
         self._result = Ref(visit, RESULT)
-
-    @property
-    def can_keep(self) -> bool:
-        return False
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The sum of the experts' results so far, beside the other activations."""

@@ -231,3 +231,12 @@ class Layer(Unit):
         sources = [weights[name.removeprefix(self.prefix)] for name in names]
         detached = {ref: value.detach() for ref, value in made.items()}
         return Graph.of(inputs, made, sources, names), detached
+
+
+class Stage(Layer):
+    """Part of what is visited in several; nothing of it is kept for the backward."""
+
+    can_keep = False
+
+    def _holds(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Holds | None:
+        return None

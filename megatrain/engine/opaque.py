@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from megatrain.device import Buffer, Device
 from megatrain.engine.experts import GIVEN, RESULT
-from megatrain.engine.measure import Measured, Shape
+from megatrain.engine.measure import LayerWork, Measured, Shape
 from megatrain.engine.measure_experts import around_experts, some_experts
 from megatrain.engine.measure_head import projected, some_rows
 from megatrain.engine.ranges import HIDDEN, Rows
@@ -94,12 +94,17 @@ class OpaqueProgram(Program):
     def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
         work = projected(self._measured, len(batch.inputs["input_ids"]), self._head_tokens)
         ref = Ref(len(self.outline.layers), HIDDEN)
-        shapes = {ref: work.outputs[HIDDEN]}
-        if not torch.is_grad_enabled():
-            self._tally.add(work.forward)
-            return _results(self._tally, shapes)[ref]
         sources = [*(values[ref] for ref in self.outline.epilogue_inputs), *weights.values()]
-        return _call(self._tally, work.again, work.backward, WORKING_SET, sources, shapes)[ref]
+        return self._stage(work, sources, {ref: work.outputs[HIDDEN]})[ref]
+
+    def _stage(
+        self, work: LayerWork, sources: Sequence[Tensor], shapes: Mapping[Ref, Shape]
+    ) -> Activations:
+        """The results of a part of which nothing is kept."""
+        if torch.is_grad_enabled():
+            return _call(self._tally, work.again, work.backward, WORKING_SET, sources, shapes)
+        self._tally.add(work.forward)
+        return _results(self._tally, shapes)
 
     def _attention(self, work: Work) -> Work:
         """What of a layer's forward is left where attention's results are kept, or known."""
@@ -125,13 +130,9 @@ class OpaqueProgram(Program):
         work = around_experts(self._measured, visit, len(batch.inputs["input_ids"]))
         made, given = self.outline.outputs[visit], [Ref(visit, leaf) for leaf in GIVEN]
         shapes = {ref: work.outputs[ref.leaf] for ref in [*made, *given]}
-        if torch.is_grad_enabled():
-            inputs = [values[ref] for ref in self.outline.layers[visit].inputs]
-            sources = [*inputs, *weights.values(), *([] if result is None else [result])]
-            out = _call(self._tally, work.again, work.backward, WORKING_SET, sources, shapes)
-        else:
-            self._tally.add(work.forward)
-            out = _results(self._tally, shapes)
+        inputs = [values[ref] for ref in self.outline.layers[visit].inputs]
+        sources = [*inputs, *weights.values(), *([] if result is None else [result])]
+        out = self._stage(work, sources, shapes)
         return {ref: out[ref] for ref in made}, tuple(out[ref] for ref in given)
 
     def chosen(self, visit: int, index_NK: Tensor, start: int, stop: int) -> Chosen:
@@ -144,12 +145,7 @@ class OpaqueProgram(Program):
 
     def experts(self, visit: int, weights: Weights, rows: ExpertRows) -> Tensor:
         work, ref = some_experts(self._measured, visit, len(rows[0]), weights), Ref(visit, RESULT)
-        shapes = {ref: work.outputs[RESULT]}
-        if not torch.is_grad_enabled():
-            self._tally.add(work.forward)
-            return _results(self._tally, shapes)[ref]
-        sources = [*rows, *weights.values()]
-        return _call(self._tally, work.again, work.backward, WORKING_SET, sources, shapes)[ref]
+        return self._stage(work, [*rows, *weights.values()], {ref: work.outputs[RESULT]})[ref]
 
 
 class OpaqueRows(Rows):

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE
 from megatrain.engine.batch import Batch
-from megatrain.engine.layer import Layer
+from megatrain.engine.layer import Layer, Stage
 from megatrain.engine.portion import Portion, Ranges
 from megatrain.engine.sink import Room
 from megatrain.engine.units import Head, State
@@ -141,10 +141,8 @@ def _targets(micro: MicroBatch) -> Tensor:
     return micro.targets.view(-1)
 
 
-class _Stage(Layer):
-    """Visited after the last layer; nothing of it is kept for the backward."""
-
-    can_keep = False
+class _AfterLayers(Stage):
+    """Visited after the last layer."""
 
     def __init__(self, device: Device, program: Program, portion: Portion) -> None:
         super().__init__(device, program, portion, len(program.outline.layers) - 1)
@@ -152,7 +150,7 @@ class _Stage(Layer):
         self.name, self.prefix = "head", ""
 
 
-class Epilogue(_Stage):
+class Epilogue(_AfterLayers):
     """From the last layer's activations to what is projected."""
 
     def __init__(self, device: Device, program: Program, portion: Portion) -> None:
@@ -164,9 +162,6 @@ class Epilogue(_Stage):
         self.made = [Ref(self.visit, leaf) for leaf in (HIDDEN, LSE)]
         self.live = set()
 
-    def _holds(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Holds | None:
-        return None
-
     def _call(
         self,
         weights: dict[str, Tensor],
@@ -177,7 +172,7 @@ class Epilogue(_Stage):
         return {self.made[0]: self.program.projected(weights, micro, values)}
 
 
-class Range(_Stage):
+class Range(_AfterLayers):
     """Some rows of the table, but not the last ones."""
 
     def __init__(

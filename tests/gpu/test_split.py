@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import MixtralConfig
+from transformers import MixtralConfig, PreTrainedConfig
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.units import MIB
@@ -30,13 +30,20 @@ SPLIT: dict[str, Any] = {"split_bytes": 2 * EXPERT, "gradient_lanes": 1, "keep_r
 
 def train(placement: Placement, **options: Any) -> tuple[list[float], dict[str, Tensor], int]:
     """Losses and norms, final masters, and device memory at its peak."""
-    gc.collect()  # an engine before this one may still hold its memory
     config = MixtralConfig(**CONFIG)
     config._experts_implementation = options.pop("experts", "grouped_mm")
     config._attn_implementation = options.pop("attention", "sdpa")
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 256), (1, 512), (3, 100)]
     drawn = [[torch.randint(512, shape, generator=generator) for shape in shapes] for _ in range(3)]
+    return trained(config, drawn, placement, **options)
+
+
+def trained(
+    config: PreTrainedConfig, drawn: list[list[Tensor]], placement: Placement, **options: Any
+) -> tuple[list[float], dict[str, Tensor], int]:
+    """The same of a model of `config`, after steps of the `drawn` ids."""
+    gc.collect()  # an engine before this one may still hold its memory
     with Engine(
         config, optimizer=AdamW(lr=1e-3), device="cuda", placement=placement, seed=0, **options
     ) as engine:

@@ -1,6 +1,5 @@
 """On a real GPU: heads that are streamed in ranges of their table's rows."""
 
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.machine import present_machine
 from megatrain.model.probe import outline
 from megatrain.units import GIB, MIB
+from tests.gpu.test_split import trained
 
 pytestmark = pytest.mark.gpu
 
@@ -36,21 +36,12 @@ def train(
     placement: Placement, *, tied: bool = False, **options: Any
 ) -> tuple[list[float], dict[str, Tensor], int]:
     """Losses and norms, final masters, and device memory at its peak."""
-    gc.collect()  # an engine before this one may still hold its memory
     config = LlamaConfig(**CONFIG, tie_word_embeddings=tied)
     config._attn_implementation = options.pop("attention", "sdpa")
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 256), (1, 512), (3, 100)]
     drawn = [[torch.randint(VOCAB, s, generator=generator) for s in shapes] for _ in range(3)]
-    with Engine(
-        config, optimizer=AdamW(lr=1e-3), device="cuda", placement=placement, seed=0, **options
-    ) as engine:
-        numbers = []
-        for step in drawn:
-            result = engine.step([{"input_ids": ids, "labels": ids} for ids in step])
-            numbers += [result.loss, result.grad_norm]
-        masters = {name: master.clone() for name, master in engine.named_masters()}
-        return numbers, masters, engine.memory()["device_used_peak_bytes"]
+    return trained(config, drawn, placement, **options)
 
 
 @pytest.mark.parametrize("tied", [False, True])
