@@ -2,8 +2,9 @@
 
 Before the first length comes a row of two tiles: what acts on every token alone is compiled for one
 tile, whatever the length, and nothing else is compiled. The first step of a length takes and pins
-the host memory that its boundaries and attention results wait in (`--warmup`). Results are those of
-`megatrain bench step`, one file per length, with the arithmetic of causal attention counted beside.
+the host memory that its boundaries and attention results wait in. Beneath long rows that goes
+unnoticed, so only lengths up to `--warm-to` tokens are warmed up. Results are those of `megatrain
+bench step`, one file per length, with the arithmetic of causal attention counted beside.
 """
 
 import argparse
@@ -31,14 +32,15 @@ PLACEMENT = {
 }
 
 
-def measure(case: StepCase, lengths: list[int], output: Path) -> None:
+def measure(case: StepCase, lengths: list[int], warm_to: int, output: Path) -> None:
     """Steps of ascending lengths: memory is told at its peak so far, which is the last one's."""
     engine = build_engine(case)
     try:
         short = replace(case, sequence_length=2 * TILE, warmup=0, steps=1)
         measure_on(engine, short)
         for length in sorted(lengths):
-            result = measure_on(engine, replace(case, sequence_length=length))
+            warmup = case.warmup if length <= warm_to else 0
+            result = measure_on(engine, replace(case, sequence_length=length, warmup=warmup))
             result |= _counted(engine, result)
             output.mkdir(parents=True, exist_ok=True)
             name = f"step-{case.shape}-1x{length}.json"
@@ -72,8 +74,10 @@ def main() -> None:
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--lengths", default="32768,131072,262144", help="tokens of the rows")
     parser.add_argument("--warmup", type=int, default=1, help="steps of each length before those")
+    parser.add_argument("--warm-to", type=int, default=131072, help="longer rows without warm-up")
     parser.add_argument("--steps", type=int, default=1, help="measured steps of each length")
     parser.add_argument("--layers", type=int, help="only so many layers")
+    parser.add_argument("--resident", type=int, default=0, help="layers that rest on the device")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     args = parser.parse_args()
@@ -87,12 +91,12 @@ def main() -> None:
         max_grad_norm=1.0,
         precision="bf16",
         device=args.device,
-        placement=PLACEMENT,
+        placement=PLACEMENT | {"resident": [f"layer {n}" for n in range(args.resident)]},
         warmup=args.warmup,
         steps=args.steps,
         seed=0,
     )
-    measure(case, lengths, args.output)
+    measure(case, lengths, args.warm_to, args.output)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ def commands() -> list[str]:
 def _command(result: dict[str, Any]) -> str:
     case = result["case"]
     if "attention_tflops" in result:
-        return f"python -m benchmarks.long_context --shape {case['shape']} --output OUT"
+        resident = len(case["placement"].get("resident", ()))
+        rests = f" --resident {resident}" if resident else ""
+        return f"python -m benchmarks.long_context --shape {case['shape']}{rests} --output OUT"
     limit = f" --device-memory {case['device_memory']}" if case.get("device_memory") else ""
     limit += f" --host-memory {case['host_memory']}" if case.get("host_memory") else ""
     chosen = "".join(f" --placement {_choice(k, v)}" for k, v in (case["placement"] or {}).items())
