@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from megatrain.errors import InputError
-from megatrain.units import GIB
 
 _LEAST = {
     "slots": 1,
@@ -23,7 +22,14 @@ _LEAST = {
     "save_bytes": 0,
     "split_bytes": 1,
 }
-_OPTIONAL = ("prefetch", "update_threads", "gradient_lanes", "tile_tokens", "split_bytes")
+_OPTIONAL = (
+    "prefetch",
+    "update_threads",
+    "gradient_lanes",
+    "tile_tokens",
+    "split_bytes",
+    "save_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,8 @@ class Placement:
         compile: compile one forward and one backward per layer kind with torch.compile.
         update_threads: host threads of the optimizer; None: all cores but two.
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the
-            background has written them; when it is full, updates wait for the disk.
+            background has written them; when it is full, updates wait for the disk. None: half of
+            what is free when the first such save begins, at most what a checkpoint takes.
     """
 
     slots: int = 2
@@ -80,7 +87,7 @@ class Placement:
     split_bytes: int | None = None
     compile: bool = False
     update_threads: int | None = None
-    save_bytes: int = 4 * GIB
+    save_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

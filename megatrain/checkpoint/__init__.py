@@ -14,7 +14,7 @@ from megatrain.checkpoint.folders import (
 from megatrain.checkpoint.manifest import BUFFERS, MODEL, Checkpoint, Settings
 from megatrain.checkpoint.masters import masters
 from megatrain.checkpoint.read import read_tiles
-from megatrain.checkpoint.saver import Contents, Saver, Saving, as_json
+from megatrain.checkpoint.saver import Contents, Saver, Saving, as_json, spare_bytes_of
 
 __all__ = [
     "BUFFERS",
@@ -34,6 +34,7 @@ __all__ = [
     "read_tiles",
     "remove_leftovers",
     "rotate",
+    "spare_bytes_of",
     "verify",
     "whole_checkpoints",
 ]

@@ -2,7 +2,8 @@
 
 A piece waits, is ready (its bytes are those of the step that is saved), is being written or moved,
 and in the end is written. Before its tile is updated, a piece that is not written is copied into
-spare memory; when that is full, the update waits for the writers.
+spare memory; when that is full, the update waits for the writers. What leaves the device goes there
+at once.
 """
 
 import threading
@@ -131,12 +132,23 @@ class Snapshot:
         self.moved_bytes = 0
         self.waited = 0
 
+    def reserve(self, piece: Piece) -> Tensor | None:
+        """A spare block for a piece that is going to be copied there; None: none is free."""
+        with self._changed:
+            if self._abandoned or not self._spare.free:
+                return None
+            piece.block = self._spare.free.pop()
+            self.moved_bytes += piece.num_bytes
+            return self._spare[piece.block][: piece.num_bytes]
+
     def release(self, pieces: Sequence[Piece], memory: Tensor | None = None) -> None:
         """The pieces hold what is to be saved, in their plane or in `memory` (of a single one)."""
         with self._changed:
             for piece in pieces:
                 piece.memory = piece.source if memory is None else memory
                 piece.stage = Stage.READY
+                if self._abandoned:
+                    self._free(piece)
             self._changed.notify_all()
 
     def set_aside(self, pieces: Sequence[Piece]) -> None:

@@ -1,8 +1,8 @@
 """Puts a save on the device's streams: nobody waits but those who would overwrite its tiles.
 
 A host tile is released to the writers when its newest update is done, and its next update first
-sets aside what they have not written. A tile that rests on the device is copied out through a few
-pinned staging rooms; its next update waits until it has left.
+sets aside what they have not written. A tile that rests on the device is copied into spare memory,
+or where that is full through a few pinned staging rooms; its next update waits until it has left.
 """
 
 from collections import deque
@@ -110,11 +110,15 @@ class Release:
             file.tile.let_go = partial(self._device.wait, COMPUTE, copied, "resident tile copied")
 
     def _offer(self, piece: Piece) -> None:
-        device, snapshot, room = self._device, self._snapshot, self._staging.next()
+        device, snapshot, spare = self._device, self._snapshot, self._snapshot.reserve(piece)
+        if spare is None:
+            room = self._staging.next()
+            room.held = (snapshot, piece)
+            to = room.buffer
+        else:
+            to = Buffer(f"spare block {piece.block}", spare)
         source = Buffer(piece.plane.name, piece.source)
-        device.copy(SAVE_OUT, room.buffer, source, piece.num_bytes)
+        device.copy(SAVE_OUT, to, source, piece.num_bytes)
         device.wait(SAVE, device.record(SAVE_OUT), "save piece landed")
-        memory = room.buffer.data[: piece.num_bytes]
-        work = partial(snapshot.release, [piece], memory)
-        device.run(SAVE, f"offer {room.buffer.name}", work, [room.buffer])
-        room.held = (snapshot, piece)
+        work = partial(snapshot.release, [piece], to.data[: piece.num_bytes])
+        device.run(SAVE, f"offer {to.name}", work, [to])

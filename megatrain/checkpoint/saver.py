@@ -45,7 +45,8 @@ from megatrain.device.base import SAVE
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed
 from megatrain.model.shards import MAX_JSON_BYTES, parse_object
 from megatrain.store import Tile
-from megatrain.units import align, gib
+from megatrain.telemetry.memory import host_available_bytes
+from megatrain.units import gib
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Saving:
         num_bytes: of all tiles.
         error: why it failed; None while it runs and when it went well.
         seconds: from the call to its end; None while it runs.
-        moved_bytes: copied into spare memory because an update was due.
+        moved_bytes: copied into spare memory, out of the way of updates.
     """
 
     def __init__(
@@ -278,10 +279,21 @@ class Saver:
     """
 
     def __init__(
-        self, device: Device, tiles: Sequence[Tile], spare_bytes: int, *, reverse: bool
+        self,
+        device: Device,
+        tiles: Sequence[Tile],
+        spare_bytes: int | None,
+        host_limit: int | None,
+        *,
+        reverse: bool,
     ) -> None:
-        """Args: `spare_bytes` at most; `reverse` if the last tile is the first to be updated."""
-        self._device, self._tiles, self._spare_bytes = device, tiles, spare_bytes
+        """Args:
+        spare_bytes: of host memory, at most; None: half of what is free at the first save.
+        host_limit: bytes that the process may have; None: what the machine allows.
+        reverse: the last tile is the first to be updated.
+        """
+        self._device, self._tiles = device, tiles
+        self._spare_bytes, self._host_limit = spare_bytes, host_limit
         self._reverse = reverse
         self._spare: Spare | None = None
         self._staging = Staging(device)
@@ -336,22 +348,32 @@ class Saver:
     def _room(self, jobs: Sequence[TileFile]) -> Spare:
         """Spare memory: as much as was allowed, as is of use, and as there is."""
         if self._spare is None:
-            most = sum(job.num_bytes for job in jobs if not job.tile.resident)
-            wanted = min(self._spare_bytes, align(most, files.PIECE_BYTES))
-            self._spare = self._as_much_as_fits(wanted // files.PIECE_BYTES)
+            allowed = self._spare_bytes
+            if allowed is None:
+                allowed = spare_bytes_of(host_available_bytes(self._host_limit))
+            pieces = sum(len(job.pieces) for job in jobs)
+            resident = any(job.tile.resident for job in jobs)
+            self._spare = self._as_much_as_fits(
+                min(allowed // files.PIECE_BYTES, pieces), pinned=resident
+            )
         return self._spare
 
-    def _as_much_as_fits(self, blocks: int) -> Spare:
+    def _as_much_as_fits(self, blocks: int, *, pinned: bool) -> Spare:
         while blocks > 0:
             size = blocks * files.PIECE_BYTES
             try:
-                buffer = self._device.host("spare room of saves", size, torch.uint8, pinned=False)
+                buffer = self._device.host("spare room of saves", size, torch.uint8, pinned=pinned)
             except DoesNotFit as error:
                 blocks //= 2
                 _log.warning("saves will hold up updates more than need be: %s", error)
             else:
                 return Spare(buffer)
         return Spare(None)
+
+
+def spare_bytes_of(free_bytes: int) -> int:
+    """What saves may take of so much free host memory, where nobody says how much."""
+    return free_bytes // 2  # steps may grow, and so may the process
 
 
 def _tell(failures: list[str]) -> None:

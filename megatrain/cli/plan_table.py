@@ -102,7 +102,7 @@ def _memory(plan: Plan) -> list[str]:
         named = ", ".join(f"{part} {gib(size)}" for part, size in largest if size >= GIB / 20)
         share = f"{gib(sum(parts.values()))} of {gib(limit)} at the peak"
         lines.append(f"{place:<9}{share}: {named}")
-    return lines
+    return [*lines, f"saves    take up to {gib(plan.save_bytes)} more of the host beside training"]
 
 
 def _plain(parts: Mapping[str, int]) -> dict[str, int]:

@@ -143,8 +143,9 @@ class Engine(Continuing):
         self._store = Store(self.device, layouts, dtype, train=train, resident=resident)
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
         # Without clipping, updates follow the backward: the last tile is the first.
-        spare, backward = self.placement.save_bytes, max_grad_norm is None
-        self._saver = Saver(self.device, self._store.tiles, spare, reverse=backward)
+        spare, limit = self.placement.save_bytes, self._host_limit
+        backward = max_grad_norm is None
+        self._saver = Saver(self.device, self._store.tiles, spare, limit, reverse=backward)
         with self._undisturbed():
             fill(source, self._outline, self._store, self.device, self._seed)
         self._program = Program(self._outline, self.device.torch_device, dtype)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatrain.checkpoint import spare_bytes_of
 from megatrain.engine.forecast import Forecast
 from megatrain.model.outline import Outline
 from megatrain.plan.ask import Ask, Planner
@@ -60,6 +61,15 @@ class Plan:
         )  # fmt: skip
         return self.total_tokens / rate
 
+    @property
+    def save_bytes(self) -> int:
+        """Host memory that saves take besides while training goes on, from the first one on."""
+        given = self.forecast.placement.save_bytes
+        if given is None:
+            free = self.ask.machine.host_memory_bytes - self.forecast.host_peak_bytes
+            given = spare_bytes_of(max(0, free))
+        return min(given, sum(tile.saved_bytes for tile in self.tiles))
+
     def as_dict(self) -> dict[str, Any]:
         """As plain data, for `--json`."""
         short = self.shortage
@@ -79,6 +89,7 @@ class Plan:
             "run_seconds": self.run_seconds,
             "several_gpus": None if self.several is None else vars(self.several),
             "warnings": list(self.warnings),
+            "save_bytes": self.save_bytes,
             "forecast": self.forecast.as_dict(),
         }
 

@@ -35,6 +35,11 @@ class TileBytes:
     def total_bytes(self) -> int:
         return self.count * sum(self.planes.values())
 
+    @property
+    def saved_bytes(self) -> int:
+        """What a checkpoint holds of them."""
+        return self.total_bytes - self.count * self.planes["gradient"]
+
     def as_dict(self) -> dict[str, Any]:
         """As plain data."""
         return {**vars(self), "total_bytes": self.total_bytes}

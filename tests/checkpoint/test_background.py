@@ -136,11 +136,16 @@ def state_without_flush(engine: Engine) -> dict:
     return {f"{name} {i}": plane.data.clone() for i, (name, plane) in enumerate(planes)}
 
 
-def test_spare_memory_takes_the_updates_place(tmp_path, monkeypatch) -> None:
+EVERYTHING = {"resident": ("embedding", *(f"layer {n}" for n in range(3)), "head")}
+
+
+@pytest.mark.parametrize("choices", [{}, RESIDENT, EVERYTHING], ids=["none", "some", "all"])
+def test_spare_memory_takes_the_updates_place(choices, tmp_path, monkeypatch) -> None:
     """With memory for all of it, training runs on although nothing is written."""
     slow = SlowWrites(monkeypatch)
     steps = batches(4)
-    with engine_of(device=ThreadedDevice()) as engine:
+    placement = Placement(slots=1, **choices)
+    with engine_of(device=ThreadedDevice(), placement=placement) as engine:
         engine.step(steps[0])
         engine.flush()
         slow.may_go_on.clear()
@@ -167,6 +172,15 @@ def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path) -> None:
     assert engine.memory()["host_bytes"] > sizes[0]
     engine.close()
     assert sorted(engine._saver._spare.free) == list(range(7))  # all given back
+
+
+def test_saves_take_half_of_what_is_free(tmp_path, monkeypatch) -> None:
+    """Where nobody says how much."""
+    free = "megatrain.checkpoint.saver.host_available_bytes"
+    monkeypatch.setattr(free, lambda limit: 12 * 4096 + 1)
+    with engine_of(placement=Placement(slots=1)) as engine:
+        engine.save(tmp_path / "saved", wait=False)
+        assert engine.memory()["host_checkpoint_bytes"] == 6 * 4096
 
 
 def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch) -> None:
@@ -206,6 +220,7 @@ def test_a_full_disk_costs_the_save_and_nothing_else(device, at, tmp_path, monke
                 saving.wait()
         assert saving.done
         assert isinstance(saving.error, RunFailed)
+        assert sorted(engine._saver._spare.free) == [0, 1]  # all given back
         assert [path.name for path in tmp_path.iterdir()] == ["whole"]
         assert engine.saving is None
         assert newest_whole(tmp_path) == tmp_path / "whole"

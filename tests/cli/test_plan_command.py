@@ -56,6 +56,15 @@ def test_json_for_programs(megatrain, model_file):
     assert told["host_memory_bytes"] == 64 * GIB
     assert told["forecast"]["tokens_per_step"] == 256
     assert {tile["name"] for tile in told["tiles"]} >= {"head"}
+    planes = [plane for tile in told["tiles"] for plane in tile["planes"].items()]
+    assert told["save_bytes"] == sum(size for name, size in planes if name != "gradient")
+
+
+def test_saves_take_half_of_what_the_host_has_left(megatrain):
+    here = ["--gpu", "4090", "--host-memory", "8GiB", "--cores", 16, "--tokens", 8192]
+    told = json.loads(megatrain("plan", "--model", "0.5B", *here, "--json").stdout)
+    free = told["host_memory_bytes"] - told["forecast"]["host_peak_bytes"]
+    assert GIB < told["save_bytes"] == free // 2
 
 
 def test_a_model_that_does_not_fit_ends_with_3_and_remedies(megatrain, model_file):

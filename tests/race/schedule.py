@@ -9,9 +9,11 @@ import torch
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from megatrain import AdamW, Placement
+from megatrain.checkpoint import files
 from megatrain.checkpoint.pieces import Snapshot, Spare, tile_file
 from megatrain.checkpoint.release import Release, Staging
-from megatrain.device import TraceDevice
+from megatrain.device import Buffer, TraceDevice
+from megatrain.device.base import SAVE
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, kept_ferry, open_source, tile_layouts
 from megatrain.engine.batch import prepare
@@ -171,7 +173,13 @@ def trace(
             ferry.closed = step in closed
         train_step(parts, batch)
         if step in saves:
-            files = [tile_file(tile, tile.name) for tile in store.tiles]
-            Release(device, Snapshot(Spare(None)), staging).start(files)
+            device.synchronize(device.record(SAVE), "the save before")  # as a Saver does
+            pieces = [tile_file(tile, tile.name) for tile in store.tiles]
+            Release(device, Snapshot(_spare(blocks=2)), staging).start(pieces)
         forward_only(parts, batch, lambda head, slot, h: head.loss(slot, batch, h))
     return device
+
+
+def _spare(blocks: int) -> Spare:
+    data = torch.empty(blocks * files.PIECE_BYTES, dtype=torch.uint8, device="meta")
+    return Spare(Buffer("spare room", data))
