@@ -1,6 +1,7 @@
 """Forecasts of one model for one task after the other, each made once."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -44,19 +45,21 @@ class Forecasts:
         self._measured: dict[tuple, Measured] = {}
         self._made: dict[tuple, Forecast] = {}
 
-    @property
+    @cached_property
+    def _optimizer(self) -> StreamedOptimizer:
+        return StreamedOptimizer(AdamW(), self.outline.skeleton.model)
+
+    @cached_property
     def layouts(self) -> list[TileLayout]:
         """The model's tiles."""
-        optimizer = StreamedOptimizer(AdamW(), self.outline.skeleton.model)
-        return tile_layouts(self.outline, optimizer.group_of())
+        return tile_layouts(self.outline, self._optimizer.group_of())
 
     def question(self, task: Task) -> Question:
         """What lives as long as an engine for the task."""
-        optimizer = StreamedOptimizer(AdamW(), self.outline.skeleton.model)
         tokens = self.measured(task).batch(task.rows, task.rows).unique_U
         clip, count = 1.0 if task.clip else None, task.rows * task.sequence_length
-        layouts = tile_layouts(self.outline, optimizer.group_of())
-        return Question(self.outline, layouts, task.dtype, optimizer, clip, count, len(tokens))
+        optimizer = self._optimizer
+        return Question(self.outline, self.layouts, task.dtype, optimizer, clip, count, len(tokens))
 
     def measured(self, task: Task, tile_tokens: int | None = None) -> Measured:
         """What the model's parts take."""

@@ -225,19 +225,28 @@ class Search:
         return self._budget.holds(found.device_peak_bytes, found.host_peak_bytes)
 
     def _hopeful(self, placement: Placement, rows: int) -> bool:
-        """Whether a frame can fit at all, told without a forecast."""
-        return self._budget.holds(*self._floor(placement, rows))
+        """Whether a frame can fit at all, told without a forecast; what is quick to tell first."""
+        holds = self._budget.holds
+        return holds(*self._lasting(placement)) and holds(*self._floor(placement, rows))
 
     def _floor(self, placement: Placement, rows: int) -> tuple[int, int]:
         """Bytes on device and host without which a frame cannot be."""
+        device, host = self._lasting(placement)
+        # Gradients that are not summed yet are among what is worked with.
+        unsummed = self._needed(placement).device[UNSUMMED]
+        return device + max(0, self._working_bytes(placement, rows) - unsummed), host
+
+    def _lasting(self, placement: Placement) -> tuple[int, int]:
+        """The same, but for what a layer or the head computes with."""
+        needs = self._needed(placement)
+        device = sum(needs.device.values()) + self._machine.device_context_bytes
+        return device, sum(needs.host.values()) + PROCESS_BYTES
+
+    def _needed(self, placement: Placement) -> Needs:
         same = replace(placement, head_tokens=1)  # no buffer depends on them
         if same not in self._needs:
             self._needs[same] = self._forecasts.question(self._task).needs(placement)
-        needs = self._needs[same]
-        device = sum(needs.device.values()) + self._machine.device_context_bytes
-        # Gradients that are not summed yet are among what is worked with.
-        device += max(0, self._working_bytes(placement, rows) - needs.device[UNSUMMED])
-        return device, sum(needs.host.values()) + PROCESS_BYTES
+        return self._needs[same]
 
     def _working_bytes(self, placement: Placement, rows: int) -> int:
         """What a layer or the head computes with, and one activation of every token."""

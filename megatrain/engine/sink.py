@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +129,7 @@ class Sink:
         device.run(COMPUTE, f"measure {tile.name}", measure, [sums], [self.squares])
         if tile.resident:
             slab = self._own[tile.index]
-            self._round(tile, sums.data, slab.buffer, sums)
+            self._round(room, slice(0, len(sums.data)), slab.buffer)
             self._landed(tile, slab, device.record(COMPUTE))
             return
         if tile.begins or self._slab is None:
@@ -145,16 +144,17 @@ class Sink:
         device, lane = self._device, self._lanes[self._turn % len(self._lanes)]
         self._turn += 1
         device.wait(COMPUTE, lane.left, "outgoing buffer free")
-        values = room.sums.data[span.at + start : span.at + stop]
-        self._round(room.tile, values, lane.buffer, room.sums)
+        self._round(room, slice(span.at + start, span.at + stop), lane.buffer)
         device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")
         to = slab.buffer.piece(span.start + start, span.start + stop)
         device.copy(COPY_OUT, to, lane.buffer, stop - start)
         lane.left = device.record(COPY_OUT)
 
-    def _round(self, tile: Tile | Portion, values: Tensor, to: Buffer, sums: Buffer) -> None:
-        work = partial(to.data[: len(values)].copy_, values)
-        self._device.run(COMPUTE, f"round {tile.name}", work, [sums], [to])
+    def _round(self, room: Room, part: slice, to: Buffer) -> None:
+        def work() -> None:
+            to.data[: part.stop - part.start].copy_(room.sums.data[part])
+
+        self._device.run(COMPUTE, f"round {room.tile.name}", work, [room.sums], [to])
 
     def _landed(self, tile: Tile | Portion, slab: Slab, event: Any) -> None:
         if tile.index in self.joined:

@@ -250,6 +250,18 @@ def test_what_is_told_without_a_forecast_is_never_too_much(clip: bool) -> None:
         assert 0.9 * told.host_peak_bytes < host <= 1.001 * told.host_peak_bytes
 
 
+def test_a_machine_without_room_for_the_planes_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = small_machine(1.0, just_mib() / 2 / 1024)
+
+    def measure(*given: object) -> None:
+        raise AssertionError("a layer was measured")
+
+    monkeypatch.setattr("megatrain.engine.measure.Measured.layer", measure)
+    assert not Search(FORECASTS, machine, TASK).could_fit()
+
+
 def test_a_large_head_s_gradient_is_counted_once() -> None:
     config = LlamaConfig(**tiny_config().to_dict() | {"vocab_size": 32768})
     large = Forecasts(outline(open_source(config).model))
