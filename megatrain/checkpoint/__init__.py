@@ -1,5 +1,6 @@
 """Checkpoints: a run's exact state on disk, written while training goes on."""
 
+from megatrain.checkpoint.extra import as_json
 from megatrain.checkpoint.folders import (
     is_checkpoint,
     mark,
@@ -7,6 +8,7 @@ from megatrain.checkpoint.folders import (
     offering_another,
     open_checkpoint,
     remove_leftovers,
+    require_replaceable,
     rotate,
     verify,
     whole_checkpoints,
@@ -14,7 +16,7 @@ from megatrain.checkpoint.folders import (
 from megatrain.checkpoint.manifest import BUFFERS, MODEL, Checkpoint, Settings
 from megatrain.checkpoint.masters import masters
 from megatrain.checkpoint.read import read_tiles
-from megatrain.checkpoint.saver import Contents, Saver, Saving, as_json, spare_bytes_of
+from megatrain.checkpoint.saver import Contents, Saver, Saving, spare_bytes_of
 
 __all__ = [
     "BUFFERS",
@@ -33,6 +35,7 @@ __all__ = [
     "open_checkpoint",
     "read_tiles",
     "remove_leftovers",
+    "require_replaceable",
     "rotate",
     "spare_bytes_of",
     "verify",

@@ -6,12 +6,14 @@ write and check it, and a reader holds no more than a piece.
 """
 
 import errno
+import fcntl
 import hashlib
 import mmap
 import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,8 @@ def remove_partial(folder: Path) -> None:
 def put_right(parent: Path) -> None:
     """Remove what killed saves and removals left in `parent`; bring back what one moved aside.
 
+    What a save is writing stays (`claimed`): other engines may save beside this one.
+
     Raises:
         OSError: it cannot be removed.
     """
@@ -256,8 +260,36 @@ def put_right(parent: Path) -> None:
         original = path.with_name(path.name[1:].rpartition(".")[0])
         if path.name.endswith(REPLACED) and not os.path.lexists(original):
             os.rename(path, original)
-        else:
+        elif path.is_symlink():  # a link had the name of a checkpoint
+            os.unlink(path)
+        elif not _is_claimed(path):
             shutil.rmtree(path)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """While the block runs, `put_right` leaves `folder` alone, where there are locks.
+
+    The kernel gives the lock back when the process ends, however it ends.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _is_claimed(folder: Path) -> bool:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(handle)
+    return False
 
 
 def _leftovers(parent: Path) -> Iterator[Path]:

@@ -5,13 +5,42 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatrain.checkpoint import files
-from megatrain.checkpoint.manifest import KEEP, MANIFEST, Checkpoint, read_checkpoint
+from megatrain.checkpoint.manifest import (
+    BUFFERS,
+    EXTRA,
+    KEEP,
+    MANIFEST,
+    MODEL,
+    TILES,
+    Checkpoint,
+    read_checkpoint,
+)
 from megatrain.errors import InputError
+
+_OWN = {MANIFEST, EXTRA, BUFFERS, MODEL, TILES, KEEP}
 
 
 def is_checkpoint(folder: str | Path) -> bool:
     """Whether a folder says that it is a checkpoint; it may be a damaged one."""
     return (Path(folder) / MANIFEST).is_file()
+
+
+def require_replaceable(folder: Path) -> None:
+    """Whether a checkpoint may take the name `folder`: what has it now is removed.
+
+    Raises:
+        InputError: a file has it, or a folder that holds more than a checkpoint, damaged or not.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InputError(f"{folder}: is a file; give a folder to save to")
+    foreign = sorted({path.name for path in folder.iterdir()} - _OWN)
+    if foreign:
+        raise InputError(
+            f"{folder}: holds {foreign[0]}, which is no part of a checkpoint and would be lost; "
+            "give another folder to save to"
+        )
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:

@@ -1,6 +1,5 @@
 """Saves an engine's state while it trains: the one place that writes checkpoints."""
 
-import json
 import logging
 import shutil
 import threading
@@ -11,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import torch
 
@@ -42,8 +40,7 @@ from megatrain.checkpoint.pieces import (
 from megatrain.checkpoint.release import AT_ONCE, Release, Staging
 from megatrain.device import Device
 from megatrain.device.base import SAVE
-from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed
-from megatrain.model.shards import MAX_JSON_BYTES, parse_object
+from megatrain.errors import DoesNotFit, MegatrainError, RunFailed
 from megatrain.store import Tile
 from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import gib
@@ -169,7 +166,18 @@ class Saving:
         files.sync_folder(parent.parent)
         files.put_right(parent)
         self._check_space(parent)
-        for folder in (partial, partial / TILES, partial / MODEL):
+        files.make_folder(partial)
+        with files.claimed(partial):
+            self._fill(partial)
+            files.publish(partial, self.folder)
+            self._named = True
+        files.sync_folder(parent)
+        with suppress(OSError):  # what was replaced; the next save tries again
+            files.put_right(parent)
+
+    def _fill(self, partial: Path) -> None:
+        """All files, on the disk."""
+        for folder in (partial / TILES, partial / MODEL):
             files.make_folder(folder)
         with self._writers(partial) as tiles:
             documents = self._write_documents(partial)
@@ -179,11 +187,6 @@ class Saving:
             files.sync_folder(folder)
         files.write_text(partial / MANIFEST, manifest.as_text())
         files.sync_folder(partial)
-        files.publish(partial, self.folder)
-        self._named = True
-        files.sync_folder(parent)
-        with suppress(OSError):  # what was replaced; the next save tries again
-            files.put_right(parent)
 
     def _check_space(self, parent: Path) -> None:
         free = shutil.disk_usage(parent).free
@@ -392,20 +395,3 @@ def _tile_record(job: TileFile) -> TileRecord:
         Parameter(each.name, each.shape, each.offset, each.group) for each in tile.layout.entries
     )
     return TileRecord(tile.name, job.name, job.version, planes, parameters)
-
-
-def as_json(extra: dict[str, Any]) -> str:
-    """The caller's dictionary as text, which later changes of it do not reach.
-
-    Raises:
-        InputError: it could not be read back.
-    """
-    where = Path("the extra state of a checkpoint")
-    try:
-        text = json.dumps(extra, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{where} cannot be saved: {error}; give plain JSON values") from error
-    if len(text) > MAX_JSON_BYTES:
-        raise InputError(f"{where} takes {len(text)} bytes; {MAX_JSON_BYTES} are allowed")
-    parse_object(text.encode(), where)
-    return text

@@ -7,7 +7,15 @@ from typing import Any, Literal, Self
 
 import torch
 
-from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, open_checkpoint
+from megatrain.checkpoint import (
+    Contents,
+    Saver,
+    Saving,
+    Settings,
+    as_json,
+    open_checkpoint,
+    require_replaceable,
+)
 from megatrain.device import Device, Recording, open_device
 from megatrain.engine.fit import KeptGraphs
 from megatrain.engine.resume import (
@@ -19,7 +27,7 @@ from megatrain.engine.resume import (
     settings_of,
 )
 from megatrain.engine.step import Parts, TrainingParts
-from megatrain.errors import InputError, RunFailed
+from megatrain.errors import RunFailed
 from megatrain.model.outline import Outline
 from megatrain.optim import AdamW, StreamedOptimizer
 from megatrain.placement import Placement
@@ -64,13 +72,12 @@ class Continuing:
             wait: return when it is on the disk; else at once, and steps may be taken meanwhile.
 
         Raises:
-            InputError: `extra` is not JSON, or `folder` is a file.
+            InputError: `extra` is not JSON, or `folder` is a file or holds more than a checkpoint.
             RunFailed: it could not be written (with `wait`; else the Saving says so), or a step
                 was broken off when updates had begun. Older checkpoints stay as they are.
         """
         folder = Path(os.path.abspath(folder))
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"{folder}: is a file; give a folder to save to")
+        require_replaceable(folder)
         if isinstance(self._parts, TrainingParts) and self._parts.update.torn:
             raise RunFailed(
                 "a step was broken off when updates had begun, so there is no step's state to "

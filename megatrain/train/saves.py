@@ -8,7 +8,7 @@ from pathlib import Path
 from megatrain.checkpoint import Saving, rotate
 from megatrain.config import CheckpointSection
 from megatrain.disk import flush
-from megatrain.errors import MegatrainError, RunFailed
+from megatrain.errors import InputError, MegatrainError, RunFailed
 from megatrain.train.folders import CHECKPOINTS, METRICS, checkpoint_folder, checkpoints
 from megatrain.train.prepare import Job
 from megatrain.train.resume import RunState
@@ -54,7 +54,7 @@ class Saves:
             return
         try:
             self._save(state).wait()
-        except OSError as error:
+        except (InputError, OSError) as error:
             raise RunFailed(f"{self._run}: step {state.step} cannot be saved: {error}") from error
         self.saved = state.step
         self._rotate()

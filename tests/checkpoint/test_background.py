@@ -307,6 +307,50 @@ def test_a_file_in_the_way_is_refused(tmp_path) -> None:
     assert (tmp_path / "saved").read_text() == "mine"
 
 
+@pytest.mark.parametrize("foreign", ["thesis.tex", "results", ".git"])
+def test_a_folder_with_other_files_is_refused_and_left_alone(foreign, tmp_path) -> None:
+    """A save replaces a folder, so it must be a checkpoint: else what is in it would be lost."""
+    with engine_of() as engine:
+        engine.save(tmp_path / "saved")
+        (tmp_path / "saved" / foreign).mkdir()
+        for folder in (tmp_path, tmp_path / "saved"):
+            with pytest.raises(InputError, match="which is no part of a checkpoint"):
+                engine.save(folder)
+    assert (tmp_path / "saved" / foreign).is_dir()
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "extra.json"])
+def test_a_damaged_checkpoint_can_be_replaced(lost, tmp_path) -> None:
+    with engine_of() as engine:
+        engine.save(tmp_path / "saved")
+        (tmp_path / "saved" / lost).unlink()
+        engine.save(tmp_path / "saved")
+    assert verify(tmp_path / "saved").settings.steps == 0
+
+
+def test_a_link_that_has_the_name_gives_way(tmp_path) -> None:
+    with engine_of() as engine:
+        engine.save(tmp_path / "target")
+        (tmp_path / "latest").symlink_to("target")
+        for _ in range(2):
+            engine.save(tmp_path / "latest")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "target"]
+    assert not (tmp_path / "latest").is_symlink()
+
+
+def test_engines_that_save_side_by_side_do_not_tidy_each_other_away(tmp_path, monkeypatch) -> None:
+    slow = SlowWrites(monkeypatch)
+    slow.may_go_on.clear()
+    with engine_of() as engine:
+        saving = engine.save(tmp_path / "saved", wait=False)
+        while not slow.count:
+            time.sleep(0.01)
+        files.put_right(tmp_path)  # what a save beside it does first
+        slow.may_go_on.set()
+        saving.wait()
+    assert verify(tmp_path / "saved").settings.steps == 0
+
+
 LAST_WORDS = """
 import sys, torch
 from pathlib import Path
