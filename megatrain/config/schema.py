@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_type_hints
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -25,6 +26,16 @@ Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
+def _a_name(text: str) -> str:
+    """An empty path would be the current folder, read or written to."""
+    if not text or "\0" in text:
+        raise ValueError(f"should be a name or a path, got {shown(text)}")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_a_name)]
+
+
 class Section(BaseModel):
     """One section of the run file; strict, so that `"8"` is not quietly taken for `8`."""
 
@@ -36,9 +47,9 @@ class Section(BaseModel):
 class ModelSection(Section):
     """What is trained: a pretrained `path`, or a `config` to be randomly initialised."""
 
-    path: str | None = None
+    path: Name | None = None
     config: dict[str, Any] | None = None
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     trust_remote_code: bool = False
     attn_implementation: str | None = None
 
@@ -57,16 +68,16 @@ class DataSection(Section):
     """What it is trained on; `megatrain.data` documents the formats."""
 
     kind: Literal["text", "chat"]
-    path: str | list[str]
+    path: Name | list[Name]
     sequence_length: Annotated[int, Field(ge=2)]
-    eval_path: str | list[str] | None = None
+    eval_path: Name | list[Name] | None = None
     eval_fraction: Fraction = 0.0
     packing: bool = True
     text_field: str = "text"
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     hub_config: str | None = None
     hub_split: str = "train"
-    cache_dir: str | None = None
+    cache_dir: Name | None = None
 
     @model_validator(mode="after")
     def _one_evaluation_source(self) -> Self:
@@ -121,6 +132,8 @@ class ScheduleSection(Section):
     def _one_warmup(self) -> Self:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("give warmup_steps or warmup_ratio, not both")
+        if self.name == "constant" and (self.warmup_steps or self.warmup_ratio):
+            raise ValueError("constant has no warm-up; take constant_with_warmup")
         if self.options and self.name in ("constant", "constant_with_warmup"):
             raise ValueError(f"{self.name} takes no options")
         return self
@@ -197,8 +210,11 @@ class EngineSection(Section):
     @field_validator("placement")
     @classmethod
     def _placement_fields(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
-        if isinstance(value, dict):
-            _check_placement(value)
+        if not isinstance(value, dict):
+            return value
+        # A run file has lists only.
+        value = {n: tuple(each) if isinstance(each, list) else each for n, each in value.items()}
+        _check_placement(value)
         return value
 
     def placement_value(self) -> Literal["auto"] | Placement:
@@ -229,7 +245,7 @@ class OutputSection(Section):
     recorded step's times by stream and reasons to wait are in `metrics.jsonl`.
     """
 
-    folder: str | None = None
+    folder: Name | None = None
     log_every: Positive = 10
     timeline_every: Annotated[int, Field(ge=2)] | None = None
 
@@ -274,7 +290,7 @@ def _check_placement(choices: dict[str, Any]) -> None:
         try:
             TypeAdapter(hints[name]).validate_python(value, strict=True)
         except ValidationError as error:
-            problem = error.errors()[0]["msg"].removeprefix("Input ")
+            problem = error.errors()[0]["msg"].removeprefix("Input ").replace("valid tuple", "list")
             raise ValueError(f"{name} {problem}, got {shown(value)}") from error
     try:
         Placement(**choices)

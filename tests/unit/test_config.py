@@ -44,6 +44,13 @@ def test_an_override_may_name_a_section_that_the_file_lacks(load):
     assert loaded.output.folder == "out"
 
 
+@pytest.mark.parametrize("names", [(), ("embedding", "layer 0")])
+def test_tiles_that_rest_on_the_device_are_a_list(load, names):
+    loaded = load(MINIMAL, f"engine.placement.resident={list(names)}")
+    assert loaded.engine.placement_value() == Placement(resident=names)
+    assert load(loaded.as_yaml()).engine.placement_value() == Placement(resident=names)
+
+
 def test_the_resolved_file_loads_as_the_same_configuration(load):
     loaded = load(MINIMAL, "schedule.options={num_cycles: 0.5}", "engine.placement.slots=3")
     assert load(loaded.as_yaml()) == loaded
@@ -85,6 +92,15 @@ MISTAKES = [
     (["engine.placement.slot=2"], "engine.placement: unknown key 'slot'; did you mean 'slots'?"),
     (["engine.placement.slots=x"], "engine.placement: slots should be a valid integer, got 'x'"),
     (["engine.placement.slots=0"], "engine.placement: slots is 0; it must be >= 1"),
+    (["engine.placement.resident=head"], "engine.placement: resident should be a list, got"),
+    (["schedule.name=constant", "schedule.warmup_steps=3"], "take constant_with_warmup"),
+    (["data.path=''"], "--set data.path: should be a name or a path, got ''"),
+    (["data.eval_path=''"], "--set data.eval_path: should be a name or a path, got ''"),
+    (["data.cache_dir=''"], "--set data.cache_dir: should be a name or a path, got ''"),
+    (["model.path=''"], "--set model.path: should be a name or a path, got ''"),
+    (["model.tokenizer=''"], "--set model.tokenizer: should be a name or a path, got ''"),
+    (["output.folder=''"], "--set output.folder: should be a name or a path, got ''"),
+    (['output.folder="a\\0b"'], "--set output.folder: should be a name or a path, got 'a"),
     (["model.config={model_type: llama}"], "model: give either path"),
     (["model.path=null"], "model: give either path"),
     (["model.path=null", "model.config={a: 1}"], "model: config needs a model_type"),
