@@ -19,6 +19,9 @@ from megatrain.errors import InputError
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")  # of a group
+
+
 @dataclass(frozen=True)
 class AdamW:
     """Settings of AdamW (Loshchilov and Hutter 2019), with torch.optim.AdamW's defaults for LLMs.
@@ -93,6 +96,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
             for name in group["param_names"]
         }
 
+    def check(self) -> None:
+        """Whether the groups, which anybody may change, still hold settings of AdamW.
+
+        Raises:
+            InputError: one does not: a NaN for a learning rate would become every weight.
+        """
+        for group in self.param_groups:
+            AdamW(**{name: _scalar(group[name]) for name in _SETTINGS})
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Count an optimizer step; the update itself is the engine's."""
@@ -124,6 +136,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
             AdamW(**known)  # refuses what is no setting
             group.update(values, betas=tuple(values["betas"]))
         self.num_steps = num_steps
+
+
+def _scalar(value: Any) -> Any:
+    """Numbers of torch and numpy as Python's."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -230,13 +230,14 @@ class Engine(Continuing):
             norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
 
         Raises:
-            InputError: bad micro-batches, or an engine without optimizer.
+            InputError: bad micro-batches or settings of the optimizer, or an engine without one.
             StepRefused: loss or gradient norm is not finite, or the norm above the limit; says
                 whether a weight has been changed (never, with `max_grad_norm`).
             RunFailed: a host thread failed.
         """
         if not isinstance(self._parts, TrainingParts) or self.optimizer is None:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
+        self.optimizer.check()
         start = time.perf_counter()
         batch = self._prepare(micro_batches, labelled=True, train=True)
         self._parts.update.norm_limit = norm_limit

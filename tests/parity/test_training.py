@@ -1,5 +1,6 @@
 """Several steps against torch.optim.AdamW: clipping, schedules, groups that the user changes."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from megatrain import AdamW, Engine
+from megatrain import AdamW, Engine, InputError
 from megatrain.optim import NO_DECAY
 from tests.families.plain import accumulate
 from tests.parity.cases import (
@@ -158,6 +159,22 @@ def test_what_changes_after_a_step_does_not_reach_back(clip: float | None) -> No
     for group in other.optimizer.param_groups:
         group.update(lr=1e3, betas=(0.0, 0.0), weight_decay=0.9)
     assert same(masters(one), masters(other))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", math.nan), ("lr", torch.tensor(math.inf)), ("lr", "fast"), ("eps", -1.0),
+     ("betas", (0.9, 1.0)), ("weight_decay", None)],
+)  # fmt: skip
+def test_what_is_no_setting_never_reaches_a_weight(name: str, value: Any) -> None:
+    engine, [step] = make_engine(llama()), make_batches(1)
+    before, group = masters(engine), engine.optimizer.param_groups[1]
+    good, group[name] = group[name], value
+    with pytest.raises(InputError, match=f"AdamW {name}"):
+        engine.step(step)
+    assert same(masters(engine), before)
+    group[name] = good
+    assert engine.step(step).grad_norm > 0
 
 
 def test_a_learning_rate_of_zero_moves_moments_only() -> None:
