@@ -82,7 +82,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         (config.training.epochs or 0) * loader.steps_per_epoch
     )
     # A wrong option should be known before weights are read, which may take minutes.
-    _schedule(config, SGD([torch.zeros(1)]), total_steps, 0)
+    _check_schedule(config, total_steps)
     done = 0
     if start is not None:
         loader.load_state_dict(start.state.data)
@@ -189,14 +189,28 @@ def _schedule(
             num_training_steps=total_steps,
             scheduler_specific_kwargs=dict(schedule.options),
         )
-    except (TypeError, ValueError) as error:
+        if done:
+            made.last_epoch = done - 1
+            with warnings.catch_warnings():  # torch misses the optimizer's steps, taken long ago
+                warnings.simplefilter("ignore", UserWarning)
+                made.step()
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"schedule: {schedule.name} cannot be set up: {error}") from error
-    if done:
-        made.last_epoch = done - 1
-        with warnings.catch_warnings():  # torch misses the optimizer's steps, taken long ago
-            warnings.simplefilter("ignore", UserWarning)
-            made.step()
     return made
+
+
+def _check_schedule(config: Config, total_steps: int) -> None:
+    """Raises InputError: it cannot be set up, or some step would have no learning rate."""
+    warmup = config.schedule.num_warmup_steps(total_steps)
+    for done in sorted({0, 1, warmup + 1, total_steps // 2, total_steps - 1}):
+        if done < total_steps:
+            stand_in = SGD([torch.zeros(1)], lr=config.optimizer.lr)
+            (rate,) = _schedule(config, stand_in, total_steps, done).get_last_lr()
+            if not 0 <= rate < math.inf:
+                raise InputError(
+                    f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
+                    f"{rate}; correct schedule.options"
+                )
 
 
 def _engine(config: Config, hf_config: PreTrainedConfig) -> Engine:

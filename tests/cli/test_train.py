@@ -70,6 +70,14 @@ def test_the_resolved_config_repeats_the_run_bit_for_bit(megatrain, trained, tmp
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_schedule_is_tried_with_the_rate_of_the_run(megatrain, run_file):
+    """An end of 0.005 is below this run's rate, and above torch's usual one."""
+    options = ["--set", "schedule.options={lr_end: 0.005}"]
+    chosen = sets(schedule__name="polynomial", training__steps=1)
+    result = megatrain("train", run_file, *chosen, *options)
+    assert result.exit_code == 0, result.output
+
+
 def test_the_attention_implementation_reaches_the_model(megatrain, run_file, monkeypatch):
     from transformers.models.llama import modeling_llama
 
