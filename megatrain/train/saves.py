@@ -31,6 +31,7 @@ class Saves:
         self.saved = saved
         self._running: tuple[int, Saving] | None = None
         self._wanted_from: int | None = None  # a checkpoint is due from this step on
+        self._stays_from: int | None = None  # the first one from this step on stays for ever
 
     def after(self, state: RunState, *, asked: bool, last: bool) -> None:
         """A step is done: start a checkpoint if one is due and none is being written."""
@@ -38,6 +39,8 @@ class Saves:
         due = self._settings.at_end if last else every is not None and state.step % every == 0
         if due or asked:
             self._wanted_from = state.step
+        if due and self._is_marked(state.step):
+            self._stays_from = state.step
         self._settle(wait=last)
         wanted = self._wanted_from is not None and state.step >= self._wanted_from
         if wanted and self._running is None:
@@ -92,14 +95,17 @@ class Saves:
     def _save(self, state: RunState) -> Saving:
         with suppress(OSError):  # the log of these steps must not be lost where they are not
             flush(self._run / METRICS)
-        marked = self._settings.keep_every
         return self._job.engine.save(
             checkpoint_folder(self._run, state.step),
             extra=state.as_dict(),
             attach=self._job.tokenizer.save_pretrained,
-            keep=marked is not None and state.step % marked == 0,
+            keep=self._stays_from is not None or self._is_marked(state.step),
             wait=False,
         )
+
+    def _is_marked(self, step: int) -> bool:
+        every = self._settings.keep_every
+        return every is not None and step % every == 0
 
     def _settle(self, *, wait: bool) -> None:
         if self._running is None or not (wait or self._running[1].done):
@@ -111,6 +117,8 @@ class Saves:
             self._failed(step, error)
             return
         self.saved = step
+        if self._stays_from is not None and self._stays_from <= step:
+            self._stays_from = None
         self._rotate()
 
     def _rotate(self) -> None:

@@ -209,7 +209,10 @@ loop.write_model = full
 
 
 def test_a_full_disk_at_a_save_costs_that_checkpoint_only(start, run, whole):
-    """Files may not grow beyond 30 kB from step 14 to 19; the try after step 25 has room again."""
+    """Files may not grow beyond 30 kB from step 14 to 19; the try after step 25 has room again.
+
+    That one stays for ever in the place of step 15's.
+    """
     fault = (
         AT_STEP
         + """
@@ -221,13 +224,15 @@ def at(step):
         resource.setrlimit(resource.RLIMIT_FSIZE, limited if step == 14 else limits)
 """
     )
-    choices = sets(training__steps=26, checkpoint__every=15, checkpoint__at_end=False)
+    saving = {"every": 15, "keep_every": 15, "at_end": False}
+    choices = sets(training__steps=26, checkpoint=saving)
     out = start(fault, *choices).finish()
     reason = os.strerror(errno.EFBIG)
     assert f"cannot save the checkpoint of step 15: {reason}; nothing of it is left" in out
     assert "the run goes on and tries again after step 25" in out
     (saved,) = (run.parent / "run" / "checkpoints").iterdir()
     assert verify(saved).extra["step"] == 25
+    assert (saved / "keep").exists()
 
 
 def test_a_disk_that_is_full_when_the_run_is_stopped_is_an_error(start, goes_on):
