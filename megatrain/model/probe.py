@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from transformers import Cache, PreTrainedModel
 
@@ -35,9 +36,35 @@ def outline(model: PreTrainedModel) -> Outline:
     """Learn the structure of `model` (meta parameters, real CPU buffers).
 
     Raises:
-        Unsupported: the model has no stack of layers, or one that cannot be streamed.
+        Unsupported: the model has no stack of layers, or one that cannot be streamed, or its
+            configuration makes a model that cannot be run at all.
     """
     refuse_settings(model.config)
+    try:
+        return _outline(model)
+    except Unsupported:
+        raise
+    except Exception:
+        _refuse_broken(model)
+        raise  # it works where it is run as a whole: not the user's mistake
+
+
+def _refuse_broken(model: PreTrainedModel) -> None:
+    for _, stack in find_stacks(model):
+        for layer in stack:
+            layer.__dict__.pop("forward", None)
+    weights = {name: zero_pages(p.shape) for name, p in model.named_parameters()}
+    try:
+        with torch.no_grad():
+            functional_call(model, weights, (torch.zeros(PROBE_SHAPE, dtype=torch.long),))
+    except Exception as error:  # whatever a model makes of a configuration that contradicts itself
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        raise Unsupported(
+            f"{type(model).__name__} cannot be run at all: {reason}; check its configuration"
+        ) from error
+
+
+def _outline(model: PreTrainedModel) -> Outline:
     watch = Watch(model, "")
     tried = []
     for name, stack in find_stacks(model):
