@@ -35,3 +35,10 @@ class StepRefused(RunFailed):
     def __init__(self, message: str, *, intact: bool) -> None:
         super().__init__(message)
         self.intact = intact
+
+
+def told(error: OSError) -> str:
+    """What an error of the operating system says, and of which file."""
+    where = error.filename2 or error.filename
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason if where is None else f"{where}: {reason}"

@@ -3,6 +3,7 @@
 Exit codes: 0 done, 2 bad configuration or input, 3 does not fit, 4 run failed.
 """
 
+import errno
 import logging
 import sys
 import traceback
@@ -15,8 +16,13 @@ from typer.core import TyperGroup
 
 from megatrain.cli.bench import bench
 from megatrain.cli.planning import doctor, plan
-from megatrain.errors import MegatrainError, RunFailed
+from megatrain.errors import InputError, MegatrainError, RunFailed, told
 from megatrain.telemetry.console import StderrHandler
+
+_PATH_ERRORS = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
+    errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
 
 
 class ReportingGroup(TyperGroup):
@@ -29,14 +35,21 @@ class ReportingGroup(TyperGroup):
         except (MegatrainError, OSError) as error:
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            message = " ".join(str(error).split()) or type(error).__name__
+            known = _known(error) if isinstance(error, OSError) else error
+            message = " ".join(str(known).split()) or type(error).__name__
             with suppress(OSError):  # the exit code says it, too
                 print(f"megatrain: error: {message}", file=sys.stderr)
-            code = error.exit_code if isinstance(error, MegatrainError) else RunFailed.exit_code
-            raise typer.Exit(code) from error
+            raise typer.Exit(known.exit_code) from error
         except KeyboardInterrupt as error:
             print("megatrain: interrupted", file=sys.stderr)
             raise typer.Exit(130) from error  # 128 + SIGINT, the shells' convention
+
+
+def _known(error: OSError) -> MegatrainError:
+    """An error of the operating system as one of ours: a path that cannot be used is bad input."""
+    if error.errno in _PATH_ERRORS:
+        return InputError(f"{told(error)}; check the path and who may use it")
+    return RunFailed(told(error))
 
 
 app = typer.Typer(

@@ -24,7 +24,7 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     """Where a run will be written, not created yet: `folder`, or a new one under `runs/`.
 
     Raises:
-        InputError: there is something already, which is never overwritten.
+        InputError: there is something already, which is never overwritten, or no writable folder.
     """
     path = Path(folder) if folder else Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if path.exists() and not path.is_dir():
@@ -32,6 +32,9 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     if (path / MODEL).exists():
         raise InputError(f"output.folder: {path} holds a finished run; choose another folder")
     require_empty(path, "output.folder: ")
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"output.folder: {there} cannot be written into; choose another folder")
     return path
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.errors import MegatrainError
+from megatrain.errors import MegatrainError, RunFailed, told
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.folders import METRICS
@@ -66,7 +66,10 @@ def train(
         if isinstance(opened, Finished):
             return Outcome(opened.folder, opened.steps)
         folder, job = opened
-        return _run(job, config, folder, signals)
+        try:
+            return _run(job, config, folder, signals)
+        except OSError as error:
+            raise RunFailed(f"{folder}: cannot be written to or read: {told(error)}") from error
 
 
 def _run(job: Job, config: Config, folder: Path, signals: Signals) -> Outcome:

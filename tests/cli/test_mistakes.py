@@ -39,6 +39,15 @@ MISTAKES = {
         ["schedule.name=cosine", "schedule.options={num_cycles: many}"],
         "schedule: cosine cannot be set up: could not convert",
     ),
+    "heads that cannot share keys": (
+        ["model.config.num_key_value_heads=3"],
+        "LlamaForCausalLM cannot be run at all: The size of tensor",
+    ),
+    "a folder in a file": (
+        ["output.folder=/dev/null/run"],
+        "output.folder: /dev/null cannot be written into; choose another folder",
+    ),
+    "a folder where none can be": (["output.folder=/proc/none/run"], "/proc/none"),
     "small vocabulary": (["model.config.vocab_size=20"], "20"),
     "not a decoder": (["model.config={model_type: t5}"], "t5"),
     "unknown attention": (["model.attn_implementation=fast"], "fast"),
@@ -144,6 +153,13 @@ def test_export_of_what_is_no_model_and_into_what_is_not_empty(megatrain, tmp_pa
     (tmp_path / "model" / "config.json").write_text("{}")
     assert_refused(megatrain("export", tmp_path, tmp_path / "model"), "is not empty")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_path_that_cannot_be_used_is_bad_input(megatrain, trained, tmp_path):
+    assert_refused(megatrain("export", trained[0], "/proc/out"), "/proc/.out.partial: No such file")
+    (tmp_path / "page.html").mkdir()
+    result = megatrain("report", trained[0], "--output", tmp_path / "page.html")
+    assert_refused(result, f"{tmp_path / 'page.html'}: Is a directory")
 
 
 def test_debug_adds_the_traceback(megatrain):

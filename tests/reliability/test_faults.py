@@ -208,6 +208,22 @@ loop.write_model = full
     goes_on()
 
 
+def test_a_configuration_that_cannot_be_written_is_named(start, goes_on, run):
+    fault = """
+import os
+import megatrain.train.loop as loop
+describe = loop.describe_run
+def hindered(folder, *arguments):
+    os.mkdir(folder / ".config.yaml.partial")
+    describe(folder, *arguments)
+loop.describe_run = hindered
+"""
+    folder = run.parent / "run"
+    failed_with(start(fault), 4, f"{folder}: cannot be written to or read: {folder}/.config.yaml")
+    (folder / ".config.yaml.partial").rmdir()
+    goes_on()
+
+
 def test_a_full_disk_at_a_save_costs_that_checkpoint_only(start, run, whole):
     """Files may not grow beyond 30 kB from step 14 to 19; the try after step 25 has room again.
 
