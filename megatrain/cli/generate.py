@@ -97,7 +97,8 @@ def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     """One token id by temperature and nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751)."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    probabilities, ids = torch.softmax(logits_V / sampling.temperature, -1).sort(descending=True)
+    scaled_V = (logits_V - logits_V.max()).double() / sampling.temperature  # never above 0
+    probabilities, ids = torch.softmax(scaled_V, -1).sort(descending=True)
     before = probabilities.cumsum(-1) - probabilities
     probabilities[(before >= sampling.top_p) & (before > 0)] = 0
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

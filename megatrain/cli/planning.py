@@ -39,7 +39,7 @@ def plan(
     sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens a row; 1024.")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows at once; chosen.")] = None,
     total_tokens: Annotated[
-        float | None, typer.Option(min=1, help="Of the whole run: 1e9.")
+        float | None, typer.Option(min=1, max=1e18, help="Of the whole run: 1e9.")
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, max=64, help="GPUs of one host: an estimate.")] = 1,
     clip: Annotated[

@@ -52,6 +52,12 @@ class Ask:
             )
         if self.micro_batch is not None and self.micro_batch < 1:
             raise InputError(f"a micro-batch of {self.micro_batch} rows is empty")
+        rows = self.tokens_per_step // self.sequence_length
+        if self.micro_batch is not None and self.micro_batch > rows:
+            raise InputError(
+                f"a micro-batch of {self.micro_batch:,} rows is more than a step has ({rows:,}); "
+                "take fewer, or more tokens a step"
+            )
 
     def on(self, **machine: Any) -> "Ask":
         """The same question about a machine that is changed so."""

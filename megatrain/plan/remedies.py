@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from megatrain.engine.forecast import Forecast
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.machine import machine_for
+from megatrain.machine import Machine, machine_for
 from megatrain.plan.ask import Ask, Plans
-from megatrain.telemetry.known_gpus import known_gpus
+from megatrain.telemetry.known_gpus import by_driver_name, known_gpus
 from megatrain.units import GIB, gib
 
 SHOWN = 3
@@ -53,7 +54,11 @@ class Shortage:
 
 
 def shortage(plans: Plans, ask: Ask) -> Shortage:
-    """What is missing. Called when `ask` does not fit."""
+    """What is missing. Called when `ask` does not fit.
+
+    Of two ways the one that lacks only one kind of memory: a larger card *and* more host memory is
+    not what somebody needs whom more host memory would help.
+    """
     there = ask.machine
 
     def missing(least: Forecast) -> tuple[int, int]:
@@ -63,7 +68,11 @@ def shortage(plans: Plans, ask: Ask) -> Shortage:
             max(0, needed.host_memory_bytes - there.host_memory_bytes),
         )
 
-    least = min(plans.least(ask), key=lambda way: sum(missing(way)))
+    def lack(least: Forecast) -> tuple[int, int]:
+        lacking = missing(least)
+        return sum(map(bool, lacking)), sum(lacking)
+
+    least = min(plans.least(ask), key=lack)
     return Shortage(least, *missing(least))
 
 
@@ -145,10 +154,13 @@ def _hardware(plans: Plans, ask: Ask, short: Shortage) -> Changes:
         return
     device = told.device_memory_bytes
     more = f" and {gib(host)} of host memory" if short.host_bytes else ""
-    yield (
-        f"let it use {gib(device)} of device memory{more}",
-        ask.on(device_memory_bytes=device, host_memory_bytes=max(host, machine.host_memory_bytes)),
-    )
+    if device <= _card_bytes(machine):
+        yield (
+            f"let it use {gib(device)} of device memory{more}",
+            ask.on(
+                device_memory_bytes=device, host_memory_bytes=max(host, machine.host_memory_bytes)
+            ),
+        )
     for gpu in sorted(known_gpus(), key=lambda gpu: (gpu.memory_gib, -gpu.bf16_tflops)):
         try:
             other = machine_for(
@@ -165,6 +177,12 @@ def _hardware(plans: Plans, ask: Ask, short: Shortage) -> Changes:
                 replace(ask, machine=other),
             )
             return
+
+
+def _card_bytes(machine: Machine) -> float:
+    """Of the GPU as it is sold; of one that is not known, any number."""
+    gpu = by_driver_name(machine.name.partition(",")[0])
+    return inf if gpu is None else gpu.memory_gib * GIB
 
 
 def _halved(most: int, least: int, fits: Callable[[int], bool]) -> int | None:

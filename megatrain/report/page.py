@@ -4,6 +4,7 @@ import os
 from importlib import resources
 from pathlib import Path
 
+from megatrain.errors import InputError
 from megatrain.report import sections
 from megatrain.report.lanes import draw as draw_lanes
 from megatrain.report.markup import text
@@ -25,8 +26,11 @@ def write_report(path: Path, output: Path | None = None, timeline: Path | None =
         The page's path.
 
     Raises:
-        InputError: `path` is neither. What a run lacks is said on its page.
+        InputError: `path` is neither, or there is no `timeline`. What a run lacks is said on its
+            page.
     """
+    if timeline is not None and not timeline.is_file():
+        raise InputError(f"{timeline}: no such file; give a trace, or leave --timeline out")
     source = read_source(path, timeline)
     if output is None:
         output = path / "report.html" if path.is_dir() else path.with_suffix(".html")

@@ -16,7 +16,7 @@ from megatrain.checkpoint import (
     open_checkpoint,
 )
 from megatrain.engine.resume import open_model, read_buffers, saved_dtype
-from megatrain.errors import InputError
+from megatrain.errors import InputError, RunFailed
 from megatrain.model.export import REPLACED, write_weights
 from megatrain.train.folders import (
     CHECKPOINTS,
@@ -40,6 +40,7 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
 
     Raises:
         InputError: `run` holds no model, or `out` is not empty.
+        RunFailed: the disk is full.
     """
     checkpoint = _checkpoint_of(Path(run))
     if checkpoint is not None:
@@ -93,7 +94,10 @@ def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:
             tensors = {name: _cast(file.get_tensor(name), dtype) for name in names}
     except SafetensorError as error:
         raise InputError(f"{source}: unreadable: {error}") from error
-    save_file(tensors, target, metadata=metadata)
+    try:
+        save_file(tensors, target, metadata=metadata)
+    except SafetensorError as error:  # of the disk, too
+        raise RunFailed(f"{target}: cannot be written: {error}") from error
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

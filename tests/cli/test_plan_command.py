@@ -96,6 +96,7 @@ MISTAKES = {
     "nothing": (["--model", "7B", "--device-memory", "0"], "--device-memory: 0 is no memory"),
     "few tokens": (["--model", "7B", "--tokens", 10], "holds no sequence of 1,024"),
     "many tokens": (["--model", "7B", "--tokens", 10**12], "more than can be planned"),
+    "many rows": (["--model", "7B", "--micro-batch", 97], "97 rows is more than a step has (96)"),
     "long": (["--model", "model", "--sequence-length", 128, "--tokens", 128], "longer than model"),
     "picture": (["--model", "model", "--picture", "x.xyz", "--tokens", 64,
                  "--sequence-length", 32], "--picture x.xyz"),
@@ -108,6 +109,12 @@ def test_a_mistake(megatrain, model_file, name):
     given = {"--gpu", "--host-memory"} & set(arguments)
     rest = HERE if not given else HERE[2:] if "--gpu" in given else [*HERE[:2], *HERE[4:]]
     refused(megatrain("plan", *arguments, *rest), text)
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "0", "1e300"])
+def test_a_run_of_no_length(megatrain, number):
+    result = megatrain("plan", "--model", "7B", *HERE, "--total-tokens", number)
+    assert result.exit_code == 2 and "Invalid value for '--total-tokens'" in result.stderr
 
 
 def test_a_hub_that_cannot_be_reached(megatrain, monkeypatch):

@@ -47,3 +47,10 @@ def test_what_is_no_run_is_refused_in_one_line(megatrain, tmp_path):
         assert len(result.stderr.strip().splitlines()) == 1
         assert name in result.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"empty", "text.json"}
+
+
+def test_a_timeline_that_is_not_there_is_refused(megatrain, trained, tmp_path):
+    page = tmp_path / "page.html"
+    result = megatrain("report", trained[0], "--output", page, "--timeline", "none.json")
+    assert result.exit_code == 2 and "none.json: no such file" in result.stderr
+    assert not page.exists()

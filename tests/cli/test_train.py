@@ -217,6 +217,18 @@ def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):
     assert texts[0].stdout == texts[1].stdout
 
 
+def test_an_export_onto_a_full_disk_leaves_nothing(trained, tmp_path):
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))\n"
+        "from megatrain.cli import main; main()"
+    )
+    arguments = ["export", str(trained[0]), str(tmp_path / "out"), "--dtype", "bfloat16"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 4 and done.stderr.count("megatrain: error:") == 1, done.stderr
+    assert "cannot be written" in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_greedy_generation_is_what_transformers_generates(megatrain, trained):
     folder, _ = trained
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)

@@ -37,3 +37,7 @@ def test_the_seed_decides_the_draws():
     first, again, other = (drawn(Sampling(seed=seed), 50) for seed in (1, 1, 2))
     assert first.equal(again)
     assert not first.equal(other)
+
+
+def test_a_temperature_next_to_nothing_takes_the_likeliest():
+    assert drawn(Sampling(temperature=1e-300), 5).tolist() == [0, 1, 0, 0, 0]

@@ -114,6 +114,30 @@ def test_of_two_frugal_ways_the_one_counts_that_lacks_less():
     assert (short.device_bytes, short.host_bytes) == (GIB, 0)
 
 
+def test_what_only_one_kind_of_memory_would_mend_lacks_no_other():
+    class Two(Toy):
+        def least(self, ask: Ask) -> list[Forecast]:
+            small = ask.on(device_memory_bytes=4 * GIB, host_memory_bytes=60 * GIB)
+            large = ask.on(device_memory_bytes=9 * GIB, host_memory_bytes=50 * GIB)
+            return [toy_forecast(way, 0, 0) for way in (large, small)]
+
+    short = shortage(Two(), asked(device_gib=8, host_gib=30))
+    assert (short.device_bytes, short.host_bytes) == (0, 30 * GIB)
+
+
+def test_no_card_is_told_to_have_more_memory_than_it_has():
+    known = replace(machine_for("4090", 64 * GIB, 16), device_memory_bytes=4 * GIB)
+    for gigabytes, told in ((20, True), (30, False)):
+
+        class Large(Toy):
+            def needs(self, ask: Ask, size: int = gigabytes) -> Forecast:
+                return toy_forecast(ask, size * GIB, GIB)
+
+        ask = replace(ASK, machine=known)
+        found = remedies(Large(), ask, shortage(Large(), ask))
+        assert any(remedy.text.startswith("let it use") for remedy in found) == told
+
+
 def test_free_changes_come_first():
     found = texts(asked(device_gib=6.5, micro_batch=4))
     assert found[0] == "take micro-batches of one row" or "256 tokens a step" in found[0]
