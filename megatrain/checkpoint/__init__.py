@@ -16,7 +16,8 @@ from megatrain.checkpoint.folders import (
 from megatrain.checkpoint.manifest import BUFFERS, MODEL, Checkpoint, Settings
 from megatrain.checkpoint.masters import masters
 from megatrain.checkpoint.read import read_tiles
-from megatrain.checkpoint.saver import Contents, Saver, Saving, spare_bytes_of
+from megatrain.checkpoint.saver import Contents, Saver, Saving
+from megatrain.checkpoint.spare import spare_bytes_of
 
 __all__ = [
     "BUFFERS",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint import files
+from megatrain.checkpoint.spare import Spare
 from megatrain.device import Buffer
 from megatrain.model.shards import DTYPE_NAMES, Described, header_bytes
 from megatrain.store import Tile
@@ -110,18 +111,6 @@ class Abandoned(Exception):
         return "it was broken off"
 
 
-class Spare:
-    """Host memory in blocks of a piece each, kept from save to save; may be none."""
-
-    def __init__(self, buffer: Buffer | None) -> None:
-        self.num_bytes = 0 if buffer is None else buffer.data.nbytes
-        self._blocks = [] if buffer is None else list(buffer.data.split(files.PIECE_BYTES))
-        self.free = list(range(len(self._blocks)))
-
-    def __getitem__(self, block: int) -> Tensor:
-        return self._blocks[block]
-
-
 class Snapshot:
     """All pieces of one save, between the streams that own the planes and the writers."""
 
@@ -132,14 +121,18 @@ class Snapshot:
         self.moved_bytes = 0
         self.waited = 0
 
-    def reserve(self, piece: Piece) -> Tensor | None:
-        """A spare block for a piece that is going to be copied there; None: none is free."""
+    def room_for(self, piece: Piece) -> Tensor | None:
+        """Memory for a piece that leaves the device, when there is some; None: nobody wants it."""
         with self._changed:
-            if self._abandoned or not self._spare.free:
-                return None
-            piece.block = self._spare.free.pop()
-            self.moved_bytes += piece.num_bytes
-            return self._spare[piece.block][: piece.num_bytes]
+            while not self._abandoned:
+                free = self._spare.free or self._spare.free_to_leave
+                if free:
+                    piece.block = free.pop()
+                    self.moved_bytes += piece.num_bytes
+                    return self._spare[piece.block][: piece.num_bytes]
+                self.waited += 1
+                self._changed.wait()
+            return None
 
     def release(self, pieces: Sequence[Piece], memory: Tensor | None = None) -> None:
         """The pieces hold what is to be saved, in their plane or in `memory` (of a single one)."""
@@ -209,5 +202,5 @@ class Snapshot:
 
     def _free(self, piece: Piece) -> None:
         if piece.block is not None:
-            self._spare.free.append(piece.block)
+            self._spare.give(piece.block)
             piece.block, piece.stage, piece.memory = None, Stage.WRITTEN, None

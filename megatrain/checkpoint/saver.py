@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-import torch
-
 from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import (
     EXTRA,
@@ -29,20 +27,13 @@ from megatrain.checkpoint.manifest import (
     Settings,
     TileRecord,
 )
-from megatrain.checkpoint.pieces import (
-    Snapshot,
-    Spare,
-    TileFile,
-    dtype_name,
-    planes_of,
-    tile_file,
-)
-from megatrain.checkpoint.release import AT_ONCE, Release, Staging
+from megatrain.checkpoint.pieces import Snapshot, TileFile, dtype_name, planes_of, tile_file
+from megatrain.checkpoint.release import AT_ONCE, Release
+from megatrain.checkpoint.spare import Spare
 from megatrain.device import Device
 from megatrain.device.base import SAVE
-from megatrain.errors import DoesNotFit, MegatrainError, RunFailed
+from megatrain.errors import MegatrainError, RunFailed
 from megatrain.store import Tile
-from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import gib
 
 _log = logging.getLogger(__name__)
@@ -296,33 +287,34 @@ class Saver:
         reverse: the last tile is the first to be updated.
         """
         self._device, self._tiles = device, tiles
-        self._spare_bytes, self._host_limit = spare_bytes, host_limit
         self._reverse = reverse
-        self._spare: Spare | None = None
-        self._staging = Staging(device)
+        self._spare = Spare(device, spare_bytes, host_limit)
         self.last: Saving | None = None
 
     @property
     def host_bytes(self) -> int:
-        """Host memory taken for saves, from the first background save on."""
-        return self._staging.num_bytes + (self._spare.num_bytes if self._spare else 0)
+        """Host memory taken for saves, from the first one that needs it on."""
+        return self._spare.num_bytes
 
-    def begin(self, folder: Path, contents: Contents, *, spare: bool) -> Saving:
+    def begin(self, folder: Path, contents: Contents, *, background: bool) -> Saving:
         """Start saving the state after the updates started so far; waits for a save before it.
 
         Args:
-            spare: whether updates are going to be started before it is written.
+            background: whether updates are going to be started before it is written.
 
         Raises:
             RunFailed: a step that was broken off has left tiles of different versions.
+            DoesNotFit: no host memory through which tiles could leave the device.
         """
         self._check_versions()
         self.close()
         jobs = self._jobs()
-        room = self._room(jobs) if spare else Spare(None)
-        self.last = Saving(self._device, folder, contents, jobs, room)
+        pieces = sum(len(job.pieces) for job in jobs)
+        leaving = any(job.tile.resident for job in jobs)
+        self._spare.prepare(pieces, leaving=leaving, background=background)
+        self.last = Saving(self._device, folder, contents, jobs, self._spare)
         try:
-            Release(self._device, self.last.snapshot, self._staging).start(jobs)
+            Release(self._device, self.last.snapshot).start(jobs)
         except BaseException:
             self.last.abandon()
             raise
@@ -347,36 +339,6 @@ class Saver:
         order = sorted(self._tiles, key=lambda tile: -tile.index if self._reverse else tile.index)
         order.sort(key=lambda tile: not tile.resident)
         return [tile_file(tile, _file_name(tile)) for tile in order]
-
-    def _room(self, jobs: Sequence[TileFile]) -> Spare:
-        """Spare memory: as much as was allowed, as is of use, and as there is."""
-        if self._spare is None:
-            allowed = self._spare_bytes
-            if allowed is None:
-                allowed = spare_bytes_of(host_available_bytes(self._host_limit))
-            pieces = sum(len(job.pieces) for job in jobs)
-            resident = any(job.tile.resident for job in jobs)
-            self._spare = self._as_much_as_fits(
-                min(allowed // files.PIECE_BYTES, pieces), pinned=resident
-            )
-        return self._spare
-
-    def _as_much_as_fits(self, blocks: int, *, pinned: bool) -> Spare:
-        while blocks > 0:
-            size = blocks * files.PIECE_BYTES
-            try:
-                buffer = self._device.host("spare room of saves", size, torch.uint8, pinned=pinned)
-            except DoesNotFit as error:
-                blocks //= 2
-                _log.warning("saves will hold up updates more than need be: %s", error)
-            else:
-                return Spare(buffer)
-        return Spare(None)
-
-
-def spare_bytes_of(free_bytes: int) -> int:
-    """What saves may take of so much free host memory, where nobody says how much."""
-    return free_bytes // 2  # steps may grow, and so may the process
 
 
 def _tell(failures: list[str]) -> None:

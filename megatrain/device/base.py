@@ -18,8 +18,7 @@ COPY_IN = "copy in"  # host to device
 COPY_OUT = "copy out"  # device to host
 UPDATE = "update"  # a host thread: optimizer
 ROWS = "rows"  # a host thread: embedding rows in and out of the host planes
-SAVE = "save"  # a host thread: lets a save's writers at the planes
-SAVE_OUT = "copy to save"  # device to host: tiles that rest on the device
+SAVE = "save"  # a host thread: gives a save's writers what they write
 HOST_STREAMS = (UPDATE, ROWS, SAVE)
 
 MEMORY_KEYS = (
@@ -86,6 +85,9 @@ class Device(Protocol):
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         """Put a copy of the first `numel` elements on a stream."""
+
+    def fetch(self, to: Tensor, source: Tensor) -> None:
+        """Copy from the device to the host, as part of a host stream's work: done on return."""
 
     def record(self, stream: str) -> Event:
         """The point that `stream` has been filled up to."""

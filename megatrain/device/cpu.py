@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatrain.device.base import MEMORY_KEYS, Buffer
 from megatrain.device.ranges import host_range
@@ -43,6 +44,9 @@ class CpuDevice:
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         to.data[:numel].copy_(source.data[:numel])
+
+    def fetch(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source)
 
     def record(self, stream: str) -> _Passed:
         return _Passed()

@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 _WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ, cyclic on 32 bits
 
+_FETCH = "fetch"  # the stream of copies that host streams make themselves
+
 # Pieces of work on the compute stream: of some 75 launches each, where the driver takes 1,024.
 _AHEAD = 8
 
@@ -173,6 +175,13 @@ class CudaDevice:
             queue.synchronize()
         with torch.cuda.stream(queue):
             to.data[:numel].copy_(source.data[:numel], non_blocking=True)
+
+    def fetch(self, to: Tensor, source: Tensor) -> None:
+        # A stream of its own, in which nothing waits for anything.
+        queue = self._stream(_FETCH)
+        with torch.cuda.stream(queue):
+            to.copy_(source, non_blocking=True)
+        queue.synchronize()
 
     def record(self, stream: str) -> Any:
         if stream in self._workers:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatrain.device.base import HOST_STREAMS, SAVE_OUT, UPDATE, Buffer, Device
+from megatrain.device.base import HOST_STREAMS, UPDATE, Buffer, Device
 from megatrain.telemetry.timeline import Span
 
 
@@ -35,7 +35,7 @@ class Recording:
     def stop(self) -> list[Span]:
         """Everything since `start`; waits until it is done."""
         self._on = False
-        for stream in ("compute", "copy in", "copy out", SAVE_OUT, *HOST_STREAMS):
+        for stream in ("compute", "copy in", "copy out", *HOST_STREAMS):
             self._device.synchronize(self._device.record(stream), "recording stops")
         seconds = self._device.seconds
         spans = [
@@ -93,6 +93,9 @@ class Recording:
         num_bytes = source.data[:numel].nbytes
         self._marks.append((stream, name, begin, self._device.mark(stream), after, num_bytes))
         return None
+
+    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        self._device.fetch(to, source)
 
     def wait(self, stream: str, event: Any | None, why: str) -> None:
         if self._on and event is not None:

@@ -97,6 +97,9 @@ class TraceDevice:
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         self.run(stream, f"{source.name} -> {to.name}", lambda: None, [source], [to])
 
+    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        return None
+
     def record(self, stream: str) -> TraceEvent:
         clock = dict(self._clocks[stream])
         _merge(clock, self._clocks[CALLER])

@@ -87,7 +87,7 @@ class Continuing:
         written = documents(model, self._source_dtype)
         contents = Contents(self._described(), as_json(extra or {}), written, attach, keep)
         background = self.optimizer is not None and not wait
-        saving = self._saver.begin(folder, contents, spare=background)
+        saving = self._saver.begin(folder, contents, background=background)
         if wait:
             saving.wait()
         return saving

@@ -12,7 +12,7 @@ import pytest
 
 from megatrain import Engine, InputError, Placement, RunFailed, kernels
 from megatrain.checkpoint import files, newest_whole, verify, whole_checkpoints
-from megatrain.checkpoint.release import STAGING_ROOMS
+from megatrain.checkpoint.spare import TO_LEAVE
 from megatrain.device import CpuDevice
 from tests.checkpoint.cases import (
     SlowWrites,
@@ -159,6 +159,23 @@ def test_spare_memory_takes_the_updates_place(choices, tmp_path, monkeypatch) ->
         saving.wait()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("blocks", [0, 3])
+def test_the_call_waits_for_no_disk(blocks, tmp_path, monkeypatch) -> None:
+    """Not even where everything rests on the device and must leave it through little memory."""
+    slow = SlowWrites(monkeypatch)
+    placement = tiny_pool(blocks, **EVERYTHING)
+    with engine_of(device=ThreadedDevice(), placement=placement) as engine:
+        engine.step(batches(1)[0])
+        wanted = state(engine)
+        slow.may_go_on.clear()
+        saving = engine.save(tmp_path / "saved", wait=False)
+        assert not saving.done
+        slow.may_go_on.set()
+        saving.wait()
+    assert same(saved_state(tmp_path / "saved"), wanted)
+
+
 def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path) -> None:
     engine = engine_of(placement=tiny_pool(7, **RESIDENT))
     assert engine.memory()["host_checkpoint_bytes"] == 0
@@ -168,15 +185,16 @@ def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path) -> None:
         engine.step(step)
         engine.save(tmp_path / "saved", wait=False)
         sizes.append(engine.memory()["host_checkpoint_bytes"])
-    assert sizes == [(7 + STAGING_ROOMS) * 4096] * 3
+    assert sizes == [(7 + TO_LEAVE) * 4096] * 3
     assert engine.memory()["host_bytes"] > sizes[0]
     engine.close()
-    assert sorted(engine._saver._spare.free) == list(range(7))  # all given back
+    spare = engine._saver._spare
+    assert (len(spare.free), len(spare.free_to_leave)) == (7, TO_LEAVE)  # all given back
 
 
 def test_saves_take_half_of_what_is_free(tmp_path, monkeypatch) -> None:
     """Where nobody says how much."""
-    free = "megatrain.checkpoint.saver.host_available_bytes"
+    free = "megatrain.checkpoint.spare.host_available_bytes"
     monkeypatch.setattr(free, lambda limit: 12 * 4096 + 1)
     with engine_of(placement=Placement(slots=1)) as engine:
         engine.save(tmp_path / "saved", wait=False)
@@ -220,7 +238,8 @@ def test_a_full_disk_costs_the_save_and_nothing_else(device, at, tmp_path, monke
                 saving.wait()
         assert saving.done
         assert isinstance(saving.error, RunFailed)
-        assert sorted(engine._saver._spare.free) == [0, 1]  # all given back
+        spare = engine._saver._spare
+        assert (len(spare.free), len(spare.free_to_leave)) == (2, TO_LEAVE)  # all given back
         assert [path.name for path in tmp_path.iterdir()] == ["whole"]
         assert engine.saving is None
         assert newest_whole(tmp_path) == tmp_path / "whole"

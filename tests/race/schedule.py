@@ -9,11 +9,10 @@ import torch
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from megatrain import AdamW, Placement
-from megatrain.checkpoint import files
-from megatrain.checkpoint.pieces import Snapshot, Spare, tile_file
-from megatrain.checkpoint.release import Release, Staging
-from megatrain.device import Buffer, TraceDevice
-from megatrain.device.base import SAVE
+from megatrain.checkpoint.pieces import Snapshot, tile_file
+from megatrain.checkpoint.release import Release
+from megatrain.checkpoint.spare import Spare
+from megatrain.device import TraceDevice
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, kept_ferry, open_source, tile_layouts
 from megatrain.engine.batch import prepare
@@ -167,19 +166,13 @@ def trace(
         for rows in (2, 1, 3)
     ]
     batch = prepare(micro_batches, torch.device("cpu"), VOCAB, labelled=True, seed=0)
-    staging, ferry = Staging(device), kept_ferry(parts)
+    ferry = kept_ferry(parts)
     for step in range(STEPS):
         if ferry is not None:
             ferry.closed = step in closed
         train_step(parts, batch)
         if step in saves:
-            device.synchronize(device.record(SAVE), "the save before")  # as a Saver does
-            pieces = [tile_file(tile, tile.name) for tile in store.tiles]
-            Release(device, Snapshot(_spare(blocks=2)), staging).start(pieces)
+            files = [tile_file(tile, tile.name) for tile in store.tiles]
+            Release(device, Snapshot(Spare(device, 0, None))).start(files)
         forward_only(parts, batch, lambda head, slot, h: head.loss(slot, batch, h))
     return device
-
-
-def _spare(blocks: int) -> Spare:
-    data = torch.empty(blocks * files.PIECE_BYTES, dtype=torch.uint8, device="meta")
-    return Spare(Buffer("spare room", data))
