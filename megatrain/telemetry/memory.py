@@ -3,7 +3,8 @@
 import os
 import resource
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import psutil
 
@@ -12,10 +13,8 @@ from megatrain.units import parse_bytes
 
 HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
 
-_CGROUP_FILES = (
-    "/sys/fs/cgroup/memory.max",  # version 2
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",  # version 1
-)
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def process_bytes() -> int:
@@ -37,7 +36,7 @@ def peak_process_bytes() -> int:
 
 
 def host_limit_bytes() -> int:
-    """The smaller of the machine's memory and the cgroup's limit, in bytes.
+    """The smallest of the machine's memory and the limits of its cgroups, in bytes.
 
     A virtual machine may be given its memory only as it is used, and show less than it will have:
     MEGATRAIN_HOST_MEMORY in the environment says how much that is (`503GiB`).
@@ -45,14 +44,38 @@ def host_limit_bytes() -> int:
     if HOST_MEMORY in os.environ:
         return _declared_bytes()
     limit = psutil.virtual_memory().total
-    for name in _CGROUP_FILES:
+    for path in _cgroup_limits():
         try:
-            text = Path(name).read_text().strip()
+            text = path.read_text().strip()
         except OSError:
             continue
         if text.isdigit():
             limit = min(limit, int(text))
     return int(limit)
+
+
+def _cgroup_limits() -> Iterator[Path]:
+    """The files with the limits of this process's cgroup and of all around it, versions 1 and 2.
+
+    A container sees its own as the root; a batch job or a service is in one further down.
+    """
+    for base, name, controller in (
+        (_CGROUPS, "memory.max", ""),
+        (_CGROUPS / "memory", "memory.limit_in_bytes", "memory"),
+    ):
+        yield base / name
+        for line in _lines(_OWN_CGROUPS):
+            _, controllers, path = line.split(":", 2)
+            inside = PurePosixPath(path).parts[1:]
+            if controller in controllers.split(",") and ".." not in inside:
+                yield from (base.joinpath(*inside[:n], name) for n in range(1, len(inside) + 1))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # no Linux
+        return []
 
 
 def _declared_bytes() -> int:

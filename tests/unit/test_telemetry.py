@@ -156,9 +156,17 @@ def test_process_memory_sees_what_is_allocated():
     assert memory.peak_process_bytes() >= len(block)
 
 
-def test_the_host_limit_is_the_cgroups_where_that_is_smaller(tmp_path, monkeypatch):
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(memory, "_CGROUP_FILES", (str(tmp_path / "none"), str(limit)))
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """The folder of the cgroups, with one file: which the process is in."""
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/\n")
+    return tmp_path
+
+
+def test_the_host_limit_is_the_cgroups_where_that_is_smaller(cgroups):
+    limit = cgroups / "memory.max"
     unlimited = memory.host_limit_bytes()
     limit.write_text("max\n")
     assert memory.host_limit_bytes() == unlimited
@@ -166,9 +174,29 @@ def test_the_host_limit_is_the_cgroups_where_that_is_smaller(tmp_path, monkeypat
     assert memory.host_limit_bytes() == GIB
 
 
-def test_what_is_free_is_less_than_the_limit_and_never_negative(tmp_path, monkeypatch):
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(memory, "_CGROUP_FILES", (str(limit),))
+@pytest.mark.parametrize(
+    ("own", "place"),
+    [
+        ("0::/slurm/job 7/step_0", "slurm/job 7/step_0/memory.max"),
+        ("0::/slurm/job 7/step_0", "slurm/memory.max"),
+        ("4:cpu:/a\n3:rdma,memory:/slurm/job\n0::/b", "memory/slurm/job/memory.limit_in_bytes"),
+        ("3:memory:/docker/77", "memory/memory.limit_in_bytes"),  # it is the root in a container
+    ],
+)
+def test_the_limit_of_a_job_or_a_service_counts(own, place, cgroups):
+    (cgroups / "own").write_text(own + "\n")
+    limit = cgroups / place
+    limit.parent.mkdir(parents=True, exist_ok=True)
+    limit.write_text("1073741824\n")
+    assert memory.host_limit_bytes() == GIB
+    (cgroups / "own").write_text("4:cpu:/slurm/job\n0::/../outside\n")
+    assert (memory.host_limit_bytes() == GIB) == (place == "memory/memory.limit_in_bytes")
+    (cgroups / "own").unlink()
+    assert memory.host_limit_bytes() >= GIB
+
+
+def test_what_is_free_is_less_than_the_limit_and_never_negative(cgroups):
+    limit = cgroups / "memory.max"
     assert 0 < memory.host_available_bytes() < memory.host_limit_bytes()
     limit.write_text(str(memory.process_bytes() + (64 << 20)))
     assert memory.host_available_bytes() <= 80 << 20
