@@ -26,9 +26,9 @@ from megatrain.model.program import Program
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.store import Store, Tile
-from megatrain.telemetry.memory import host_available_bytes, process_bytes
+from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes, process_bytes
 from megatrain.tile import TileLayout
-from megatrain.units import GIB, align, gib, parse_bytes
+from megatrain.units import GIB, MIB, align, gib, parse_bytes
 
 # Resident memory of a process with a GPU beside planes and buffers, compiling included: 3.6 to
 # 4.2 GB (benchmarks/results/step-*.json).
@@ -185,22 +185,37 @@ def check_fits(
             )
     planes = needs.host if has_memory else needs.host + needs.device
     grows = max(0, _GPU_PROCESS_BYTES - process_bytes()) if has_memory else 0
-    available = host_available_bytes(host_memory)
-    if sum(planes.values()) + grows > available:
-        taken = process_bytes() + grows
-        raise DoesNotFit(
-            _refusal("host", planes, taken, available + process_bytes())
-            + "; train a smaller model, or let tiles rest on the GPU"
-        )
+    if sum(planes.values()) + grows > host_available_bytes(host_memory):
+        planes["the process itself"] += process_bytes() + grows
+        raise DoesNotFit(_host_refusal(planes, host_memory, has_memory))
+
+
+def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -> str:
+    available, process, machine = (
+        host_available_bytes(host_memory), process_bytes(), host_limit_bytes()
+    )  # fmt: skip
+    limit = machine if host_memory is None else min(machine, host_memory)
+    binds = limit - process < available + MIB  # and not what other programs have left
+    remedies = [
+        *(["raise host_memory"] if binds and limit == host_memory else []),
+        "train a smaller model",
+        *(["let tiles rest on the GPU"] if has_gpu else []),
+    ]
+    allowed = limit if binds else available + process
+    return _refusal("host", needs, 0, allowed) + "; " + ", or ".join(remedies)
 
 
 def _refusal(place: str, needs: Counter[str], rest: int, allowed: int) -> str:
     total = sum(needs.values()) + rest
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.most_common(4))
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in needs.most_common(4))
     return (
-        f"{place} memory: at least {gib(total)} are needed ({parts}), but {gib(allowed)} are "
-        f"allowed, {gib(total - allowed)} too few"
+        f"{place} memory: at least {_size(total)} are needed ({parts}), but {_size(allowed)} are "
+        f"allowed, {_size(total - allowed)} too few"
     )
+
+
+def _size(num_bytes: int) -> str:
+    return gib(num_bytes) if num_bytes >= GIB else f"{-(-num_bytes // MIB)} MiB"
 
 
 def limits(device_memory: Any, host_memory: Any) -> tuple[int | None, int | None]:

@@ -1,5 +1,6 @@
 """Memory limits: what cannot fit is refused before anything is allocated."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -190,6 +191,20 @@ def test_host_memory_is_refused_before_it_is_taken() -> None:
     with pytest.raises(DoesNotFit, match=r"host memory: at least .* weights .* too few"):
         open_engine(device, host_memory=process_bytes() + 100 * MIB)
     assert device.on_host == 0
+
+
+@pytest.mark.parametrize("limit", [MIB, 512 * MIB])
+def test_a_limit_below_what_the_process_itself_takes_is_named_as_it_was_given(limit) -> None:
+    block = torch.ones(600 * MIB, dtype=torch.uint8)
+    with pytest.raises(DoesNotFit) as caught:
+        make_engine(llama(), host_memory=limit)
+    told = re.fullmatch(
+        r"host memory: at least (.*) are needed \(the process itself \1, weights 1 MiB, .*\), "
+        r"but (\d+ MiB) are allowed, .* too few; raise host_memory, or train a smaller model",
+        str(caught.value),
+    )
+    assert told and told[2] == f"{limit // MIB} MiB", caught.value
+    assert block.all()
 
 
 def test_host_memory_that_grows_beyond_its_limit_is_refused() -> None:
