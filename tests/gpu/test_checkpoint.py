@@ -97,6 +97,26 @@ def test_the_launching_thread_does_not_wait_for_the_disk(tmp_path, disk) -> None
     verify(tmp_path / "saved")
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("blocks", [0, 1000])
+def test_neither_does_the_call_where_all_must_leave_the_device(
+    blocks, tmp_path, disk, monkeypatch
+) -> None:
+    """More pieces than a stream's queue holds, again and again."""
+    monkeypatch.setattr(files, "PIECE_BYTES", 4096)
+    names = ("embedding", "prologue", *(f"layer {n}" for n in range(6)), "head")
+    placement = Placement(resident=names, save_bytes=blocks * 4096)
+    with Engine(model(), optimizer=AdamW(), placement=placement, device="cuda") as engine:
+        for number, batch in enumerate(steps(4)):
+            engine.step(batch)
+            disk.stall()
+            saving = engine.save(tmp_path / f"{number}", wait=False)
+            assert not saving.done
+        saving.wait()
+    for number in range(4):
+        verify(tmp_path / f"{number}")
+
+
 def test_compiled_layers_and_kept_graphs_resume_alike(tmp_path) -> None:
     batches = steps(6, uneven=False)
     options = {"optimizer": AdamW(lr=1e-3), "device": "cuda", "tokens_per_step": 256}
