@@ -27,6 +27,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
+def size(num_bytes: int) -> str:
+    """As `gib`; below one GiB in whole MiB, rounded up."""
+    return gib(num_bytes) if num_bytes >= GIB else f"{-(-num_bytes // MIB)} MiB"
+
+
 def duration(seconds: float) -> str:
     """Seconds as `1h02m`, `3m05s` or `4.2s`."""
     if seconds >= 3600:

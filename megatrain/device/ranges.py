@@ -13,7 +13,7 @@ from megatrain import kernels
 from megatrain.errors import DoesNotFit
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.memory import host_available_bytes
-from megatrain.units import gib
+from megatrain.units import size
 
 
 def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | None = None) -> Tensor:
@@ -27,17 +27,19 @@ def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | Non
     """
     num_bytes = max(numel, 1) * dtype.itemsize
     free_bytes = host_available_bytes(limit_bytes)
+    remedy = "close other programs or train a smaller model"
+    if limit_bytes is not None:
+        remedy = f"raise host_memory ({size(limit_bytes)}), {remedy}"
     if num_bytes > free_bytes:  # Linux would give the mapping and kill the process that fills it
         raise DoesNotFit(
-            f"no host memory for {name}: {gib(num_bytes)} wanted, {gib(free_bytes)} free; close "
-            "other programs or train a smaller model"
+            f"no host memory for {name}: {size(num_bytes)} wanted, {size(free_bytes)} free; "
+            f"{remedy}"
         )
     try:
         mapping = mmap.mmap(-1, num_bytes)
     except OSError as error:
         raise DoesNotFit(
-            f"no host memory for {name}: {gib(num_bytes)} wanted ({error.strerror}); close other "
-            "programs or train a smaller model"
+            f"no host memory for {name}: {size(num_bytes)} wanted ({error.strerror}); {remedy}"
         ) from error
     mapping.madvise(mmap.MADV_HUGEPAGE)
     flat = torch.frombuffer(mapping, dtype=torch.uint8)

@@ -28,7 +28,7 @@ from megatrain.placement import Placement
 from megatrain.store import Store, Tile
 from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes, process_bytes
 from megatrain.tile import TileLayout
-from megatrain.units import GIB, MIB, align, gib, parse_bytes
+from megatrain.units import GIB, MIB, align, gib, parse_bytes, size
 
 # Resident memory of a process with a GPU beside planes and buffers, compiling included: 3.6 to
 # 4.2 GB (benchmarks/results/step-*.json).
@@ -207,15 +207,11 @@ def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -
 
 def _refusal(place: str, needs: Counter[str], rest: int, allowed: int) -> str:
     total = sum(needs.values()) + rest
-    parts = ", ".join(f"{name} {_size(size)}" for name, size in needs.most_common(4))
+    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in needs.most_common(4))
     return (
-        f"{place} memory: at least {_size(total)} are needed ({parts}), but {_size(allowed)} are "
-        f"allowed, {_size(total - allowed)} too few"
+        f"{place} memory: at least {size(total)} are needed ({parts}), but {size(allowed)} are "
+        f"allowed, {size(total - allowed)} too few"
     )
-
-
-def _size(num_bytes: int) -> str:
-    return gib(num_bytes) if num_bytes >= GIB else f"{-(-num_bytes // MIB)} MiB"
 
 
 def limits(device_memory: Any, host_memory: Any) -> tuple[int | None, int | None]:
