@@ -7,7 +7,6 @@ Host streams are threads. A device stream waits for one through a counter in pin
 import ctypes
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer
+from megatrain.device.pace import Pace
 from megatrain.device.ranges import host_range
 from megatrain.device.worker import HostWorker
 from megatrain.errors import DoesNotFit, RunFailed
@@ -30,9 +30,6 @@ _log = logging.getLogger(__name__)
 _WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ, cyclic on 32 bits
 
 _FETCH = "fetch"  # the stream of copies that host streams make themselves
-
-# Pieces of work on the compute stream: of some 75 launches each, where the driver takes 1,024.
-_AHEAD = 8
 
 # 55.5 GB/s against 10 from pageable memory (H200, PCIe 5 x16).
 _UNPINNED_FACTOR = 5.5
@@ -72,9 +69,10 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._limit: int | None = None
         self._host_limit: int | None = None
-        self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: torch.cuda.current_stream()}
+        compute = torch.cuda.current_stream()
+        self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: compute}
         self._counters = host_range("host stream counters", 64 * len(HOST_STREAMS), torch.int32)
-        self._ahead: deque[torch.cuda.Event] = deque()
+        self._pace = Pace(lambda: _recorded(compute))
         self._pinned: dict[int, Tensor] = {}  # by address
         self._unpinned = False
         self._counters_pinned = self._pin("host stream counters", self._counters)
@@ -154,19 +152,10 @@ class CudaDevice:
         if stream in self._workers:
             return self._workers[stream].put(name, work)
         if stream == COMPUTE:
-            self._keep_pace()
+            with self._pace.piece(name), torch.cuda.stream(self._stream(stream)):
+                return work()
         with torch.cuda.stream(self._stream(stream)):
             return work()
-
-    def _keep_pace(self) -> None:
-        """Stay a few pieces of work ahead of the GPU: its queue must not fill.
-
-        A launch into a full queue blocks, in some calls with Python's lock, which host threads need
-        that the GPU may be waiting for: then nothing would ever move. This wait is without it.
-        """
-        if len(self._ahead) == _AHEAD:
-            self._ahead.popleft().synchronize()
-        self._ahead.append(self.record(COMPUTE))
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         queue = self._stream(stream)
@@ -187,7 +176,7 @@ class CudaDevice:
         if stream in self._workers:
             worker = self._workers[stream]
             return HostEvent(worker, worker.mark())
-        return self._stream(stream).record_event(torch.cuda.Event(blocking=True))
+        return _recorded(self._stream(stream))
 
     def mark(self, stream: str) -> torch.cuda.Event:
         return self._stream(stream).record_event(torch.cuda.Event(enable_timing=True))
@@ -208,6 +197,7 @@ class CudaDevice:
     def _wait_for_counter(self, stream: str, event: HostEvent) -> None:
         if event.worker.passed(event.count):
             return
+        self._pace.note_wait(event.worker, event.count)
         if not self._counters_pinned:  # the GPU cannot see them
             event.worker.wait(event.count)
             return
@@ -268,6 +258,10 @@ class CudaDevice:
 
     def close(self) -> None:
         self._end()
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    return stream.record_event(torch.cuda.Event(blocking=True))
 
 
 # What a context takes where it cannot be measured (an H200 with what a step loads: 0.55 GiB).

@@ -1,0 +1,103 @@
+"""The launching thread is ahead of the GPU, but not so far that a full queue could stand still."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatrain.device.pace import AHEAD, Pace
+from megatrain.device.worker import HostWorker
+
+
+class Gpu:
+    """Points of its work; it is slow, and reaches one when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.recorded = self.reached = 0
+
+    def record(self) -> "Gpu":
+        self.recorded += 1
+        return self
+
+    def synchronize(self) -> None:
+        self.reached += 1
+
+
+@pytest.fixture
+def busy() -> Iterator[tuple[HostWorker, threading.Event]]:
+    """A host thread, at work until it is told otherwise."""
+    worker, over = HostWorker("update", torch.zeros(1, dtype=torch.int32)), threading.Event()
+    worker.put("work", over.wait)
+    yield worker, over
+    over.set()
+    worker.close()
+
+
+def paced(seconds: float = 0.001) -> Pace:
+    """Every piece takes so long to launch."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += seconds
+        return now
+
+    return Pace(Gpu().record, clock)
+
+
+def launch(pace: Pace, name: str) -> threading.Thread:
+    """One piece, by a thread that is given a moment to be through."""
+
+    def piece() -> None:
+        with pace.piece(name):
+            pass
+
+    thread = threading.Thread(target=piece)
+    thread.start()
+    thread.join(0.1)
+    return thread
+
+
+def test_it_is_a_few_pieces_ahead() -> None:
+    gpu = Gpu()
+    pace = Pace(gpu.record)
+    for number in range(5 * AHEAD):
+        with pace.piece("layer"):
+            assert gpu.recorded == number + 1
+            assert gpu.recorded - gpu.reached <= AHEAD
+
+
+@pytest.mark.parametrize(("seconds", "seen"), [(0.001, 0), (1.0, 1), (1.0, 10)])
+def test_a_piece_that_may_be_large_waits_for_host_threads(busy, seconds, seen) -> None:
+    """One that has not been seen, or was large."""
+    (worker, over), pace = busy, paced(seconds)
+    for _ in range(seen):
+        launch(pace, "layer").join()
+    pace.note_wait(worker, worker.mark())
+    thread = launch(pace, "layer")
+    assert thread.is_alive()
+    over.set()
+    thread.join()
+
+
+def test_a_small_piece_does_not(busy) -> None:
+    (worker, _), pace = busy, paced()
+    launch(pace, "layer").join()
+    pace.note_wait(worker, worker.mark())
+    assert not launch(pace, "layer").is_alive()
+
+
+def test_one_large_piece_among_small_ones_of_its_name_is_remembered(busy) -> None:
+    (worker, over), seconds = busy, iter([0.0, 1.0, 1.0, 1.001, 1.001, 1.002])
+    pace = Pace(Gpu().record, lambda: next(seconds, 1.002))
+    for _ in range(3):
+        launch(pace, "layer").join()
+    pace.note_wait(worker, worker.mark())
+    thread = launch(pace, "layer")
+    assert thread.is_alive()
+    over.set()
+    thread.join()
+    for _ in range(4):
+        launch(pace, "layer").join()
+    assert not launch(pace, "layer").is_alive()
