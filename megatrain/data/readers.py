@@ -144,18 +144,29 @@ def _read_jsonl(file: SourceFile, _columns: list[str]) -> Iterator[tuple[int, Ro
 def _parse(line: bytes, where: str, offset: int) -> Row:
     try:
         text = line.decode("utf-8")
-        row = json.loads(text.removeprefix(_BOM) if offset == 0 else text)
+        text = text.removeprefix(_BOM) if offset == 0 else text
+        row = json.loads(text, object_pairs_hook=_each_key_once)
     except UnicodeDecodeError as error:
         raise _not_utf8(where, offset, error) from error
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
     except RecursionError as error:
         raise InputError(f"{where}: the JSON is nested too deeply: flatten the row") from error
-    except ValueError as error:  # an integer of thousands of digits
+    except ValueError as error:  # an integer of thousands of digits, a key twice
         raise InputError(f"{where}: not usable JSON: {str(error).split(';')[0]}") from error
     if not isinstance(row, dict):
         kind = type(row).__name__
         raise InputError(f"{where}: a row must be a JSON object, this is a {kind}")
+    return row
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that is there twice nobody can say which value was meant."""
+    row: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in row:
+            raise ValueError(f"key {key[:60]!r} is there twice")
+        row[key] = value
     return row
 
 

@@ -89,6 +89,8 @@ def test_paths_that_cannot_be_read_are_named(tmp_path, monkeypatch):
         (b'{"text": "caf\xe9"}', r"not UTF-8: byte 0xe9 at byte offset 44"),
         (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
         (b'{"text": ' + b"1" * 5000 + b"}", "not usable JSON"),
+        (b'{"text": "a", "text": "b"}', "not usable JSON: key 'text' is there twice"),
+        (b'{"text": "a", "meta": {"a": 1, "a": 1}}', "not usable JSON: key 'a' is there twice"),
         (b'{"text": "' + b"a" * 400 + b'"}', "longer than"),
     ],
 )
@@ -117,12 +119,12 @@ def test_an_endless_line_is_refused_without_reading_it_all(tmp_path):
 def test_odd_but_valid_jsonl_is_read(tmp_path):
     path = tmp_path / "odd.jsonl"
     path.write_bytes(
-        b"\xef\xbb\xbf" + GOOD + b"\r\n  \n" + b'{"text": "x", "text": "The last key wins."}\r\n'
+        b"\xef\xbb\xbf" + GOOD + b"\r\n  \n" + b'{"text": "x", "more": NaN}\r\n'
         b'{"text": "no newline at the end \\u0000 \\ud83d\\ude00"}'
     )
     rows = list(readers.read_rows(as_source(path), ["text"]))
     assert [number for number, _ in rows] == [1, 4, 5]
-    assert rows[1][1]["text"] == "The last key wins." and rows[2][1]["text"].endswith("\0 😀")
+    assert rows[1][1]["text"] == "x" and rows[2][1]["text"].endswith("\0 😀")
 
 
 @pytest.mark.parametrize(
