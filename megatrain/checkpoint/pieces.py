@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain import kernels
 from megatrain.checkpoint import files
 from megatrain.checkpoint.spare import Spare
 from megatrain.device import Buffer
 from megatrain.model.shards import DTYPE_NAMES, Described, header_bytes
 from megatrain.store import Tile
+from megatrain.telemetry.cores import update_threads
 
 _PAGE = 4096  # pieces fill whole pages of the page cache
 
@@ -151,7 +153,7 @@ class Snapshot:
             if block is not None:
                 assert piece.memory is not None
                 spare = self._spare[block][: piece.num_bytes]
-                spare.copy_(piece.memory)
+                kernels.copy(spare, piece.memory, threads=update_threads())
                 self._change(piece, Stage.READY, spare)
 
     def _block_for(self, piece: Piece) -> int | None:

@@ -61,5 +61,6 @@ gather_rows = _chosen.gather_rows
 scatter_rows = _chosen.scatter_rows
 first_touch = _chosen.first_touch
 fill_zero = _chosen.fill_zero
+copy = _chosen.copy
 squared_norm = _chosen.squared_norm
 set_affinity = _chosen.set_affinity

@@ -25,6 +25,16 @@ def tensor(
         raise ValueError(f"{name} has {value.numel()} elements, expected {size}")
 
 
+def copy(to: Tensor, source: Tensor) -> None:
+    """Require two ranges of as many bytes.
+
+    Raises:
+        ValueError: they are not.
+    """
+    tensor("from", source, (torch.uint8,))
+    tensor("to", to, (torch.uint8,), source.numel())
+
+
 def planes(*, master: Tensor, weights: Tensor, remainder: Tensor) -> None:
     """Require the three planes of a split master to agree.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain.kernels import check
 
-_ABI = 1
+_ABI = 2
 """The number that megatrain_abi() in csrc/api.cpp must return."""
 
 _P, _N, _T = c_void_p, c_int64, c_int
@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "scatter_rows": (None, [_P, _P, _P, _N, _N, _T]),
     "first_touch": (None, [_P, _N, _T]),
     "fill_zero": (None, [_P, _N, _T]),
+    "copy": (None, [_P, _P, _N, _T]),
     "squared_norm": (c_double, [_P, c_int, _N, _T]),
 }
 
@@ -195,6 +196,12 @@ def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
     """See `reference.fill_zero`."""
     check.tensor("tensor", tensor, None)
     _call["fill_zero"](tensor.data_ptr(), tensor.numel() * tensor.element_size(), threads)
+
+
+def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:
+    """See `reference.copy`."""
+    check.copy(to_uint8, from_uint8)
+    _call["copy"](to_uint8.data_ptr(), from_uint8.data_ptr(), from_uint8.numel(), threads)
 
 
 def squared_norm(tensor: Tensor, *, threads: int = 1) -> float:

@@ -204,6 +204,21 @@ def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
     tensor.zero_()
 
 
+def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:
+    """Copy bytes.
+
+    Args:
+        to_uint8: [N] uint8, written.
+        from_uint8: [N] uint8, in other memory.
+        threads: ignored here, torch's own setting counts.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, size or layout.
+    """
+    check.copy(to_uint8, from_uint8)
+    to_uint8.copy_(from_uint8)
+
+
 def squared_norm(tensor: Tensor, *, threads: int = 1) -> float:
     """Sum of squares, accumulated in fp64.
 

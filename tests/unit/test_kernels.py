@@ -128,6 +128,18 @@ def test_fill_zero_fills_exactly(kernels):
     assert not tensor[1:-1].any()
 
 
+@implementations
+@pytest.mark.parametrize("size", [0, 5, 3_000_001])
+def test_copy_copies_exactly(kernels, size):
+    values = torch.randint(256, (size,), dtype=torch.uint8)
+    to = torch.full((size + 2,), 7, dtype=torch.uint8)
+    kernels.copy(to[1:-1], values, threads=3)
+    assert torch.equal(to[1:-1], values)
+    assert to[0] == to[-1] == 7
+    with pytest.raises(ValueError, match=f"to has {size + 2} elements, expected {size}"):
+        kernels.copy(to, values)
+
+
 @needs_native
 def test_calls_from_several_threads_do_not_mix():
     """Four Python threads, each training its own state through the one pool."""

@@ -56,7 +56,7 @@ const Kernels* chosen = find_kernels(nullptr);
 extern "C" {
 
 // Raised with every change of the signatures below; native.py refuses another number.
-int megatrain_abi() { return 1; }
+int megatrain_abi() { return 2; }
 
 const char* megatrain_instruction_set() { return chosen->name; }
 
@@ -128,6 +128,12 @@ void megatrain_first_touch(volatile char* bytes, int64_t size, int threads) {
 void megatrain_fill_zero(char* bytes, int64_t size, int threads) {
     parallel_for(size, kGrainBytes, threads, [&](int64_t begin, int64_t end) {
         std::memset(bytes + begin, 0, size_t(end - begin));
+    });
+}
+
+void megatrain_copy(char* to, const char* from, int64_t size, int threads) {
+    parallel_for(size, kGrainBytes, threads, [&](int64_t begin, int64_t end) {
+        std::memcpy(to + begin, from + begin, size_t(end - begin));
     });
 }
 
