@@ -1,6 +1,7 @@
 """A finished run's model as a Hugging Face folder, in another dtype if wanted."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from megatrain.train.folders import (
     whole_folder,
 )
 
+log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,6 +52,10 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
     if not (source / "config.json").is_file():
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
     require_empty(out)
+    if not any(source.glob("*.safetensors")):
+        raise InputError(
+            f"{source}: a configuration without weights (no .safetensors); not a model"
+        )
     with whole_folder(out) as folder:
         total_bytes = 0
         for path in sorted(source.iterdir()):
@@ -64,8 +71,24 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
 def _checkpoint_of(run: Path) -> Checkpoint | None:
     if is_checkpoint(run):
         return open_checkpoint(run)
-    newest = None if (run / MODEL).exists() else newest_whole(run / CHECKPOINTS)
-    return None if newest is None else open_checkpoint(newest)
+    parent = run / CHECKPOINTS
+    if (run / MODEL).exists() or not parent.is_dir():
+        return None
+    for folder in sorted(parent.iterdir()):
+        if not folder.name.startswith("."):
+            _name_damage(folder)
+    newest = newest_whole(parent)
+    if newest is None:
+        return None
+    log.info("the run has not ended: this is %s", newest)
+    return open_checkpoint(newest)
+
+
+def _name_damage(checkpoint: Path) -> None:
+    try:
+        open_checkpoint(checkpoint)
+    except InputError as error:
+        log.warning("not exported: %s", error)
 
 
 def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str | None) -> None:

@@ -26,7 +26,9 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     Raises:
         InputError: there is something already, which is never overwritten, or no writable folder.
     """
-    path = Path(folder) if folder else Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    path = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if folder is not None:
+        path = Path(folder).expanduser()
     if path.exists() and not path.is_dir():
         raise InputError(f"output.folder: {path} is a file")
     if (path / MODEL).exists():
@@ -44,7 +46,7 @@ def run_to_resume(folder: str | None, name: str) -> Path | None:
     None if there is none, or nothing of a run in it. Newest by the time in its name.
     """
     if folder is not None:
-        found = [Path(folder)]
+        found = [Path(folder).expanduser()]
     else:
         pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
         parent = Path("runs")

@@ -131,4 +131,5 @@ class Saves:
 
     def _failed(self, step: int, error: Exception) -> None:
         again = self._wanted_from = step + _RETRY_AFTER
-        log.warning("%s; the run goes on and tries again after step %d", error, again)
+        then = f" and tries again after step {again}" if again <= self._job.total_steps else ""
+        log.warning("%s; the run goes on%s", error, then)

@@ -1,7 +1,9 @@
 """A model out of a checkpoint, without its engine; and the benchmark of saves."""
 
 import json
+import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,29 @@ def test_damaged_weights_are_not_exported(share, tmp_path) -> None:
     tile = tmp_path / "saved" / "tiles" / "0002-layer-0.safetensors"
     flip(tile, int(share * tile.stat().st_size))
     with pytest.raises(InputError, match=r"0002-layer-0\.safetensors.*checksum"):
+        export(str(tmp_path / "saved"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "tiles/0001-prologue.safetensors"])
+def test_of_a_run_whose_newest_checkpoint_is_damaged_the_one_before_is_taken_and_said(
+    lost, tmp_path, caplog
+) -> None:
+    saved = tmp_path / "run" / "checkpoints"
+    trained(saved / "step-1")
+    shutil.copytree(saved / "step-1", saved / "step-2")
+    (saved / "step-2" / lost).unlink()
+    caplog.set_level(logging.INFO)
+    export(str(tmp_path / "run"), tmp_path / "out")
+    assert f"not exported: {saved / 'step-2' / lost}" in caplog.text
+    assert f"this is {saved / 'step-1'}" in caplog.text
+
+
+def test_a_configuration_without_weights_is_no_model(tmp_path) -> None:
+    """A checkpoint that has lost its manifest looks like one."""
+    trained(tmp_path / "saved")
+    (tmp_path / "saved" / "manifest.json").unlink()
+    with pytest.raises(InputError, match="without weights"):
         export(str(tmp_path / "saved"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -251,6 +251,21 @@ def at(step):
     assert (saved / "keep").exists()
 
 
+def test_a_last_checkpoint_that_cannot_be_written_is_not_tried_again(start, run):
+    fault = (
+        AT_STEP
+        + """
+import resource
+def at(step):
+    if step == 8:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (105_000, limit))  # room for the model only
+"""
+    )
+    out = start(fault, *sets(checkpoint__every=None)).finish()
+    assert "cannot save the checkpoint of step 8" in out and "the run goes on\n" in out
+
+
 def test_a_disk_that_is_full_when_the_run_is_stopped_is_an_error(start, goes_on):
     fault = (
         AT_STEP

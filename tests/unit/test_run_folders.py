@@ -58,6 +58,14 @@ def test_a_run_folder_is_new(tmp_path, monkeypatch):
         new_run_folder("file", "demo")
 
 
+def test_a_tilde_is_the_users_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert new_run_folder("~/run", "demo") == tmp_path / "run"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    assert run_to_resume("~/run", "demo") == tmp_path / "run"
+
+
 def test_what_a_run_left_that_was_killed_at_its_start_is_no_run(tmp_path):
     (tmp_path / ".lock").touch()
     (tmp_path / ".config.yaml.partial").touch()
