@@ -8,7 +8,7 @@ from rich.table import Table
 
 from megatrain.plan.planner import Plan
 from megatrain.plan.tiles import PLANES, by_tier
-from megatrain.units import GIB, duration, gib
+from megatrain.units import GIB, duration, gib, size
 
 _WIDTH = 140
 
@@ -45,7 +45,7 @@ def missing(plan: Plan) -> str:
     if short is None:
         return "nothing is missing"
     parts = [
-        f"{gib(lacking)} of {place} memory are missing ({gib(least)} would do, {gib(there)} "
+        f"{size(lacking)} of {place} memory are missing ({size(least)} would do, {size(there)} "
         "are allowed)"
         for place, lacking, least, there in (
             ("device", short.device_bytes, told.device_memory_bytes, machine.device_memory_bytes),
@@ -99,7 +99,7 @@ def _memory(plan: Plan) -> list[str]:
         ("host", _plain(told.host_bytes), machine.host_memory_bytes),
     ):
         largest = sorted(parts.items(), key=lambda part: -part[1])
-        named = ", ".join(f"{part} {gib(size)}" for part, size in largest if size >= GIB / 20)
+        named = ", ".join(f"{part} {gib(taken)}" for part, taken in largest if taken >= GIB / 20)
         share = f"{gib(sum(parts.values()))} of {gib(limit)} at the peak"
         lines.append(f"{place:<9}{share}: {named}")
     return [*lines, f"saves    take up to {gib(plan.save_bytes)} more of the host beside training"]

@@ -118,6 +118,12 @@ def _datasets(
     if data.eval_path is not None:
         return training, _open(data, data.eval_path, tokenizer, vocab_size, seed)
     if not data.eval_fraction:
+        if (every := config.training.eval_every) is not None:
+            log.warning(
+                "training.eval_every is %d, but there is nothing to evaluate: set %s",
+                every,
+                "data.eval_path or data.eval_fraction",
+            )
         return training, None
     return training.hold_out(data.eval_fraction)
 

@@ -76,6 +76,12 @@ def test_a_model_that_does_not_fit_ends_with_3_and_remedies(megatrain, model_fil
     assert "does not fit" in result.stdout and "1.0 GiB" in result.stdout
 
 
+def test_small_memory_is_told_in_mib(megatrain, model_file):
+    sizes = ["--tokens", 256, "--sequence-length", 32, "--device-memory", "10MiB"]
+    result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes)
+    refused(result, "MiB would do, 10 MiB are allowed)", code=3)
+
+
 def test_missing_data_is_said_after_the_plan(megatrain, run_file):
     result = megatrain("plan", run_file, *HERE, "--set", "data.path=data/none.jsonl")
     refused(result, "data.path: data/none.jsonl is not there (it would fit; the plan is above)")

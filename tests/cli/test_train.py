@@ -124,7 +124,9 @@ def test_a_pretrained_model_keeps_its_dtype(megatrain, run_file, tmp_path, token
     assert str(AutoConfig.from_pretrained(tmp_path / "run" / "model").dtype) == f"torch.{dtype}"
 
 
-def test_chat_with_epochs_and_no_evaluation(megatrain, run_file, tmp_path, tokenizer_folder):
+def test_chat_with_epochs_and_no_evaluation(
+    megatrain, run_file, tmp_path, tokenizer_folder, caplog
+):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
@@ -150,6 +152,7 @@ def test_chat_with_epochs_and_no_evaluation(megatrain, run_file, tmp_path, token
     }
     result = megatrain("train", run_file, *sets(**overrides))
     assert result.exit_code == 0, result.output
+    assert "training.eval_every is 3, but there is nothing to evaluate" in caplog.text
     records = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]  # 12 rows, 4 a step, twice
     assert records[-1]["epoch"] == 2
