@@ -6,6 +6,7 @@ the device and on kept graphs. What each way of spending could bring at best is 
 frame's forecast (engine/ways.py). The most promising are forecast in full.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -46,7 +47,9 @@ _FRUGAL = (5, 4)
 _PORTION = GIB  # what layers that must be split are streamed in, if they can; a head in no more
 
 # From so many tokens a row on, layers may run in tiles, with attention's results kept: it grows
-# with the square of a row, so what computing a tile again costs is soon less than its.
+# with the square of a row, so what computing a tile again costs is soon less than its. A boundary
+# is large then, and leaves in less time than a layer takes: frames with few slots take half the
+# lanes.
 _LONG, _TILE = 16384, 8192
 _ATTENTION: tuple[Literal["device", "host", "none"], ...] = ("device", "host", "none")
 
@@ -123,17 +126,18 @@ class Search:
         if split and portions is None:
             return []
         least = -(-rows * self._task.sequence_length // _CHUNKS)
+        frames = [Placement(**frame, compile=self._task.compile) for frame in _FRAMES]
         whole = [
-            Placement(
-                **frame | {"head_tokens": max(least, frame["head_tokens"])},
-                compile=self._task.compile,
-                split_bytes=portions,
-            )
-            for frame in _FRAMES
+            replace(f, head_tokens=max(least, f.head_tokens), split_bytes=portions) for f in frames
         ]
+        long = self._task.sequence_length >= _LONG
+        if long:
+            most = whole[0].slots
+            lanes = [f.boundary_lanes // (1 if f.slots == most else 2) for f in whole]
+            whole = [replace(f, boundary_lanes=n) for f, n in zip(whole, lanes, strict=True)]
         if not self._whole(portions):
             return [whole[-1:]]
-        if self._task.sequence_length < _LONG:
+        if not long:
             return [whole]
         tiled = [
             [replace(frame, tile_tokens=_TILE, keep_attention=where) for frame in whole]
@@ -151,14 +155,19 @@ class Search:
         if not found:
             return []
         best = min(found, key=lambda frame: frame.seconds)
-        split = best.placement.split_bytes
-        families = self._families(best.micro_batch, split=split is not None)
-        alike = (each for each in families if self._whole(split) and each[0] == best.placement)
-        family = next(alike, None)
-        if self._thorough and family is not None and not self._many(best.micro_batch):
-            sparing = (self._frame(family[number], best.micro_batch) for number in _SPARING)
+        if self._thorough and not self._many(best.micro_batch):
+            sparing = (self._frame(each, best.micro_batch) for each in self._sparing(found, best))
             found += [frame for frame in sparing if self._holds(frame)]
         return found
+
+    def _sparing(self, found: list[Forecast], best: Forecast) -> Iterator[Placement]:
+        """Of each family those that spare more than the first that was found."""
+        there = {frame.placement for frame in found if frame.micro_batch == best.micro_batch}
+        split = best.placement.split_bytes
+        families = self._families(best.micro_batch, split=split is not None)
+        for family in families if self._whole(split) else ():
+            first = next((n for n, each in enumerate(family) if each in there), len(family))
+            yield from (family[n] for n in _SPARING if n > first and family[n] not in there)
 
     def _found(self, sizes: list[int], *, split: bool) -> list[Forecast]:
         found: list[Forecast] = []

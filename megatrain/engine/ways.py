@@ -122,6 +122,11 @@ class Ways:
         """Bytes of a layer's graph."""
         return self._work.keeping.kept_bytes * self._micro
 
+    def _more(self, where: Literal["device", "host"]) -> int:
+        """Bytes that a graph takes there beyond the attention results that wait without it."""
+        kept = self._frame.placement.keep_attention == where
+        return max(1, self._graph - kept * self._work.again.attention_bytes * self._micro)
+
     def all(self) -> Iterator[Way]:
         """Every way that is worth a look."""
         size = resident_bytes(self._task.precision)
@@ -136,8 +141,7 @@ class Ways:
         first = sum(t.name in ("embedding", "prologue", "layer 0") for t in self._tiles)
         parts = (least + (fitting - least) * part // 4 for part in (0, 1, 2, 3, 4))
         for count in sorted({0, first, *parts}):
-            # As many as must leave the host are tried even if they seem too many: that is a guess.
-            if not least <= count <= max(least, fitting) or (count and not counts[count - 1]):
+            if not least <= count <= fitting or (count and not counts[count - 1]):
                 continue  # too few, too many, or one that brings nothing
             moved = sums[count] * size
             yield from self._graphs(count, spare - moved, host_spare + moved)
@@ -150,8 +154,7 @@ class Ways:
             lanes = (LEAVING + RETURNING) * self._work.keeping.kept_bytes if offload else 0
             if lanes > spare:
                 continue
-            left = spare - lanes
-            keep = max(0, min(self._layers, left // self._graph)) if self._graph else self._layers
+            keep = min(self._layers, (spare - lanes) // self._more("device"))
             offloaded = min(offload, self._layers - keep)
             if (keep, offloaded) in told:
                 continue  # as many are left by those that stay on the device
@@ -162,7 +165,7 @@ class Ways:
         """Numbers of graphs on the host: none, all that it holds, those that leave unnoticed."""
         if not self._graph:
             return [0]
-        most = min(self._layers, host_spare // self._graph)
+        most = min(self._layers, host_spare // self._more("host"))
         unnoticed = int(self._forward() / self._leaving())
         found = {0, most, min(most, unnoticed), min(most, unnoticed) // 2}
         return sorted(count for count in found if count >= 0)
@@ -200,6 +203,8 @@ class Ways:
         """Seconds of computing, and of waiting for lanes to the host."""
         work, seconds = self._work, self._costs.seconds
         saved = sum(map(seconds, work.computed_twice))
+        if self._frame.placement.keep_attention != "none":
+            saved -= seconds(work.again) - seconds(replace(work.again, attention_flops=0))
         saved -= seconds(work.keeping) + seconds(work.kept_backward)
         late = max(0.0, offload * self._leaving() - self._forward())
         spared = (keep + offload) * max(0.0, saved) * self._micro
@@ -210,7 +215,7 @@ class Ways:
 
         None: it does not fit without any.
         """
-        graph, layers = max(1, self._graph), self._layers
+        graph, on_host, layers = self._more("device"), self._more("host"), self._layers
         keep, offload, best = way.keep_layers, way.offload_layers, None
         for _ in range(3):
             placement = way.placement(keep, offload)
@@ -220,7 +225,7 @@ class Ways:
             if self._budget.fits(found) and (best is None or found.seconds < best.seconds):
                 best = found
             more = self._budget.spare(found) // graph
-            more_on_host = min(0, self._budget.host_spare(found) // graph)
+            more_on_host = min(0, self._budget.host_spare(found) // on_host)
             if keep + more < 0:
                 break
             before = keep, offload

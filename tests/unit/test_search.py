@@ -19,7 +19,7 @@ from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.search import Search
 from megatrain.engine.step import TrainingParts
 from megatrain.engine.tally import NotForeseeable
-from megatrain.engine.ways import Budget
+from megatrain.engine.ways import Budget, Ways
 from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine
 from megatrain.model.probe import outline
@@ -304,6 +304,43 @@ def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(
     monkeypatch.setattr(search, "_LONG", 1 << 20)
     with pytest.raises(DoesNotFit):
         long_row(budget, 20.0)
+
+
+def long_search(device_mib: float, host_mib: float = 1e9) -> Search:
+    task = Task(2048, 2048, None, True, "bf16", True)
+    return Search(FORECASTS, fast_bus(device_mib, host_mib / 1024), task)
+
+
+def hand_made(**choices: object) -> fit.Forecast:
+    asked, given = long_search(1.0), {"slots": 2, "compile": True, "head_tokens": 512}
+    return asked._frame(Placement(**given | {"tile_tokens": 128} | choices), 1)  # type: ignore[arg-type]
+
+
+def test_a_long_row_fits_with_one_lane_for_boundaries(soon_long: None) -> None:
+    frugal = {"boundary_lanes": 1, "gradient_lanes": 2, "keep_rows": False}
+    told = hand_made(boundaries="host", **frugal)
+    found = long_search(0.1 + told.device_peak_bytes / 0.95 / 2**20).best()
+    assert found.seconds <= 1.05 * told.seconds
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_what_a_graph_spares_and_takes_beside_kept_attention_is_known(
+    soon_long: None, where: str
+) -> None:
+    frame, kept = (hand_made(keep_attention=where, keep_layers=count) for count in (0, 4))
+    asked = long_search(1e4)
+    ways = Ways(FORECASTS, asked._task, frame, asked._budget)
+    assert ways._compute(4, 0) == pytest.approx(kept.bounds["compute"], rel=0.02)
+    graphs = kept.device_bytes["kept graphs"] - frame.device_bytes.get("kept attention", 0)
+    assert 4 * ways._more("device") == pytest.approx(graphs, rel=0.06)
+
+
+def test_of_each_way_to_run_a_long_row_the_sparing_frames_are_tried(soon_long: None) -> None:
+    """What fits as it is may leave too little for the graphs that are worth most."""
+    asked = long_search(1e4)
+    tried = [frame.placement for frame in asked._frames([1])]
+    for family in asked._families(1):
+        assert [family[0], family[1], family[3]] == [each for each in family if each in tried]
 
 
 def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
