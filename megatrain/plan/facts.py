@@ -11,6 +11,7 @@ import torch
 
 from megatrain import kernels
 from megatrain.engine.fit import can_compile
+from megatrain.telemetry.cgroups import cgroup_files
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import cpu_name
 from megatrain.telemetry.gpu_state import GpuState, gpu_state
@@ -18,7 +19,6 @@ from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _NODES = Path("/sys/devices/system/node")
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,9 @@ def existing(folder: Path) -> Path:
 
 def _quota() -> float | None:
     """cgroup version 2: `max 100000`, or microseconds allowed in each period."""
-    try:
-        allowed, period = _QUOTA.read_text().split()
-        return int(allowed) / int(period)
-    except (OSError, ValueError):
-        return None
+    limits = [text.split() for text in cgroup_files("cpu.max")]
+    cores = [int(two[0]) / int(two[1]) for two in limits if len(two) == 2 and two[0].isdigit()]
+    return min(cores, default=None)
 
 
 def _huge_pages() -> str | None:

@@ -3,18 +3,14 @@
 import os
 import resource
 import sys
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
 
 import psutil
 
 from megatrain.errors import InputError
+from megatrain.telemetry.cgroups import cgroup_files, old_cgroup_files
 from megatrain.units import parse_bytes
 
 HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
-
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def process_bytes() -> int:
@@ -44,38 +40,8 @@ def host_limit_bytes() -> int:
     if HOST_MEMORY in os.environ:
         return _declared_bytes()
     limit = psutil.virtual_memory().total
-    for path in _cgroup_limits():
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limit = min(limit, int(text))
-    return int(limit)
-
-
-def _cgroup_limits() -> Iterator[Path]:
-    """The files with the limits of this process's cgroup and of all around it, versions 1 and 2.
-
-    A container sees its own as the root; a batch job or a service is in one further down.
-    """
-    for base, name, controller in (
-        (_CGROUPS, "memory.max", ""),
-        (_CGROUPS / "memory", "memory.limit_in_bytes", "memory"),
-    ):
-        yield base / name
-        for line in _lines(_OWN_CGROUPS):
-            _, controllers, path = line.split(":", 2)
-            inside = PurePosixPath(path).parts[1:]
-            if controller in controllers.split(",") and ".." not in inside:
-                yield from (base.joinpath(*inside[:n], name) for n in range(1, len(inside) + 1))
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:  # no Linux
-        return []
+    said = [*cgroup_files("memory.max"), *old_cgroup_files("memory", "memory.limit_in_bytes")]
+    return min([int(limit), *(int(text) for text in said if text.isdigit())])
 
 
 def _declared_bytes() -> int:

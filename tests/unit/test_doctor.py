@@ -15,6 +15,7 @@ from megatrain.plan import device_rates, doctor, facts, host_rates, measure
 from megatrain.plan.device_rates import Sizes, bus_measurements, compute_measurements
 from megatrain.plan.facts import Facts, parse_cores
 from megatrain.plan.findings import findings
+from megatrain.telemetry import cgroups
 from megatrain.telemetry import gpu_state as states
 from megatrain.telemetry.gpu_state import GpuState
 from megatrain.units import GIB, MIB
@@ -123,10 +124,16 @@ def test_the_facts_of_this_machine():
 def test_lists_of_cores_and_limits_of_a_cgroup(tmp_path, monkeypatch):
     assert parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert parse_cores("\n") == set()
-    monkeypatch.setattr(facts, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cgroups, "_ROOT", tmp_path)
+    monkeypatch.setattr(cgroups, "_OWN", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/job\n")
+    (tmp_path / "job").mkdir()
     for text, cores in (("max 100000", None), ("250000 100000", 2.5), ("", None)):
         (tmp_path / "cpu.max").write_text(text)
         assert facts._quota() == cores
+        (tmp_path / "job" / "cpu.max").write_text("100000 100000\n")
+        assert facts._quota() == 1.0
+        (tmp_path / "job" / "cpu.max").unlink()
 
 
 class Library:

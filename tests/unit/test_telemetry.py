@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from megatrain.errors import InputError
+from megatrain.telemetry import cgroups, memory
 from megatrain.telemetry import environment as environment_module
-from megatrain.telemetry import memory
 from megatrain.telemetry.console import StderrHandler, TrainingProgress
 from megatrain.telemetry.curve import draw_loss
 from megatrain.telemetry.environment import environment
@@ -157,16 +157,16 @@ def test_process_memory_sees_what_is_allocated():
 
 
 @pytest.fixture
-def cgroups(tmp_path, monkeypatch):
+def cgroup_root(tmp_path, monkeypatch):
     """The folder of the cgroups, with one file: which the process is in."""
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(cgroups, "_ROOT", tmp_path)
+    monkeypatch.setattr(cgroups, "_OWN", tmp_path / "own")
     (tmp_path / "own").write_text("0::/\n")
     return tmp_path
 
 
-def test_the_host_limit_is_the_cgroups_where_that_is_smaller(cgroups):
-    limit = cgroups / "memory.max"
+def test_the_host_limit_is_the_cgroups_where_that_is_smaller(cgroup_root):
+    limit = cgroup_root / "memory.max"
     unlimited = memory.host_limit_bytes()
     limit.write_text("max\n")
     assert memory.host_limit_bytes() == unlimited
@@ -183,20 +183,20 @@ def test_the_host_limit_is_the_cgroups_where_that_is_smaller(cgroups):
         ("3:memory:/docker/77", "memory/memory.limit_in_bytes"),  # it is the root in a container
     ],
 )
-def test_the_limit_of_a_job_or_a_service_counts(own, place, cgroups):
-    (cgroups / "own").write_text(own + "\n")
-    limit = cgroups / place
+def test_the_limit_of_a_job_or_a_service_counts(own, place, cgroup_root):
+    (cgroup_root / "own").write_text(own + "\n")
+    limit = cgroup_root / place
     limit.parent.mkdir(parents=True, exist_ok=True)
     limit.write_text("1073741824\n")
     assert memory.host_limit_bytes() == GIB
-    (cgroups / "own").write_text("4:cpu:/slurm/job\n0::/../outside\n")
+    (cgroup_root / "own").write_text("4:cpu:/slurm/job\n0::/../outside\n")
     assert (memory.host_limit_bytes() == GIB) == (place == "memory/memory.limit_in_bytes")
-    (cgroups / "own").unlink()
+    (cgroup_root / "own").unlink()
     assert memory.host_limit_bytes() >= GIB
 
 
-def test_what_is_free_is_less_than_the_limit_and_never_negative(cgroups):
-    limit = cgroups / "memory.max"
+def test_what_is_free_is_less_than_the_limit_and_never_negative(cgroup_root):
+    limit = cgroup_root / "memory.max"
     assert 0 < memory.host_available_bytes() < memory.host_limit_bytes()
     limit.write_text(str(memory.process_bytes() + (64 << 20)))
     assert memory.host_available_bytes() <= 80 << 20
