@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatrain.device.base import HOST_STREAMS, UPDATE, Buffer, Device
+from megatrain.errors import RunFailed
 from megatrain.telemetry.timeline import Span
 
 
@@ -20,7 +21,7 @@ class Recording:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.kind, self.torch_device = device.kind, device.torch_device
-        self._on = False
+        self._on = self._closed = False
         self._marks: list[tuple[str, str, Any, Any, tuple[str, ...], int]] = []
         self._host: list[Span] = []
         self._waits: defaultdict[str, list[str]] = defaultdict(list)
@@ -52,6 +53,8 @@ class Recording:
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
     ) -> Any:
+        if self._closed:
+            raise RunFailed("the engine is closed; make a new one")
         if not self._on:
             return self._device.run(stream, name, work, reads, writes)
         after = self._after(stream)
@@ -136,6 +139,7 @@ class Recording:
         return self._device.memory()
 
     def close(self) -> None:
+        self._closed = True
         self._device.close()
 
 
