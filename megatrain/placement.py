@@ -68,7 +68,7 @@ class Placement:
         update_threads: host threads of the optimizer; None: all cores but two.
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the
             background has written them; when it is full, updates wait for the disk. None: half of
-            what is free when the first such save begins, at most what a checkpoint takes.
+            what is free when the first such save begins, at most about what a checkpoint takes.
     """
 
     slots: int = 2

@@ -17,7 +17,7 @@ from megatrain.checkpoint.manifest import BUFFERS, MODEL, Checkpoint, Settings
 from megatrain.checkpoint.masters import masters
 from megatrain.checkpoint.read import read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving
-from megatrain.checkpoint.spare import spare_bytes_of
+from megatrain.checkpoint.spare import spare_bytes_of, useful_bytes
 
 __all__ = [
     "BUFFERS",
@@ -39,6 +39,7 @@ __all__ = [
     "require_replaceable",
     "rotate",
     "spare_bytes_of",
+    "useful_bytes",
     "verify",
     "whole_checkpoints",
 ]

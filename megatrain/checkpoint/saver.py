@@ -309,9 +309,9 @@ class Saver:
         self._check_versions()
         self.close()
         jobs = self._jobs()
-        pieces = sum(len(job.pieces) for job in jobs)
-        leaving = any(job.tile.resident for job in jobs)
-        self._spare.prepare(pieces, leaving=leaving, background=background)
+        planes = [plane.data.nbytes for tile in self._tiles for plane in planes_of(tile).values()]
+        leaving = any(tile.resident for tile in self._tiles)
+        self._spare.prepare(planes, leaving=leaving, background=background)
         self.last = Saving(self._device, folder, contents, jobs, self._spare)
         try:
             Release(self._device, self.last.snapshot).start(jobs)

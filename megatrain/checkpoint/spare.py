@@ -1,6 +1,7 @@
 """Host memory for what saves have not written when it changes, or leaves the device."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,8 +41,8 @@ class Spare:
         self.free: list[int] = []
         self.free_to_leave: list[int] = []
 
-    def prepare(self, pieces: int, *, leaving: bool, background: bool) -> None:
-        """Take the memory for a save of so many pieces, as much as there is.
+    def prepare(self, planes: Sequence[int], *, leaving: bool, background: bool) -> None:
+        """Take the memory for a save of planes of so many bytes, as much as there is.
 
         Args:
             leaving: some of them leave the device.
@@ -58,7 +59,8 @@ class Spare:
             most = self._most_bytes
             if most is None:
                 most = spare_bytes_of(host_available_bytes(self._host_limit))
-            self._add_what_fits(min(most // files.PIECE_BYTES, pieces), pinned=leaving)
+            useful = useful_bytes(planes)
+            self._add_what_fits(min(most, useful) // files.PIECE_BYTES, pinned=leaving)
 
     def _add_what_fits(self, blocks: int, *, pinned: bool) -> None:
         while blocks > 0:
@@ -84,6 +86,16 @@ class Spare:
 
     def __getitem__(self, block: int) -> Tensor:
         return self._blocks[block]
+
+
+def useful_bytes(planes: Sequence[int]) -> int:
+    """Of blocks with which a save of planes of so many bytes need not wait for its writers.
+
+    Each piece takes a block. Small planes are written so soon that not each needs one.
+    """
+    size = files.PIECE_BYTES
+    pieces = sum(-(-plane // size) for plane in planes)
+    return min(pieces, 2 * -(-sum(planes) // size)) * size
 
 
 def spare_bytes_of(free_bytes: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.checkpoint import spare_bytes_of
+from megatrain.checkpoint import spare_bytes_of, useful_bytes
 from megatrain.engine.forecast import Forecast
 from megatrain.model.outline import Outline
 from megatrain.plan.ask import Ask, Planner
@@ -68,7 +68,8 @@ class Plan:
         if given is None:
             free = self.ask.machine.host_memory_bytes - self.forecast.host_peak_bytes
             given = spare_bytes_of(max(0, free))
-        return min(given, sum(tile.saved_bytes for tile in self.tiles))
+        saved = [plane for tile in self.tiles for plane in tile.saved_planes]
+        return min(given, useful_bytes(saved))
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data, for `--json`."""

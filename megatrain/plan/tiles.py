@@ -36,9 +36,10 @@ class TileBytes:
         return self.count * sum(self.planes.values())
 
     @property
-    def saved_bytes(self) -> int:
-        """What a checkpoint holds of them."""
-        return self.total_bytes - self.count * self.planes["gradient"]
+    def saved_planes(self) -> list[int]:
+        """Bytes of each plane that a checkpoint holds of them."""
+        moment = self.planes["moments"] // 2
+        return self.count * [self.planes["weights"], self.planes["remainder"], moment, moment]
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data."""
