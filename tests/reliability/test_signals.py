@@ -14,9 +14,8 @@ CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every":
 SLOW = """
 import time
 from {module} import {owner}
-whole = {owner}.{name}
-def slow(*args, **kwargs):
-    print("PHASE", flush=True)
+def slow(*args, whole={owner}.{name}, **kwargs):
+    print("{word}", flush=True)
     time.sleep({seconds})
     return whole(*args, **kwargs)
 {owner}.{name} = slow
@@ -32,9 +31,9 @@ PHASES = {
 }
 
 
-def slow(phase: str, seconds: float) -> str:
+def slow(phase: str, seconds: float, word: str = "PHASE") -> str:
     module, owner, name = PHASES[phase]
-    return SLOW.format(module=module, owner=owner, name=name, seconds=seconds)
+    return SLOW.format(module=module, owner=owner, name=name, seconds=seconds, word=word)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,10 @@ def run(tmp_path, tokenizer_folder):
 def test_one_signal_ends_the_run_well_and_loses_nothing(
     whole, run, tmp_path, zygote, phase, number
 ):
-    first = zygote.start("train", run, log=tmp_path / "1", before=slow(phase, 0.4))
+    before = slow(phase, 0.4)
+    if phase == "save":  # the steps beside it shall not be over before the signal
+        before += slow("step", 0.3, word="a step")
+    first = zygote.start("train", run, log=tmp_path / "1", before=before)
     first.until("PHASE")
     first.send(number)
     out = first.finish()
