@@ -145,7 +145,7 @@ def _parse(line: bytes, where: str, offset: int) -> Row:
     try:
         text = line.decode("utf-8")
         text = text.removeprefix(_BOM) if offset == 0 else text
-        row = json.loads(text, object_pairs_hook=_each_key_once)
+        row = json.loads(text, object_pairs_hook=each_key_once)
     except UnicodeDecodeError as error:
         raise _not_utf8(where, offset, error) from error
     except json.JSONDecodeError as error:
@@ -160,7 +160,7 @@ def _parse(line: bytes, where: str, offset: int) -> Row:
     return row
 
 
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Of a key that is there twice nobody can say which value was meant."""
     row: dict[str, Any] = {}
     for key, value in pairs:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.data.readers import each_key_once
 from megatrain.errors import InputError
 from megatrain.units import MIB
 
@@ -36,6 +37,7 @@ def load_tokenizer(
         raise InputError(f"{folder}: no tokenizer in this folder: copy its tokenizer.json there")
     if local:
         _refuse_endless(folder)
+        _refuse_ambiguous(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder if local else path_or_id), trust_remote_code=trust_remote_code
@@ -74,6 +76,7 @@ _TOKENIZER_FILES = (
 
 
 _TEXTS = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _LARGEST_BYTES = 512 * MIB  # the largest of these files that is known has 34 MB
 
 
@@ -85,6 +88,18 @@ def _refuse_endless(folder: Path) -> None:
             if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_BYTES:
                 limit = _LARGEST_BYTES // MIB
                 raise InputError(f"{path}: not a plain file of at most {limit} MiB: replace it")
+
+
+def _refuse_ambiguous(folder: Path) -> None:
+    """transformers would take the last value of a key that is there twice."""
+    for name in _SETTINGS:
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            json.loads(path.read_bytes(), object_pairs_hook=each_key_once)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not usable JSON: {error}: replace it") from error
 
 
 def identity(tokenizer: Any) -> str:

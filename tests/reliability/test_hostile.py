@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import yaml
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import InputError
 from megatrain.model.shards import stored_tensors
 from tests.cli.cases import tiny_llama
@@ -127,6 +129,16 @@ def test_links_do_not_lead_out_of_a_checkpoint(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match="lies outside the folder"):
         stored_tensors(folder)
+
+
+@pytest.mark.parametrize("text", ['{"eos_token": "<a>", "eos_token": "<b>"}', "{", "[" * 10**5])
+def test_a_tokenizer_with_settings_that_say_two_things_or_none(tmp_path, tokenizer_folder, text):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_folder, folder)
+    load_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(text)
+    with pytest.raises(InputError, match=r"tokenizer_config.json: not usable JSON: .*replace it"):
+        load_tokenizer(folder)
 
 
 ENDLESS = {
