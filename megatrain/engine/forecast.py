@@ -33,6 +33,8 @@ from megatrain.optim import AdamW, StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
+from megatrain.tile import TileLayout
+from megatrain.tile.layout import ALIGNMENT
 
 _STEPS = 3  # the first starts without updates, the second with the first one's; then it is steady
 _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
@@ -212,8 +214,10 @@ def _run(
     costs = MachineCosts(machine, tally)
     device = ClockDevice(costs)
     batch = measured.batch(rows, micro_batch)
+    optimizer = StreamedOptimizer(AdamW(), measured.outline.skeleton.model)
+    layouts = tile_layouts(measured.outline, optimizer.group_of())
     with torch.enable_grad(), tally:
-        store, parts = _assemble(device, measured, placement, clip=clip, tally=tally)
+        store, parts = _assemble(device, measured, layouts, optimizer, placement, tally, clip)
         end = device.now
         for _ in range(_STEPS):
             begin = end
@@ -223,30 +227,38 @@ def _run(
             costs.slow_down(spans)
     parameters = sum(tile.layout.num_parameters for tile in store.tiles)
     host = host_bytes(store, parts)
-    host["host_process_bytes"] = _process_bytes(store, sum(host.values()))
+    host["host_process_bytes"] = _process_bytes(store, layouts, sum(host.values()))
     return _Run(end - begin, spans, tally.peak_live, host, parameters)
 
 
-def _process_bytes(store: Store, held_bytes: int) -> int:
+def _process_bytes(store: Store, layouts: Sequence[TileLayout], held_bytes: int) -> int:
     """Of the process itself when it runs; or when weights are drawn, if it takes more then.
 
     Then there is nothing but the planes, and the largest parameter in fp32 on its way to them: to
     one on the device by way of two more of half its size.
     """
     later = held_bytes - sum(store.bytes_by_plane().values())
-    drawn = max(prod(e.shape) * (8 if tile.resident else 4) for tile, e in store.entries())
+    drawn = max(
+        prod(entry.shape) * (8 if tile.resident else 4)
+        for tile, layout in zip(store.tiles, layouts, strict=True)
+        for entry in layout.entries
+    )
     return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + drawn - later)
 
 
 def _assemble(
-    device: ClockDevice, measured: Measured, placement: Placement, *, clip: bool, tally: Tally
+    device: ClockDevice,
+    measured: Measured,
+    layouts: Sequence[TileLayout],
+    optimizer: StreamedOptimizer,
+    placement: Placement,
+    tally: Tally,
+    clip: bool,
 ) -> tuple[Store, TrainingParts]:
     """The parts of a step as the engine makes them, around a program that computes nothing."""
-    outline = measured.outline
-    optimizer = StreamedOptimizer(AdamW(), outline.skeleton.model)
-    layouts = tile_layouts(outline, optimizer.group_of())
     resident = placement.resident
-    store = Store(device, layouts, measured.dtype, train=True, resident=resident)
+    joined = [_joined(each, measured.dtype, placement) for each in layouts]
+    store = Store(device, joined, measured.dtype, train=True, resident=resident)
     program = OpaqueProgram(measured, tally, placement.head_tokens)
     assembly = Assembly(device, program, store, measured.dtype, placement)
     tile, tokens = assembly.tiles["head"], placement.head_tokens
@@ -256,3 +268,22 @@ def _assemble(
         work = partial(measured.head, tile.layout, head_tokens=tokens)
         parts.head = OpaqueHead(device, program, tile, tokens, work, tally)
     return store, parts
+
+
+def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> TileLayout:
+    """A layer's as one parameter for each group, since all that counts of them is their bytes.
+
+    A step then goes through a quarter of the operations. Of what is split the parts count, too.
+    """
+    most = placement.split_bytes or layout.numel * dtype.itemsize
+    whole = layout.name.startswith("layer") and layout.numel * dtype.itemsize <= most
+    if not whole or any(entry.numel % ALIGNMENT for entry in layout.entries):
+        return layout
+    groups = {entry.group: entry.name for entry in layout.entries}
+    return TileLayout(
+        layout.name,
+        [
+            (name, torch.Size([sum(e.numel for e in layout.entries if e.group == group)]), group)
+            for group, name in groups.items()
+        ],
+    )

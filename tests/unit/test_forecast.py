@@ -230,3 +230,17 @@ def test_results_of_todays_engine_are_foretold():
     counted = [is_of_today(result) for result in results]
     assert any(counted)
     assert not all(counted)  # some are of engines with other buffers
+
+
+@pytest.mark.parametrize("name", ["streamed", "resident", "attention on the host"])
+def test_a_layer_taken_as_one_parameter_takes_what_its_parameters_do(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def foretold() -> Forecast:
+        task = Task(ROWS * TOKENS, TOKENS, None, True, "bf16", PLACEMENTS[name].compile)
+        return Forecasts(tiny_outline()).of(small_machine(), PLACEMENTS[name], task, 4)
+
+    with monkeypatch.context() as apart:
+        apart.setattr("megatrain.engine.forecast._joined", lambda layout, *given: layout)
+        expected = foretold()
+    assert foretold() == expected
