@@ -273,7 +273,7 @@ def _assemble(
 def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> TileLayout:
     """A layer's as one parameter for each group, since all that counts of them is their bytes.
 
-    A step then goes through a quarter of the operations. Of what is split the parts count, too.
+    A step then goes through less than half the operations. Of what is split the parts count, too.
     """
     most = placement.split_bytes or layout.numel * dtype.itemsize
     whole = layout.name.startswith("layer") and layout.numel * dtype.itemsize <= most
