@@ -10,10 +10,9 @@ from functools import partial
 from itertools import zip_longest
 
 from megatrain.checkpoint.pieces import Piece, Snapshot, TileFile, planes_of
+from megatrain.checkpoint.spare import AT_ONCE
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE, SAVE, UPDATE
-
-AT_ONCE = 4  # files of resident tiles
 
 
 class Release:

@@ -28,8 +28,8 @@ from megatrain.checkpoint.manifest import (
     TileRecord,
 )
 from megatrain.checkpoint.pieces import Snapshot, TileFile, dtype_name, planes_of, tile_file
-from megatrain.checkpoint.release import AT_ONCE, Release
-from megatrain.checkpoint.spare import Spare
+from megatrain.checkpoint.release import Release
+from megatrain.checkpoint.spare import AT_ONCE, Spare
 from megatrain.device import Device
 from megatrain.device.base import SAVE
 from megatrain.errors import MegatrainError, RunFailed

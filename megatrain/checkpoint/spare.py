@@ -13,7 +13,8 @@ from megatrain.telemetry.memory import host_available_bytes
 
 _log = logging.getLogger(__name__)
 
-TO_LEAVE = 8  # blocks: four files are written at once, each from one while it gets the next
+AT_ONCE = 4  # files that are written, and leave the device, at a time
+TO_LEAVE = 2 * AT_ONCE  # blocks: a file is written from one while it gets the next
 
 
 class Spare:

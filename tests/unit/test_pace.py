@@ -59,6 +59,15 @@ def launch(pace: Pace, name: str) -> threading.Thread:
     return thread
 
 
+def waits(pace: Pace, name: str, over: threading.Event) -> bool:
+    """Whether a piece is launched only when the host thread's work is over."""
+    thread = launch(pace, name)
+    waited = thread.is_alive()
+    over.set()
+    thread.join()
+    return waited
+
+
 def test_it_is_a_few_pieces_ahead() -> None:
     gpu = Gpu()
     pace = Pace(gpu.record)
@@ -75,10 +84,7 @@ def test_a_piece_that_may_be_large_waits_for_host_threads(busy, seconds, seen) -
     for _ in range(seen):
         launch(pace, "layer").join()
     pace.note_wait(worker, worker.mark())
-    thread = launch(pace, "layer")
-    assert thread.is_alive()
-    over.set()
-    thread.join()
+    assert waits(pace, "layer", over)
 
 
 def test_a_small_piece_does_not(busy) -> None:
@@ -94,10 +100,7 @@ def test_one_large_piece_among_small_ones_of_its_name_is_remembered(busy) -> Non
     for _ in range(3):
         launch(pace, "layer").join()
     pace.note_wait(worker, worker.mark())
-    thread = launch(pace, "layer")
-    assert thread.is_alive()
-    over.set()
-    thread.join()
+    assert waits(pace, "layer", over)
     for _ in range(4):
         launch(pace, "layer").join()
     assert not launch(pace, "layer").is_alive()
