@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from megatrain.data.sources import HubSplit, Source, SourceFile
 from megatrain.errors import InputError
+from megatrain.strict_json import each_key_once
 from megatrain.units import MIB
 
 PIECE_BYTES = 256 * 1024  # long documents are tokenised in pieces of about this size
@@ -157,16 +158,6 @@ def _parse(line: bytes, where: str, offset: int) -> Row:
     if not isinstance(row, dict):
         kind = type(row).__name__
         raise InputError(f"{where}: a row must be a JSON object, this is a {kind}")
-    return row
-
-
-def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a key that is there twice nobody can say which value was meant."""
-    row: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in row:
-            raise ValueError(f"key {key[:60]!r} is there twice")
-        row[key] = value
     return row
 
 

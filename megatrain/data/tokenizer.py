@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.data.readers import each_key_once
 from megatrain.errors import InputError
+from megatrain.strict_json import each_key_once
 from megatrain.units import MIB
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ Format: eight bytes of header length, a JSON header, the data without holes
 
 import json
 import mmap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
+from megatrain.strict_json import each_key_once
 from megatrain.units import MIB, align
 
 SINGLE_FILE = "model.safetensors"
@@ -193,7 +193,7 @@ def parse_object(text: bytes, path: Path) -> dict[str, Any]:
         InputError: not JSON, nested too deeply, a key twice or too long, or not an object.
     """
     try:
-        content = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
+        content = json.loads(text.decode(), object_pairs_hook=_with_plain_keys)
     except RecursionError as error:
         raise InputError(f"{path}: its JSON is nested too deeply; {DAMAGED}") from error
     except ValueError as error:  # not UTF-8, not JSON, a duplicate key, an endless number
@@ -203,11 +203,8 @@ def parse_object(text: bytes, path: Path) -> dict[str, Any]:
     return content
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
-        raise ValueError(f"key {twice[:MAX_NAME_LENGTH]!r} is there twice")
+def _with_plain_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = each_key_once(pairs)
     if any(len(key) > MAX_NAME_LENGTH for key in content):
         raise ValueError(f"a key is longer than {MAX_NAME_LENGTH} characters")
     return content
