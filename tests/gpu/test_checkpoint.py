@@ -1,6 +1,6 @@
 """Saves beside a GPU that trains: exact, resumed bit for bit, and no step changed by them."""
 
-import itertools
+import threading
 import time
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.checkpoint import files, verify
+from megatrain.checkpoint.pieces import planes_of
 from tests.gpu.test_cuda import model, steps
 
 pytestmark = pytest.mark.gpu
@@ -20,20 +21,26 @@ PLACEMENTS = {
 
 
 class Disk:
-    """One that updates overtake: after `stall()` nothing is written for a second."""
+    """One that updates overtake: after `stall()` nothing is written for a while."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._stalled_until = 0.0
+        self._goes_on = threading.Event()
         write = files.NewFile.write
 
         def late(*args) -> None:
-            time.sleep(max(0.0, self._stalled_until - time.monotonic()))
+            self._goes_on.wait(max(0.0, self._stalled_until - time.monotonic()))
             write(*args)
 
         monkeypatch.setattr(files.NewFile, "write", late)
 
-    def stall(self) -> None:
-        self._stalled_until = time.monotonic() + 1
+    def stall(self, seconds: float = 1.0) -> None:
+        """For the next save; one that is still going on would use the time up."""
+        self._goes_on.clear()
+        self._stalled_until = time.monotonic() + seconds
+
+    def go_on(self) -> None:
+        self._goes_on.set()
 
 
 @pytest.fixture(autouse=True)
@@ -49,30 +56,41 @@ def numbers(engine: Engine) -> list[torch.Tensor]:
     return masters + [m.data.cpu() for tile in engine._store.tiles for m in tile.moments]
 
 
-@pytest.mark.parametrize(
-    ("placement", "clip", "blocks"), itertools.product(PLACEMENTS, (0.5, None), (2, 1000))
-)
+@pytest.mark.parametrize("blocks", [2, 1000])
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path, disk) -> None:
-    batches = steps(6)
+    """Where little can be set aside the updates wait, else it is all set aside and none waits."""
+    batches, room_for_all = steps(6), blocks == 1000
     chosen = Placement(**PLACEMENTS[placement], save_bytes=blocks * (64 << 10))
     options = {"max_grad_norm": clip, "placement": chosen, "device": "cuda"}
     with Engine(model(), optimizer=AdamW(lr=1e-3), **options) as engine:
         wanted = [(r.loss, r.grad_norm) for r in map(engine.step, batches)]
         end = numbers(engine)
-    moved = 0
+        everything = sum(p.data.nbytes for t in engine._store.tiles for p in planes_of(t).values())
+    saves = []
     with Engine(model(), optimizer=AdamW(lr=1e-3), **options) as engine:
         got = []
         for number, batch in enumerate(batches, start=1):
             result = engine.step(batch)
             got.append((result.loss, result.grad_norm))
+            if room_for_all and number in (3, 5):
+                engine.flush()
+                disk.go_on()
             if number in (2, 4):
-                disk.stall()
-                saving = engine.save(tmp_path / f"after {number}", wait=False)
-        saving.wait()
-        moved = saving.moved_bytes
+                for saving in saves:
+                    saving.wait()
+                disk.stall(5.0 if room_for_all else 1.0)
+                saves.append(engine.save(tmp_path / f"after {number}", wait=False))
+        saves[-1].wait()
         assert got == wanted
         assert all(map(torch.equal, numbers(engine), end))
-    assert moved > 0
+    for saving in saves:
+        if room_for_all:
+            assert (saving.moved_bytes, saving.snapshot.waited) == (everything, 0)
+        else:
+            assert saving.moved_bytes > 0
+            assert saving.snapshot.waited > 0
     for number in (2, 4):
         verify(tmp_path / f"after {number}")
         with Engine.load(tmp_path / f"after {number}") as engine:
@@ -112,7 +130,7 @@ def test_neither_does_the_call_where_all_must_leave_the_device(
             disk.stall()
             saving = engine.save(tmp_path / f"{number}", wait=False)
             assert not saving.done
-        saving.wait()
+            saving.wait()
     for number in range(4):
         verify(tmp_path / f"{number}")
 
