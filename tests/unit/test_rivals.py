@@ -29,6 +29,14 @@ def write(**outcome):
 write(version="1.2", environment={"gpu": None})
 if kind == "hangs":
     time.sleep(60)
+if kind == "has workers":
+    if not os.fork():
+        os.setsid()
+        shared = b"1" * (100 << 20)
+        any(os.fork() == 0 for _ in range(4))
+        time.sleep(1)
+        os._exit(0)
+    os.wait()
 if kind == "is killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if kind == "crashes":
@@ -88,6 +96,15 @@ def test_a_process_that_ends_badly_leaves_a_row(kind, status, reason, capsys):
     assert outcome["host_peak_bytes"] >= 0
     if kind == "exits":
         assert "what it said" in capsys.readouterr().out
+
+
+def test_memory_is_that_of_all_processes_of_a_row_each_page_once(monkeypatch):
+    """Whatever others take or give back meanwhile."""
+    monkeypatch.setattr(supervise, "CHILDREN_SECONDS", 0.1)
+    alone = supervise.run(task(), fake("is measured"))["host_peak_bytes"]
+    with_workers = supervise.run(task(), fake("has workers"))["host_peak_bytes"]
+    assert alone < 50 << 20
+    assert 100 << 20 <= with_workers < 200 << 20
 
 
 def test_the_micro_batch_is_halved_until_it_fits():
