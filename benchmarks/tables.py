@@ -1,13 +1,14 @@
-"""`python -m benchmarks.tables`: the README's tables, from the result files.
+"""`python -m benchmarks.tables`: the tables of README and docs/benchmarks.md, from the result files.
 
-First MegaTrain's own steps, then one table for each run of rivals beside it. The commands that
-measure them go into docs/benchmarks.md.
+README gets MegaTrain's own steps and the largest run of rivals beside it, docs/benchmarks.md the
+other runs of rivals and the commands that measure all of them.
 
 With `--check` nothing is written; the exit status says whether both are in step.
 """
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,15 @@ def _choice(name: str, value: Any) -> str:
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def rivals() -> list[str]:
-    """A table for each run of rivals."""
-    lines = []
-    for table in rival_rows.tables(RESULTS):
-        lines += ["", f"{rival_rows.caption(table)}:", "", *rival_rows.table(table)]
-    return lines
+def rivals() -> list[list[str]]:
+    """A table for each run of rivals, the largest step first."""
+    tables = sorted(rival_rows.tables(RESULTS), key=_tokens_of, reverse=True)
+    return [["", f"{rival_rows.caption(each)}:", "", *rival_rows.table(each)] for each in tables]
+
+
+def _tokens_of(table: list[dict[str, Any]]) -> int:
+    case = table[0]["case"]
+    return int(case["sequences"] * case["sequence_length"])
 
 
 def sections() -> dict[Path, list[str]]:
@@ -89,9 +93,10 @@ def sections() -> dict[Path, list[str]]:
         "| shape, step | machine | seconds a step (spread) | model TFLOPS | device | host |",
         "|---|---|---|---|---|---|",
     ]
+    largest, *others = rivals()
     return {
-        ROOT / "README.md": [*head, *rows(), *rivals()],
-        ROOT / "docs" / "benchmarks.md": ["```", *commands(), "```"],
+        ROOT / "README.md": [*head, *rows(), *largest],
+        ROOT / "docs" / "benchmarks.md": ["```", *commands(), "```", *chain(*others)],
     }
 
 
