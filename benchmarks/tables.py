@@ -1,4 +1,4 @@
-"""`python -m benchmarks.tables`: the tables of README and docs/benchmarks.md, from the result files.
+"""`python -m benchmarks.tables`: tables of README and docs/benchmarks.md, from the result files.
 
 README gets MegaTrain's own steps and the largest run of rivals beside it, docs/benchmarks.md the
 other runs of rivals and the commands that measure all of them.

@@ -22,6 +22,7 @@ from benchmarks.rivals.case import (
     NO_TIME,
     Task,
 )
+from megatrain.telemetry.memory import children_bytes
 
 LOOKS_PER_SECOND = 20
 CHILDREN_SECONDS = 1.0  # between two looks at children: one of them takes 4 ms
@@ -33,8 +34,7 @@ class PeakMemory(threading.Thread):
     """The largest memory of a process and its children so far, in bytes; what they pin counts.
 
     A driver's pinned memory is resident in the process that asked for it: 4 GiB pinned by torch
-    made 4 GiB (H200, driver 580). Of pages that children share with others only their share
-    counts: 16 compile workers of torch, forked and idle, were 3.5 GiB resident and 0.25 GiB so.
+    made 4 GiB (H200, driver 580). Of pages that children share only their share counts.
     """
 
     def __init__(self, process: int) -> None:
@@ -48,7 +48,7 @@ class PeakMemory(threading.Thread):
         with suppress(psutil.NoSuchProcess):  # it has ended
             while not self._over.is_set():
                 if time.monotonic() >= look_at:
-                    children = _children_bytes(self._process)
+                    children = children_bytes(self._process)
                     look_at = time.monotonic() + CHILDREN_SECONDS
                 resident = self._process.memory_info().rss
                 self.bytes = max(self.bytes, resident + children)
@@ -58,16 +58,6 @@ class PeakMemory(threading.Thread):
         self._over.set()
         self.join()
         return self.bytes
-
-
-def _children_bytes(process: psutil.Process) -> int:
-    """Theirs and their children's, whatever their session."""
-    total = 0
-    for child in process.children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            memory = child.memory_full_info()
-            total += getattr(memory, "pss", memory.rss)  # only Linux knows shares
-    return total
 
 
 def run(task: Task, command: Sequence[str] = _CHILD) -> dict[str, Any]:

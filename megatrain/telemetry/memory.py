@@ -3,6 +3,8 @@
 import os
 import resource
 import sys
+import time
+from contextlib import suppress
 
 import psutil
 
@@ -13,16 +15,33 @@ from megatrain.units import parse_bytes
 HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
 
 
+_CHILDREN_SECONDS = 1.0  # between two looks at them: each takes 4 ms
+_seen_children = (0.0, 0)  # when they are due again, and their bytes
+
+
 def process_bytes() -> int:
-    """Resident memory of this process and its children (data workers), in bytes."""
+    """Memory of this process and its children (compile workers), in bytes."""
+    global _seen_children
     process = psutil.Process()
-    total = process.memory_info().rss
+    due, children = _seen_children
+    if time.monotonic() >= due:
+        children = children_bytes(process)
+        _seen_children = time.monotonic() + _CHILDREN_SECONDS, children
+    return int(process.memory_info().rss) + children
+
+
+def children_bytes(process: psutil.Process) -> int:
+    """Memory of a process's children and of theirs, whatever their session, in bytes.
+
+    Of pages that they share with others only their share counts: 16 compile workers of torch,
+    forked and idle, were 3.5 GiB resident and 0.25 GiB so.
+    """
+    total = 0
     for child in process.children(recursive=True):
-        try:
-            total += child.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return int(total)
+        with suppress(psutil.NoSuchProcess):
+            memory = child.memory_full_info()
+            total += getattr(memory, "pss", memory.rss)  # only Linux knows shares
+    return total
 
 
 def peak_process_bytes() -> int:

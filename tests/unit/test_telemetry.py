@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -154,6 +155,19 @@ def test_process_memory_sees_what_is_allocated():
     block = bytearray(os.urandom(1 << 20) * 64)
     assert memory.process_bytes() - before > 48 << 20
     assert memory.peak_process_bytes() >= len(block)
+
+
+def test_children_are_looked_at_now_and_then(monkeypatch):
+    code = "import os; block = os.urandom(1 << 20) * 64; print(flush=True); input()"
+    monkeypatch.setattr(memory, "_seen_children", (0.0, 0))
+    before = memory.process_bytes()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
+        child.stdout.readline()
+        assert memory.process_bytes() - before < 32 << 20  # seen less than a second ago
+        monkeypatch.setattr(memory, "_seen_children", (0.0, 0))
+        assert memory.process_bytes() - before > 64 << 20
+        child.communicate(b"\n")
 
 
 @pytest.fixture
