@@ -167,9 +167,12 @@ def _make_node(cls: type) -> None:
 
 
 def _within_budget(function: Callable[..., Any], share: float) -> Callable[..., Any]:
+    # Read by torch's partitioner when the function is compiled, at the first call of a shape. Made
+    # once: each one is a class of its own, which a call would leave to the garbage collector.
+    budget = torch._functorch.config.patch(activation_memory_budget=share)
+
     def budgeted(*args: Any) -> Any:
-        # Read by torch's partitioner when the function is compiled, at its first call.
-        with torch._functorch.config.patch(activation_memory_budget=share):
+        with budget:
             return function(*args)
 
     return budgeted

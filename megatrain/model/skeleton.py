@@ -207,6 +207,7 @@ class Skeleton:
         self._takes_any = inspect.Parameter.VAR_KEYWORD in kinds
         for layer in stack:
             self._replace(layer)
+        self._ties = _ties(model)
 
     def _replace(self, layer: nn.Module) -> None:
         def recorder(*args: Any, **kwargs: Any) -> Any:
@@ -250,7 +251,7 @@ class Skeleton:
         self._handler = handler
         try:
             with _Lookup(names, rows, uses):
-                return functional_call(self.model, dict(weights), (), dict(inputs))
+                return self._call(weights, inputs)
         except Reached as reached:
             return reached.result
         finally:
@@ -260,10 +261,18 @@ class Skeleton:
         """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk."""
         self.trunk.forward = lambda *args, **kwargs: output
         try:
-            result = functional_call(self.model, dict(weights), (), dict(inputs))
+            result = self._call(weights, inputs)
         finally:
             del self.trunk.forward
         return result.logits if hasattr(result, "logits") else result[0]
+
+    def _call(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
+        """The model's own forward; what is tied is told, or each call would look for it anew.
+
+        That takes a millisecond for 24 layers, more than a head's chunk of 2048 tokens.
+        """
+        tied = {same: weights[name] for name, same in self._ties if name in weights}
+        return functional_call(self.model, {**weights, **tied}, (), dict(inputs), tie_weights=False)
 
     def stop_at_trunk(self) -> "_TrunkEnd":
         """Within this context, a run ends with the trunk's output."""
@@ -282,6 +291,13 @@ class _TrunkEnd:
 
     def __exit__(self, *error: object) -> None:
         self.hook.remove()
+
+
+def _ties(model: nn.Module) -> list[tuple[str, str]]:
+    """The name of each tied parameter, and another name that it has."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return [(first[id(p)], name) for name, p in every if first[id(p)] != name]
 
 
 def last_hidden(output: Any) -> Tensor:

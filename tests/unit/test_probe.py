@@ -1,9 +1,10 @@
-"""What the probe refuses: models that would train, but to something else."""
+"""What the probe refuses: models that would train, but to something else; and what it finds."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -13,6 +14,7 @@ from megatrain.errors import RunFailed
 from megatrain.model.build import buffer_types, emptied
 from megatrain.model.limits import Unsupported
 from megatrain.model.probe import outline
+from megatrain.model.skeleton import with_hidden
 
 
 def tiny(**changes: object) -> LlamaForCausalLM:
@@ -123,3 +125,17 @@ def test_buffers_have_the_type_that_transformers_gives_them() -> None:
     assert types.keys() & {"decay", "exact"} == {"decay"}
     assert types["decay"] == torch.bfloat16
     assert not buffer_types(model, torch.float32)
+
+
+def test_a_tied_head_is_given_its_table_and_no_call_looks_for_ties(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch would go through all parameters, at each chunk of tokens of the head."""
+    found = outline(emptied(tiny(tie_word_embeddings=True)))
+    monkeypatch.setattr("torch.nn.utils.stateless._untie_named_tensors_map", None)
+    [name] = found.projection.names
+    assert name == "model.embed_tokens.weight"
+    rows, hidden = torch.randn(6, 8), torch.randn(1, 3, 8)
+    inputs = found.skeleton.inputs({"input_ids": torch.zeros(1, 1, dtype=torch.long)})
+    logits = found.skeleton.head({name: rows}, with_hidden(found.trunk, hidden), inputs)
+    assert torch.equal(logits, F.linear(hidden, rows))
