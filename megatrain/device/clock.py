@@ -1,18 +1,19 @@
 """A trace device that also keeps time: what a schedule takes, with nothing computed.
 
-A piece of work starts when its stream has come to it, the caller has put it there, and the events
-that its stream waits for have passed. The caller is a stream of its own, which only `synchronize`
-holds up. So updates run on under what the caller puts on next, as they do on a real device.
+A piece of work starts when its stream has come to it, the caller has begun to put it there, and the
+events that its stream waits for have passed; it does not end before the caller is done with it. The
+caller is a stream of its own, which only `synchronize` holds up. So updates run on under what the
+caller puts on next, as they do on a real device.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatrain.device.base import Buffer
+from megatrain.device.base import HOST_STREAMS, Buffer
 from megatrain.device.trace import CALLER, TraceDevice, TraceEvent
 from megatrain.telemetry.timeline import Span
 
@@ -24,8 +25,32 @@ class TimedEvent(TraceEvent):
     seconds: float
 
 
+class Cost(NamedTuple):
+    """What a piece of work takes.
+
+    Attributes:
+        seconds: of its stream.
+        launching: seconds of the caller, besides what it takes to put anything there.
+        blocking: whether the caller is held up until it is done.
+        num_bytes: of host memory moved.
+        result: what `Device.run` returns.
+    """
+
+    seconds: float = 0.0
+    launching: float = 0.0
+    blocking: bool = False
+    num_bytes: int = 0
+    result: Any = None
+
+
 class Costs(Protocol):
-    """What work takes."""
+    """What work takes.
+
+    Attributes:
+        put_seconds: of the caller, for anything that it puts on a stream of the device.
+    """
+
+    put_seconds: float
 
     def run(
         self,
@@ -34,8 +59,8 @@ class Costs(Protocol):
         work: Callable[[], Any],
         reads: Sequence[Buffer],
         writes: Sequence[Buffer],
-    ) -> tuple[float, int, Any]:
-        """Seconds, bytes of host memory moved, and what `Device.run` returns."""
+    ) -> Cost:
+        """Of a piece of work."""
 
     def copy(self, stream: str, num_bytes: int) -> float:
         """Seconds of a copy."""
@@ -81,24 +106,29 @@ class ClockDevice(TraceDevice):
         writes: Sequence[Buffer] = (),
     ) -> Any:
         super().run(stream, name, work, reads, writes)
-        seconds, num_bytes, result = self._costs.run(stream, name, work, reads, writes)
-        self._pass(stream, name, seconds, num_bytes)
-        return result
+        cost = self._costs.run(stream, name, work, reads, writes)
+        self._pass(stream, name, cost)
+        return cost.result
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         name = f"{source.name} -> {to.name}"
         super().run(stream, name, lambda: None, [source], [to])
         there = to.data.numel()  # nothing is sliced: a large model's gradients go in many pieces
         num_bytes = to.data.itemsize * (there if numel is None else min(numel, there))
-        self._pass(stream, name, self._costs.copy(stream, num_bytes), num_bytes)
+        self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), num_bytes=num_bytes))
 
-    def _pass(self, stream: str, name: str, seconds: float, num_bytes: int) -> None:
-        if not seconds:
-            return  # what waited for the same is still to come
+    def _pass(self, stream: str, name: str, cost: Cost) -> None:
         start = max(self._at[stream], self._at[CALLER])
-        self._at[stream] = start + seconds
+        if stream not in HOST_STREAMS:
+            self._at[CALLER] += self._costs.put_seconds + cost.launching
+        if not cost.seconds:
+            return  # what waited for the same is still to come
+        end = max(start + cost.seconds, self._at[CALLER])
+        self._at[stream] = end
+        if cost.blocking:
+            self._at[CALLER] = end
         after = tuple(self._after.pop(stream, ()))
-        self.spans.append(Span(stream, name, start, start + seconds, after, num_bytes))
+        self.spans.append(Span(stream, name, start, end, after, cost.num_bytes))
 
     def record(self, stream: str) -> TimedEvent:
         reached = max(self._at[stream], self._at[CALLER])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, UPDATE
+from megatrain.device.clock import Cost
 from megatrain.engine.opaque import KEPT_GRAPHS, WORKING_SET
 from megatrain.engine.tally import Tally, Work
 from megatrain.machine import Machine
@@ -20,9 +21,17 @@ from megatrain.telemetry.timeline import Span
 _BOTH_WAYS = 101.7 / (55.5 + 55.4)
 _TAKEN_PER_BUS_BYTE = 26 * (4.56 - 2.97) / 101.7
 
-# The model's own forward around the layers is Python and small kernels, whatever the batch: 5 to 11
-# ms forward and 7 to 8 backward, a micro-batch (step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
-_PROLOGUE_SECONDS = 8e-3
+# A device that is faster than the thread that launches waits for it. In launches of the machine
+# (10 us where it was not measured): what Python and torch take around the kernels of a layer or a
+# head, each of these kernels, and whatever is put on a stream. In a step of 0.5B, 16 x 1024 by 4,
+# on an H200 a compiled layer's 16 kernels take 0.95 ms and the 45 of its backward 1.95, of which
+# the device has 0.2 and 0.7 ms of work; a boundary takes 0.14 ms to its lane.
+_PER_UNIT, _PER_KERNEL, _PER_PUT = 45, 3, 4
+
+# The model's own forward around the layers is Python and small kernels, whatever the batch, and
+# looks at the positions, which waits for the device: 5 to 11 ms forward and 6 to 8 backward, a
+# micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024). A quarter of it has gone since.
+_PROLOGUE_SECONDS = 6e-3
 
 LANES = "lanes of the host"
 
@@ -38,7 +47,11 @@ _PLANES = ("weights", "remainder", "first moment", "second moment", "gradient")
 
 
 class MachineCosts:
-    """What work takes on a machine; memory is counted by `tally`, which runs along."""
+    """What work takes on a machine; memory is counted by `tally`, which runs along.
+
+    Attributes:
+        put_seconds: of the launching thread, for anything on a stream of the device.
+    """
 
     def __init__(self, machine: Machine, tally: Tally) -> None:
         self.tally, self.host_bytes = tally, Counter[str]()
@@ -50,6 +63,7 @@ class MachineCosts:
             ROWS: machine.update_gbps * 1e9,
         }
         self._alone = dict(self._rate)
+        self.put_seconds = _PER_PUT * machine.launch_seconds
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Device memory, counted under the part that it belongs to."""
@@ -72,43 +86,52 @@ class MachineCosts:
         work: Callable[[], Any],
         reads: Sequence[Buffer],
         writes: Sequence[Buffer],
-    ) -> tuple[float, int, Any]:
+    ) -> Cost:
         """Work on COMPUTE is done, on tensors without data; what host threads do is estimated."""
         if name.startswith("update "):
             moved = _update_bytes(reads, writes)
             if stream == COMPUTE:
-                return moved / (self._machine.device_gbps * 1e9), 0, None
-            return moved / self._rate[UPDATE], moved, None
+                return Cost(moved / (self._machine.device_gbps * 1e9))
+            return Cost(moved / self._rate[UPDATE], num_bytes=moved)
         if stream == ROWS:
             moved = 2 * min((b.data.nbytes for b in (*reads, *writes)), default=0)
-            return moved / self._rate[ROWS], moved, None
+            return Cost(moved / self._rate[ROWS], num_bytes=moved)
         if stream != COMPUTE:
-            return 0.0, 0, None
+            return Cost()
         if name.startswith("round "):  # a large model's gradients leave in thousands of pieces
-            rounded = Work(touched_bytes=sum(b.data.numel() for b in writes) * 6, kernels=1)
-            return self.seconds(rounded), 0, None
+            rounded = Work(touched_bytes=sum(b.data.numel() for b in writes) * 6)
+            return Cost(self._busy(rounded))
         return self._compute(name, work)
 
-    def _compute(self, name: str, work: Callable[[], Any]) -> tuple[float, int, Any]:
+    def _compute(self, name: str, work: Callable[[], Any]) -> Cost:
         self.tally.work = Work()
         forward = name.startswith("layer") and not name.endswith("backward")
         with self.tally.placing(KEPT_GRAPHS if forward else WORKING_SET):
             result = work()
-        seconds = self.seconds(self.tally.work)
+        done = self.tally.work
         if name.startswith("prologue"):
-            seconds = max(seconds, _PROLOGUE_SECONDS)
-        return seconds, 0, result
+            seconds = max(self._busy(done), _PROLOGUE_SECONDS)
+            return Cost(seconds, blocking=True, result=result)
+        launching = self._launching(done, unit=name.startswith(("layer", "head")))
+        return Cost(self._busy(done), launching, result=result)
 
     def seconds(self, work: Work) -> float:
-        """Of work that is measured in operations."""
+        """Of a layer's work that is measured in operations."""
+        return max(self._busy(work), self._launching(work, unit=True))
+
+    def _busy(self, work: Work) -> float:
+        """Seconds of the device, if it never waits for a launch."""
         machine = self._machine
-        seconds = (
+        return (
             work.product_flops / (machine.matmul_tflops * 1e12)
             + work.attention_flops / (machine.attention_forward_tflops * 1e12)
             + work.attention_backward_flops / (machine.attention_backward_tflops * 1e12)
             + work.touched_bytes / (machine.device_gbps * 1e9)
         )
-        return max(seconds, work.kernels * machine.launch_seconds)
+
+    def _launching(self, work: Work, *, unit: bool) -> float:
+        """Seconds of the thread that launches it."""
+        return (unit * _PER_UNIT + work.kernels * _PER_KERNEL) * self._machine.launch_seconds
 
     def slow_down(self, spans: Sequence[Span]) -> None:
         """Take the rates of the next step from what ran at the same time in this one."""

@@ -76,7 +76,7 @@ def experts_outline() -> Outline:
 
 
 def small_machine(device_mib: float = 1e9, host_gib: float = 1e6) -> Machine:
-    """Slow enough that every resource matters to a tiny model."""
+    """Slow enough that every resource matters to a tiny model; launches take no time."""
     return Machine(
         **H200.as_dict()
         | {
@@ -90,5 +90,6 @@ def small_machine(device_mib: float = 1e9, host_gib: float = 1e6) -> Machine:
             "to_device_gbps": 2.0,
             "from_device_gbps": 2.0,
             "update_gbps": 4.0,
+            "launch_seconds": 0.0,
         }
     )

@@ -1,6 +1,7 @@
 """The device that keeps time: what runs at once, what waits, and what couples resources."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,15 +10,21 @@ from torch import Tensor
 
 from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
-from megatrain.device.clock import ClockDevice
+from megatrain.device.clock import ClockDevice, Cost
 from megatrain.engine.costs import MachineCosts
-from megatrain.engine.tally import Tally
+from megatrain.engine.tally import Tally, Work
 from megatrain.telemetry.timeline import Span, breakdown
 from tests.unit.forecast_cases import H200
 
 
 class Fixed:
-    """Work named `... 3` takes three seconds; a byte takes one second to copy."""
+    """Work named `... 3` takes three seconds; a byte takes one second to copy.
+
+    The caller takes none to put anything there, unless told so: `slow` work two, besides.
+    """
+
+    def __init__(self, put_seconds: float = 0.0) -> None:
+        self.put_seconds = put_seconds
 
     def run(
         self,
@@ -26,9 +33,10 @@ class Fixed:
         work: Callable[[], Any],
         reads: Sequence[Buffer],
         writes: Sequence[Buffer],
-    ) -> tuple[float, int, Any]:
+    ) -> Cost:
         last = name.split()[-1]
-        return float(last) if last.isdigit() else 0.0, 0, work()
+        seconds = float(last) if last.isdigit() else 0.0
+        return Cost(seconds, 2.0 * ("slow" in name), "blocking" in name, result=work())
 
     def copy(self, stream: str, num_bytes: int) -> float:
         return float(num_bytes)
@@ -82,6 +90,34 @@ def test_synchronize_holds_up_the_caller_and_all_that_it_puts_on_later() -> None
     assert clock.spans[1].end == 9  # the update goes on under it
 
 
+def spans_after(*names: str, put_seconds: float = 0.0) -> list[tuple[float, float]]:
+    clock = ClockDevice(Fixed(put_seconds))
+    for name in names:
+        put(clock, COMPUTE, name)
+    return [(span.start, span.end) for span in clock.spans]
+
+
+def test_a_device_that_is_faster_than_its_launches_waits_for_them() -> None:
+    assert spans_after("slow 1", "slow 1") == [(0, 2), (2, 4)]
+    assert spans_after("a 1", "b 1", put_seconds=1.5) == [(0, 1.5), (1.5, 3)]
+    assert spans_after("nothing", "a 1", put_seconds=1.5) == [(1.5, 3)]  # no work, but a launch
+
+
+def test_launches_hide_under_longer_work() -> None:
+    assert spans_after("a 9", "slow 1", "slow 1") == [(0, 9), (9, 10), (10, 11)]
+
+
+def test_work_may_hold_up_the_caller() -> None:
+    """What comes next is launched afterwards."""
+    assert spans_after("blocking 9", "slow 1") == [(0, 9), (9, 11)]
+
+
+def test_host_threads_take_no_launches() -> None:
+    clock = ClockDevice(Fixed(5.0))
+    put(clock, UPDATE, "update 1")
+    assert (clock.spans[0].end, clock.now) == (1, 0)
+
+
 def test_copies_take_the_time_of_their_bytes() -> None:
     clock = device()
     here = clock.empty("slot", 8, torch.bfloat16)
@@ -120,7 +156,7 @@ def update_seconds(costs: MachineCosts) -> float:
     planes |= {"first": torch.float32, "second": torch.float32}
     writes = [Buffer(n, torch.empty(10**6, dtype=t, device="meta")) for n, t in planes.items()]
     slab = Buffer("slab", torch.empty(2 * 10**6, dtype=torch.bfloat16, device="meta"))
-    return costs.run(UPDATE, "update layer 0", lambda: None, [slab], writes)[0]
+    return costs.run(UPDATE, "update layer 0", lambda: None, [slab], writes).seconds
 
 
 def test_updates_slow_down_under_copies() -> None:
@@ -130,3 +166,14 @@ def test_updates_slow_down_under_copies() -> None:
     busy = costs_after(update, *copies)
     assert 1e-3 / update_seconds(idle) == pytest.approx(4.56, rel=0.01)  # Gparam/s, as measured
     assert 1e-3 / update_seconds(busy) == pytest.approx(2.97, rel=0.01)
+
+
+@pytest.mark.parametrize(("kernels", "measured"), [(16, 0.95e-3), (45, 1.95e-3)])
+def test_a_small_layer_takes_its_launches(kernels: int, measured: float) -> None:
+    """A compiled layer of 0.5B and its backward, 4096 tokens (step-0.5b-16x1024-1600mib)."""
+    costs = MachineCosts(replace(H200, launch_seconds=10e-6), Tally())
+    work = Work(product_flops=10**9, kernels=kernels)
+    cost = costs.run(COMPUTE, "layer 1", lambda: costs.tally.add(work), [], [])
+    assert cost.seconds < 0.01 * measured
+    assert costs.put_seconds + cost.launching == pytest.approx(measured, rel=0.06)
+    assert costs.seconds(work) == cost.launching

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -154,11 +153,10 @@ def test_parts_that_run_in_tiles_are_known_without_weights(family: str) -> None:
 
 
 def long(keep_attention: Literal["none", "device", "host"]) -> Forecast:
-    """6 rows of 32 tokens, in tiles of 16, without the overhead of a launch."""
+    """6 rows of 32 tokens, in tiles of 16."""
     placement = Placement(tile_tokens=16, boundaries="host", keep_attention=keep_attention)
-    machine = replace(small_machine(), launch_seconds=0.0)
     task = Task(6 * 32, 32, None, True, "bf16", False)
-    return forecasts().of(machine, placement, task, 6)
+    return forecasts().of(small_machine(), placement, task, 6)
 
 
 def test_attention_that_waits_is_not_computed_again() -> None:
