@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatrain.data.readers import Row, listed, read_rows
 from megatrain.data.sources import Source
 from megatrain.data.text import Document, check_encodable
-from megatrain.data.tokenizer import check_ids, tokenising
+from megatrain.data.tokenizer import token_ids, tokenising
 from megatrain.errors import InputError
 
 Message = dict[str, Any]
@@ -55,7 +55,6 @@ class ChatEncoder:
             for number, row in read_rows(source, ["messages", "tools"]):
                 where = f"{source.name}:{number}"
                 ids, targets = self._encode(_messages(row, where), _tools(row, where), where)
-                check_ids(ids, self._vocab_size, where)
                 yield Document(index, number, ids, targets)
 
     def _encode(
@@ -74,7 +73,8 @@ class ChatEncoder:
             messages, tools, where, tokenize=True, return_dict=True,
             return_assistant_tokens_mask=True,
         )  # fmt: skip
-        return np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], bool)
+        ids = token_ids(encoded["input_ids"], self._vocab_size, where)
+        return ids, np.array(encoded["assistant_masks"], bool)
 
     def _by_prefixes(
         self, messages: list[Message], tools: list[Any] | None, where: str
@@ -85,7 +85,7 @@ class ChatEncoder:
             encoded = self._tokenizer(
                 whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
-        ids = np.array(encoded["input_ids"], np.int32)
+        ids = token_ids(encoded["input_ids"], self._vocab_size, where)
         starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
         targets = np.zeros(len(ids), bool)
         for turn, message in enumerate(messages):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megatrain.data.readers import Piece, Row, listed, read_rows, read_text, split_text
 from megatrain.data.sources import Source, SourceFile
-from megatrain.data.tokenizer import check_ids, tokenising
+from megatrain.data.tokenizer import token_ids, tokenising
 from megatrain.errors import InputError
 
 _BATCH_PIECES, _BATCH_CHARS = 1024, 1 << 22  # enough for all cores, little enough for memory
@@ -91,8 +91,7 @@ class TextEncoder:
             if ids:
                 ids = [*(self._lead if piece.first else []), *ids]
                 ids += self._tail if piece.last else []
-            tokens = np.array(ids, dtype=np.int32)
-            check_ids(tokens, self._vocab_size, f"{sources[index].name}:{piece.line}")
+            tokens = token_ids(ids, self._vocab_size, f"{sources[index].name}:{piece.line}")
             yield Document(index, piece.line, tokens, np.ones(len(tokens), dtype=bool))
 
 

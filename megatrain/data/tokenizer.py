@@ -3,7 +3,7 @@
 import hashlib
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,20 +112,22 @@ def identity(tokenizer: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def check_ids(ids: NDArray[np.int32], vocab_size: int | None, where: str) -> None:
-    """Refuses ids for which the model has no embedding.
+def token_ids(ids: Sequence[int], vocab_size: int | None, where: str) -> NDArray[np.int32]:
+    """The ids that a tokenizer gives, as they are stored: int32 [tokens].
 
     Raises:
-        InputError: an id is negative or not below `vocab_size`.
+        InputError: the model has no embedding for one of them, or no model could.
     """
-    if len(ids) == 0 or vocab_size is None:
-        return
-    worst = int(ids.max())
-    if worst >= vocab_size:
+    numbers = np.array(ids, dtype=np.int64)
+    worst = int(numbers.max(initial=0))
+    if vocab_size is not None and worst >= vocab_size:
         raise InputError(
             f"{where}: token id {worst} is outside the model's vocabulary of {vocab_size}: "
             "use the tokenizer that belongs to the model"
         )
+    if worst > np.iinfo(np.int32).max:
+        raise InputError(f"{where}: token id {worst} is larger than any: replace the tokenizer")
+    return numbers.astype(np.int32)
 
 
 def pad_id(tokenizer: Any, vocab_size: int | None) -> int:

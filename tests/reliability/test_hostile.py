@@ -58,6 +58,12 @@ FOUND = [
         b' "add_prefix_space": false, "trim_offsets": true, "use_regex": true},'
         b' "model": {"type": "BPE", "vocab": {"t": 0}, "merges": []}}',
     ),
+    (
+        "tokenizer.json",
+        b'{"added_tokens": [{"id": 0, "content": "<|endoftext|>", "single_word": false, "lstrip":'
+        b' false, "rstrip": false, "normalized": false, "special": true}], "model": {"type": "BPE",'
+        b' "vocab": {"t": 0, "h": 1, "<|endoftext|>": 2147483648}, "merges": []}}',
+    ),
 ]
 
 
