@@ -28,6 +28,7 @@ _FRAMES: tuple[dict[str, Any], ...] = (
     {"slots": 3, "head_tokens": 8192, "boundaries": "host"},
     {"slots": 2, "head_tokens": 2048},
     {"slots": 2, "head_tokens": 2048, "boundaries": "host"},
+    {"slots": 2, "head_tokens": 2048, "boundaries": "host", "boundary_lanes": 2},
     {"slots": 2, "head_tokens": 512, "gradient_lanes": 2, "keep_rows": False},
     {
         "slots": 2,
@@ -42,7 +43,7 @@ _FRAMES: tuple[dict[str, Any], ...] = (
 # fewer slots and smaller chunks besides.
 _SPARING = (1, 3)
 # They take the least of the device's memory, and of the host's.
-_FRUGAL = (5, 4)
+_FRUGAL = (6, 5)
 
 _PORTION = GIB  # what layers that must be split are streamed in, if they can; a head in no more
 

@@ -1,13 +1,19 @@
 """What is foretold of a head that is streamed in ranges of rows, against the engine's own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.predictions import model_outline
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import Buffer
 from megatrain.engine import tally
 from megatrain.engine.forecasts import Forecasts, Task
+from megatrain.engine.search import Search
+from megatrain.machine import machine_for
+from megatrain.units import GIB, MIB
 from tests.parity.cases import Noting
 from tests.unit.forecast_cases import small_machine, wide_config, wide_outline
 from tests.unit.test_forecast_long_rows import tallied
@@ -106,3 +112,11 @@ def test_what_a_step_works_with_is_foretold(
             counts.ignore(device.kept)
             engine.step(step)
     assert counts.peak_bytes == pytest.approx(told, rel=0.03)
+
+
+def test_where_memory_is_short_it_goes_to_larger_pieces() -> None:
+    """0.5B, 16 x 1024 in 1600 MiB: half as many launches are worth two lanes of the host."""
+    machine = replace(machine_for("H200", 60 * GIB, 16), device_memory_bytes=1600 * MIB)
+    task = Task(16 * 1024, 1024, None, True, "bf16", True)
+    found = Search(Forecasts(model_outline("0.5b", None, 1024)), machine, task).best()
+    assert (found.micro_batch, found.placement.boundary_lanes) == (8, 2)
