@@ -45,6 +45,11 @@ _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
 # else 0.06). Other buffers take no more than their size (benchmarks/results/step-*.json).
 _ALLOCATOR_KEPT, _ALLOCATOR_BETWEEN = 0.015, 0.15
 
+# Workspaces of cuBLAS, which torch takes from its own memory and keeps: 32 MiB on an H200 for each
+# thread that launches products, and there are two, the engine's and that of autograd's backward. As
+# a share of the driver's context, which is 600 MiB there: both are less on smaller GPUs.
+_WORKSPACES = 64 / 600
+
 # Resident memory of a process beside all planes and buffers: Python, torch, CUDA's libraries, and
 # compiling. It is 1.8 to 4.0 GB in nine runs of 1.5B to 7B, whatever the size. Before it compiles
 # it has the second.
@@ -64,9 +69,9 @@ class Forecast:
         binds: the name of the largest.
         device_bytes: at the step's peak, by part: `slots`, `gradients and rows`, `resident tiles`,
             `activations`, `kept graphs`, `kept attention`, `working set` (of one layer or the
-            head), `lanes of the host`, `layer arguments`, `small buffers`, `allocator` (taken
-            beyond what is in use), `context` (of the process; everything else is what
-            `Engine.memory()` counts).
+            head), `lanes of the host`, `layer arguments`, `small buffers`, `libraries` (their
+            workspaces), `allocator` (taken beyond what is in use), `context` (of the process;
+            everything else is what `Engine.memory()` counts).
         host_bytes: as `Engine.memory()` names them (`host_weights_bytes`, ...), and
             `host_process_bytes` for the process itself.
     """
@@ -178,6 +183,7 @@ def forecast(
         bounds={name: sum(s.seconds for s in run.spans if s.stream == name) for name in _BOUNDS},
         device_bytes={
             **used,
+            "libraries": int(_WORKSPACES * machine.device_context_bytes),
             "allocator": _allocator_bytes(used),
             "context": machine.device_context_bytes,
         },

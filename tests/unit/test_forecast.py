@@ -225,6 +225,13 @@ def test_the_breakdown_of_a_recorded_step_is_foretold() -> None:
     assert prediction.forecast.binds == "compute"
 
 
+@pytest.mark.parametrize("name", ["1.5b-32x1024", "3b-8x1024-12gib", "7b-16x1024-10gib"])
+def test_device_memory_of_recorded_steps_is_foretold(name: str) -> None:
+    """Where 64 MiB are seen: cuBLAS has a workspace for each of two threads."""
+    result = json.loads((RESULTS / f"step-{name}-h200.json").read_text(encoding="utf-8"))
+    assert abs(predict(result).errors()[1]) < 0.03
+
+
 def test_results_of_todays_engine_are_foretold():
     results = [json.loads(file.read_text()) for file in RESULTS.glob("step-*.json")]
     counted = [is_of_today(result) for result in results]
