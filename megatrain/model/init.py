@@ -52,7 +52,8 @@ def initialise(
         for module, name, parameter, full in shells:
             values, module._parameters[name] = module._parameters[name], parameter
             assert values is not None
-            if full in wanted and values.isnan().any():
+            # A minimum is NaN if anything is; `isnan` would take a byte for each value.
+            if full in wanted and values.numel() and values.amin().isnan():
                 left[full] = (type(module), name)
             elif full in wanted:
                 write(full, values.detach().cpu())
