@@ -30,8 +30,8 @@ _PER_UNIT, _PER_KERNEL, _PER_PUT = 45, 3, 4
 
 # The model's own forward around the layers is Python and small kernels, whatever the batch, and
 # looks at the positions, which waits for the device: 5 to 11 ms forward and 6 to 8 backward, a
-# micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024). A quarter of it has gone since.
-_PROLOGUE_SECONDS = 6e-3
+# micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
+_PROLOGUE_SECONDS = 8e-3
 
 LANES = "lanes of the host"
 
