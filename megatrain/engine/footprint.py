@@ -7,6 +7,7 @@ forward and backward wait what a product of the backward reads, and the results 
 which all else can be computed again.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,10 @@ from megatrain.engine.tally import Work, added, is_view, tensors, work_of
 
 # A reduction's result that is so much smaller than what it reads is kept, not computed again.
 _SMALL = 16
+
+# Fused kernels of a backward write several results, and sum over rows. In layers of 0.5B to 14B on
+# an H200 they take that much longer than a copy of what they touch (benchmarks/results).
+_BACKWARD_TOUCHES = 1.5
 
 _UNITS = 10_000  # of memory, in torch's choice of what a graph keeps
 
@@ -120,6 +125,7 @@ class Compiled:
         self._t = traced
         self._forward, self._backward = traced.ops[: traced.split], traced.ops[traced.split :]
         self._producer = {n: op for op in traced.ops for n in op.made}
+        self._maker = {n: i for i, op in enumerate(self._forward) for n in op.made}
         self._bases: dict[int, frozenset[int]] = {}
         inside = {n for op in self._forward for n in op.made} - traced.given
         read = {n for op in self._backward for n in op.reads} & inside
@@ -135,33 +141,41 @@ class Compiled:
 
     def forward_keeping(self, share: float | None = None) -> Work:
         """A forward that keeps what its backward needs; `share` as in `backward`."""
-        work = self._phase(self._forward, frozenset(), self._t.made | self._saved)
-        kept = self._size(self._saved - self._t.made)
-        held = kept if share is None else self._size(self._chosen(share))
-        return replace(work, peak_bytes=work.peak_bytes - kept + held, kept_bytes=held)
+        held = self._held(share)
+        work = self._phase(self._forward, frozenset(), self._t.made | held)
+        return replace(work, kept_bytes=self._size(held - self._t.made))
 
     def backward(self, share: float | None = None) -> Work:
         """The backward; what was kept counts in its peak.
 
         With `share` of what would be kept by default (activation_memory_budget of
-        torch._functorch) the products that are not kept are computed again.
+        torch._functorch) the products that are not kept are computed again; with 0 nothing is kept,
+        and it begins with most of a forward.
         """
-        work = self._phase(self._backward, frozenset(self._saved), self._t.pulled)
-        if share is None:
-            return work
-        chosen = self._chosen(share)
-        missing = [op.work for op in self._library() if chosen.isdisjoint(op.made)]
-        return replace(
-            work,
-            product_flops=work.product_flops + sum(w.product_flops for w in missing),
-            attention_flops=work.attention_flops + sum(w.attention_flops for w in missing),
-        )
+        held = self._held(share)
+        work = self._phase(self._with_again(held), frozenset(held), self._t.pulled)
+        return replace(work, touched_bytes=int(_BACKWARD_TOUCHES * work.touched_bytes))
 
-    def repeating(self) -> Work:
-        """The backward of a graph that holds nothing: it begins with most of a forward."""
-        again, backward = self.forward_keeping(), self.backward(0.0)
-        touched = backward.touched_bytes + again.touched_bytes
-        return replace(backward, touched_bytes=touched, kernels=backward.kernels + again.kernels)
+    def _held(self, share: float | None) -> set[int]:
+        """What waits between the two, arguments left out."""
+        return set(self._saved) if share is None else self._chosen(share)
+
+    def _with_again(self, held: set[int]) -> list[Op]:
+        """The backward, and before each operation what of the forward it needs and is not held."""
+        done: set[int] = set()
+        ops: list[Op] = []
+
+        def need(op: Op) -> None:
+            for n in op.reads:
+                maker = self._maker.get(n)
+                if n not in held and maker is not None and maker not in done:
+                    done.add(maker)
+                    need(self._forward[maker])
+            ops.append(op)
+
+        for op in self._backward:
+            need(op)
+        return ops
 
     def _library(self) -> list[Op]:
         """Products and attention whose results spare the backward from running them again."""
@@ -212,21 +226,57 @@ class Compiled:
         real = self._real(ops) | before | ends | given
         ops = [op for op in ops if op.extern or not op.made or not real.isdisjoint(op.made)]
         sources = [frozenset(s for n in op.reads for s in self._sources(n, real)) for op in ops]
-        last = {n: i for i, op in enumerate(ops) for n in (*op.made, *sources[i])}
+        left = Counter(n for read in sources for n in read)  # how many operations will read it
         alive = set(before) - given
-        live = peak = self._size(alive)
+        peak = self._size(alive)
         work = Work()
-        for index, op in enumerate(ops):
-            made = {n for n in op.made if n in real and n not in alive} - given
-            alive |= made
-            live += self._size(made)
-            peak = max(peak, live + op.scratch_bytes)
-            touched = 0 if op.extern else self._size({*sources[index], *made})
-            work = added(work, replace(op.work, touched_bytes=touched, kernels=1))
-            gone = {n for n in alive if last.get(n, -1) <= index} - ends
-            alive -= gone
-            live -= self._size(gone)
+        for kernel in self._kernels(ops, sources):
+            reads = {n for i in kernel for n in sources[i]}
+            new = {n for i in kernel for n in ops[i].made if n in real} - given - alive
+            touched = 0
+            if not ops[kernel[0]].extern:
+                touched = self._size(reads | new)
+                for i in kernel:
+                    alive -= self._overwritten(ops[i], sources[i] & (alive - ends), left)
+            alive |= new
+            peak = max(peak, self._size(alive) + max(ops[i].scratch_bytes for i in kernel))
+            work = added(work, replace(ops[kernel[0]].work, touched_bytes=touched, kernels=1))
+            left.subtract(n for i in kernel for n in sources[i])
+            alive = {n for n in alive if left[n] or n in ends}
         return replace(work, peak_bytes=peak)
+
+    def _overwritten(self, op: Op, reads: frozenset[int], left: Counter[int]) -> set[int]:
+        """What an elementwise operation writes its result over: what nothing else will read."""
+        sizes = self._t.sizes
+        made = sizes[op.made[0]] if op.made else 0
+        return set([n for n in reads if left[n] == 1 and sizes[n] == made][:1])
+
+    def _kernels(self, ops: list[Op], sources: list[frozenset[int]]) -> list[list[int]]:
+        """The operations (numbers) of each kernel, in the order in which they run.
+
+        As torch._inductor's scheduler has it, elementwise results of one size that read one memory
+        of that size are written together, wherever none of them waits for another by way of a
+        library's operation. All that they read and write is alive at once.
+        """
+        maker = {n: i for i, op in enumerate(ops) for n in op.made}
+        waits = [{maker[n] for n in read if n in maker} - {i} for i, read in enumerate(sources)]
+        kernel_of = list(range(len(ops)))
+        writers: dict[tuple[int, int], int] = {}  # by memory read, and size: the last of them
+        for i, op in enumerate(ops):
+            if op.extern or not op.made:
+                continue
+            size = max(self._t.sizes[n] for n in op.made)
+            for n in (*sources[i], *op.made):
+                if self._t.sizes[n] != size:
+                    continue
+                other = writers.setdefault((n, size), i)
+                joined = [kernel_of[other] if k == kernel_of[i] else k for k in kernel_of]
+                if _in_order(joined, waits) is not None:
+                    kernel_of = joined
+                writers[n, size] = i
+        order = _in_order(kernel_of, waits)
+        assert order is not None  # that of the operations was one
+        return order
 
     def _real(self, ops: list[Op]) -> set[int]:
         """Storages that exist in memory because of how they are made or read."""
@@ -239,3 +289,32 @@ class Compiled:
         if storage in real or op is None:
             return frozenset({storage})
         return frozenset(s for n in op.reads for s in self._sources(n, real))
+
+
+def _in_order(kernel_of: list[int], waits: list[set[int]]) -> list[list[int]] | None:
+    """The operations of each kernel, every kernel as early as its first operation allows.
+
+    None: kernels wait for each other.
+    """
+    members: dict[int, list[int]] = {}
+    for i, kernel in enumerate(kernel_of):
+        members.setdefault(kernel, []).append(i)
+    done: dict[int, bool] = {}  # False: begun
+    order = []
+    for first in members:
+        path = [first]
+        while path:
+            kernel = path[-1]
+            before = {kernel_of[j] for i in members[kernel] for j in waits[i]} - {kernel}
+            left = sorted(k for k in before if not done.get(k))
+            if any(k in done for k in left):
+                return None  # it is on the path
+            if left and not done.get(kernel):
+                done[kernel] = False
+                path.append(left[0])
+                continue
+            if not done.get(kernel):
+                done[kernel] = True
+                order.append(members[kernel])
+            path.pop()
+    return order

@@ -15,9 +15,10 @@ import torch
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.device.clock import ClockDevice
 from megatrain.engine.assemble import Assembly, host_bytes, tile_layouts
-from megatrain.engine.costs import LANES, MachineCosts
+from megatrain.engine.costs import MachineCosts
 from megatrain.engine.measure import Measured
 from megatrain.engine.opaque import (
+    ACTIVATIONS,
     KEPT_ATTENTION,
     KEPT_GRAPHS,
     WORKING_SET,
@@ -39,11 +40,11 @@ from megatrain.tile.layout import ALIGNMENT
 _STEPS = 3  # the first starts without updates, the second with the first one's; then it is steady
 _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
 
-# What torch's allocator takes beyond what is in use, with expandable segments: of what waits from
-# the forward to the backward, 0.7 to 2.5 % in three runs; and, where the lanes of the host come to
-# lie between what comes and goes, of the working set (0.28 to 0.58 GiB where it has 1.9 to 3.3;
-# else 0.06). Other buffers take no more than their size (benchmarks/results/step-*.json).
-_ALLOCATOR_KEPT, _ALLOCATOR_BETWEEN = 0.015, 0.15
+# What torch's allocator takes beyond what is in use, with expandable segments
+# (benchmarks/results/step-*.json): 60 to 150 MiB, here as a share of the driver's context (600 MiB
+# on an H200); of what waits from the forward to the backward 2.2 to 3.7 %, in five of six steps;
+# of rows in tiles, whose operations come in many sizes, up to a quarter of the working set.
+_ALLOCATOR, _ALLOCATOR_WAITING, _ALLOCATOR_TILES = 0.1, 0.03, 0.25
 
 # Workspaces of cuBLAS, which torch takes from its own memory and keeps: 32 MiB on an H200 for each
 # thread that launches products, and there are two, the engine's and that of autograd's backward. As
@@ -53,7 +54,7 @@ _WORKSPACES = 64 / 600
 # Resident memory of a process beside all planes and buffers: Python, torch, CUDA's libraries, and
 # compiling. It is 1.8 to 4.0 GB in nine runs of 1.5B to 7B, whatever the size. Before it compiles
 # it has the second.
-PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_250_000_000, 1_100_000_000
+PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_300_000_000, 1_100_000_000
 
 
 @dataclass(frozen=True)
@@ -184,17 +185,19 @@ def forecast(
         device_bytes={
             **used,
             "libraries": int(_WORKSPACES * machine.device_context_bytes),
-            "allocator": _allocator_bytes(used),
+            "allocator": _allocator_bytes(
+                used, machine.device_context_bytes, in_tiles=placement.tile_tokens is not None
+            ),
             "context": machine.device_context_bytes,
         },
         host_bytes=run.host_bytes,
     )
 
 
-def _allocator_bytes(used: Mapping[str, int]) -> int:
-    kept = used.get(KEPT_GRAPHS, 0) + used.get(KEPT_ATTENTION, 0)
-    between = used.get(WORKING_SET, 0) if LANES in used else 0
-    return int(_ALLOCATOR_KEPT * kept + _ALLOCATOR_BETWEEN * between)
+def _allocator_bytes(used: Mapping[str, int], context_bytes: int, *, in_tiles: bool) -> int:
+    waiting = sum(used.get(place, 0) for place in (KEPT_GRAPHS, KEPT_ATTENTION, ACTIVATIONS))
+    torn = used.get(WORKING_SET, 0) if in_tiles else 0
+    return int(_ALLOCATOR * context_bytes + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TILES * torn)
 
 
 @dataclass(frozen=True)

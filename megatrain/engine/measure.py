@@ -300,7 +300,7 @@ def _compiled(run: Any, given: list[Any]) -> LayerWork:
         works.backward(),
         works.forward_keeping(share),
         works.backward(share),
-        None if recorder.random else works.repeating(),
+        None if recorder.random else works.backward(0.0),
         _shapes(made),
     )
 

@@ -148,7 +148,7 @@ def test_eager_memory_is_what_autograd_holds() -> None:
 def test_a_recurrence_that_would_take_minutes_to_count_is_refused() -> None:
     config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
     model = outline(open_source(config).model)
-    assert Measured(model, torch.bfloat16, 8, compiled=True).layer(0, 1).forward.kernels > 20
+    assert Measured(model, torch.bfloat16, 8, compiled=True).layer(0, 1).forward.kernels > 10
     with pytest.MonkeyPatch.context() as patch, pytest.raises(NotForeseeable, match="operations"):
         patch.setattr("megatrain.engine.tally.MOST_OPERATIONS", 20)
         Measured(model, torch.bfloat16, 8, compiled=True).layer(0, 1)
@@ -200,8 +200,8 @@ def test_resident_tiles_are_not_updated_by_the_host() -> None:
 
 
 @cache
-def measured_step(name: str, keep_layers: int) -> Prediction:
-    """A recorded step; those of the first day do not say how many graphs were kept."""
+def measured_step(name: str, keep_layers: int | None = None) -> Prediction:
+    """A recorded step; one of the first day does not say how many graphs were kept."""
     result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return predict({**result, "machine": H200.as_dict()}, keep_layers)
 
@@ -209,15 +209,15 @@ def measured_step(name: str, keep_layers: int) -> Prediction:
 # Device memory is not compared: kept graphs, slots and gradient rooms took more then.
 @pytest.mark.parametrize(
     ("name", "keep_layers"),
-    [("step-3b-8x1024-h200", 36), ("step-3b-96x1024-h200", 16), ("step-7b-96x1024-h200", 9)],
+    [("step-3b-8x1024-h200", 36), ("step-3b-96x1024-h200", None), ("step-7b-96x1024-h200", None)],
 )
-def test_recorded_steps_are_foretold(name: str, keep_layers: int) -> None:
+def test_recorded_steps_are_foretold(name: str, keep_layers: int | None) -> None:
     seconds, _, host = measured_step(name, keep_layers).errors()
     assert abs(seconds) < 0.1 and abs(host) < 0.03
 
 
 def test_the_breakdown_of_a_recorded_step_is_foretold() -> None:
-    prediction = measured_step("step-7b-96x1024-h200", 9)
+    prediction = measured_step("step-7b-96x1024-h200")
     was = prediction.result["breakdown"]["work"]
     now = prediction.forecast.breakdown.as_dict()["work"]
     for name in ("compute: layer", "compute: layer backward", "compute: head"):
@@ -225,7 +225,7 @@ def test_the_breakdown_of_a_recorded_step_is_foretold() -> None:
     assert prediction.forecast.binds == "compute"
 
 
-@pytest.mark.parametrize("name", ["1.5b-32x1024", "3b-8x1024-12gib", "7b-16x1024-10gib"])
+@pytest.mark.parametrize("name", ["1.5b-32x1024", "14b-16x1024-12gib", "32b-64x1024-24gib"])
 def test_device_memory_of_recorded_steps_is_foretold(name: str) -> None:
     """Where 64 MiB are seen: cuBLAS has a workspace for each of two threads."""
     result = json.loads((RESULTS / f"step-{name}-h200.json").read_text(encoding="utf-8"))

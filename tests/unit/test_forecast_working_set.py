@@ -1,0 +1,109 @@
+"""What a compiled layer is foretold to work with, and what torch's compiled code allocates."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen2Config
+
+from megatrain.engine.assemble import open_source
+from megatrain.engine.measure import LayerWork, Measured
+from megatrain.model.kind import Holds
+from megatrain.model.probe import outline
+from megatrain.model.skeleton import Call
+
+ROWS, TOKENS, WIDTH, MLP = 4, 1024, 640, 3456  # 32B's proportions
+UNIT = ROWS * TOKENS * MLP * 2  # bytes of an activation inside the MLP
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    config = Qwen2Config(
+        hidden_size=WIDTH,
+        intermediate_size=MLP,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        vocab_size=512,
+        max_position_embeddings=TOKENS,
+        tie_word_embeddings=False,
+    )
+    return Measured(outline(open_source(config).model), torch.bfloat16, TOKENS, compiled=True)
+
+
+def peak_of(work: LayerWork, holds: Holds | None) -> int:
+    """From the start of the forward to the end of the backward."""
+    if holds is None:
+        return max(work.again.peak_bytes, work.backward.peak_bytes)
+    if holds == "half":
+        return max(work.keeping.peak_bytes, work.kept_backward.peak_bytes)
+    assert work.repeating is not None
+    return max(work.forward.peak_bytes, work.repeating.peak_bytes)
+
+
+def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measured: Measured):
+    """As the test below saw the compiled code do it (torch 2.13)."""
+    work = measured.layer(0, ROWS)
+    peaks = [peak_of(work, holds) / UNIT for holds in ("nothing", "half", None)]
+    assert peaks == pytest.approx([7.004, 6.001, 5.160], abs=1e-3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("holds", ["nothing", "half", None])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
+def test_compiled_code_works_with_what_is_foretold(
+    measured: Measured, holds: Holds | None, tmp_path: Path
+) -> None:
+    torch._dynamo.reset()
+    layer = measured.outline.layers[0]
+    measured.program.compile()
+    weights = {
+        name: (torch.randn(p.shape, dtype=torch.bfloat16) / 50).requires_grad_()
+        for name, p in layer.module.named_parameters()
+    }
+    values = {
+        ref: torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        for ref in layer.inputs
+    }
+    given = measured.micro_batch(ROWS)
+    micro = replace(given, calls=[_real(call) for call in measured._prologue(ROWS)[1]])
+
+    def step() -> None:
+        made = list(measured.program.layer(0, weights, micro, values, holds).values())
+        leaves = [*values.values(), *weights.values()]
+        torch.autograd.grad(made, leaves, [torch.randn_like(value) for value in made])
+
+    step()  # compiles
+    taken = _peak_bytes(step, tmp_path / "trace.json")
+    ends = 2 * ROWS * TOKENS * WIDTH * 2  # the result, and its gradient
+    assert taken - ends == pytest.approx(peak_of(measured.layer(0, ROWS), holds), rel=0.005)
+
+
+def _real(call: Call) -> Call:
+    """Its tensors with data: positions as angles, whatever they are."""
+
+    def data(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.zeros(leaf.shape, dtype=leaf.dtype)
+
+    return replace(call, leaves=[data(leaf) for leaf in call.leaves])
+
+
+def _peak_bytes(run, trace: Path) -> int:  # type: ignore[no-untyped-def]
+    """The most that was allocated at a time while `run` ran, over what was before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    profiler.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    events = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    live = peak = 0
+    for event in events:
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak
