@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from megatrain.engine.assemble import tile_layouts
-from megatrain.engine.budget import Question
+from megatrain.engine.budget import Needs, Question
 from megatrain.engine.forecast import Forecast, forecast
 from megatrain.engine.measure import Measured
 from megatrain.machine import Machine
@@ -44,6 +44,7 @@ class Forecasts:
         self.outline = outline
         self._measured: dict[tuple, Measured] = {}
         self._made: dict[tuple, Forecast] = {}
+        self._needs: dict[tuple, Needs] = {}
 
     @cached_property
     def _optimizer(self) -> StreamedOptimizer:
@@ -54,8 +55,14 @@ class Forecasts:
         """The model's tiles."""
         return tile_layouts(self.outline, self._optimizer.group_of())
 
-    def question(self, task: Task) -> Question:
+    def needs(self, task: Task, placement: Placement) -> Needs:
         """What lives as long as an engine for the task."""
+        key = (task, replace(placement, head_tokens=1))  # no buffer depends on them
+        if key not in self._needs:
+            self._needs[key] = self._question(task).needs(placement)
+        return self._needs[key]
+
+    def _question(self, task: Task) -> Question:
         tokens = self.measured(task).batch(task.rows, task.rows).unique_U
         clip, count = 1.0 if task.clip else None, task.rows * task.sequence_length
         optimizer = self._optimizer

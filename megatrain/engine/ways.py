@@ -4,7 +4,7 @@ A frame is a forecast with nothing resident and nothing kept (engine/search.py).
 spending could bring at best is known from it: no resource does less work than it must.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -17,6 +17,7 @@ from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.tally import Tally
 from megatrain.machine import Machine
 from megatrain.placement import Placement
+from megatrain.tile import TileLayout
 
 # Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
 _USED = 0.95
@@ -27,9 +28,36 @@ _USED = 0.95
 _LIBRARIES = 0.3
 
 
-def resident_bytes(precision: Literal["bf16", "fp32"]) -> int:
-    """Of a parameter that rests on the device: weight, remainder, moments, gradient."""
-    return 14 if precision == "bf16" else 16
+class FirstTiles:
+    """A model's tiles from the first one on, in which order they come to rest on the device."""
+
+    def __init__(self, layouts: Sequence[TileLayout], task: Task) -> None:
+        self.tiles = [each for each in layouts if each.name != "unused"]
+        self._sums = [0, *accumulate(each.numel for each in self.tiles)]
+        # Of a parameter: weight, remainder, moments, gradient.
+        self._on_device = 14 if task.precision == "bf16" else 16
+        # Without clipping the host holds only those gradients that are in flight.
+        self._on_host = self._on_device - (0 if task.clip else task.dtype.itemsize)
+
+    def names(self, count: int) -> tuple[str, ...]:
+        """Of the first `count`."""
+        return tuple(each.name for each in self.tiles[:count])
+
+    def device_bytes(self, count: int) -> int:
+        """That they take there."""
+        return self._sums[count] * self._on_device
+
+    def host_bytes(self, count: int) -> int:
+        """That they spare the host."""
+        return self._sums[count] * self._on_host
+
+    def most(self, room: int) -> int:
+        """How many the device holds; -1: not even none."""
+        return sum(numel * self._on_device <= room for numel in self._sums) - 1
+
+    def fewest(self, lacking: int) -> int:
+        """How many spare the host what it lacks; more than there are: not even all."""
+        return sum(numel * self._on_host < lacking for numel in self._sums)
 
 
 @dataclass(frozen=True)
@@ -65,19 +93,15 @@ class Budget:
         """Whether both hold it."""
         return self.spare(found) >= 0 and self.host_spare(found) >= 0
 
-    def holds(self, device_bytes: int, host_bytes: int) -> bool:
-        """Whether there is room, if tiles that the host lacks room for move to the device."""
-        return device_bytes + max(0, host_bytes - self.host) <= self.device
-
-    def just(self, found: Forecast) -> Forecast:
-        """The same on a machine with the least memory that holds it."""
-        peak = found.device_peak_bytes
-        machine = replace(
-            found.machine,
-            device_memory_bytes=max(int(peak / _USED), peak + self._libraries) + 2,
-            host_memory_bytes=int(found.host_peak_bytes / _USED) + 2,
-        )
-        return replace(found, machine=machine)
+    def raised(self, device: int, host: int) -> Machine:
+        """The machine with as much memory besides as it lacks to hold so many bytes."""
+        there = self.machine
+        on_device, on_host = there.device_memory_bytes, there.host_memory_bytes
+        if device > self.device:
+            on_device = max(int(device / _USED), device + self._libraries) + 2
+        if host > self.host:
+            on_host = int(host / _USED) + 2
+        return replace(there, device_memory_bytes=on_device, host_memory_bytes=on_host)
 
 
 @dataclass(frozen=True)
@@ -114,7 +138,8 @@ class Ways:
         self._micro = -(-task.rows // frame.micro_batch)
         measured = forecasts.measured(task, frame.placement.tile_tokens)
         self._work = measured.layer(0, frame.micro_batch)
-        self._tiles = [t for t in forecasts.layouts if t.name != "unused"]
+        self._first = FirstTiles(forecasts.layouts, task)
+        self._tiles = self._first.tiles
         self._costs = MachineCosts(budget.machine, Tally())
 
     @property
@@ -129,26 +154,22 @@ class Ways:
 
     def all(self) -> Iterator[Way]:
         """Every way that is worth a look."""
-        size = resident_bytes(self._task.precision)
-        counts = [t.numel for t in self._tiles]
-        sums = [0, *accumulate(counts)]
-        spare = self._budget.spare(self._frame)
-        fitting = sum(numel * size <= spare for numel in sums) - 1
-        host_spare = self._budget.host_spare(self._frame)
-        least = sum(numel * size + host_spare < 0 for numel in sums)
-        if least > len(counts):
+        first = self._first
+        spare, host_spare = self._budget.spare(self._frame), self._budget.host_spare(self._frame)
+        least, fitting = first.fewest(-host_spare), first.most(spare)
+        if least > len(self._tiles):
             return  # the host has no room even if every tile leaves it
-        first = sum(t.name in ("embedding", "prologue", "layer 0") for t in self._tiles)
+        begin = sum(t.name in ("embedding", "prologue", "layer 0") for t in self._tiles)
         parts = (least + (fitting - least) * part // 4 for part in (0, 1, 2, 3, 4))
-        for count in sorted({0, first, *parts}):
-            if not least <= count <= fitting or (count and not counts[count - 1]):
+        for count in sorted({0, begin, *parts}):
+            if not least <= count <= fitting or (count and not self._tiles[count - 1].numel):
                 continue  # too few, too many, or one that brings nothing
-            moved = sums[count] * size
-            yield from self._graphs(count, spare - moved, host_spare + moved)
+            left, left_on_host = first.device_bytes(count), first.host_bytes(count)
+            yield from self._graphs(count, spare - left, host_spare + left_on_host)
 
     def _graphs(self, count: int, spare: int, host_spare: int) -> Iterator[Way]:
         """With `count` resident tiles."""
-        resident = tuple(tile.name for tile in self._tiles[:count])
+        resident = self._first.names(count)
         told = set()
         for offload in self._offloads(host_spare):
             lanes = (LEAVING + RETURNING) * self._work.keeping.kept_bytes if offload else 0

@@ -70,11 +70,11 @@ class Plans(Protocol):
     def once(self, ask: Ask, *, thorough: bool = True) -> Forecast:
         """The forecast; raises DoesNotFit. Not `thorough`, a search stops early."""
 
-    def least(self, ask: Ask) -> list[Forecast]:
-        """The most frugal ways, each on a machine with just the memory that it needs."""
+    def least(self, ask: Ask) -> Forecast:
+        """What lacks least, on the machine with the memory that it lacks besides."""
 
     def could_fit(self, ask: Ask) -> bool:
-        """Whether there is any way; far quicker to tell than the fastest one."""
+        """Whether there likely is any way; far quicker to tell than the fastest one."""
 
 
 class Planner:
@@ -90,16 +90,17 @@ class Planner:
         check_budgets(found, ask.machine)
         return found
 
-    def least(self, ask: Ask) -> list[Forecast]:
+    def least(self, ask: Ask) -> Forecast:
         if ask.placement is None:
             return self._search(ask).least()
         found = self._placed(ask, ask.placement)
+        there = ask.machine
         machine = replace(
-            ask.machine,
-            device_memory_bytes=found.device_peak_bytes,
-            host_memory_bytes=found.host_peak_bytes,
+            there,
+            device_memory_bytes=max(found.device_peak_bytes, there.device_memory_bytes),
+            host_memory_bytes=max(found.host_peak_bytes, there.host_memory_bytes),
         )
-        return [replace(found, machine=machine)]
+        return replace(found, machine=machine)
 
     def could_fit(self, ask: Ask) -> bool:
         if ask.placement is None:

@@ -10,7 +10,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.machine import Machine, machine_for
 from megatrain.plan.ask import Ask, Plans
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus
-from megatrain.units import GIB, gib
+from megatrain.units import GIB, align, gib
 
 SHOWN = 3
 _SHORTEST = 256  # tokens of a row
@@ -54,26 +54,13 @@ class Shortage:
 
 
 def shortage(plans: Plans, ask: Ask) -> Shortage:
-    """What is missing. Called when `ask` does not fit.
-
-    Of two ways the one that lacks only one kind of memory: a larger card *and* more host memory is
-    not what somebody needs whom more host memory would help.
-    """
-    there = ask.machine
-
-    def missing(least: Forecast) -> tuple[int, int]:
-        needed = least.machine
-        return (
-            max(0, needed.device_memory_bytes - there.device_memory_bytes),
-            max(0, needed.host_memory_bytes - there.host_memory_bytes),
-        )
-
-    def lack(least: Forecast) -> tuple[int, int]:
-        lacking = missing(least)
-        return sum(map(bool, lacking)), sum(lacking)
-
-    least = min(plans.least(ask), key=lack)
-    return Shortage(least, *missing(least))
+    """What is missing. Called when `ask` does not fit."""
+    least, there = plans.least(ask), ask.machine
+    return Shortage(
+        least,
+        least.machine.device_memory_bytes - there.device_memory_bytes,
+        least.machine.host_memory_bytes - there.host_memory_bytes,
+    )
 
 
 def remedies(plans: Plans, ask: Ask, short: Shortage) -> list[Remedy]:
@@ -85,7 +72,7 @@ def remedies(plans: Plans, ask: Ask, short: Shortage) -> list[Remedy]:
         new = [
             Remedy(text, cost, told)
             for text, changed in look(plans, ask, short)
-            if (told := fitting(plans, changed, thorough=False)) is not None
+            if (told := _planned(plans, changed)) is not None
         ]
         found += sorted(new, key=lambda remedy: -remedy.forecast.tokens_per_second)
     return found[:SHOWN]
@@ -101,7 +88,11 @@ def fitting(plans: Plans, ask: Ask, *, thorough: bool = True) -> Forecast | None
         return None
 
 
-Changes = Iterator[tuple[str, Ask]]
+def _planned(plans: Plans, changed: Ask | Forecast) -> Forecast | None:
+    return changed if isinstance(changed, Forecast) else fitting(plans, changed, thorough=False)
+
+
+Changes = Iterator[tuple[str, Ask | Forecast]]
 
 
 def _free(plans: Plans, ask: Ask, short: Shortage) -> Changes:
@@ -148,27 +139,20 @@ def _other_training(plans: Plans, ask: Ask, short: Shortage) -> Changes:
 
 def _hardware(plans: Plans, ask: Ask, short: Shortage) -> Changes:
     machine, told = ask.machine, short.forecast.machine
-    host = -(-told.host_memory_bytes // GIB) * GIB
-    if short.host_bytes and not short.device_bytes:
-        yield f"let it use {gib(host)} of host memory", ask.on(host_memory_bytes=host)
+    host = align(told.host_memory_bytes, GIB) if short.host_bytes else machine.host_memory_bytes
+    if not short.device_bytes:
+        yield f"let it use {gib(host)} of host memory", short.forecast
         return
     device = told.device_memory_bytes
     more = f" and {gib(host)} of host memory" if short.host_bytes else ""
     if device <= _card_bytes(machine):
         yield (
             f"let it use {gib(device)} of device memory{more}",
-            ask.on(
-                device_memory_bytes=device, host_memory_bytes=max(host, machine.host_memory_bytes)
-            ),
+            ask.on(device_memory_bytes=device, host_memory_bytes=host),
         )
     for gpu in sorted(known_gpus(), key=lambda gpu: (gpu.memory_gib, -gpu.bf16_tflops)):
         try:
-            other = machine_for(
-                gpu.name,
-                max(host, machine.host_memory_bytes),
-                machine.cores,
-                precision=ask.precision,
-            )
+            other = machine_for(gpu.name, host, machine.cores, precision=ask.precision)
         except InputError:
             continue
         if other.device_memory_bytes >= device:

@@ -68,14 +68,14 @@ class Toy:
             and found.host_peak_bytes <= there.host_memory_bytes
         )
 
-    def least(self, ask: Ask) -> list[Forecast]:
-        found = self.needs(ask)
+    def least(self, ask: Ask) -> Forecast:
+        found, there = self.needs(ask), ask.machine
         just = replace(
-            ask.machine,
-            device_memory_bytes=found.device_peak_bytes,
-            host_memory_bytes=found.host_peak_bytes,
+            there,
+            device_memory_bytes=max(found.device_peak_bytes, there.device_memory_bytes),
+            host_memory_bytes=max(found.host_peak_bytes, there.host_memory_bytes),
         )
-        return [replace(found, machine=just)]
+        return replace(found, machine=just)
 
 
 TOY = Toy()
@@ -100,29 +100,6 @@ def test_what_is_missing_is_told():
     assert (short.device_bytes, short.host_bytes) == (2 * GIB, 14 * GIB)
     only_host = shortage(TOY, asked(host_gib=23))
     assert (only_host.device_bytes, only_host.host_bytes) == (0, GIB)
-
-
-def test_of_two_frugal_ways_the_one_counts_that_lacks_less():
-    class Two(Toy):
-        def least(self, ask: Ask) -> list[Forecast]:
-            small = ask.on(device_memory_bytes=4 * GIB, host_memory_bytes=60 * GIB)
-            large = ask.on(device_memory_bytes=9 * GIB, host_memory_bytes=24 * GIB)
-            return [toy_forecast(way, 0, 0) for way in (small, large)]
-
-    assert shortage(Two(), asked(device_gib=2, host_gib=64)).device_bytes == 2 * GIB
-    short = shortage(Two(), asked(device_gib=8, host_gib=30))
-    assert (short.device_bytes, short.host_bytes) == (GIB, 0)
-
-
-def test_what_only_one_kind_of_memory_would_mend_lacks_no_other():
-    class Two(Toy):
-        def least(self, ask: Ask) -> list[Forecast]:
-            small = ask.on(device_memory_bytes=4 * GIB, host_memory_bytes=60 * GIB)
-            large = ask.on(device_memory_bytes=9 * GIB, host_memory_bytes=50 * GIB)
-            return [toy_forecast(way, 0, 0) for way in (large, small)]
-
-    short = shortage(Two(), asked(device_gib=8, host_gib=30))
-    assert (short.device_bytes, short.host_bytes) == (0, 30 * GIB)
 
 
 def test_no_card_is_told_to_have_more_memory_than_it_has():
