@@ -22,7 +22,7 @@ from megatrain.units import align
 _DEVICE_WORTH = 8
 
 # Of what is needed: ways that differ by less are alike, and the fewest micro-batches decide.
-_ALIKE = 0.02
+_ALIKE = 0.01
 
 
 # Micro-batches: more of them are looked at only where the device is too small for fewer. A whole
