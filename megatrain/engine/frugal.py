@@ -24,7 +24,6 @@ _DEVICE_WORTH = 8
 # Of what is needed: ways that differ by less are alike, and the fewest micro-batches decide.
 _ALIKE = 0.01
 
-
 # Micro-batches: more of them are looked at only where the device is too small for fewer. A whole
 # step of many takes long to follow, and what a layer works with hardly counts any more.
 _MANY = 24
