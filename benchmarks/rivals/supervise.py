@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,10 +21,9 @@ from benchmarks.rivals.case import (
     NO_TIME,
     Task,
 )
-from megatrain.telemetry.memory import children_bytes
+from megatrain.telemetry.memory import ProcessTree
 
 LOOKS_PER_SECOND = 20
-CHILDREN_SECONDS = 1.0  # between two looks at children: one of them takes 4 ms
 SHOWN_LINES = 25  # of a failed process's output
 _CHILD = (sys.executable, "-m", "benchmarks.rivals.child")
 
@@ -34,24 +32,19 @@ class PeakMemory(threading.Thread):
     """The largest memory of a process and its children so far, in bytes; what they pin counts.
 
     A driver's pinned memory is resident in the process that asked for it: 4 GiB pinned by torch
-    made 4 GiB (H200, driver 580). Of pages that children share only their share counts.
+    made 4 GiB (H200, driver 580).
     """
 
     def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
-        self._process = psutil.Process(process)
+        self._tree = ProcessTree(process)
         self._over = threading.Event()
         self.bytes = 0
 
     def run(self) -> None:
-        children, look_at = 0, 0.0
         with suppress(psutil.NoSuchProcess):  # it has ended
             while not self._over.is_set():
-                if time.monotonic() >= look_at:
-                    children = children_bytes(self._process)
-                    look_at = time.monotonic() + CHILDREN_SECONDS
-                resident = self._process.memory_info().rss
-                self.bytes = max(self.bytes, resident + children)
+                self.bytes = max(self.bytes, self._tree.num_bytes())
                 self._over.wait(1 / LOOKS_PER_SECOND)
 
     def stop(self) -> int:

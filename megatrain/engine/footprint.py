@@ -10,6 +10,7 @@ which all else can be computed again.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -164,17 +165,17 @@ class Compiled:
         """The backward, and before each operation what of the forward it needs and is not held."""
         done: set[int] = set()
         ops: list[Op] = []
-
-        def need(op: Op) -> None:
-            for n in op.reads:
-                maker = self._maker.get(n)
-                if n not in held and maker is not None and maker not in done:
-                    done.add(maker)
-                    need(self._forward[maker])
-            ops.append(op)
-
         for op in self._backward:
-            need(op)
+            needed, asked = set(), [op]
+            while asked:
+                for n in asked.pop().reads:
+                    maker = self._maker.get(n)
+                    if n not in held and maker is not None and maker not in done:
+                        done.add(maker)
+                        needed.add(maker)
+                        asked.append(self._forward[maker])
+            ops += [self._forward[maker] for maker in sorted(needed)]
+            ops.append(op)
         return ops
 
     def _library(self) -> list[Op]:
@@ -249,7 +250,7 @@ class Compiled:
         """What an elementwise operation writes its result over: what nothing else will read."""
         sizes = self._t.sizes
         made = sizes[op.made[0]] if op.made else 0
-        return set([n for n in reads if left[n] == 1 and sizes[n] == made][:1])
+        return set(islice((n for n in reads if left[n] == 1 and sizes[n] == made), 1))
 
     def _kernels(self, ops: list[Op], sources: list[frozenset[int]]) -> list[list[int]]:
         """The operations (numbers) of each kernel, in the order in which they run.
@@ -260,23 +261,17 @@ class Compiled:
         """
         maker = {n: i for i, op in enumerate(ops) for n in op.made}
         waits = [{maker[n] for n in read if n in maker} - {i} for i, read in enumerate(sources)]
-        kernel_of = list(range(len(ops)))
+        kernels = _Kernels(waits)
         writers: dict[tuple[int, int], int] = {}  # by memory read, and size: the last of them
         for i, op in enumerate(ops):
             if op.extern or not op.made:
                 continue
             size = max(self._t.sizes[n] for n in op.made)
             for n in (*sources[i], *op.made):
-                if self._t.sizes[n] != size:
-                    continue
-                other = writers.setdefault((n, size), i)
-                joined = [kernel_of[other] if k == kernel_of[i] else k for k in kernel_of]
-                if _in_order(joined, waits) is not None:
-                    kernel_of = joined
-                writers[n, size] = i
-        order = _in_order(kernel_of, waits)
-        assert order is not None  # that of the operations was one
-        return order
+                if self._t.sizes[n] == size:
+                    kernels.join(writers.get((n, size), i), i)
+                    writers[n, size] = i
+        return kernels.in_order()
 
     def _real(self, ops: list[Op]) -> set[int]:
         """Storages that exist in memory because of how they are made or read."""
@@ -291,30 +286,55 @@ class Compiled:
         return frozenset(s for n in op.reads for s in self._sources(n, real))
 
 
-def _in_order(kernel_of: list[int], waits: list[set[int]]) -> list[list[int]] | None:
-    """The operations of each kernel, every kernel as early as its first operation allows.
+class _Kernels:
+    """Operations that are put together into kernels, of which none waits for itself."""
 
-    None: kernels wait for each other.
-    """
-    members: dict[int, list[int]] = {}
-    for i, kernel in enumerate(kernel_of):
-        members.setdefault(kernel, []).append(i)
-    done: dict[int, bool] = {}  # False: begun
-    order = []
-    for first in members:
-        path = [first]
-        while path:
-            kernel = path[-1]
-            before = {kernel_of[j] for i in members[kernel] for j in waits[i]} - {kernel}
-            left = sorted(k for k in before if not done.get(k))
-            if any(k in done for k in left):
-                return None  # it is on the path
-            if left and not done.get(kernel):
-                done[kernel] = False
-                path.append(left[0])
-                continue
-            if not done.get(kernel):
-                done[kernel] = True
-                order.append(members[kernel])
-            path.pop()
-    return order
+    def __init__(self, waits: list[set[int]]) -> None:
+        """Args: `waits`: the operations that each one reads from."""
+        self._waits = waits
+        self._of = list(range(len(waits)))
+        self._members = {i: [i] for i in self._of}
+
+    def join(self, one: int, other: int) -> None:
+        """Make two operations' kernels one, unless one waits for the other by way of a third."""
+        kept, gone = sorted((self._of[one], self._of[other]))
+        if kept == gone or self._between(kept, gone) or self._between(gone, kept):
+            return
+        for i in self._members[gone]:
+            self._of[i] = kept
+        self._members[kept] = sorted(self._members[kept] + self._members.pop(gone))
+
+    def in_order(self) -> list[list[int]]:
+        """The operations of each kernel, every kernel as early as its first operation allows."""
+        done: set[int] = set()
+        order = []
+        for first in self._members:
+            path = [first]
+            while path:
+                kernel = path[-1]
+                left = self._before(kernel) - done
+                if left:
+                    path.append(min(left))
+                    continue
+                path.pop()
+                if kernel not in done:
+                    done.add(kernel)
+                    order.append(self._members[kernel])
+        return order
+
+    def _before(self, kernel: int) -> set[int]:
+        """The kernels that it waits for."""
+        of, waits = self._of, self._waits
+        return {of[j] for i in self._members[kernel] for j in waits[i]} - {kernel}
+
+    def _between(self, first: int, last: int) -> bool:
+        """Whether `last` waits for a kernel that waits for `first`."""
+        asked = [*(self._before(last) - {first})]
+        seen = set(asked)
+        while asked:
+            before = self._before(asked.pop())
+            if first in before:
+                return True
+            asked += before - seen
+            seen |= before
+        return False

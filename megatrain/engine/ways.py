@@ -1,6 +1,6 @@
 """What a frame's spare memory can be spent on: resident tiles, kept graphs on device and host.
 
-A frame is a forecast with nothing resident and nothing kept (engine/search.py). What each way of
+A frame is a forecast with nothing resident and nothing kept (engine/frames.py). What each way of
 spending could bring at best is known from it: no resource does less work than it must.
 """
 

@@ -5,6 +5,7 @@ import resource
 import sys
 import time
 from contextlib import suppress
+from functools import cache
 
 import psutil
 
@@ -13,35 +14,43 @@ from megatrain.telemetry.cgroups import cgroup_files, old_cgroup_files
 from megatrain.units import parse_bytes
 
 HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
+CHILDREN_SECONDS = 1.0  # between two looks at a process's children: each of them takes 4 ms
 
 
-_CHILDREN_SECONDS = 1.0  # between two looks at them: each takes 4 ms
-_seen_children = (0.0, 0)  # when they are due again, and their bytes
+class ProcessTree:
+    """A process and its children, whatever their session.
+
+    Of pages that children share with others only their share counts: 16 compile workers of torch,
+    forked and idle, were 3.5 GiB resident and 0.25 GiB so.
+    """
+
+    def __init__(self, process: int) -> None:
+        """Raises psutil.NoSuchProcess."""
+        self._process = psutil.Process(process)
+        self._children, self._due = 0, 0.0
+
+    def num_bytes(self) -> int:
+        """What is resident now, pinned memory included; raises psutil.NoSuchProcess."""
+        if time.monotonic() >= self._due:
+            self._children = self._children_bytes()
+            self._due = time.monotonic() + CHILDREN_SECONDS
+        return int(self._process.memory_info().rss) + self._children
+
+    def _children_bytes(self) -> int:
+        total = 0
+        for child in self._process.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                memory = child.memory_full_info()
+                total += getattr(memory, "pss", memory.rss)  # only Linux knows shares
+        return total
+
+
+_tree = cache(ProcessTree)  # a forked process has its own
 
 
 def process_bytes() -> int:
     """Memory of this process and its children (compile workers), in bytes."""
-    global _seen_children
-    process = psutil.Process()
-    due, children = _seen_children
-    if time.monotonic() >= due:
-        children = children_bytes(process)
-        _seen_children = time.monotonic() + _CHILDREN_SECONDS, children
-    return int(process.memory_info().rss) + children
-
-
-def children_bytes(process: psutil.Process) -> int:
-    """Memory of a process's children and of theirs, whatever their session, in bytes.
-
-    Of pages that they share with others only their share counts: 16 compile workers of torch,
-    forked and idle, were 3.5 GiB resident and 0.25 GiB so.
-    """
-    total = 0
-    for child in process.children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            memory = child.memory_full_info()
-            total += getattr(memory, "pss", memory.rss)  # only Linux knows shares
-    return total
+    return _tree(os.getpid()).num_bytes()
 
 
 def peak_process_bytes() -> int:

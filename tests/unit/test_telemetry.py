@@ -157,15 +157,15 @@ def test_process_memory_sees_what_is_allocated():
     assert memory.peak_process_bytes() >= len(block)
 
 
-def test_children_are_looked_at_now_and_then(monkeypatch):
+def test_children_are_looked_at_now_and_then():
     code = "import os; block = os.urandom(1 << 20) * 64; print(flush=True); input()"
-    monkeypatch.setattr(memory, "_seen_children", (0.0, 0))
+    memory._tree.cache_clear()
     before = memory.process_bytes()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
         child.stdout.readline()
         assert memory.process_bytes() - before < 32 << 20  # seen less than a second ago
-        monkeypatch.setattr(memory, "_seen_children", (0.0, 0))
+        memory._tree.cache_clear()
         assert memory.process_bytes() - before > 64 << 20
         child.communicate(b"\n")
 
