@@ -58,6 +58,10 @@ class Frugal:
         """Whether there likely is a way; quicker to tell than what is fastest."""
         return any(map(self._could_fit, self._ways()))
 
+    def hopeful(self, frame: Placement, rows: int) -> bool:
+        """Whether a frame can fit at all, told without a whole step; what is quick first."""
+        return self._could_fit(_Way(frame, rows, *self._frames.lasting(frame)))
+
     def _could_fit(self, way: _Way | None) -> bool:
         while way is not None and not any(self._lacks(way)):
             if way.looks == len(self._looks):

@@ -12,7 +12,6 @@ from megatrain.engine.forecast import Forecast
 from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.frames import MOST_SLOTS, Frames
 from megatrain.engine.frugal import Frugal
-from megatrain.engine.tally import NotForeseeable
 from megatrain.engine.ways import Budget, FirstTiles, Ways
 from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine
@@ -126,35 +125,14 @@ class Search:
         return -(-self._task.rows // rows) >= _MANY
 
     def _first_fitting(self, family: list[Placement], rows: int) -> list[Forecast]:
-        try:
-            return self._fitting(family, rows)
-        except NotForeseeable:
-            if family[0].tile_tokens is None:
-                raise
-            return []  # these layers cannot be foreseen in tiles
-
-    def _fitting(self, family: list[Placement], rows: int) -> list[Forecast]:
-        """The first frame that fits."""
-        hopeful = (each for each in family if self._hopeful(each, rows))
+        hopeful = (each for each in family if self._frugal.hopeful(each, rows))
         fitting = filter(self._holds, (self._frames.of(each, rows) for each in hopeful))
         return [*islice(fitting, 1)]
 
     def _holds(self, found: Forecast) -> bool:
-        return self._has_room(found.device_peak_bytes, found.host_peak_bytes)
-
-    def _has_room(self, device: int, host: int) -> bool:
-        """Whether there is, if tiles that the host lacks room for move to the device."""
-        most = self._tiles.most(self._budget.device - device)
-        return self._tiles.fewest(host - self._budget.host) <= most
-
-    def _hopeful(self, placement: Placement, rows: int) -> bool:
-        """Whether a frame can fit at all, told without a whole step; what is quick first."""
-        holds, frames = self._has_room, self._frames
-        return (
-            holds(*frames.lasting(placement))
-            and holds(*frames.floor(placement, rows))
-            and holds(*frames.estimate(placement, rows))
-        )
+        """Whether there is room, if tiles that the host lacks it for move to the device."""
+        most = self._tiles.most(self._budget.spare(found))
+        return self._tiles.fewest(-self._budget.host_spare(found)) <= most
 
 
 def _lacking(there: Machine, least: Machine) -> str:
