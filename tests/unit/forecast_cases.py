@@ -1,13 +1,18 @@
 """Models and a machine for tests of forecasts."""
 
 from functools import cache
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig
 
 from megatrain.engine.assemble import open_source
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
+from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.model.skeleton import Rows
 from megatrain.units import GIB
 
 # What benchmarks/results/step-*.json were taken on.
@@ -93,3 +98,37 @@ def small_machine(device_mib: float = 1e9, host_gib: float = 1e6) -> Machine:
             "launch_seconds": 0.0,
         }
     )
+
+
+class LayerCall(NamedTuple):
+    """What a layer is called with; `flat` is the memory that its weights lie in."""
+
+    flat: Tensor
+    weights: dict[str, Tensor]
+    micro: MicroBatch
+    values: Activations
+
+
+def layer_call(program: Program, visit: int, shape: tuple[int, int]) -> LayerCall:
+    """Random numbers in the program's dtype for rows and tokens of `shape`, with real positions."""
+    model, dtype = program.outline, program.dtype
+    layer, ids = model.layers[visit], torch.zeros(shape, dtype=torch.long)
+    widths = dict(model.skeleton.model.named_parameters())
+    tables = {
+        name: torch.randn(1, widths[name].shape[1], dtype=dtype, requires_grad=True)
+        for name in model.gathered
+    }
+    rows = Rows(ids, ids, tables, torch.zeros(1, dtype=torch.long))
+    micro = MicroBatch({"input_ids": ids}, ids, rows)
+    with torch.enable_grad():
+        made = program.prologue({}, micro)
+    [width] = {value.shape[-1] for value in made.values()}
+    values = {
+        ref: torch.randn(*shape, width, dtype=dtype, requires_grad=True) for ref in layer.inputs
+    }
+    numel = sum(p.numel() for p in layer.module.parameters())
+    flat, weights, start = torch.randn(numel).to(dtype) / 50, {}, 0
+    for name, p in layer.module.named_parameters():
+        weights[name] = flat[start : start + p.numel()].view(p.shape).detach().requires_grad_()
+        start += p.numel()
+    return LayerCall(flat, weights, micro, values)

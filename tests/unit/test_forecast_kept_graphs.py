@@ -16,8 +16,8 @@ from megatrain.engine.graphs import Held, Leaving
 from megatrain.engine.measure import Measured
 from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
-from megatrain.model.program import MicroBatch, Program
-from megatrain.model.skeleton import Rows
+from megatrain.model.program import Program
+from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH = 2, 512, 256
 
@@ -59,22 +59,10 @@ def model_of(intermediate: int, kv_heads: int) -> Outline:
 
 def held_bytes(model: Outline) -> int:
     """What the compiled graph of a layer holds besides its weights and arguments."""
-    program, layer = Program(model, torch.device("cpu"), torch.float32), model.layers[1]
+    program = Program(model, torch.device("cpu"), torch.float32)
     program.train(True)
     program.compile()
-    ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
-    table = {name: torch.randn(1, WIDTH, requires_grad=True) for name in model.gathered}
-    micro = MicroBatch(
-        {"input_ids": ids}, ids, Rows(ids, ids, table, torch.zeros(1, dtype=torch.long))
-    )
-    with torch.enable_grad():
-        program.prologue({}, micro)
-    values = {ref: torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True) for ref in layer.inputs}
-    numel = sum(p.numel() for p in layer.module.parameters())
-    flat, weights, start = torch.randn(numel), {}, 0
-    for name, p in layer.module.named_parameters():
-        weights[name] = flat[start : start + p.numel()].view(p.shape).detach().requires_grad_()
-        start += p.numel()
+    flat, weights, micro, values = layer_call(program, 1, (ROWS, TOKENS))
     leaving = Leaving()
     held = Held(flat, values, micro.calls[1].leaves, leaving)
     with torch.enable_grad(), held.saving():

@@ -2,12 +2,10 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config
 
@@ -15,7 +13,7 @@ from megatrain.engine.assemble import open_source
 from megatrain.engine.measure import LayerWork, Measured
 from megatrain.model.kind import Holds
 from megatrain.model.probe import outline
-from megatrain.model.skeleton import Call
+from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH, MLP = 4, 1024, 640, 3456  # 32B's proportions
 UNIT = ROWS * TOKENS * MLP * 2  # bytes of an activation inside the MLP
@@ -60,18 +58,8 @@ def test_compiled_code_works_with_what_is_foretold(
     measured: Measured, holds: Holds | None, tmp_path: Path
 ) -> None:
     torch._dynamo.reset()
-    layer = measured.outline.layers[0]
     measured.program.compile()
-    weights = {
-        name: (torch.randn(p.shape, dtype=torch.bfloat16) / 50).requires_grad_()
-        for name, p in layer.module.named_parameters()
-    }
-    values = {
-        ref: torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-        for ref in layer.inputs
-    }
-    given = measured.micro_batch(ROWS)
-    micro = replace(given, calls=[_real(call) for call in measured._prologue(ROWS)[1]])
+    _, weights, micro, values = layer_call(measured.program, 0, (ROWS, TOKENS))
 
     def step() -> None:
         made = list(measured.program.layer(0, weights, micro, values, holds).values())
@@ -82,17 +70,6 @@ def test_compiled_code_works_with_what_is_foretold(
     taken = _peak_bytes(step, tmp_path / "trace.json")
     ends = 2 * ROWS * TOKENS * WIDTH * 2  # the result, and its gradient
     assert taken - ends == pytest.approx(peak_of(measured.layer(0, ROWS), holds), rel=0.005)
-
-
-def _real(call: Call) -> Call:
-    """Its tensors with data: positions as angles, whatever they are."""
-
-    def data(leaf: object) -> object:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return torch.zeros(leaf.shape, dtype=leaf.dtype)
-
-    return replace(call, leaves=[data(leaf) for leaf in call.leaves])
 
 
 def _peak_bytes(run, trace: Path) -> int:  # type: ignore[no-untyped-def]
