@@ -6,20 +6,26 @@ KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 _SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
            "ki": KIB, "mi": MIB, "gi": GIB, "ti": TIB}  # fmt: skip
+_MOST = 1 << 60
 
 
 def parse_bytes(text: str | int) -> int:
     """`"10GiB"`, `"512 MB"` or a plain number of bytes, as bytes.
 
     Raises:
-        ValueError: the text is not a size.
+        ValueError: the text is not a size, or one that no machine has.
     """
-    if isinstance(text, int):
-        return text
+    num_bytes = text if isinstance(text, int) else _parsed(text)
+    if num_bytes > _MOST:
+        raise ValueError(f"not a size: {text!r:.30} is more than any machine has")
+    return int(num_bytes)
+
+
+def _parsed(text: str) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
     if match is None or match[2] not in _SUFFIX:
         raise ValueError(f"not a size: {text!r} (write it like 10GiB, 512MiB or 24GB)")
-    return int(float(match[1]) * _SUFFIX[match[2]])
+    return float(match[1]) * _SUFFIX[match[2]]
 
 
 def gib(num_bytes: float) -> str:
@@ -28,8 +34,10 @@ def gib(num_bytes: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """As `gib`; below one GiB in whole MiB, rounded up."""
-    return gib(num_bytes) if num_bytes >= GIB else f"{-(-num_bytes // MIB)} MiB"
+    """What is needed, for people: rounded up, so that a limit of so much does. Small: in MiB."""
+    if num_bytes < GIB:
+        return f"{-(-num_bytes // MIB)} MiB"
+    return f"{-(-num_bytes * 10 // GIB) / 10:.1f} GiB"
 
 
 def duration(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """The sections of a run file, their defaults and what values are possible."""
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, get_type_hints
@@ -28,7 +29,11 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 def _a_name(text: str) -> str:
     """An empty path would be the current folder, read or written to."""
-    if not text or "\0" in text:
+    try:
+        possible = bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a pair: JSON's way to write what is beyond 16 bits
+        possible = False
+    if not possible:
         raise ValueError(f"should be a name or a path, got {shown(text)}")
     return text
 

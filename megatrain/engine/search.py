@@ -16,7 +16,7 @@ from megatrain.engine.ways import Budget, FirstTiles, Ways
 from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine
 from megatrain.placement import Placement
-from megatrain.units import gib
+from megatrain.units import gib, size
 
 # Frames of a family. What these leave free on the device may buy more than they cost: boundaries on
 # the host, and fewer slots and smaller chunks besides.
@@ -145,6 +145,6 @@ def _lacking(there: Machine, least: Machine) -> str:
         )
         if needed > allowed
     ]
-    needed = " and ".join(f"{gib(needed)} of {of} memory" for needed, of, _ in kinds)
+    needed = " and ".join(f"{size(needed)} of {of} memory" for needed, of, _ in kinds)
     allowed = " and ".join(gib(allowed) for *_, allowed in kinds)
     return f"it needs at least {needed}; {allowed} are allowed"

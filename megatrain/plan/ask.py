@@ -10,7 +10,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
 from megatrain.placement import Placement
-from megatrain.units import gib
+from megatrain.units import gib, size
 
 # As `megatrain train` takes rows together when a run file does not say.
 TOKENS_PER_MICRO_BATCH = 16384
@@ -141,7 +141,7 @@ def default_micro_batch(ask: Ask) -> int:
 def check_budgets(found: Forecast, machine: Machine) -> None:
     """Raises DoesNotFit with what is needed and what there is."""
     lacking = [
-        f"{gib(needed)} of {place} memory, {gib(there)} {'is' if there < 2**31 else 'are'} allowed"
+        f"{size(needed)} of {place} memory, {gib(there)} {'is' if there < 2**31 else 'are'} allowed"
         for place, needed, there in (
             ("device", found.device_peak_bytes, machine.device_memory_bytes),
             ("host", found.host_peak_bytes, machine.host_memory_bytes),

@@ -10,7 +10,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.machine import Machine, machine_for
 from megatrain.plan.ask import Ask, Plans
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus
-from megatrain.units import GIB, align, gib
+from megatrain.units import GIB, align, size
 
 SHOWN = 3
 _SHORTEST = 256  # tokens of a row
@@ -141,13 +141,13 @@ def _hardware(plans: Plans, ask: Ask, short: Shortage) -> Changes:
     machine, told = ask.machine, short.forecast.machine
     host = align(told.host_memory_bytes, GIB) if short.host_bytes else machine.host_memory_bytes
     if not short.device_bytes:
-        yield f"let it use {gib(host)} of host memory", short.forecast
+        yield f"let it use {size(host)} of host memory", short.forecast
         return
     device = told.device_memory_bytes
-    more = f" and {gib(host)} of host memory" if short.host_bytes else ""
+    more = f" and {size(host)} of host memory" if short.host_bytes else ""
     if device <= _card_bytes(machine):
         yield (
-            f"let it use {gib(device)} of device memory{more}",
+            f"let it use {size(device)} of device memory{more}",
             ask.on(device_memory_bytes=device, host_memory_bytes=host),
         )
     for gpu in sorted(known_gpus(), key=lambda gpu: (gpu.memory_gib, -gpu.bf16_tflops)):

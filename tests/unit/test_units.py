@@ -1,0 +1,21 @@
+"""Sizes as people write and read them."""
+
+import random
+
+import pytest
+
+from megatrain.units import GIB, MIB, parse_bytes, size
+
+
+def test_what_is_said_to_be_enough_is_enough() -> None:
+    numbers = random.Random(0)
+    for _ in range(1000):
+        needed = numbers.randrange(1, 600 * GIB)
+        given = parse_bytes(size(needed))
+        assert needed <= given < needed + GIB // 10 + MIB
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "99999999TiB", 10**400, "1e3", "-5", "", "10 gigs"])
+def test_what_is_no_size(text) -> None:
+    with pytest.raises(ValueError, match="^not a size"):
+        parse_bytes(text)
