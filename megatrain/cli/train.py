@@ -1,6 +1,5 @@
 """`megatrain train`: a run file or a run's folder in, a finished or a resumable run out."""
 
-import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -56,5 +55,6 @@ def _load(run: Path, overrides: Sequence[str], *, resume: bool) -> config.Config
         raise InputError(f"{run}: a folder; give its run file, or --resume to go on with it")
     if not (run / CONFIG).is_file():
         raise InputError(f"{run}: no run there (no {CONFIG}); give the folder of a run")
-    folder = f"output.folder={json.dumps(str(run))}"
-    return config.load(run / CONFIG, [*overrides, folder])
+    loaded = config.load(run / CONFIG, overrides)
+    output = loaded.output.model_copy(update={"folder": str(run)})
+    return loaded.model_copy(update={"output": output})

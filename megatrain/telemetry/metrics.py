@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+_LONGEST_LINE = 1 << 20  # a step's places may be many, but not so many
 
 
 def _warn(message: str) -> None:
@@ -60,11 +62,22 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
     """The lines of a metrics file, without those a full disk or a kill has cut short."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
+    with path.open("rb") as file:
+        for _, record in lines(file):
+            if record is not None:
                 yield record
+
+
+def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
+    """Each line, or a piece of an endless one, and the record that it holds, if any.
+
+    A last line that was cut short is left out.
+    """
+    while line := file.readline(_LONGEST_LINE):
+        if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+            return
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        yield line, record if isinstance(record, dict) else None

@@ -93,7 +93,13 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """A folder to write into that takes the name `target` only when the body has succeeded.
 
     A folder that has the name already must be empty, or goes away just before (`replace`).
+
+    Raises:
+        InputError: the name is of a folder that cannot go away.
     """
+    target = target.resolve()
+    if not replace and (target == Path.cwd() or target.is_mount()):
+        raise InputError(f"{target}: cannot be replaced as a whole; name a new folder inside of it")
     partial = target.with_name(partial_name(target.name))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

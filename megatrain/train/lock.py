@@ -27,12 +27,15 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         InputError: another process holds it.
     """
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+    path = folder / LOCK
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: not a plain file; remove it")
+    with path.open("a+", encoding="utf-8", errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            holder = file.read(200).strip() or "another process"
+            holder = " ".join(file.read(200).split()) or "another process"
             raise InputError(
                 f"{folder}: {holder} is writing there; wait until it ends or choose another folder"
             ) from error

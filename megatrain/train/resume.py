@@ -1,17 +1,17 @@
 """Where a run goes on: which folder, which configuration may differ, what its log keeps."""
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatrain.checkpoint import open_checkpoint, verify
 from megatrain.config import Config
 from megatrain.config.schema import shown
 from megatrain.errors import InputError
+from megatrain.telemetry.metrics import lines
 from megatrain.train.folders import checkpoint_folder, checkpoints
 
 # What a resumed run may do differently: it still learns the same model from the same rows. Paths of
@@ -118,6 +118,8 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
     Raises:
         InputError: it cannot be read or written.
     """
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: not a plain file; remove it")
     try:
         with path.open("a+b") as file:
             file.seek(0)
@@ -129,19 +131,13 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
     return kept
 
 
-def _until(lines: Any, step: int) -> tuple[list[Mapping[str, Any]], int]:
+def _until(file: IO[bytes], step: int) -> tuple[list[Mapping[str, Any]], int]:
     kept: list[Mapping[str, Any]] = []
     end = 0
-    for line in lines:
-        if not line.endswith(b"\n"):
-            break
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None  # cut short when the disk was full, or by a kill
-        if isinstance(record, dict):
-            number = record.get("step")
-            if isinstance(number, int) and number > step:
+    for line, record in lines(file):
+        number = None if record is None else record.get("step")
+        if record is not None and isinstance(number, int):
+            if number > step:
                 break
             kept.append(record)
         end += len(line)
@@ -162,6 +158,9 @@ def find_starts(run: Path, config: Config) -> Iterator[Start]:
             log.warning("not resumed from: %s", error)
             continue
         state = RunState.of(checkpoint.extra, folder)
+        if state.step != step:  # the newest is known by its name
+            log.warning("not resumed from: %s: holds step %d; was it renamed?", folder, state.step)
+            continue
         check_config(config, state, folder)
         yield Start(folder, state)
 

@@ -135,6 +135,7 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder, zy
 
 
 def test_a_folder_or_the_newest_run_of_a_name_is_resumed(tmp_path, tokenizer_folder, zygote):
+    tmp_path = tmp_path / 'a "folder" of Zoë\'s \N{SLIGHTLY SMILING FACE}'
     run = toy_run(tmp_path, tokenizer_folder, output__folder=None, training__steps=4)
     before = f"import os; os.chdir({str(tmp_path)!r})"
     first = zygote.start("train", run, "--resume", log=tmp_path / "1", before=before).finish()
@@ -157,7 +158,11 @@ def test_a_folder_or_the_newest_run_of_a_name_is_resumed(tmp_path, tokenizer_fol
 
 @pytest.mark.parametrize(
     "damage",
-    ["flipped", *(pytest.param(d, marks=SLOW) for d in ("truncated", "missing", "manifest"))],
+    [
+        "flipped",
+        "renamed",
+        *(pytest.param(d, marks=SLOW) for d in ("truncated", "missing", "manifest")),
+    ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, cut, zygote, damage):
     newest = cut / "run" / "checkpoints" / "step-00000008"
@@ -170,6 +175,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, cut, z
         victim.write_bytes(victim.read_bytes()[:-1])
     elif damage == "missing":
         victim.unlink()
+    elif damage == "renamed":  # an older one, so that the newest would not be taken
+        shutil.rmtree(newest)
+        victim = newest.with_name("step-00000099")
+        shutil.copytree(newest.with_name("step-00000004"), victim)
     else:
         victim = newest / "manifest.json"
         victim.write_text(victim.read_text().replace('"seed": 0', '"seed": 1'))

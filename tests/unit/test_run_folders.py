@@ -5,10 +5,12 @@ import fcntl
 import os
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from megatrain.errors import InputError
+from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.folders import model_folder, new_run_folder, run_to_resume, whole_folder
 from megatrain.train.lock import locked
 from megatrain.train.resume import cut_metrics
@@ -41,6 +43,21 @@ def test_an_empty_folder_is_taken_and_a_full_one_never(tmp_path):
         (folder / "a").write_text("2")
     assert (target / "a").read_text() == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_link_to_an_empty_folder_is_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with whole_folder(tmp_path / "link") as folder:
+        (folder / "a").write_text("1")
+    assert (tmp_path / "real" / "a").read_text() == "1"
+
+
+def test_a_folder_that_cannot_be_replaced_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for target in (Path("."), Path("/proc")):
+        with pytest.raises(InputError, match="name a new folder inside"), whole_folder(target):
+            pass
 
 
 def test_what_a_killed_process_left_is_cleared(tmp_path):
@@ -91,6 +108,33 @@ def test_a_folder_is_locked_once(tmp_path):
                 pass
 
 
+@pytest.mark.parametrize("text", [b"", b"\xff\xb1\n\0", b"a\n" * 1000])
+def test_whatever_is_in_a_lock_it_holds(tmp_path, text):
+    lock = tmp_path / ".lock"
+    lock.write_bytes(text)
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="is writing there") as refused, locked(tmp_path):
+            pass
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_no_lock_and_no_log(tmp_path, make):
+    make(tmp_path / ".lock")
+    with pytest.raises(InputError, match="not a plain file"), locked(tmp_path):
+        pass
+    make(tmp_path / "m.jsonl")
+    with pytest.raises(InputError, match="not a plain file"):
+        cut_metrics(tmp_path / "m.jsonl", 1)
+
+
+def test_an_endless_log_is_not_read(tmp_path):
+    (tmp_path / "m.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="not a plain file"):
+        cut_metrics(tmp_path / "m.jsonl", 1)
+
+
 def test_a_file_system_without_locks_is_said_to_be_one(tmp_path, monkeypatch, caplog):
     def none(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -119,6 +163,8 @@ def test_the_newest_run_of_a_name_is_found(tmp_path, monkeypatch):
         ('{"step": 1}\n{"step": 2}', [1]),  # a kill cut the line short
         ('{"step": 1}\n{"st\n{"step": 2}\n{"step": 3}\n{"step": 2}\n', [1, 2]),
         ('{"step": 3}\n', []),
+        ("[" * 100_000 + '\n{"step": 1}\n{"eval_loss": 1}\n{"step": [2]}\n', [1]),
+        ("x" * 3_000_000 + '\n{"step": 1}\n', [1]),
         ("", []),
     ],
 )
@@ -126,6 +172,7 @@ def test_a_log_is_cut_after_a_step(tmp_path, text, kept):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
     assert [record["step"] for record in cut_metrics(path, 2)] == kept
+    assert [r["step"] for r in read_metrics(path) if isinstance(r.get("step"), int)] == kept
     assert path.read_text() == text[: len(path.read_text())]
     assert [record["step"] for record in cut_metrics(path, 2)] == kept
 
