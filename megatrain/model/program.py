@@ -123,13 +123,15 @@ class Program:
     def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
         """What enters the layers as activations; records every layer's arguments in `batch`.
 
-        Outputs carry a graph if any of `weights` or `batch.rows.tables` requires gradients.
+        Outputs carry a graph if any of `weights` or `batch.rows.tables` requires gradients. Where
+        the arguments are known already, the forward ends with the last of the outputs.
         """
         origin: dict[Hashable, Ref] = {}
         values: Activations = {}
         calls: list[Call] = []
         alive: list[Any] = []
         shape = tuple(batch.inputs["input_ids"].shape)
+        needed = 1 + max((ref.leaf for ref in self.outline.prologue_outputs), default=-1)
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = len(calls)
@@ -144,15 +146,18 @@ class Program:
                     ref = Ref(PROLOGUE, len(values))
                     origin[key], values[ref] = ref, leaf
                 leaves[index] = origin.get(key, leaf)
+            if batch.calls and len(values) == needed:
+                raise Reached(None)
             calls.append(Call(leaves, spec))
             if len(calls) == len(self.outline.layers):
                 raise Reached(None)
             return self._placeholders(visit, shape, origin, alive, {})
 
         self._run(record, weights, batch.inputs, batch.rows)
-        if len(calls) < len(self.outline.layers):
-            _expect(self.outline.layers[len(calls)], None)
-        batch.calls = calls
+        if not batch.calls:
+            if len(calls) < len(self.outline.layers):
+                _expect(self.outline.layers[len(calls)], None)
+            batch.calls = calls
         return values
 
     def layer(
@@ -286,7 +291,12 @@ class Program:
 
     def _run(self, handler: Any, weights: Weights, inputs: Mapping, rows: Rows) -> Any:
         outer = {**self._outer, **{k: w for k, w in weights.items() if k in self._outer}}
-        return self.skeleton.forward(handler, outer, self.skeleton.inputs(inputs), rows)
+
+        def unwatched(*given: Any) -> Any:
+            with torch._C.DisableTorchFunction():  # only the model's own lookups are of interest
+                return handler(*given)
+
+        return self.skeleton.forward(unwatched, outer, self.skeleton.inputs(inputs), rows)
 
 
 def _expect(layer: Layer, called: nn.Module | None) -> None:

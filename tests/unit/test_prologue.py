@@ -1,0 +1,63 @@
+"""What runs before the layers: Python that a GPU waits for, so as little of it as there need be."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatrain import Engine, Placement
+from megatrain.model.program import Program
+from megatrain.model.skeleton import Skeleton, _Lookup
+from tests.parity.cases import llama, make_batches, make_engine
+
+LAYERS = 6
+[STEP] = make_batches(1)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """Streamed; what it does when it is made is not counted."""
+    made = make_engine(llama(num_hidden_layers=LAYERS), placement=Placement(slots=2))
+    yield made
+    made.close()
+
+
+def test_the_backward_ends_where_the_layers_begin(engine: Engine, monkeypatch: Any) -> None:
+    called: Counter[str] = Counter()
+    running = ["epilogue"]
+    prologue, forward = Program.prologue, Skeleton.forward
+
+    def told(self: Program, weights: Any, batch: Any) -> Any:
+        running[0] = "backward" if batch.calls else "forward"
+        values = prologue(self, weights, batch)
+        running[0] = "epilogue"
+        return values
+
+    def counted(self: Skeleton, handler: Any, *rest: Any) -> Any:
+        def one(*given: Any) -> Any:
+            called[running[0]] += 1
+            return handler(*given)
+
+        return forward(self, one, *rest)
+
+    monkeypatch.setattr(Program, "prologue", told)
+    monkeypatch.setattr(Skeleton, "forward", counted)
+    engine.step(STEP)
+    every = LAYERS * len(STEP)
+    assert called == {"forward": every, "epilogue": every, "backward": len(STEP)}
+
+
+def test_recording_is_not_watched_for_lookups(engine: Engine, monkeypatch: Any) -> None:
+    """Each look at a tensor's shape would go through Python twice."""
+    seen: Counter[Any] = Counter()
+
+    class Counting(_Lookup):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen[func] += 1
+            return super().__torch_function__(func, types, args, kwargs)
+
+    monkeypatch.setattr("megatrain.model.skeleton._Lookup", Counting)
+    engine.step(STEP)
+    runs = 3 * len(STEP)  # forward, epilogue, backward
+    assert 0 < max(seen.values()) < runs * LAYERS
