@@ -14,13 +14,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.data.bounded import bounded
 from megatrain.data.readers import Row, listed, read_rows
 from megatrain.data.sources import Source
 from megatrain.data.text import Document, check_encodable
 from megatrain.data.tokenizer import token_ids, tokenising
 from megatrain.errors import InputError
+from megatrain.units import GIB
 
 Message = dict[str, Any]
+# What a template may take for a row. One of 200,000 short messages took 0.6 seconds.
+_SECONDS, _NUM_BYTES = 20.0, GIB
+_LONGEST = 64 << 20  # characters, twice what a row may have; tokenising takes 50 times as much
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -69,23 +74,20 @@ class ChatEncoder:
     def _by_marks(
         self, messages: list[Message], tools: list[Any] | None, where: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        encoded = self._apply(
-            messages, tools, where, tokenize=True, return_dict=True,
-            return_assistant_tokens_mask=True,
-        )  # fmt: skip
-        ids = token_ids(encoded["input_ids"], self._vocab_size, where)
-        return ids, np.array(encoded["assistant_masks"], bool)
+        whole, marked = self._render(messages, tools, where, return_assistant_tokens_mask=True)
+        encoded, ids = self._tokens(whole, where)
+        targets = np.zeros(len(ids), bool)
+        for begin, end in marked:
+            first, last = encoded.char_to_token(begin), encoded.char_to_token(end - 1)
+            if first is not None:
+                targets[first : None if last is None else last + 1] = True
+        return ids, targets
 
     def _by_prefixes(
         self, messages: list[Message], tools: list[Any] | None, where: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        whole = self._apply(messages, tools, where)
-        check_encodable(whole, where)
-        with tokenising(where):
-            encoded = self._tokenizer(
-                whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-            )
-        ids = token_ids(encoded["input_ids"], self._vocab_size, where)
+        whole, _ = self._render(messages, tools, where)
+        encoded, ids = self._tokens(whole, where)
         starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
         targets = np.zeros(len(ids), bool)
         for turn, message in enumerate(messages):
@@ -105,9 +107,9 @@ class ChatEncoder:
         """Where in the whole text the reply `messages[turn]` begins and ends."""
         if turn == 0:
             raise InputError(f"{where}: the conversation starts with the assistant: drop that turn")
-        before = self._apply(messages[:turn], tools, where, add_generation_prompt=True)
+        before, _ = self._render(messages[:turn], tools, where, add_generation_prompt=True)
         is_last = turn + 1 == len(messages)
-        upto = whole if is_last else self._apply(messages[: turn + 1], tools, where)
+        upto = whole if is_last else self._render(messages[: turn + 1], tools, where)[0]
         if not (whole.startswith(upto) and upto.startswith(before)):
             raise InputError(
                 f"{where}: the chat template does not leave the text up to message {turn + 1} as "
@@ -116,16 +118,36 @@ class ChatEncoder:
             )
         return len(before), len(upto)
 
-    def _apply(
-        self, messages: list[Message], tools: list[Any] | None, where: str, **options: Any
-    ) -> Any:
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=tools, **{"tokenize": False, **options}
+    def _tokens(self, whole: str, where: str) -> tuple[Any, NDArray[np.int32]]:
+        check_encodable(whole, where)
+        with tokenising(where):
+            encoded = self._tokenizer(
+                whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
+        return encoded, token_ids(encoded["input_ids"], self._vocab_size, where)
+
+    def _render(
+        self, messages: list[Message], tools: list[Any] | None, where: str, **options: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and where in it the template marks replies."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tokenizer = self._tokenizer
+        template = tokenizer.get_chat_template(tools=tools)
+        options = {**tokenizer.special_tokens_map, **options}
+        try:
+            with bounded(_SECONDS, _NUM_BYTES):
+                (text,), marked = render_jinja_template(
+                    [messages], tools=tools, chat_template=template, **options
+                )
         except Exception as error:  # templates raise their own, and trip over what they get
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(f"{where}: the chat template refuses the row: {reason}") from error
+        if len(text) > _LONGEST:
+            raise InputError(
+                f"{where}: the chat template makes {len(text):,} characters of the row: check it"
+            )
+        return text, [span for spans in marked for span in spans]
 
 
 def _messages(row: Row, where: str) -> list[Message]:

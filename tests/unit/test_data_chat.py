@@ -4,12 +4,15 @@ import gzip
 import itertools
 import json
 import logging
+import resource
+import signal
+import time
 
 import numpy as np
 import pytest
 from data_cases import QWEN, chat_tokenizer, make_tokenizer, talk, write_jsonl
 
-from megatrain.data import open_dataset
+from megatrain.data import chat, open_dataset
 from megatrain.data.chat import ChatEncoder
 from megatrain.errors import InputError
 
@@ -233,3 +236,41 @@ def test_chats_from_parquet_and_compressed_jsonl_equal_those_from_jsonl(tmp_path
             cache_dir=tmp_path,
         )  # fmt: skip
         assert other.fingerprint == plain.fingerprint
+
+
+HOSTILE = {
+    "a long string": ("{{ 'x' * 10**10 }}", "more than 1024 MiB"),
+    "one that doubles": (
+        "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s * 2 %}{% endfor %}",
+        "more than 1024 MiB",
+    ),
+    "a wide field": ("{{ '%0999999999999d' % 1 }}", ""),
+    "a long list": ("{{ [0] * 10**11 }}", "more than 1024 MiB"),
+    "a large number": ("{{ 7 ** (10 ** 9) }}", ""),
+    "a long output": ("{{ 'x' * 70_000_000 }}", "makes 70,000,000 characters"),
+    "long marks": (
+        "{% generation %}{{ 'x' * 70_000_000 }}{% endgeneration %}",
+        "makes 70,000,000 cha",
+    ),
+    "many turns": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "more than 2 seconds",
+    ),
+    "deep nesting": ("{{ " + "(" * 9999 + ")" * 9999 + " }}", ""),
+    "a long sum": ("{{ " + "1+" * 99999 + "1 }}", ""),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_refused_within_bounds(name, monkeypatch):
+    monkeypatch.setattr(chat, "_SECONDS", 2)
+    template, reason = HOSTILE[name]
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    started = time.process_time()
+    with pytest.raises(InputError, match=f"chat template.*{reason}"):
+        encode(make_tokenizer(template), TWO_TURNS)
+    assert time.process_time() - started < 10
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
+    assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
