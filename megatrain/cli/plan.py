@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda"
 TOKENS, SEQUENCE_LENGTH = 96 * 1024, 1024
+_PICTURES = (".png", ".svg", ".pdf")
 # What the driver keeps for itself, and a desktop's windows.
 _USUAL_BYTES = GIB
 
@@ -83,6 +84,10 @@ def run_plan(options: Options, *, as_json: bool, picture: Path | None) -> None:
             printed, when the run file's data are missing.
         DoesNotFit: after the plan and its remedies have been printed.
     """
+    if picture is not None and picture.suffix.lower() not in _PICTURES:
+        raise InputError(
+            f"--picture {picture}: give it a name that ends in {' or '.join(_PICTURES)}"
+        )
     subject = _subject(options)
     machine = _machine(options, subject)
     plan = _plan(options, subject, machine)
@@ -269,5 +274,5 @@ def _draw(plan: Plan, name: str, picture: Path) -> None:
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         draw_memory(told.device_bytes, host, limits, picture, title)
-    except ValueError as error:
-        raise InputError(f"--picture {picture}: {error}") from error
+    except OSError as error:
+        raise InputError(f"--picture {picture}: cannot be written: {error.strerror}") from error

@@ -50,7 +50,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw where the bytes rest (PNG or SVG).")
+        Path | None, typer.Option(help="Draw where the bytes rest: a name in .png, .svg or .pdf.")
     ] = None,
 ) -> None:
     """Say whether a run fits, what it will take and how long, before anything is allocated.

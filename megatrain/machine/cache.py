@@ -74,6 +74,8 @@ def write(key: Key, machines: Mapping[str, Machine]) -> Path:
 def read(key: Key, precision: str) -> Machine | None:
     """What was measured for `key`; None when there is nothing that can be trusted."""
     try:
+        if not key.file.is_file():  # a pipe would be waited for
+            return None
         with key.file.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.getuid() or status.st_size > _MAX_BYTES:

@@ -107,8 +107,10 @@ MISTAKES = {
     "many tokens": (["--model", "7B", "--tokens", 10**12], "more than can be planned"),
     "many rows": (["--model", "7B", "--micro-batch", 97], "97 rows is more than a step has (96)"),
     "long": (["--model", "model", "--sequence-length", 128, "--tokens", 128], "longer than model"),
-    "picture": (["--model", "model", "--picture", "x.xyz", "--tokens", 64,
-                 "--sequence-length", 32], "--picture x.xyz"),
+    "picture": (["--model", "7B", "--picture", "x.xyz"], "--picture x.xyz: give it a name that"),
+    "no kind of picture": (["--model", "7B", "--picture", "x"], "ends in .png or .svg or .pdf"),
+    "no folder for it": (["--model", "model", "--picture", "model/config.json/x.png", "--tokens",
+                          64, "--sequence-length", 32], "x.png: cannot be written: "),
 }  # fmt: skip
 
 

@@ -150,6 +150,13 @@ def test_a_file_that_is_no_measurement(content):
     assert cache.read(KEY, "bf16") is None
 
 
+def test_a_pipe_is_not_waited_for():
+    path = cache.write(KEY, {"bf16": measured()})
+    path.unlink()
+    os.mkfifo(path)
+    assert cache.read(KEY, "bf16") is None
+
+
 def test_a_file_of_another_user_is_not_believed(monkeypatch):
     cache.write(KEY, {"bf16": measured()})
     owner = os.getuid()
