@@ -31,6 +31,10 @@ _OPTIONAL = (
     "save_bytes",
 )
 
+# Of what is made one by one, so many are enough for any model.
+_COUNTS = ("slots", "gradient_lanes", "slabs", "boundary_lanes")
+_MOST = 10_000
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -98,6 +102,8 @@ class Placement:
                 raise InputError(f"placement.{name} is {value!r}; it must be an integer")
             if value < least:
                 raise InputError(f"placement.{name} is {value}; it must be >= {least}")
+            if value > _MOST and name in _COUNTS:
+                raise InputError(f"placement.{name} is {value}; it must be <= {_MOST:,}")
         if type(self.keep_rows) is not bool:
             raise InputError(f"placement.keep_rows is {self.keep_rows!r}; it must be true or false")
         if isinstance(self.resident, str):

@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
 import yaml
@@ -35,6 +36,10 @@ def _a_name(text: str) -> str:
         possible = False
     if not possible:
         raise ValueError(f"should be a name or a path, got {shown(text)}")
+    try:
+        Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"no home folder is known for {shown(text)}") from error
     return text
 
 
@@ -159,7 +164,7 @@ class TrainingSection(Section):
     """
 
     steps: Positive | None = None
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
     batch_size: Positive = 16
     micro_batch_size: Positive | None = None
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0

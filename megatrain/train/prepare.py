@@ -195,12 +195,12 @@ def _schedule(
             num_training_steps=total_steps,
             scheduler_specific_kwargs=dict(schedule.options),
         )
-        if done:
+        if 0 < done < total_steps:
             made.last_epoch = done - 1
             with warnings.catch_warnings():  # torch misses the optimizer's steps, taken long ago
                 warnings.simplefilter("ignore", UserWarning)
                 made.step()
-    except (TypeError, ValueError, ArithmeticError) as error:
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise InputError(f"schedule: {schedule.name} cannot be set up: {error}") from error
     return made
 

@@ -66,7 +66,8 @@ class Steps:
             outcome = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **measured}
             if (found := self._timeline.found) is not None:
                 outcome |= {"busy": found.busy, "idle": found.idle}
-        job.schedule.step()
+        if step < job.total_steps:  # a schedule need not be defined beyond its end
+            job.schedule.step()
         self.done = step
         self.state = self._state()
         record = {"step": step, "epoch": round(job.loader.epoch, 4), **outcome}

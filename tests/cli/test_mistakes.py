@@ -35,6 +35,10 @@ MISTAKES = {
     "too long": (["data.sequence_length=65"], "65 is longer than the model allows (64"),
     "no such data": (["data.path=none.txt"], "none.txt"),
     "bad schedule options": (["schedule.options={bad: 1}"], "schedule: linear cannot be set up"),
+    "schedule option that is not the user's": (
+        ["schedule.name=cosine", "schedule.options={last_epoch: 5}"],
+        "schedule: cosine cannot be set up: ",
+    ),
     "schedule option of another type": (
         ["schedule.name=cosine", "schedule.options={num_cycles: many}"],
         "schedule: cosine cannot be set up: could not convert",

@@ -78,6 +78,17 @@ def test_a_schedule_is_tried_with_the_rate_of_the_run(megatrain, run_file):
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.parametrize("name", ["polynomial", "inverse_sqrt"])
+def test_a_schedule_is_not_asked_what_follows_the_last_step(megatrain, run_file, name):
+    """Both divide by zero there."""
+    chosen = sets(schedule__name=name, training__steps=2, schedule__warmup_steps=2)
+    options = [] if name == "polynomial" else ["--set", "schedule.options={timescale: 0}"]
+    result = megatrain("train", run_file, *chosen, *options)
+    assert result.exit_code == 0, result.output
+    result = megatrain("train", run_file, *chosen, *options, "--resume")
+    assert result.exit_code == 0, result.output
+
+
 def test_the_attention_implementation_reaches_the_model(megatrain, run_file, monkeypatch):
     from transformers.models.llama import modeling_llama
 

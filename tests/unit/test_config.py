@@ -84,6 +84,8 @@ MISTAKES = [
     (["training.steps=0"], "--set training.steps: should be greater than 0, got 0"),
     (['output.folder="\\ud83d"'], "output.folder: should be a name or a path"),
     (["engine.host_memory='" + "9" * 400 + "'"], "is more than any machine has"),
+    (["data.path=~nobody-of-this-name/x"], "data.path: no home folder is known for '~nobody-of"),
+    (["training.steps=null", "training.epochs=1e308"], "training.epochs: should be less than or"),
     (["training.micro_batch_size=64"], "training: micro_batch_size is larger than batch_size"),
     (["training.max_grad_norm=-1"], "--set training.max_grad_norm: should be greater than 0"),
     (["schedule.name=cosin"], "--set schedule.name: unknown schedule 'cosin'; did you mean 'cos"),

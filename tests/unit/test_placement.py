@@ -8,6 +8,8 @@ from megatrain import InputError, Placement
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"slots": 0}, "slots is 0; it must be >= 1"),
+    ({"slots": 10**9}, "slots is 1000000000; it must be <= 10,000"),
+    ({"gradient_lanes": 10**6}, "gradient_lanes is 1000000; it must be <= 10,000"),
     ({"slots": 2.0}, "slots is 2.0; it must be an integer"),
     ({"slots": "2"}, "slots is '2'; it must be an integer"),
     ({"slots": True}, "slots is True; it must be an integer"),
