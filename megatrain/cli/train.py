@@ -35,7 +35,9 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
 
 def say_end(outcome: "Outcome") -> None:
     """Where the result of a run is, or how to go on."""
-    if outcome.stopped:
+    if outcome.stopped and not outcome.steps:
+        _say(f"stopped by {outcome.stopped} before the first step; nothing to save")
+    elif outcome.stopped:
         command = shlex.join(["megatrain", "train", str(outcome.folder), "--resume"])
         _say(f"stopped by {outcome.stopped} after step {outcome.steps} and saved; go on with:")
         _say(f"  {command}")

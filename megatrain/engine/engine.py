@@ -22,7 +22,6 @@ from megatrain.engine.fit import (
     KeptGraphs,
     available_bytes,
     foreseen_placement,
-    foretold_on_cpu,
     initial_placement,
 )
 from megatrain.engine.forecast import Forecast
@@ -148,7 +147,7 @@ class Engine(Continuing):
         backward = max_grad_norm is None
         self._saver = Saver(self.device, self._store.tiles, spare, limit, reverse=backward)
         with self._undisturbed():
-            fill(source, self._outline, self._store, self._seed)
+            fill(source, self._outline, self._store, self.device, self._seed)
         self._program = Program(self._outline, self.device.torch_device, dtype)
         self._program.tile_epilogue(self.placement.head_tokens)
         assembly = Assembly(self.device, self._program, self._store, dtype, self.placement)
@@ -176,8 +175,7 @@ class Engine(Continuing):
             self._choose(layouts, precision, sizes)
         dtype, norm = DTYPES[precision], self._max_grad_norm
         asked = Question(self._outline, layouts, dtype, self.optimizer, norm, sizes[0])
-        foretold = foretold_on_cpu(self.device, asked, self.placement, *sizes[1:])
-        check_fits(self.device, asked, self.placement, self._host_limit, foretold)
+        check_fits(self.device, asked, self.placement, self._host_limit)
 
     def _choose(
         self,

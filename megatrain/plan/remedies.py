@@ -96,12 +96,11 @@ Changes = Iterator[tuple[str, Ask | Forecast]]
 
 
 def _free(plans: Plans, ask: Ask, short: Shortage) -> Changes:
-    chosen = ask.placement is not None and not ask.machine.unified
-    if chosen:
+    if ask.placement is not None:
         yield "leave the placement to MegaTrain (placement: auto)", replace(ask, placement=None)
     if ask.micro_batch is not None and ask.micro_batch > 1:
         yield "take micro-batches of one row", replace(ask, micro_batch=1)
-        if chosen:
+        if ask.placement is not None:
             auto = replace(ask, placement=None, micro_batch=None)
             yield "leave placement and micro-batch to MegaTrain (placement: auto)", auto
     if ask.precision == "fp32":

@@ -119,7 +119,7 @@ def _status(metrics: Metrics, config: Mapping[str, Any], *, finished: bool) -> s
     done = f"{last:,.0f}{of} steps" if last else f"no step{of} done"
     if metrics.failed is not None:
         return f"Failed after {done}: {metrics.failed}"
-    if finished:
+    if finished and not (total and last and last < total):  # else it was made longer
         return f"Finished: {done}."
     return f"Still going, or ended before its model was written: {done}."
 

@@ -69,13 +69,8 @@ def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
-    """Each line, or a piece of an endless one, and the record that it holds, if any.
-
-    A last line that was cut short is left out.
-    """
+    """Each line, or a piece of an endless one, and the record that it holds, if any."""
     while line := file.readline(_LONGEST_LINE):
-        if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
-            return
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

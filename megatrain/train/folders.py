@@ -15,6 +15,7 @@ MODEL = "model"
 METRICS = "metrics.jsonl"
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
+FINISHED = "finished.json"
 LOCK = ".lock"
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")

@@ -18,8 +18,9 @@ from megatrain.train.folders import (
     run_to_resume,
 )
 from megatrain.train.lock import locked
+from megatrain.train.outputs import finished_steps
 from megatrain.train.prepare import Job, prepare
-from megatrain.train.resume import Start, find_starts, is_whole, same_length
+from megatrain.train.resume import Start, find_starts, is_whole
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,8 @@ def open_run(
     held.enter_context(locked(folder))
     remove_leftovers(folder / CHECKPOINTS)
     starts = list(find_starts(folder, config))
-    if starts and (folder / MODEL).exists() and same_length(config, starts[0].state):
-        return Finished(folder, starts[0].state.step)
+    if (done := finished_steps(folder, config)) is not None:
+        return Finished(folder, done)
     job = _go_on(folder, config, starts)
     held.callback(job.close)
     return folder, job

@@ -4,14 +4,24 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from megatrain.config import Config
 from megatrain.disk import flush
 from megatrain.telemetry.curve import draw_loss
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train.folders import CONFIG, METRICS, MODEL, partial_name, whole_folder
+from megatrain.train.folders import (
+    CONFIG,
+    FINISHED,
+    METRICS,
+    MODEL,
+    partial_name,
+    whole_folder,
+)
 from megatrain.train.prepare import Job
+
+_MOST_BYTES = 1 << 16
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +41,33 @@ def write_model(job: Job, run: Path) -> None:
     with whole_folder(run / MODEL, replace=True) as partial:
         job.engine.save_pretrained(partial)
         job.tokenizer.save_pretrained(partial)
+
+
+def note_finished(run: Path, config: Config, steps: int) -> None:
+    """Write of what length the run is that `model/` is of."""
+    _replace(run / FINISHED, json.dumps(_length(config) | {"done": steps}) + "\n")
+
+
+def finished_steps(run: Path, config: Config) -> int | None:
+    """How many steps a run has done that is as long as it is to be; None: it goes on.
+
+    The model alone says nothing: a run that was made longer still has that of the shorter one.
+    """
+    path = run / FINISHED
+    if not (run / MODEL).is_dir() or not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            noted = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    length = _length(config)
+    done = noted.get("done") if isinstance(noted, dict) else None
+    return done if type(done) is int and noted == length | {"done": done} else None
+
+
+def _length(config: Config) -> dict[str, Any]:
+    return {"steps": config.training.steps, "epochs": config.training.epochs}
 
 
 def draw_curve(run: Path) -> None:

@@ -90,15 +90,6 @@ def check_config(config: Config, state: RunState, where: Path) -> None:
             log.info("resume: %s was %s, is %s now", name, shown(before), shown(now))
 
 
-def same_length(config: Config, state: RunState) -> bool:
-    """Whether the run is to be as long as it was when the checkpoint was made."""
-    before, now = state.config.get("training"), config.training
-    return isinstance(before, dict) and (before.get("steps"), before.get("epochs")) == (
-        now.steps,
-        now.epochs,
-    )
-
-
 def _differences(
     before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Any, Any]]:
@@ -133,14 +124,17 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
 
 def _until(file: IO[bytes], step: int) -> tuple[list[Mapping[str, Any]], int]:
     kept: list[Mapping[str, Any]] = []
-    end = 0
+    read, end = 0, 0
     for line, record in lines(file):
+        read += len(line)
+        if not line.endswith(b"\n"):
+            continue  # the last one was cut short
         number = None if record is None else record.get("step")
         if record is not None and isinstance(number, int):
             if number > step:
                 break
             kept.append(record)
-        end += len(line)
+        end = read
     return kept, end
 
 

@@ -28,7 +28,7 @@ def test_a_run_leaves_all_it_promises(trained):
     folder, result = trained
     names = {path.name for path in folder.iterdir()}
     pictures = {"loss.png", "timeline.png"}
-    files = {"config.yaml", "environment.json", "metrics.jsonl", "timeline.json"}
+    files = {"config.yaml", "environment.json", "metrics.jsonl", "timeline.json", "finished.json"}
     assert names == {*files, *pictures, "checkpoints", "model", ".lock"}
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -134,6 +134,45 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder, zy
     ]
 
 
+def test_a_finished_run_that_is_made_longer_goes_on_after_a_stop(
+    tmp_path, tokenizer_folder, zygote
+):
+    """The model of the shorter run is still there, and the checkpoints are of the longer one."""
+    run = toy_run(tmp_path, tokenizer_folder, checkpoint__every=2)
+    zygote.start("train", run, log=tmp_path / "1").finish()
+    stop = """
+import os, megatrain.train.steps as steps
+take = steps.Steps.take
+def stopped(self):
+    if self.done == 8:
+        os.kill(os.getpid(), 15)
+    return take(self)
+steps.Steps.take = stopped
+"""
+    longer = ["train", run, "--resume", *sets(training__steps=11)]
+    out = zygote.start(*longer, log=tmp_path / "2", before=stop).finish()
+    assert "stopped by SIGTERM after step 9 and saved" in out
+    before = model_bytes(tmp_path / "run")
+    zygote.start("report", tmp_path / "run", log=tmp_path / "3").finish()
+    assert "Finished" not in (tmp_path / "run" / "report.html").read_text()
+    assert "11 steps done" in zygote.start(*longer, log=tmp_path / "4").finish()
+    assert logged(tmp_path / "run")[-1]["step"] == 11 and model_bytes(tmp_path / "run") != before
+    again = zygote.start("train", tmp_path / "run", "--resume", log=tmp_path / "5").finish()
+    assert "11 steps done" in again and "going on" not in again
+
+
+@pytest.mark.parametrize("note", ["[" * 50_000, '{"done": 6}'])
+def test_a_finished_run_needs_no_checkpoint_to_be_known_as_such(
+    tmp_path, tokenizer_folder, zygote, note
+):
+    run = toy_run(tmp_path, tokenizer_folder, checkpoint__every=4, checkpoint__at_end=False)
+    zygote.start("train", run, log=tmp_path / "1").finish()
+    assert "6 steps done" in zygote.start("train", run, "--resume", log=tmp_path / "2").finish()
+    (tmp_path / "run" / "finished.json").write_text(note)
+    out = zygote.start("train", run, "--resume", log=tmp_path / "3").finish()
+    assert "going on after step 4" in out and "6 steps done" in out
+
+
 def test_a_folder_or_the_newest_run_of_a_name_is_resumed(tmp_path, tokenizer_folder, zygote):
     tmp_path = tmp_path / 'a "folder" of Zoë\'s \N{SLIGHTLY SMILING FACE}'
     run = toy_run(tmp_path, tokenizer_folder, output__folder=None, training__steps=4)
