@@ -117,7 +117,7 @@ def tile_layouts(outline: Outline, groups: dict[str, int]) -> list[TileLayout]:
     return [*tiles, layout("head", outline.epilogue), layout("unused", outline.unused)]
 
 
-def fill(source: Source, outline: Outline, store: Store, device: Device, seed: int) -> None:
+def fill(source: Source, outline: Outline, store: Store, seed: int) -> None:
     """Bring every weight and persistent buffer to its place: read, copied, or drawn.
 
     From a checkpoint, also the rest of a tile's state.
@@ -125,11 +125,9 @@ def fill(source: Source, outline: Outline, store: Store, device: Device, seed: i
     write = _writer(store, source.model, threads=1)  # one of many readers at a time
 
     def draw(only: Any = None) -> None:
-        def start(part: int) -> None:
-            device.seed(hash((seed, part)) & (2**63 - 1))
-
-        wide = _writer(store, source.model, threads=update_threads())
-        initialise(outline, device.torch_device, start, wide, only)
+        threads = update_threads()
+        wide = _writer(store, source.model, threads=threads)
+        initialise(outline, seed, wide, only, threads=threads)
 
     if source.saved is not None:
         with offering_another(source.saved.folder):

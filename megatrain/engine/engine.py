@@ -147,7 +147,7 @@ class Engine(Continuing):
         backward = max_grad_norm is None
         self._saver = Saver(self.device, self._store.tiles, spare, limit, reverse=backward)
         with self._undisturbed():
-            fill(source, self._outline, self._store, self.device, self._seed)
+            fill(source, self._outline, self._store, self._seed)
         self._program = Program(self._outline, self.device.torch_device, dtype)
         self._program.tile_epilogue(self.placement.head_tokens)
         assembly = Assembly(self.device, self._program, self._store, dtype, self.placement)

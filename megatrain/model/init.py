@@ -2,10 +2,14 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from megatrain.model.outline import Outline
@@ -13,23 +17,32 @@ from megatrain.model.outline import Outline
 Owners = dict[int, PreTrainedModel]
 Place = tuple[type[nn.Module], str]  # a parameter by its module's class and its name there
 
+# Values that one generator draws: 32 MiB, 40 ms of a core.
+_PIECE = 1 << 23
+
+# Pieces of a part, at most: of 2**39 values. torch's generator takes 32 bits of a seed.
+_PART_SEEDS = 1 << 16
+
+_DRAWING = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
 
 def initialise(
     outline: Outline,
-    device: torch.device,
-    seed: Callable[[int], None],
+    seed: int,
     write: Callable[[str, Tensor], None],
     only: Iterable[str] | None = None,
+    *,
+    threads: int,
 ) -> None:
     """Draw every parameter by the class's own `_init_weights` and hand it to `write`.
 
-    Values are drawn in fp32 on `device`, which then holds one layer at a time; they are a function
-    of the seeding and the kind of device. Normal distribution, scaled projections and all else are
-    the model's own choice; what `_init_weights` leaves alone is as the constructor makes it.
+    Values are drawn in fp32 in host memory, which holds one layer of them at a time: no device
+    needs room for it, and none has a say in what is drawn, nor has the number of `threads`. Normal
+    distribution, scaled projections and all else are the model's own choice; what `_init_weights`
+    leaves alone is as the constructor makes it. torch's default generator is seeded anew.
 
     Args:
-        seed: starts random numbers anew; called with the index of each part.
-        write: takes each parameter's Hugging Face name and its CPU values, once.
+        write: takes each parameter's Hugging Face name and its values, once.
         only: names to write; None for all.
     """
     model = outline.skeleton.model
@@ -47,8 +60,8 @@ def initialise(
         ]
         if wanted.isdisjoint(full for *_, full in shells):
             continue
-        seed(index)
-        _draw(part, owners, device)
+        with _seeded(seed, index, threads):
+            _draw(part, owners)
         for module, name, parameter, full in shells:
             values, module._parameters[name] = module._parameters[name], parameter
             assert values is not None
@@ -56,12 +69,48 @@ def initialise(
             if full in wanted and values.numel() and values.amin().isnan():
                 left[full] = (type(module), name)
             elif full in wanted:
-                write(full, values.detach().cpu())
+                write(full, values.detach())
     if left:
-        seed(len(parts))
-        made = dict(_constructed(model, set(left.values()), device).named_parameters())
+        with _seeded(seed, len(parts), threads):
+            made = dict(_constructed(model, set(left.values())).named_parameters())
         for full in left:
-            write(full, made[full].detach().cpu())
+            write(full, made[full].detach())
+
+
+def most_drawn_at_once(outline: Outline) -> int:
+    """Values of the largest part: so many `initialise` holds besides what `write` keeps."""
+    return max(
+        sum(p.numel() for module in part for p in module.parameters(recurse=False))
+        for part in _parts(outline.skeleton.model, outline)
+    )
+
+
+@contextmanager
+def _seeded(seed: int, index: int, threads: int) -> Iterator[None]:
+    """Within this context random numbers are those of part `index`."""
+    torch.default_generator.manual_seed(hash((seed, index)) & (2**63 - 1))
+    with ThreadPoolExecutor(threads) as pool, _InPieces(pool, hash((seed,)) + index * _PART_SEEDS):
+        yield
+
+
+class _InPieces(TorchDispatchMode):
+    """Has the values of large tensors drawn by many threads, each piece from its own generator."""
+
+    def __init__(self, pool: ThreadPoolExecutor, seed: int) -> None:
+        super().__init__()
+        self._pool, self._seeds = pool, count(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _DRAWING or args[0].numel() <= _PIECE or not args[0].is_contiguous():
+            return func(*args, **kwargs)
+
+        def draw(piece: Tensor, seed: int) -> None:
+            generator = torch.Generator().manual_seed(seed & (2**32 - 1))
+            func(piece, *args[1:], **kwargs | {"generator": generator})
+
+        list(self._pool.map(draw, args[0].detach().view(-1).split(_PIECE), self._seeds))
+        return args[0]
 
 
 def _parts(model: PreTrainedModel, outline: Outline) -> Iterator[list[nn.Module]]:
@@ -110,22 +159,20 @@ def _owners(model: PreTrainedModel) -> Owners:
 
 
 @torch.no_grad()
-def _draw(part: list[nn.Module], owners: Owners, device: torch.device) -> None:
+def _draw(part: list[nn.Module], owners: Owners) -> None:
     """Give the modules of `part` real parameters; NaN is left where the class sets nothing."""
     for module in part:
         for name, parameter in list(module.named_parameters(recurse=False)):
             # Tied ones are drawn apart, as transformers ties them after it has initialised them.
-            values = torch.full(parameter.shape, torch.nan, device=device, dtype=torch.float32)
+            values = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
             module._parameters[name] = nn.Parameter(values)
     for module in part:
         owners[id(module)]._init_weights(module)
 
 
-def _constructed(
-    model: PreTrainedModel, places: Collection[Place], device: torch.device
-) -> PreTrainedModel:
+def _constructed(model: PreTrainedModel, places: Collection[Place]) -> PreTrainedModel:
     """A new model of the same class; only parameters at `places` have values, all others none."""
-    with device, _without_values(places):
+    with torch.device("cpu"), _without_values(places):
         return type(model)(copy.deepcopy(model.config))
 
 

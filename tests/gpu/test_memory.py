@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.telemetry.gpu import used_bytes
@@ -86,3 +87,25 @@ def test_a_limit_holds_whatever_the_step_asks_for() -> None:
 def test_less_than_the_least_is_refused() -> None:
     with pytest.raises(DoesNotFit, match="device"):
         Engine(model(), optimizer=AdamW(), device="cuda", device_memory=64 * MIB)
+
+
+def test_weights_are_drawn_without_device_memory_and_alike_on_every_device() -> None:
+    """Tables of 256 MiB in fp32, of which the device holds ranges of rows."""
+    config = LlamaConfig(
+        vocab_size=65536,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    placement = Placement(slots=1, gradient_lanes=1, keep_rows=False, split_bytes=32 * MIB)
+    names = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight")
+    found = []
+    for device in ("cuda", "cpu"):
+        with Engine(config, optimizer=AdamW(), device=device, placement=placement) as engine:
+            assert engine.memory()["device_used_peak_bytes"] < 200 * MIB
+            masters = engine.named_masters()
+            found.append({name: master for name, master in masters if name in names})
+    on_gpu, on_cpu = found
+    assert all(torch.equal(on_gpu[name], on_cpu[name]) for name in names)

@@ -1,0 +1,86 @@
+"""Weights that are drawn: large tensors in pieces, by many threads."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.engine.assemble import open_source
+from megatrain.model import init
+from megatrain.model.outline import Outline
+from megatrain.model.probe import outline
+from tests.families.tiny import tiny_config
+from tests.unit.forecast_cases import tiny_config as llama_config
+from tests.unit.forecast_cases import tiny_outline
+
+PIECE = 4096
+
+
+def drawn(model: Outline, *, threads: int = 2, seed: int = 3) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = {}
+    with torch.random.fork_rng(devices=[]):
+        init.initialise(
+            model, seed, lambda name, v: values.update({name: v.clone()}), threads=threads
+        )
+    return values
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "_PIECE", PIECE)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_the_number_of_threads_changes_no_value() -> None:
+    one, many = drawn(tiny_outline(), threads=1), drawn(tiny_outline(), threads=5)
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_no_piece_is_drawn_twice_and_all_have_the_class_s_spread() -> None:
+    values = drawn(tiny_outline())
+    large = [v.flatten() for v in values.values() if v.numel() > PIECE]
+    cut = [piece[:PIECE] for flat in large for piece in flat.split(PIECE)]
+    assert len(cut) > 1000
+    assert len({tuple(piece[:4].tolist()) for piece in cut}) == len(cut)
+    spread = llama_config().initializer_range
+    assert all(0.9 * spread < float(piece.std()) < 1.1 * spread for piece in cut)
+    followed = torch.stack([a @ b for a, b in pairwise(p for p in cut if len(p) == PIECE)])
+    assert float(followed.abs().max()) < 6 * spread**2 * PIECE**0.5  # unlike their neighbours
+
+
+def test_what_is_small_is_drawn_as_torch_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of a piece matters only to what is larger."""
+    whole = drawn(tiny_outline())
+    monkeypatch.setattr(init, "_PIECE", 256 * 256)
+    cut = drawn(tiny_outline())
+    same = {name for name in whole if torch.equal(whole[name], cut[name])}
+    small = {name for name in whole if whole[name].numel() <= 256 * 256}
+    assert {name for name in whole if "q_proj" in name or "norm" in name} <= small
+    assert same == small
+
+
+@pytest.mark.usefixtures("pieces")
+def test_the_seed_changes_every_piece() -> None:
+    one, other = drawn(tiny_outline(), seed=3), drawn(tiny_outline(), seed=4)
+    for name, values in one.items():
+        if "norm" not in name:
+            assert not torch.isin(values.flatten()[::PIECE], other[name].flatten()[::PIECE]).any()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mamba2", "qwen3_moe"])
+def test_so_much_is_drawn_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = outline(open_source(tiny_config(family)).model)
+    most = 0
+    draw = init._draw
+
+    def noted(part: list, owners: init.Owners) -> None:
+        nonlocal most
+        draw(part, owners)
+        most = max(most, sum(p.numel() for m in part for p in m.parameters(recurse=False)))
+
+    monkeypatch.setattr(init, "_draw", noted)
+    drawn(model)
+    assert init.most_drawn_at_once(model) == most > 0
