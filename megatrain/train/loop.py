@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.data import Step
 from megatrain.errors import MegatrainError, RunFailed, told
+from megatrain.loss import IGNORED, next_token_targets
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.folders import METRICS
@@ -139,17 +141,32 @@ class _Evaluations:
         metrics: MetricsWriter,
         logged: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._engine, self._rows, self._metrics = job.engine, job.evaluation, metrics
+        self._engine, self._metrics = job.engine, metrics
+        # As many rows at once as a step has: more would take memory that no plan counts.
+        at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
+        rows = job.evaluation
+        parts = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
+        counted = [(part, _num_labelled(part)) for part in parts]
+        self._parts = [each for each in counted if each[1]] or counted[:1]  # which is refused
         self._every = config.training.eval_every
         self._done = {record["step"] for record in logged if "eval_loss" in record}
 
     def after(self, step: int, total: int, say: Callable[[str], None]) -> None:
         """Evaluate if it is due after `step`."""
         due = step == total or (self._every is not None and step > 0 and step % self._every == 0)
-        if not (due and self._rows) or step in self._done:
+        if not (due and self._parts) or step in self._done:
             return
         started = time.perf_counter()
-        loss = self._engine.evaluate(self._rows)
+        loss = self._loss()
         seconds = time.perf_counter() - started
         self._metrics.write(step=step, eval_loss=loss, eval_seconds=round(seconds, 4))
         say(f"step {step}/{total}  evaluation loss {loss:.4f}  {duration(seconds)}")
+
+    def _loss(self) -> float:
+        """The mean over all labelled tokens."""
+        sums = [self._engine.evaluate(part) * count for part, count in self._parts]
+        return sum(sums) / sum(count for _, count in self._parts)
+
+
+def _num_labelled(step: Step) -> int:
+    return sum(int((next_token_targets(micro["labels"]) != IGNORED).sum()) for micro in step)

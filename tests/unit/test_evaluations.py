@@ -1,0 +1,65 @@
+"""Evaluations of a run: no more rows at once than a step has."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.loss import IGNORED
+from megatrain.train.loop import _Evaluations
+
+Rows = Sequence[dict[str, Tensor]]
+
+
+class Scale:
+    """An engine whose loss of a labelled position is its label."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def evaluate(self, rows: Rows) -> float:
+        self.sizes.append(sum(len(micro["labels"]) for micro in rows))
+        targets = torch.cat([micro["labels"][:, 1:].flatten() for micro in rows])
+        labelled = targets[targets != IGNORED]
+        if not len(labelled):
+            raise InputError("no token has a label")
+        return float(labelled.double().mean())
+
+
+def evaluated(labels: Tensor, *, rows_per_step: int = 4) -> tuple[float, list[int]]:
+    """The loss that is written, and the rows of each pass."""
+    engine, written = Scale(), {}
+    micro = [{"input_ids": part, "labels": part} for part in labels.split(2)]
+    job: Any = SimpleNamespace(
+        engine=engine, evaluation=micro, loader=SimpleNamespace(rows_per_micro_batch=2)
+    )
+    training = SimpleNamespace(eval_every=None, batch_size=rows_per_step)
+    metrics: Any = SimpleNamespace(write=lambda **record: written.update(record))
+    config = cast(Any, SimpleNamespace(training=training))
+    _Evaluations(job, config, metrics, []).after(1, 1, lambda line: None)
+    return written["eval_loss"], engine.sizes
+
+
+def test_rows_pass_as_many_at_once_as_a_step_has() -> None:
+    labels = torch.arange(11 * 5).reshape(11, 5)
+    labels[3:7, 2:] = IGNORED  # so that passes count for unlike numbers of tokens
+    targets = labels[:, 1:]
+    loss, sizes = evaluated(labels)
+    assert sizes == [4, 4, 3]
+    assert loss == pytest.approx(float(targets[targets != IGNORED].double().mean()))
+    assert evaluated(labels, rows_per_step=1)[1] == [2, 2, 2, 2, 2, 1]
+
+
+def test_rows_without_labels_are_left_out() -> None:
+    labels = torch.ones(10, 3, dtype=torch.long)
+    labels[4:8] = IGNORED
+    assert evaluated(labels) == (1.0, [4, 2])
+
+
+def test_no_labels_at_all_are_refused() -> None:
+    with pytest.raises(InputError, match="no token has a label"):
+        evaluated(torch.full((8, 3), IGNORED))
