@@ -16,9 +16,9 @@ from typing import Any
 
 from megatrain.cli.shapes import qwen2_config
 from megatrain.engine.assemble import open_source
-from megatrain.engine.forecast import Forecast, forecast
+from megatrain.engine.forecast import Forecast
+from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.machine import Machine, machine_for
-from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
 from megatrain.placement import Placement
 
@@ -89,17 +89,18 @@ def predict(result: dict[str, Any], keep_layers: int | None = None) -> Predictio
     placement = placement_of(result)
     if keep_layers is not None:
         placement = replace(placement, keep_layers=keep_layers)
-    told = forecast(
-        model_outline(case["shape"], case["layers"], case["sequence_length"]),
-        machine_of(result),
-        placement,
-        tokens_per_step=result["tokens_per_step"],
-        sequence_length=case["sequence_length"],
-        micro_batch=case["micro_batch"],
-        clip=case["max_grad_norm"] is not None,
-        precision=case["precision"],
+    forecasts = model_forecasts(case["shape"], case["layers"], case["sequence_length"])
+    task = Task(
+        result["tokens_per_step"],
+        case["sequence_length"],
+        case["micro_batch"],
+        case["max_grad_norm"] is not None,
+        case["precision"],
+        placement.compile,
     )
-    return Prediction(result, told)
+    return Prediction(
+        result, forecasts.of(machine_of(result), placement, task, case["micro_batch"])
+    )
 
 
 def placement_of(result: dict[str, Any]) -> Placement:
@@ -132,9 +133,9 @@ def machine_of(result: dict[str, Any]) -> Machine:
 
 
 @cache
-def model_outline(shape: str, layers: int | None, tokens: int) -> Outline:
-    """The structure of a benchmark's model; no weights are made."""
-    return outline(open_source(qwen2_config(shape, tokens, layers)).model)
+def model_forecasts(shape: str, layers: int | None, tokens: int) -> Forecasts:
+    """Of a benchmark's model; no weights are made."""
+    return Forecasts(outline(open_source(qwen2_config(shape, tokens, layers)).model))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -142,3 +142,7 @@ class Placement:
     def names(cls) -> list[str]:
         """The names of all choices, for messages about misspelt ones."""
         return [field.name for field in fields(cls)]
+
+
+CPU_PLACEMENT = Placement(slots=1)
+"""What the engine takes on a CPU where nothing is said: in program order nothing overlaps."""

@@ -14,7 +14,7 @@ from megatrain.cli.plan_table import missing, show
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.machine.listed import update_gbps
-from megatrain.placement import Placement
+from megatrain.placement import CPU_PLACEMENT, Placement
 from megatrain.plan.ask import Ask
 from megatrain.plan.planner import Plan, make_plan
 from megatrain.telemetry.cores import usable_cores
@@ -72,6 +72,7 @@ class Subject:
     total_tokens: int | None = None
     device_memory: str | int | None = None
     host_memory: str | int | None = None
+    device: str = DEVICE
     missing: str | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -142,6 +143,7 @@ def _of_run_file(run: Path, overrides: Sequence[str]) -> Subject:
         total_tokens=None if training.steps is None else training.steps * tokens,
         device_memory=loaded.engine.device_memory,
         host_memory=loaded.engine.host_memory,
+        device=loaded.engine.device,
         missing=missing_data(loaded.data.path),
     )
 
@@ -185,6 +187,8 @@ def _machine(options: Options, subject: Subject) -> Machine:
     cores = usable_cores() if options.cores is None else options.cores
     here = find_gpu(DEVICE)
     asked = None if options.gpu is None else named_gpu(options.gpu)
+    if asked is None and subject.device == "cpu":
+        return _cpu(subject, host, device)
     if asked is None or (here is not None and by_driver_name(here.name) == asked):
         machine = present_machine(DEVICE, precision=subject.precision)
         if machine is not None:
@@ -203,6 +207,18 @@ def _machine(options: Options, subject: Subject) -> Machine:
     if options.cores is None:
         subject.warnings.append(f"--cores is not given: this machine's {cores} are taken")
     return machine_for(asked.name, host or 0, cores, device, precision=subject.precision)
+
+
+def _cpu(subject: Subject, host: int | None, device: int | None) -> Machine:
+    """This machine's CPU, and what the engine does on it where nothing is said."""
+    from megatrain.plan.device_rates import measured_cpu
+
+    if device is not None:
+        raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
+    subject.placement = subject.placement or CPU_PLACEMENT
+    subject.warnings.append("the times are rough: rates of this CPU were measured for seconds only")
+    machine = measured_cpu(subject.precision)
+    return machine if host is None else replace(machine, host_memory_bytes=host)
 
 
 def _changed(machine: Machine, host: int | None, device: int | None, cores: int | None) -> Machine:
@@ -267,12 +283,10 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
 
 def _draw(plan: Plan, name: str, picture: Path) -> None:
     told, machine = plan.forecast, plan.ask.machine
-    host = {part.removeprefix("host_").removesuffix("_bytes"): n
-            for part, n in told.host_bytes.items()}  # fmt: skip
     title = f"{name} on {machine.name}: {told.tokens_per_step:,} tokens a step"
     limits = (machine.device_memory_bytes, machine.host_memory_bytes)
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
-        draw_memory(told.device_bytes, host, limits, picture, title)
+        draw_memory(told.device_bytes, told.host_parts, limits, picture, title)
     except OSError as error:
         raise InputError(f"--picture {picture}: cannot be written: {error.strerror}") from error

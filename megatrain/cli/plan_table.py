@@ -1,11 +1,11 @@
 """A plan as people read it."""
 
-from collections.abc import Mapping
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from megatrain.engine.forecast import Forecast
 from megatrain.plan.planner import Plan
 from megatrain.plan.tiles import PLANES, by_tier
 from megatrain.units import GIB, duration, gib, size
@@ -17,6 +17,11 @@ _BINDS = {
     "copy in": "the bus to the GPU",
     "copy out": "the bus from the GPU",
     "update": "the optimizer's update on the host",
+}
+_BINDS_CPU = {
+    "compute": "the CPU's arithmetic",
+    "copy in": "host memory",
+    "copy out": "host memory",
 }
 
 
@@ -96,8 +101,10 @@ def _memory(plan: Plan) -> list[str]:
     lines = []
     for place, parts, limit in (
         ("device", told.device_bytes, machine.device_memory_bytes),
-        ("host", _plain(told.host_bytes), machine.host_memory_bytes),
+        ("host", told.host_parts, machine.host_memory_bytes),
     ):
+        if not parts:
+            continue  # the CPU's memory is the host's
         largest = sorted(parts.items(), key=lambda part: -part[1])
         named = ", ".join(f"{part} {gib(taken)}" for part, taken in largest if taken >= GIB / 20)
         share = f"{gib(sum(parts.values()))} of {gib(limit)} at the peak"
@@ -105,18 +112,15 @@ def _memory(plan: Plan) -> list[str]:
     return [*lines, f"saves    take up to {gib(plan.save_bytes)} more of the host beside training"]
 
 
-def _plain(parts: Mapping[str, int]) -> dict[str, int]:
-    return {part.removeprefix("host_").removesuffix("_bytes"): n for part, n in parts.items()}
-
-
 def _time(plan: Plan) -> list[str]:
     told = plan.forecast
+    binds = _BINDS | (_BINDS_CPU if plan.ask.machine.unified else {})
     bounds = sorted(told.bounds.items(), key=lambda bound: -bound[1])
     busy = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in bounds if seconds)
     lines = [
         f"step     {told.seconds:.2f} s, {told.tokens_per_second:,.0f} tokens/s, "
         f"{told.model_tflops:.0f} model TFLOPS",
-        f"binds    {_BINDS.get(told.binds, told.binds)} (busy: {busy})",
+        f"binds    {binds.get(told.binds, told.binds)} (busy: {busy})",
         f"         arithmetic binds from {plan.compute_bound_tokens:,} tokens a step on",
     ]
     if plan.several is not None:
@@ -151,8 +155,12 @@ def _remedies(plan: Plan) -> list[str]:
         "\nIt would fit, the cheapest first:",
         *(
             f"{number}. {remedy.text}: {remedy.forecast.seconds:.2f} s a step, "
-            f"{remedy.forecast.tokens_per_second:,.0f} tokens/s; device "
-            f"{gib(remedy.forecast.device_peak_bytes)}, host {gib(remedy.forecast.host_peak_bytes)}"
+            f"{remedy.forecast.tokens_per_second:,.0f} tokens/s; {_peaks(remedy.forecast)}"
             for number, remedy in enumerate(plan.remedies, 1)
         ),
     ]
+
+
+def _peaks(told: Forecast) -> str:
+    host = f"host {gib(told.host_peak_bytes)}"
+    return f"device {gib(told.device_peak_bytes)}, {host}" if told.device_bytes else host

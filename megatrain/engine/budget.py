@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device, TraceDevice
 from megatrain.engine.assemble import Assembly
+from megatrain.engine.forecast import Forecast
 from megatrain.engine.portion import Portion, least_split
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.errors import DoesNotFit, InputError
@@ -160,8 +161,12 @@ def check_fits(
     question: Question,
     placement: Placement,
     host_memory: int | None,
+    foretold: Forecast | None = None,
 ) -> None:
     """Refuse what cannot fit.
+
+    Args:
+        foretold: a whole step where the device is the CPU, all of which is in host memory.
 
     Raises:
         DoesNotFit: names what is missing and the least that would do.
@@ -185,12 +190,16 @@ def check_fits(
             )
     planes = needs.host if has_memory else needs.host + needs.device
     grows = max(0, _GPU_PROCESS_BYTES - process_bytes()) if has_memory else 0
+    if foretold is not None:
+        planes, grows = foretold.host_growth
     if sum(planes.values()) + grows > host_available_bytes(host_memory):
         planes["the process itself"] += process_bytes() + grows
-        raise DoesNotFit(_host_refusal(planes, host_memory, has_memory))
+        raise DoesNotFit(_host_refusal(planes, host_memory, has_memory, foretold is not None))
 
 
-def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -> str:
+def _host_refusal(
+    needs: Counter[str], host_memory: int | None, has_gpu: bool, whole_step: bool
+) -> str:
     available, process, machine = (
         host_available_bytes(host_memory), process_bytes(), host_limit_bytes()
     )  # fmt: skip
@@ -198,6 +207,7 @@ def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -
     binds = limit - process < available + MIB  # and not what other programs have left
     remedies = [
         *(["raise host_memory"] if binds and limit == host_memory else []),
+        *(["take smaller micro-batches"] if whole_step else []),
         "train a smaller model",
         *(["let tiles rest on the GPU"] if has_gpu else []),
     ]

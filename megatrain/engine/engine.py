@@ -22,6 +22,7 @@ from megatrain.engine.fit import (
     KeptGraphs,
     available_bytes,
     foreseen_placement,
+    foretold_on_cpu,
     initial_placement,
 )
 from megatrain.engine.forecast import Forecast
@@ -175,7 +176,8 @@ class Engine(Continuing):
             self._choose(layouts, precision, sizes)
         dtype, norm = DTYPES[precision], self._max_grad_norm
         asked = Question(self._outline, layouts, dtype, self.optimizer, norm, sizes[0])
-        check_fits(self.device, asked, self.placement, self._host_limit)
+        foretold = foretold_on_cpu(self.device, asked, self.placement, *sizes[1:])
+        check_fits(self.device, asked, self.placement, self._host_limit, foretold)
 
     def _choose(
         self,

@@ -15,15 +15,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
+
 from megatrain.device import Device
+from megatrain.engine.budget import Question
 from megatrain.engine.forecast import Forecast
 from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.search import Search
 from megatrain.engine.tally import NotForeseeable
 from megatrain.errors import InputError
-from megatrain.machine import Machine, present_machine
+from megatrain.machine import Machine, present_cpu, present_machine
 from megatrain.model.outline import Outline
-from megatrain.placement import Placement
+from megatrain.placement import CPU_PLACEMENT, Placement
 from megatrain.tile import TileLayout
 from megatrain.units import gib
 
@@ -33,6 +36,8 @@ _log = logging.getLogger(__name__)
 _RESIDENT = 0.5  # tiles may take this much
 _FIRST_RESIDENT = 0.15  # the tiles a step begins with, when the others are better streamed
 _USABLE = 0.93  # the rest is for the driver, fragmentation and other processes
+
+_USUAL_TOKENS = 16384  # of a micro-batch
 
 # Updates hide behind the next forward from about this many tokens on: 26 bytes a parameter at
 # 145 GB/s against 2 FLOP a parameter and token at 450 TFLOPS.
@@ -52,7 +57,7 @@ def initial_placement(
 ) -> Placement:
     """The placement that a run starts with; without `tokens_per_step`, for large steps."""
     if device.kind != "cuda":
-        return Placement(slots=1)
+        return CPU_PLACEMENT
     if not can_compile():
         _log.warning("Without Triton and a C compiler layers stay eager and nothing is resident")
         return Placement(slots=3)
@@ -120,6 +125,41 @@ def foreseen_placement(
     for line in reasons(found):
         _log.info("placement: %s", line)
     return found
+
+
+def usual_micro_batch(sequence_length: int) -> int:
+    """Rows taken together where neither the user nor a forecast says how many.
+
+    Enough to keep a large GPU busy, few enough for the activations of one layer on a small one.
+    """
+    return max(1, _USUAL_TOKENS // sequence_length)
+
+
+def foretold_on_cpu(
+    device: Device,
+    asked: Question,
+    placement: Placement,
+    sequence_length: int | None,
+    micro_batch: int | None,
+) -> Forecast | None:
+    """What a step takes of the host's memory where the device is the CPU; nothing of its time.
+
+    None: on another device, for inference, where the step's size is not known, or what the model
+    computes cannot be foreseen.
+    """
+    if device.kind != "cpu" or asked.optimizer is None:
+        return None
+    if asked.tokens is None or sequence_length is None:
+        return None
+    precision: Literal["bf16", "fp32"] = "bf16" if asked.dtype == torch.bfloat16 else "fp32"
+    clip = asked.max_grad_norm is not None
+    task = Task(asked.tokens, sequence_length, micro_batch, clip, precision, placement.compile)
+    rows = min(task.rows, micro_batch or usual_micro_batch(sequence_length))
+    try:
+        return Forecasts(asked.outline).of(present_cpu(), placement, task, rows)
+    except NotForeseeable as error:
+        _log.info("the memory of a step is not counted beforehand, since %s", error)
+        return None
 
 
 def reasons(found: Forecast) -> list[str]:

@@ -6,9 +6,9 @@ The one cost model, of `placement="auto"` (engine/fit.py) and of `megatrain plan
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -29,13 +29,16 @@ from megatrain.engine.opaque import (
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.engine.tally import Tally
 from megatrain.machine import Machine
+from megatrain.model.init import most_drawn_at_once
 from megatrain.model.outline import Outline
+from megatrain.model.weights import IN_FLIGHT_BYTES
 from megatrain.optim import AdamW, StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
 from megatrain.tile import TileLayout
 from megatrain.tile.layout import ALIGNMENT
+from megatrain.units import MIB
 
 _STEPS = 3  # the first starts without updates, the second with the first one's; then it is steady
 _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
@@ -56,6 +59,18 @@ _WORKSPACES = 64 / 600
 # it has the second.
 PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_300_000_000, 1_100_000_000
 
+# On the CPU it is 0.51 GB with the smallest model (`megatrain train`).
+CPU_PROCESS_BYTES = 550_000_000
+
+# So much of it comes with the first step, the C library's small blocks included: 25 to 38 MiB where
+# that gives all back at once (MALLOC_MMAP_THRESHOLD_=131072), 59 in a step of 16 tokens.
+_CPU_GROWTH_BYTES = 72 * MIB
+
+# The C library gives blocks of up to 32 MiB back only when none that lies behind them is in use.
+# What it keeps was half of the working set to all of it in six steps of a model of 27 M parameters;
+# larger blocks it never keeps (tests/parity/test_host_limit.py measures two such steps).
+_MOST_LEFT_LYING = 512 * MIB
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -74,7 +89,8 @@ class Forecast:
             workspaces), `allocator` (taken beyond what is in use), `context` (of the process;
             everything else is what `Engine.memory()` counts).
         host_bytes: as `Engine.memory()` names them (`host_weights_bytes`, ...), and
-            `host_process_bytes` for the process itself.
+            `host_process_bytes` for the process itself. Where the device is the CPU what would be
+            in `device_bytes` is here (`host_working_set_bytes`, ...).
     """
 
     placement: Placement
@@ -112,6 +128,20 @@ class Forecast:
         """Resident memory of the whole process at most."""
         return sum(self.host_bytes.values())
 
+    @property
+    def host_parts(self) -> dict[str, int]:
+        """`host_bytes` by names for people."""
+        return {
+            name.removeprefix("host_").removesuffix("_bytes").replace("_", " "): num_bytes
+            for name, num_bytes in self.host_bytes.items()
+        }
+
+    @property
+    def host_growth(self) -> tuple[Counter[str], int]:
+        """On the CPU: what is still to come by part, and what the process grows by besides."""
+        parts = Counter(self.host_parts)
+        return parts, parts.pop("process") - CPU_PROCESS_BYTES + _CPU_GROWTH_BYTES
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for `--json`; without the spans."""
         return {
@@ -134,64 +164,92 @@ class Forecast:
         }
 
 
+@dataclass(frozen=True)
+class Trainee:
+    """A model (`probe.outline(open_source(config).model)`), with what all forecasts of it share."""
+
+    outline: Outline
+
+    @cached_property
+    def optimizer(self) -> StreamedOptimizer:
+        """One whose groups are as usual."""
+        return StreamedOptimizer(AdamW(), self.outline.skeleton.model)
+
+    @cached_property
+    def layouts(self) -> list[TileLayout]:
+        """The model's tiles."""
+        return tile_layouts(self.outline, self.optimizer.group_of())
+
+    @cached_property
+    def drawn_bytes(self) -> int:
+        """Host memory for weights that are drawn, on their way to the planes."""
+        return 4 * most_drawn_at_once(self.outline)
+
+    @property
+    def read_bytes(self) -> int:
+        """The same for weights of a file, whatever their type."""
+        return min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in self.layouts))
+
+
 def forecast(
-    outline: Outline,
+    trainee: Trainee,
     machine: Machine,
     placement: Placement,
+    measured: Measured,
     *,
-    tokens_per_step: int,
-    sequence_length: int,
+    rows: int,
     micro_batch: int,
-    clip: bool = True,
-    precision: Literal["bf16", "fp32"] = "bf16",
-    measured: Measured | None = None,
+    clip: bool,
 ) -> Forecast:
     """One steady step of a model: the engine's own step, on a device that only keeps time.
 
     Nothing is allocated and nothing computed.
 
     Args:
-        outline: of the model on the meta device (`probe.outline(open_source(config).model)`).
-        tokens_per_step: rounded down to whole rows of `sequence_length`, at least one.
-        micro_batch: rows.
+        measured: of the same model, compiled or not and in tiles as the placement says.
+        rows: of a step.
+        micro_batch: rows of one.
         clip: with exact clipping updates wait for the global norm.
-        measured: of the same outline, precision and sequence length, to be used again.
 
     Raises:
         NotForeseeable: what the model computes depends on its values.
     """
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    measured = measured or Measured(
-        outline,
-        dtype,
-        sequence_length,
-        compiled=placement.compile,
-        tile_tokens=placement.tile_tokens,
-    )
-    rows = max(1, tokens_per_step // sequence_length)
-    run = _run(machine, placement, measured, rows, micro_batch, clip=clip)
-    used = {place: num_bytes for place, num_bytes in run.peak_live.items() if num_bytes}
+    run = _run(trainee, machine, placement, measured, rows, micro_batch, clip=clip)
+    device, host = _memory(run, machine, in_tiles=placement.tile_tokens is not None)
+    later = sum(host.values()) - run.planes_bytes - host.get("host_resident_tiles_bytes", 0)
+    host["host_process_bytes"] = _process_bytes(trainee, machine, placement, later)
     return Forecast(
         placement=placement,
         machine=machine,
         parameters=run.parameters,
-        tokens_per_step=rows * sequence_length,
-        sequence_length=sequence_length,
+        tokens_per_step=rows * measured.tokens,
+        sequence_length=measured.tokens,
         micro_batch=micro_batch,
         seconds=run.seconds,
         spans=run.spans,
         breakdown=breakdown(run.spans, COMPUTE),
         bounds={name: sum(s.seconds for s in run.spans if s.stream == name) for name in _BOUNDS},
-        device_bytes={
-            **used,
-            "libraries": int(_WORKSPACES * machine.device_context_bytes),
-            "allocator": _allocator_bytes(
-                used, machine.device_context_bytes, in_tiles=placement.tile_tokens is not None
-            ),
-            "context": machine.device_context_bytes,
-        },
-        host_bytes=run.host_bytes,
+        device_bytes=device,
+        host_bytes=host,
     )
+
+
+def _memory(
+    run: "_Run", machine: Machine, *, in_tiles: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What device and host hold at the peak; the process apart."""
+    used = {place: num_bytes for place, num_bytes in run.peak_live.items() if num_bytes}
+    context = machine.device_context_bytes
+    if machine.unified:
+        used["allocator"] = min(used.get(WORKING_SET, 0), _MOST_LEFT_LYING)
+        here = {f"host_{name.replace(' ', '_')}_bytes": size for name, size in used.items()}
+        return {}, {**run.host_bytes, **here}
+    return {
+        **used,
+        "libraries": int(_WORKSPACES * context),
+        "allocator": _allocator_bytes(used, context, in_tiles=in_tiles),
+        "context": context,
+    }, dict(run.host_bytes)
 
 
 def _allocator_bytes(used: Mapping[str, int], context_bytes: int, *, in_tiles: bool) -> int:
@@ -206,10 +264,12 @@ class _Run:
     spans: list[Span]
     peak_live: Counter[str]
     host_bytes: dict[str, int]
+    planes_bytes: int
     parameters: int
 
 
 def _run(
+    trainee: Trainee,
     machine: Machine,
     placement: Placement,
     measured: Measured,
@@ -223,10 +283,8 @@ def _run(
     costs = MachineCosts(machine, tally)
     device = ClockDevice(costs)
     batch = measured.batch(rows, micro_batch)
-    optimizer = StreamedOptimizer(AdamW(), measured.outline.skeleton.model)
-    layouts = tile_layouts(measured.outline, optimizer.group_of())
     with torch.enable_grad(), tally:
-        store, parts = _assemble(device, measured, layouts, optimizer, placement, tally, clip)
+        store, parts = _assemble(device, measured, trainee, placement, tally, clip)
         end = device.now
         for _ in range(_STEPS):
             begin = end
@@ -235,44 +293,42 @@ def _run(
             spans = window(device.spans, begin, end)
             costs.slow_down(spans)
     parameters = sum(tile.layout.num_parameters for tile in store.tiles)
-    host = host_bytes(store, parts)
-    host["host_process_bytes"] = _process_bytes(store, layouts, sum(host.values()))
-    return _Run(end - begin, spans, tally.peak_live, host, parameters)
+    host, planes = host_bytes(store, parts), sum(store.bytes_by_plane().values())
+    return _Run(end - begin, spans, tally.peak_live, host, planes, parameters)
 
 
-def _process_bytes(store: Store, layouts: Sequence[TileLayout], held_bytes: int) -> int:
-    """Of the process itself when it runs; or when weights are drawn, if it takes more then.
+def _process_bytes(trainee: Trainee, machine: Machine, placement: Placement, later: int) -> int:
+    """Of the process itself when it runs; or when weights arrive, if it takes more then.
 
-    Then there is nothing but the planes, and the largest parameter in fp32 on its way to them: to
-    one on the device by way of two more of half its size.
+    Then `later` bytes are still to come. On their way to the planes are a layer or a table that is
+    drawn, in fp32 (of what rests on the device a parameter goes by way of two more of half its
+    size), or as much as is read at once.
     """
-    later = held_bytes - sum(store.bytes_by_plane().values())
-    drawn = max(
-        prod(entry.shape) * (8 if tile.resident else 4)
-        for tile, layout in zip(store.tiles, layouts, strict=True)
-        for entry in layout.entries
-    )
-    return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + drawn - later)
+    resident = [layout for layout in trainee.layouts if layout.name in placement.resident]
+    split = max((prod(e.shape) for layout in resident for e in layout.entries), default=0)
+    arriving = max(trainee.drawn_bytes + 4 * split, trainee.read_bytes)
+    if machine.unified:
+        return CPU_PROCESS_BYTES + max(0, arriving - later)
+    return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + arriving - later)
 
 
 def _assemble(
     device: ClockDevice,
     measured: Measured,
-    layouts: Sequence[TileLayout],
-    optimizer: StreamedOptimizer,
+    trainee: Trainee,
     placement: Placement,
     tally: Tally,
     clip: bool,
 ) -> tuple[Store, TrainingParts]:
     """The parts of a step as the engine makes them, around a program that computes nothing."""
     resident = placement.resident
-    joined = [_joined(each, measured.dtype, placement) for each in layouts]
+    joined = [_joined(each, measured.dtype, placement) for each in trainee.layouts]
     store = Store(device, joined, measured.dtype, train=True, resident=resident)
     program = OpaqueProgram(measured, tally, placement.head_tokens)
     assembly = Assembly(device, program, store, measured.dtype, placement)
     tile, tokens = assembly.tiles["head"], placement.head_tokens
     assembly.rows = OpaqueRows(program, tokens, measured, tally)
-    parts = assembly.training(optimizer, 1.0 if clip else None)
+    parts = assembly.training(trainee.optimizer, 1.0 if clip else None)
     if assembly.ranges is None:
         work = partial(measured.head, tile.layout, head_tokens=tokens)
         parts.head = OpaqueHead(device, program, tile, tokens, work, tally)

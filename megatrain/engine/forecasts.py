@@ -1,18 +1,15 @@
 """Forecasts of one model for one task after the other, each made once."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 import torch
 
-from megatrain.engine.assemble import tile_layouts
 from megatrain.engine.budget import Needs, Question
-from megatrain.engine.forecast import Forecast, forecast
+from megatrain.engine.forecast import Forecast, Trainee, forecast
 from megatrain.engine.measure import Measured
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
-from megatrain.optim import AdamW, StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.tile import TileLayout
 
@@ -41,19 +38,15 @@ class Forecasts:
     """Forecasts of one model, each made once."""
 
     def __init__(self, outline: Outline) -> None:
-        self.outline = outline
+        self.outline, self._trainee = outline, Trainee(outline)
         self._measured: dict[tuple, Measured] = {}
         self._made: dict[tuple, Forecast] = {}
         self._needs: dict[tuple, Needs] = {}
 
-    @cached_property
-    def _optimizer(self) -> StreamedOptimizer:
-        return StreamedOptimizer(AdamW(), self.outline.skeleton.model)
-
-    @cached_property
+    @property
     def layouts(self) -> list[TileLayout]:
         """The model's tiles."""
-        return tile_layouts(self.outline, self._optimizer.group_of())
+        return self._trainee.layouts
 
     def needs(self, task: Task, placement: Placement) -> Needs:
         """What lives as long as an engine for the task."""
@@ -65,7 +58,7 @@ class Forecasts:
     def _question(self, task: Task) -> Question:
         tokens = self.measured(task).batch(task.rows, task.rows).unique_U
         clip, count = 1.0 if task.clip else None, task.rows * task.sequence_length
-        optimizer = self._optimizer
+        optimizer = self._trainee.optimizer
         return Question(self.outline, self.layouts, task.dtype, optimizer, clip, count, len(tokens))
 
     def measured(self, task: Task, tile_tokens: int | None = None) -> Measured:
@@ -87,14 +80,12 @@ class Forecasts:
         key = (rates, placement, replace(task, micro_batch=micro_batch))
         if key not in self._made:
             self._made[key] = forecast(
-                self.outline,
+                self._trainee,
                 machine,
                 placement,
-                tokens_per_step=task.tokens_per_step,
-                sequence_length=task.sequence_length,
+                self.measured(task, placement.tile_tokens),
+                rows=task.rows,
                 micro_batch=micro_batch,
                 clip=task.clip,
-                precision=task.precision,
-                measured=self.measured(task, placement.tile_tokens),
             )
         return replace(self._made[key], machine=machine)

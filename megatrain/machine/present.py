@@ -8,8 +8,32 @@ from megatrain.machine import cache
 from megatrain.machine.listed import machine_for
 from megatrain.machine.rates import Machine
 from megatrain.telemetry.cores import usable_cores
+from megatrain.telemetry.environment import cpu_name
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.telemetry.memory import host_limit_bytes
+
+
+def present_cpu() -> Machine:
+    """This machine without a GPU, to count memory on: no rate of it is known, so all are 1."""
+    memory, cores = host_limit_bytes(), usable_cores()
+    return Machine(
+        name=f"{cpu_name()}, {cores} cores",
+        device_memory_bytes=memory,
+        device_context_bytes=0,
+        host_memory_bytes=memory,
+        cores=cores,
+        matmul_tflops=1.0,
+        attention_forward_tflops=1.0,
+        attention_backward_tflops=1.0,
+        device_gbps=1.0,
+        to_device_gbps=1.0,
+        from_device_gbps=1.0,
+        update_gbps=1.0,
+        disk_write_gbps=None,
+        launch_seconds=1.0,
+        measured=False,
+        unified=True,
+    )
 
 
 def present_machine(

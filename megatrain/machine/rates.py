@@ -25,6 +25,7 @@ class Machine:
         launch_seconds: from one piece of device work to the next when there is nothing to compute.
         measured: whether these numbers are this machine's own, or published figures times usual
             efficiencies.
+        unified: whether the device is the host's own CPU, all of whose memory is the host's.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Machine:
     disk_write_gbps: float | None
     launch_seconds: float
     measured: bool
+    unified: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The machine as plain data."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from megatrain.engine.fit import usual_micro_batch
 from megatrain.engine.forecast import Forecast
 from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.search import Search
@@ -12,8 +13,6 @@ from megatrain.model.outline import Outline
 from megatrain.placement import Placement
 from megatrain.units import gib, size
 
-# As `megatrain train` takes rows together when a run file does not say.
-TOKENS_PER_MICRO_BATCH = 16384
 # The step's schedule is followed piece by piece; beyond, a step is planned as well by a part of it.
 _MOST_TOKENS = 1 << 24
 
@@ -135,7 +134,7 @@ def _task(ask: Ask, *, compile: bool) -> Task:
 def default_micro_batch(ask: Ask) -> int:
     """Rows that are taken together where neither the user nor the planner chooses."""
     rows = ask.tokens_per_step // ask.sequence_length
-    return min(rows, max(1, TOKENS_PER_MICRO_BATCH // ask.sequence_length))
+    return min(rows, usual_micro_batch(ask.sequence_length))
 
 
 def check_budgets(found: Forecast, machine: Machine) -> None:

@@ -4,17 +4,20 @@ Shapes are those of a Qwen2.5-7B layer: M tokens, K in, N out; B rows, H heads, 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatrain.device import Device
+from megatrain.device import CpuDevice, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
+from megatrain.machine import Machine, present_cpu
+from megatrain.plan.host_rates import UPDATE_BYTES, update_gparams
 from megatrain.plan.measure import Measurement, attempt, device_seconds
-from megatrain.units import GIB
+from megatrain.telemetry.cores import update_threads
+from megatrain.units import GIB, MIB
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,13 @@ class Sizes:
     heads: int = 28
     head_size: int = 128
     launches: int = 2000
+
+
+# A step on a CPU is made of small pieces.
+_CPU_SIZES = Sizes(
+    copy_bytes=64 * MIB, fp32_product=(1024, 1024, 1024), fp32_attention=(1, 512), heads=8,
+    head_size=64, launches=200,
+)  # fmt: skip
 
 
 def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
@@ -112,6 +122,31 @@ def compute_measurements(device: Device, sizes: Sizes) -> list[Measurement]:
         found += _attention(device, sizes, rows, tokens, torch.bfloat16, "bf16")
     found += _product(device, sizes.fp32_product, torch.float32, "fp32")
     return [*found, *_attention(device, sizes, *sizes.fp32_attention, torch.float32, "fp32")]
+
+
+def measured_cpu(precision: Literal["bf16", "fp32"]) -> Machine:
+    """This machine without a GPU, with rates that are measured in a few seconds."""
+    device, sizes, there = CpuDevice(), _CPU_SIZES, present_cpu()
+    dtype, product = torch.bfloat16 if precision == "bf16" else torch.float32, sizes.fp32_product
+    found = [
+        *_product(device, product, dtype, precision),
+        *_attention(device, sizes, *sizes.fp32_attention, dtype, precision),
+        *other_measurements(device, sizes),
+    ]
+    rates = [measurement.value or 1.0 for measurement in found]
+    forward, backward, attention, attention_backward, gbps, microseconds = rates
+    return replace(
+        there,
+        matmul_tflops=3 / (1 / forward + 2 / backward),
+        attention_forward_tflops=attention,
+        attention_backward_tflops=attention_backward,
+        device_gbps=gbps,
+        to_device_gbps=gbps / 2,
+        from_device_gbps=gbps / 2,
+        update_gbps=UPDATE_BYTES * update_gparams(update_threads(), 256 * MIB),
+        launch_seconds=microseconds / 1e6,
+        measured=True,
+    )
 
 
 def _product(

@@ -96,11 +96,12 @@ Changes = Iterator[tuple[str, Ask | Forecast]]
 
 
 def _free(plans: Plans, ask: Ask, short: Shortage) -> Changes:
-    if ask.placement is not None:
+    chosen = ask.placement is not None and not ask.machine.unified
+    if chosen:
         yield "leave the placement to MegaTrain (placement: auto)", replace(ask, placement=None)
     if ask.micro_batch is not None and ask.micro_batch > 1:
         yield "take micro-batches of one row", replace(ask, micro_batch=1)
-        if ask.placement is not None:
+        if chosen:
             auto = replace(ask, placement=None, micro_batch=None)
             yield "leave placement and micro-batch to MegaTrain (placement: auto)", auto
     if ask.precision == "fp32":

@@ -18,13 +18,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_schedule
 from megatrain.config import Config, DataSection
 from megatrain.data import PackedDataset, Step, StepLoader, load_tokenizer, open_dataset
 from megatrain.engine import Engine
+from megatrain.engine.fit import usual_micro_batch
 from megatrain.errors import InputError
 from megatrain.optim import NO_DECAY, AdamW
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.resume import RunState, Start
 
-# Enough rows to keep a large GPU busy, few enough for the activations of one layer on a small one.
-TOKENS_PER_MICRO_BATCH = 16384
 SECONDS_BETWEEN_NEWS = 5.0
 
 log = logging.getLogger(__name__)
@@ -174,7 +173,7 @@ def _default_cache() -> Path:
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
     """As configured; as the run that is resumed had it; as the engine has chosen; as is usual."""
-    fitting = max(1, TOKENS_PER_MICRO_BATCH // config.data.sequence_length)
+    fitting = usual_micro_batch(config.data.sequence_length)
     before = None if start is None else start.state.data.get("rows_per_micro_batch")
     for rows in (config.training.micro_batch_size, before, engine.micro_batch):
         if isinstance(rows, int) and rows > 0:

@@ -7,7 +7,8 @@ import yaml
 
 from megatrain.checkpoint.files import PIECE_BYTES
 from megatrain.cli import plan as command
-from megatrain.machine import machine_for, present
+from megatrain.machine import machine_for, present, present_cpu
+from megatrain.plan import device_rates
 from megatrain.telemetry.gpu import Gpu
 from megatrain.units import GIB
 from tests.cli.cases import tiny_llama
@@ -183,3 +184,31 @@ def test_a_placement_of_the_run_file_is_planned(megatrain, run_file):
     assert told["forecast"]["placement"]["boundaries"] == "host"
     assert told["device_memory_bytes"] == 9 * GIB
     assert told["forecast"]["micro_batch"] == 2 and told["precision"] == "fp32"
+
+
+def test_a_run_on_the_cpu_is_planned_in_host_memory(megatrain, run_file):
+    result = megatrain("plan", run_file)
+    assert result.exit_code == 0, result.output
+    for text in ("2 rows at once; fp32", "process 0.5 GiB", "the times are rough"):
+        assert text in result.stdout
+    assert "device " not in result.stdout and "GPU" not in result.stdout
+
+
+def test_a_run_on_the_cpu_is_held_to_its_host_memory(megatrain, run_file, monkeypatch):
+    monkeypatch.setattr(device_rates, "measured_cpu", lambda precision: present_cpu())
+    changes = ("--set", "engine.host_memory=560MiB", "--set", "data.sequence_length=64")
+    assert megatrain("plan", run_file, *changes).exit_code == 0
+    rows = ("training.batch_size=128", "training.micro_batch_size=128")
+    large = (*changes, *(part for each in rows for part in ("--set", each)))
+    result = megatrain("plan", run_file, *large)
+    refused(result, "of host memory are missing", code=3)
+    assert "take micro-batches of one row" in result.stdout
+    assert "larger GPU" not in result.stdout and "placement: auto" not in result.stdout
+    told = json.loads(megatrain("plan", run_file, *changes, "--json").stdout)["forecast"]
+    assert told["device_bytes"] == {} and told["machine"]["unified"]
+    assert told["host_bytes"]["host_working_set_bytes"] > 0
+    assert megatrain("plan", run_file, *HERE).exit_code == 0  # as if it ran on that GPU
+
+
+def test_device_memory_is_for_a_gpu(megatrain, run_file):
+    refused(megatrain("plan", run_file, "--device-memory", "8GiB"), "device_memory limits a GPU")

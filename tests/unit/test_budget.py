@@ -12,7 +12,7 @@ from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.assemble import open_source, tile_layouts
 from megatrain.engine.budget import UNSUMMED, Question, check_fits, smallest
-from megatrain.engine.forecast import forecast
+from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.model.probe import outline
 from megatrain.optim import StreamedOptimizer
 from megatrain.telemetry.memory import process_bytes
@@ -151,9 +151,8 @@ def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(
 ) -> None:
     asked, placement = question(None, MODELS[model]), Placement(**choices)
     machine = replace(H200, device_context_bytes=0)
-    told = forecast(
-        asked.outline, machine, placement, tokens_per_step=2, sequence_length=2, micro_batch=1
-    )
+    task = Task(2, 2, 1, True, "bf16", placement.compile)
+    told = Forecasts(asked.outline).of(machine, placement, task, 1)
     # A share that the allocator may take, and may not.
     foretold = told.device_peak_bytes - told.device_bytes["allocator"]
     least = sum(asked.needs(placement).device.values())

@@ -13,6 +13,7 @@ from transformers import MambaConfig
 from benchmarks.predictions import RESULTS, Prediction, is_of_today, predict
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import CpuDevice
+from megatrain.engine import forecast as forecast_module
 from megatrain.engine.assemble import open_source
 from megatrain.engine.forecast import Forecast
 from megatrain.engine.measure import Measured
@@ -251,3 +252,36 @@ def test_a_layer_taken_as_one_parameter_takes_what_its_parameters_do(
         apart.setattr("megatrain.engine.forecast._joined", lambda layout, *given: layout)
         expected = foretold()
     assert foretold() == expected
+
+
+def test_tiles_and_optimizer_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    layouts = forecast_module.tile_layouts
+    monkeypatch.setattr(forecast_module, "tile_layouts", lambda *a: made.append(a) or layouts(*a))
+    several = Forecasts(tiny_outline())
+    task = Task(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
+    for placement in (Placement(), Placement(slots=3)):
+        several.needs(task, placement)
+        several.of(small_machine(), placement, task, 4)
+    assert len(made) == 1
+
+
+def test_weights_on_their_way_count_where_little_follows_them() -> None:
+    """A layer that is drawn takes 4 bytes a value; without clipping little is still to come."""
+    config = tiny_config(layers=2)
+    config.intermediate_size = 1 << 19  # 403 M parameters a layer
+    model = outline(open_source(config).model)
+    trainee = forecast_module.Trainee(model)
+    layer = max(sum(p.numel() for p in each.module.parameters()) for each in model.layers)
+    assert trainee.drawn_bytes == 4 * layer
+    machine, placement = small_machine(), Placement()
+
+    def process(later: int) -> int:
+        return forecast_module._process_bytes(trainee, machine, placement, later)
+
+    early = forecast_module._EARLY_PROCESS_BYTES
+    assert process(0) == early + 4 * layer > forecast_module.PROCESS_BYTES
+    assert process(4 * layer) == forecast_module.PROCESS_BYTES
+    resident = Placement(resident=("layer 0",))
+    down = 4 * config.intermediate_size * config.hidden_size
+    assert forecast_module._process_bytes(trainee, machine, resident, 0) == process(0) + down
