@@ -67,7 +67,7 @@ def test_with_much_memory_nothing_is_recomputed_and_no_update_waited_for() -> No
 
 def test_what_does_not_fit_is_refused_with_the_least_that_would() -> None:
     for budget in (0.5, 0.97 * least_mib()):
-        with pytest.raises(DoesNotFit, match=r"at least [^ ]* GiB of device memory; .* allowed"):
+        with pytest.raises(DoesNotFit, match=r"at least [^ ]* MiB of device memory; .* allowed"):
             choose(budget)
     with pytest.raises(DoesNotFit, match="at least 2.[23] GiB of host memory; 0.0 GiB are"):
         choose(1e4, host_gib=0.01, forecasts=FEW_LAYERS)
