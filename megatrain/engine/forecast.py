@@ -66,10 +66,11 @@ CPU_PROCESS_BYTES = 550_000_000
 # that gives all back at once (MALLOC_MMAP_THRESHOLD_=131072), 59 in a step of 16 tokens.
 _CPU_GROWTH_BYTES = 72 * MIB
 
-# The C library gives blocks of up to 32 MiB back only when none that lies behind them is in use.
-# What it keeps was half of the working set to all of it in six steps of a model of 27 M parameters;
-# larger blocks it never keeps (tests/parity/test_host_limit.py measures two such steps).
-_MOST_LEFT_LYING = 512 * MIB
+# The C library gives blocks of up to 32 MiB back only when none that lies behind them is in use;
+# larger ones at once. What it kept was half of the working set to all of it in six steps of a model
+# of 27 M parameters (204 MiB), and 206 MiB of 844 in a step whose activations take 32 to 96 MiB
+# each (tests/parity/test_host_limit.py measures two smaller steps).
+_MOST_LEFT_LYING = 320 * MIB
 
 
 @dataclass(frozen=True)
