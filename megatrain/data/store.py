@@ -119,12 +119,15 @@ def _load(folder: Path) -> TokenStore | None:
     if not folder.exists():
         return None
     try:
+        for name in ("meta.json", "tokens.bin", "documents.bin"):
+            if not (folder / name).is_file():  # a pipe would be waited for
+                raise ValueError(f"{name} is not a plain file")
         meta = json.loads((folder / "meta.json").read_text())
         tokens, records = WatchedFile(folder / "tokens.bin"), WatchedFile(folder / "documents.bin")
         if [list(file.identity) for file in (tokens, records)] == meta["files"]:
             return TokenStore(folder, list(meta["names"]), str(meta["digest"]), tokens, records)
         problem = "files are not as they were written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         problem = str(error)
     _log.warning("%s: kept tokens are damaged (%s): made again", folder, problem)
     return None

@@ -13,6 +13,7 @@ from megatrain.errors import InputError
 from megatrain.model.shards import read_json
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
+_LONGEST_REASON = 400
 _COUNTED = re.compile(r"(layers?|experts)$")
 
 
@@ -27,7 +28,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each configuration class has its own checks and error types
-        reason = _first_line(error)
+        reason = _reason(error)
         raise InputError(f"cannot read the model configuration in {folder}: {reason}") from error
 
 
@@ -50,7 +51,7 @@ def empty_model(
                 copy.deepcopy(config), trust_remote_code=trust_remote_code, **chosen
             )
     except Exception as error:  # whatever a model makes of impossible sizes
-        reason = _first_line(error)
+        reason = _reason(error)
         raise InputError(f"cannot build a {config.model_type} causal model: {reason}") from error
     model.tie_weights()
     return model.train()
@@ -93,7 +94,7 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
         try:
             copied.set_attn_implementation(attn_implementation)
         except (ValueError, ImportError, KeyError) as error:
-            raise InputError(f"attn_implementation: {_first_line(error)}") from error
+            raise InputError(f"attn_implementation: {_reason(error)}") from error
     return copied.train()
 
 
@@ -114,5 +115,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]
+def _reason(error: Exception) -> str:
+    """In one line; many of these errors say on the second one what is wrong."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."

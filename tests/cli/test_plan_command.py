@@ -123,6 +123,14 @@ def test_a_mistake(megatrain, model_file, name):
     refused(megatrain("plan", *arguments, *rest), text)
 
 
+def test_a_configuration_that_cannot_be_is_told_with_the_reason(megatrain, model_file):
+    """transformers says on the second line what is wrong."""
+    config = json.loads(model_file.read_text())
+    model_file.write_text(json.dumps(config | {"hidden_size": "64"}))
+    result = megatrain("plan", "--model", model_file.parent, *HERE)
+    refused(result, "'hidden_size': TypeError: Field 'hidden_size' expected int, got str")
+
+
 @pytest.mark.parametrize("number", ["inf", "nan", "0", "1e300"])
 def test_a_run_of_no_length(megatrain, number):
     result = megatrain("plan", "--model", "7B", *HERE, "--total-tokens", number)

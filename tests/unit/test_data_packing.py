@@ -244,6 +244,13 @@ def test_tokens_are_made_once_and_again_when_damaged_or_changed(tmp_path, monkey
         with caplog.at_level(logging.WARNING):
             assert again().fingerprint == first.fingerprint
         assert caplog.text.count("damaged") == count - 1 and len(made) == count
+        if damaged == "meta.json":
+            (store / damaged).unlink()
+            os.mkfifo(store / damaged)  # would be waited for
+            assert again().fingerprint == first.fingerprint
+            (store / damaged).write_text("[" * 100_000)
+            assert again().fingerprint == first.fingerprint
+            del made[-2:]
     os.utime(tmp_path / "data.jsonl", ns=(0, 10**18))  # so its content may have changed
     assert again().fingerprint == first.fingerprint and len(made) == 5
     other = again(tokenizer=make_tokenizer(bos_first=True))
