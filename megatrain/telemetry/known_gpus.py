@@ -14,6 +14,8 @@ from megatrain.errors import InputError
 _MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon"}
 # The name of a whole product with less of it behind: lower clocks, or a slice.
 _LESSER = {"laptop", "mobile", "max", "mig", "vgpu"}
+# Another product, with memory of its own: a 3060 Ti has 8 GiB, a 3060 has 12.
+_OTHER = {"ti", "super"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def by_driver_name(gpu_name: str) -> KnownGpu | None:
     words = _words(gpu_name)
     if words & _LESSER:
         return None
-    fitting = [gpu for gpu in known_gpus() if gpu.words <= words]
+    fitting = [g for g in known_gpus() if g.words <= words and not (words - g.words) & _OTHER]
     return max(fitting, key=lambda gpu: len(gpu.words), default=None)
 
 

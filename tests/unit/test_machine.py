@@ -75,6 +75,13 @@ def test_an_unknown_gpu_is_answered_with_the_nearest(text, hint):
     assert hint in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 3060 Ti", "4090 ti", "RTX 5080 SUPER"])
+def test_a_ti_is_another_gpu(name):
+    assert by_driver_name(name) is None
+    with pytest.raises(InputError, match="did you mean"):
+        named_gpu(name)
+
+
 def test_a_slice_of_a_gpu_or_a_mobile_one_is_not_the_gpu():
     assert by_driver_name("NVIDIA GeForce RTX 4090 Laptop GPU") is None
     assert by_driver_name("NVIDIA A100-SXM4-80GB MIG 1g.10gb") is None
