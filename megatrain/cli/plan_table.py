@@ -7,6 +7,7 @@ from rich.table import Table
 
 from megatrain.engine.forecast import Forecast
 from megatrain.plan.planner import Plan
+from megatrain.plan.remedies import Remedy
 from megatrain.plan.tiles import PLANES, by_tier
 from megatrain.units import GIB, duration, gib, size
 
@@ -150,15 +151,18 @@ def _long(seconds: float) -> str:
 
 def _remedies(plan: Plan) -> list[str]:
     if not plan.remedies:
-        return ["\nNo single change that was tried makes it fit."]
-    return [
-        "\nIt would fit, the cheapest first:",
-        *(
-            f"{number}. {remedy.text}: {remedy.forecast.seconds:.2f} s a step, "
-            f"{remedy.forecast.tokens_per_second:,.0f} tokens/s; {_peaks(remedy.forecast)}"
-            for number, remedy in enumerate(plan.remedies, 1)
-        ),
-    ]
+        return ["\nNothing that was tried makes it fit."]
+    told = [f"{number}. {_remedy(each)}" for number, each in enumerate(plan.remedies, 1)]
+    return ["\nIt would fit, the cheapest first:", *told]
+
+
+def _remedy(remedy: Remedy) -> str:
+    told = remedy.forecast
+    keys = ", ".join(f"{k}: {'null' if v is None else v}" for k, v in remedy.settings.items())
+    return (
+        f"{remedy.text}{f' ({keys})' if keys else ''}: {told.seconds:.2f} s a step, "
+        f"{told.tokens_per_second:,.0f} tokens/s; {_peaks(told)}"
+    )
 
 
 def _peaks(told: Forecast) -> str:

@@ -1,8 +1,11 @@
 """A question to the planner, and the forecast that answers it."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from megatrain.device.base import COMPUTE
 from megatrain.engine.fit import usual_micro_batch
 from megatrain.engine.forecast import Forecast
 from megatrain.engine.forecasts import Forecasts, Task
@@ -135,6 +138,16 @@ def default_micro_batch(ask: Ask) -> int:
     """Rows that are taken together where neither the user nor the planner chooses."""
     rows = ask.tokens_per_step // ask.sequence_length
     return min(rows, usual_micro_batch(ask.sequence_length))
+
+
+def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:
+    """Tokens a step, in whole rows, from which on arithmetic takes longer than anything else.
+
+    Computing grows with the tokens; copies of weights and updates do not.
+    """
+    others = max((seconds for name, seconds in bounds.items() if name != COMPUTE), default=0.0)
+    needed = tokens * others / bounds[COMPUTE]
+    return max(1, math.ceil(needed / sequence_length)) * sequence_length
 
 
 def check_budgets(found: Forecast, machine: Machine) -> None:

@@ -1,18 +1,16 @@
 """The plan of a run: whether it fits, what it takes, what binds, and what to do about it."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain.checkpoint import spare_bytes_of, useful_bytes
 from megatrain.engine.forecast import Forecast
 from megatrain.model.outline import Outline
-from megatrain.plan.ask import Ask, Planner
+from megatrain.plan.ask import Ask, Planner, compute_bound_tokens
 from megatrain.plan.remedies import Remedy, Shortage, fitting, remedies, shortage
 from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
 
-COMPUTE = "compute"
 UPDATE = "update"
 
 
@@ -123,16 +121,6 @@ def make_plan(
         several=several_gpus(told, gpus) if gpus > 1 else None,
         warnings=warnings,
     )
-
-
-def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:
-    """Tokens a step, in whole rows, from which on arithmetic takes longer than anything else.
-
-    Computing grows with the tokens; copies of weights and updates do not.
-    """
-    others = max((seconds for name, seconds in bounds.items() if name != COMPUTE), default=0.0)
-    needed = tokens * others / bounds[COMPUTE]
-    return max(1, math.ceil(needed / sequence_length)) * sequence_length
 
 
 def several_gpus(told: Forecast, gpus: int) -> SeveralGpus:

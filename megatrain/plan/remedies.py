@@ -1,42 +1,138 @@
-"""What would make a run fit: changes, each of them planned anew, the cheapest first."""
+"""What would make a run fit: changes, alone and together, each planned anew, the cheapest first.
 
-from collections.abc import Callable, Iterator
+A remedy is another question than the one asked, with the answer that it fits. It costs what the two
+differ in, from cheap to dear: smaller micro-batches, another placement, a lower precision, fewer
+tokens a step, no clipping, shorter rows, host memory, device memory, another GPU. Of two remedies
+the one that costs less of the dearest thing in which they differ is the cheaper one.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatrain.engine.forecast import Forecast
-from megatrain.errors import DoesNotFit, InputError
+from megatrain.errors import DoesNotFit
 from megatrain.machine import Machine, machine_for
-from megatrain.plan.ask import Ask, Plans
+from megatrain.plan.ask import Ask, Plans, compute_bound_tokens
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus
 from megatrain.units import GIB, align, size
 
 SHOWN = 3
+_TRIED = 2  # what likely fits is planned in full so often, which takes long where it does not
 _SHORTEST = 256  # tokens of a row
 
-# What a remedy costs, in this order: nothing, tokens a step, what is trained, money.
-FREE, SLOWER, OTHER_TRAINING, HARDWARE = range(4)
+
+class _Difference(NamedTuple):
+    """Of two questions: how much, in words, and in keys of a run file."""
+
+    amount: int
+    words: str
+    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change with which it fits, and what it would then be like."""
+    """The question `new` instead of the one `asked`, and what a step is then like."""
 
-    text: str
-    cost: int
+    asked: Ask
+    new: Ask
     forecast: Forecast
+
+    @property
+    def text(self) -> str:
+        """What to do, in words."""
+        *words, last = [each.words for each in self._differences if each.amount]
+        return f"{', '.join(words)} and {last}" if words else last
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The same as keys and values of a run file; another GPU is none."""
+        changed = [each.settings for each in self._differences if each.amount]
+        return {key: value for settings in changed for key, value in settings.items()}
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """How much of everything, the dearest first."""
+        *choices, gpu, device, host = (each.amount for each in self._differences)
+        return gpu, device, host, *reversed(choices)
+
+    def spares(self, other: "Remedy") -> bool:
+        """Whether it costs no more than another one of anything."""
+        return all(mine <= its for mine, its in zip(self.cost, other.cost, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data."""
         told = self.forecast
         return {
             "text": self.text,
+            "settings": self.settings,
             "seconds": told.seconds,
             "tokens_per_second": told.tokens_per_second,
             "device_peak_bytes": told.device_peak_bytes,
             "host_peak_bytes": told.host_peak_bytes,
         }
+
+    @property
+    def _differences(self) -> list[_Difference]:
+        old, new = self.asked, self.new
+        rows, batch = new.micro_batch, new.tokens_per_step // new.sequence_length
+        return [
+            _Difference(
+                (old.micro_batch or 0) - (rows or 0),
+                f"take micro-batches of {'one row' if rows == 1 else f'{rows} rows'}"
+                if rows
+                else "leave micro-batches to MegaTrain",
+                {"training.micro_batch_size": rows},
+            ),
+            _Difference(
+                old.placement != new.placement,
+                "leave the placement to MegaTrain",
+                {"engine.placement": "auto"},
+            ),
+            _Difference(
+                old.precision != new.precision,
+                "compute in bf16 (masters and moments stay fp32)",
+                {"engine.precision": new.precision},
+            ),
+            _Difference(
+                old.tokens_per_step - new.tokens_per_step,
+                f"take {new.tokens_per_step:,} tokens a step",
+                {"training.batch_size": batch},
+            ),
+            _Difference(
+                old.clip - new.clip, "do not clip gradients", {"training.max_grad_norm": None}
+            ),
+            _Difference(
+                old.sequence_length - new.sequence_length,
+                f"take sequences of {new.sequence_length:,} tokens",
+                {"data.sequence_length": new.sequence_length, "training.batch_size": batch},
+            ),
+            *_more_memory(old.machine, new.machine),
+        ]
+
+
+def _more_memory(old: Machine, new: Machine) -> list[_Difference]:
+    """Of another GPU, of the same one, of the host."""
+    device, host = size(new.device_memory_bytes), size(new.host_memory_bytes)
+    more = new.device_memory_bytes - old.device_memory_bytes
+    gpu, other = new.name.partition(",")[0], new.name != old.name
+    use = "let it use " if other or not more else ""
+    return [
+        _Difference(more * other, f"take a larger GPU, {gpu} ({_sold(new) / GIB:.0f} GiB)", {}),
+        _Difference(
+            more * (not other),
+            f"let it use {device} of device memory",
+            {"engine.device_memory": device},
+        ),
+        _Difference(
+            new.host_memory_bytes - old.host_memory_bytes,
+            f"{use}{host} of host memory",
+            {"engine.host_memory": host},
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -64,18 +160,14 @@ def shortage(plans: Plans, ask: Ask) -> Shortage:
 
 
 def remedies(plans: Plans, ask: Ask, short: Shortage) -> list[Remedy]:
-    """The three cheapest that were found to fit."""
+    """Three that fit, or as many as were found; none costs more than another one of everything."""
     found: list[Remedy] = []
-    for cost, look in _LOOKS:
-        if len(found) >= SHOWN:
+    for new, told in _fitting(plans, ask, short):
+        remedy = Remedy(ask, new, told)
+        found += [] if any(other.spares(remedy) for other in found) else [remedy]
+        if len(found) == SHOWN:
             break
-        new = [
-            Remedy(text, cost, told)
-            for text, changed in look(plans, ask, short)
-            if (told := _planned(plans, changed)) is not None
-        ]
-        found += sorted(new, key=lambda remedy: -remedy.forecast.tokens_per_second)
-    return found[:SHOWN]
+    return sorted(found, key=lambda remedy: remedy.cost)
 
 
 def fitting(plans: Plans, ask: Ask, *, thorough: bool = True) -> Forecast | None:
@@ -88,105 +180,168 @@ def fitting(plans: Plans, ask: Ask, *, thorough: bool = True) -> Forecast | None
         return None
 
 
-def _planned(plans: Plans, changed: Ask | Forecast) -> Forecast | None:
-    return changed if isinstance(changed, Forecast) else fitting(plans, changed, thorough=False)
+Found = Iterator[tuple[Ask, Forecast]]
+Choice = Callable[[Ask], list[Ask]]  # what else could be asked, from the mildest change on
 
 
-Changes = Iterator[tuple[str, Ask | Forecast]]
+def _fitting(plans: Plans, ask: Ask, short: Shortage) -> Found:
+    """What fits: by one choice, by several that do not do alone, by memory, by both."""
+    helpless = []
+    for choice in filter(lambda choice: choice(ask), _CHOICES):
+        alone = [*_first(plans, _likely(plans, ask, [choice]))]
+        helpless += [] if alone else [choice]
+        yield from alone
+    yield from _first(plans, _likely(plans, ask, helpless))
+    yield from _with_memory(ask, short.forecast)
+    larger = _first(plans, _larger_gpus(ask, short))
+    if short.device_bytes:
+        yield from larger
+    yield from _less_memory(plans, ask, short, helpless)
+    yield from larger
 
 
-def _free(plans: Plans, ask: Ask, short: Shortage) -> Changes:
-    chosen = ask.placement is not None and not ask.machine.unified
-    if chosen:
-        yield "leave the placement to MegaTrain (placement: auto)", replace(ask, placement=None)
-    if ask.micro_batch is not None and ask.micro_batch > 1:
-        yield "take micro-batches of one row", replace(ask, micro_batch=1)
-        if chosen:
-            auto = replace(ask, placement=None, micro_batch=None)
-            yield "leave placement and micro-batch to MegaTrain (placement: auto)", auto
-    if ask.precision == "fp32":
-        text = "compute in bf16; masters and moments stay fp32 (precision: bf16)"
-        yield text, replace(ask, precision="bf16")
-
-
-def _fewer_tokens(plans: Plans, ask: Ask, short: Shortage) -> Changes:
-    def with_rows(rows: int) -> Ask:
-        micro_batch = None if ask.micro_batch is None else min(ask.micro_batch, rows)
-        tokens = rows * ask.sequence_length
-        return replace(ask, tokens_per_step=tokens, micro_batch=micro_batch)
-
-    most = ask.tokens_per_step // ask.sequence_length
-    rows = _halved(most, 1, lambda rows: plans.could_fit(with_rows(rows)))
-    if rows is not None:
-        yield f"take {rows * ask.sequence_length:,} tokens a step", with_rows(rows)
-
-
-def _other_training(plans: Plans, ask: Ask, short: Shortage) -> Changes:
-    if ask.clip:
-        text = "do not clip gradients (max_grad_norm: null): updates then need no norm to wait for"
-        yield text, replace(ask, clip=False)
-
-    def with_length(length: int) -> Ask:
-        return replace(ask, sequence_length=length)
-
-    length = _halved(
-        ask.sequence_length,
-        _SHORTEST,
-        lambda length: plans.could_fit(with_length(length)),
-    )
-    if length is not None:
-        yield f"take sequences of {length:,} tokens", with_length(length)
-
-
-def _hardware(plans: Plans, ask: Ask, short: Shortage) -> Changes:
-    machine, told = ask.machine, short.forecast.machine
-    host = align(told.host_memory_bytes, GIB) if short.host_bytes else machine.host_memory_bytes
-    if not short.device_bytes:
-        yield f"let it use {size(host)} of host memory", short.forecast
-        return
-    device = told.device_memory_bytes
-    more = f" and {size(host)} of host memory" if short.host_bytes else ""
-    if device <= _card_bytes(machine):
-        yield (
-            f"let it use {size(device)} of device memory{more}",
-            ask.on(device_memory_bytes=device, host_memory_bytes=host),
-        )
-    for gpu in sorted(known_gpus(), key=lambda gpu: (gpu.memory_gib, -gpu.bf16_tflops)):
-        try:
-            other = machine_for(gpu.name, host, machine.cores, precision=ask.precision)
-        except InputError:
-            continue
-        if other.device_memory_bytes >= device:
-            yield (
-                f"take a larger GPU, {gpu.name} ({gpu.memory_gib:.0f} GiB){more}",
-                replace(ask, machine=other),
-            )
+def _first(plans: Plans, asks: Iterable[Ask]) -> Found:
+    """The first that fits."""
+    for new in asks:
+        told = fitting(plans, new, thorough=False)
+        if told is not None:
+            yield new, told
             return
 
 
-def _card_bytes(machine: Machine) -> float:
-    """Of the GPU as it is sold; of one that is not known, any number."""
+def _likely(plans: Plans, ask: Ask, choices: Sequence[Choice]) -> Iterator[Ask]:
+    """As little as likely does of some choices; and in case that it does not, a little more."""
+    failed: list[Ask] = []
+
+    def could_fit(each: Ask) -> bool:
+        return each not in failed and plans.could_fit(each)
+
+    while len(failed) < _TRIED and (new := _mildest(could_fit, ask, choices)) is not None:
+        yield new
+        failed.append(new)
+
+
+def _mildest(fits: Callable[[Ask], bool], ask: Ask, choices: Sequence[Choice]) -> Ask | None:
+    """As little as fits of some choices, of which the cheapest comes first.
+
+    The dearest is made only as far as all others do not do; then the next one.
+    """
+
+    def could(each: Ask, others: Sequence[Choice]) -> bool:
+        return fits(reduce(lambda so_far, choice: _levels(so_far, choice)[-1], others, each))
+
+    if not could(ask, choices):
+        return None
+    for number in reversed(range(len(choices))):
+        levels, cheaper = _levels(ask, choices[number]), choices[:number]
+        last = len(levels) - 1  # fits, and what fits is followed by what fits
+        ask = levels[bisect_left(levels, True, hi=last, key=partial(could, others=cheaper))]
+    return ask
+
+
+def _levels(ask: Ask, choice: Choice) -> list[Ask]:
+    return [ask, *choice(ask)]
+
+
+def _less_memory(plans: Plans, ask: Ask, short: Shortage, choices: Sequence[Choice]) -> Found:
+    """Choices with which less memory is missing, each made besides those before it.
+
+    Tokens are at least so many that arithmetic binds. Shorter rows are left out: they spare what
+    smaller micro-batches do. As many rows are taken at once as by what lacks least without, which
+    is soon searched.
+    """
+    first = short.forecast
+    least = _room(ask.machine, first.machine)
+    bound = compute_bound_tokens(first.bounds, first.tokens_per_step, first.sequence_length)
+    enough = min(bound, ask.tokens_per_step)
+    searched = ask.placement is None
+    for choice in choices:
+        new = [each for each in _levels(ask, choice) if each.tokens_per_step >= enough][-1]
+        if new == ask or choice is _shorter_rows:
+            continue
+        rows = min(first.micro_batch, new.tokens_per_step // new.sequence_length)
+        told = plans.least(replace(new, micro_batch=rows) if searched else new)
+        if _room(ask.machine, told.machine) < least:
+            ask, least = new, _room(ask.machine, told.machine)
+            yield from _with_memory(ask, told)
+
+
+def _room(there: Machine, needed: Machine) -> tuple[int, int]:
+    """Bytes of the device and of the host, as they are or a little more than is needed."""
+    device, host = needed.device_memory_bytes, needed.host_memory_bytes
+    return (
+        device if device == there.device_memory_bytes else align(10 * device, GIB) // 10,
+        host if host == there.host_memory_bytes else align(host, GIB),
+    )
+
+
+def _with_memory(ask: Ask, least: Forecast) -> Found:
+    """With the memory of a forecast; nothing if no such card has so much."""
+    device, host = _room(ask.machine, least.machine)
+    if device <= max(ask.machine.device_memory_bytes, _sold(ask.machine)):
+        yield ask.on(device_memory_bytes=device, host_memory_bytes=host), least
+
+
+def _sold(machine: Machine) -> float:
+    """Bytes of the GPU as it is sold; of one that is not known, any number."""
     gpu = by_driver_name(machine.name.partition(",")[0])
     return inf if gpu is None else gpu.memory_gib * GIB
 
 
-def _halved(most: int, least: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest of `most` halved again and again that fits; None if none down to `least` does."""
-    sizes = []
-    size = most // 2
-    while size >= least:
-        sizes.append(size)
-        size //= 2
-    if not sizes or not fits(sizes[-1]):
-        return None
-    low, high = 0, len(sizes) - 1  # the last fits, and what fits is followed by what fits
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(sizes[middle]) else (middle + 1, high)
-    return sizes[high]
+def _larger_gpus(ask: Ask, short: Shortage) -> Iterator[Ask]:
+    """From the smallest that may do; what the host has no room for may rest on it."""
+    device, host = _room(ask.machine, short.forecast.machine)
+    if not short.device_bytes:
+        device, host = device + short.host_bytes, ask.machine.host_memory_bytes
+    fastest = {gpu.memory_gib: gpu for gpu in sorted(known_gpus(), key=lambda gpu: gpu.bf16_tflops)}
+    for _, gpu in () if ask.machine.unified else sorted(fastest.items()):
+        other = machine_for(gpu.name, host, ask.machine.cores, precision=ask.precision)
+        if other.device_memory_bytes >= device:
+            yield replace(ask, machine=other)
 
 
-_LOOKS: tuple[tuple[int, Callable[[Plans, Ask, Shortage], Changes]], ...] = (
-    (FREE, _free), (SLOWER, _fewer_tokens), (OTHER_TRAINING, _other_training),
-    (HARDWARE, _hardware),
+def _auto_placement(ask: Ask) -> list[Ask]:
+    if ask.machine.unified:
+        return []  # there is nothing to choose
+    free = [replace(ask, placement=None), replace(ask, placement=None, micro_batch=None)]
+    return [each for each in free if each != ask]
+
+
+def _one_row(ask: Ask) -> list[Ask]:
+    given = ask.placement is not None and ask.micro_batch not in (None, 1)
+    return [replace(ask, micro_batch=1)] if given else []
+
+
+def _bf16(ask: Ask) -> list[Ask]:
+    return [replace(ask, precision="bf16")] if ask.precision == "fp32" else []
+
+
+def _fewer_tokens(ask: Ask) -> list[Ask]:
+    return [
+        replace(
+            ask,
+            tokens_per_step=rows * ask.sequence_length,
+            micro_batch=None if ask.micro_batch is None else min(ask.micro_batch, rows),
+        )
+        for rows in _halves(ask.tokens_per_step // ask.sequence_length, 1)
+    ]
+
+
+def _no_clipping(ask: Ask) -> list[Ask]:
+    return [replace(ask, clip=False)] if ask.clip else []
+
+
+def _shorter_rows(ask: Ask) -> list[Ask]:
+    lengths = _halves(ask.sequence_length, _SHORTEST)
+    return [replace(ask, sequence_length=length) for length in lengths]
+
+
+def _halves(most: int, least: int) -> Iterator[int]:
+    while (most := most // 2) >= least:
+        yield most
+
+
+# From the cheapest to the dearest.
+_CHOICES: tuple[Choice, ...] = (
+    _one_row, _auto_placement, _bf16, _fewer_tokens, _no_clipping, _shorter_rows,
 )  # fmt: skip

@@ -19,8 +19,9 @@ from megatrain.config import Config, DataSection
 from megatrain.data import PackedDataset, Step, StepLoader, load_tokenizer, open_dataset
 from megatrain.engine import Engine
 from megatrain.engine.fit import usual_micro_batch
-from megatrain.errors import InputError
+from megatrain.errors import DoesNotFit, InputError
 from megatrain.optim import NO_DECAY, AdamW
+from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.resume import RunState, Start
 
@@ -88,7 +89,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         done = start.state.step
         if done > total_steps:
             raise InputError(f"the run has done {done} steps already, more than {total_steps}")
-    engine = _engine(config, hf_config) if start is None else _saved_engine(config, start)
+    engine = _engine(config, hf_config, start)
     loader.rows_per_micro_batch = rows = _rows_per_micro_batch(config, engine, start)
     log.info(
         "model: %s parameters on %s, %s",
@@ -218,7 +219,17 @@ def _check_schedule(config: Config, total_steps: int) -> None:
                 )
 
 
-def _engine(config: Config, hf_config: PreTrainedConfig) -> Engine:
+def _engine(config: Config, hf_config: PreTrainedConfig, start: Start | None) -> Engine:
+    try:
+        return _new_engine(config, hf_config) if start is None else _saved_engine(config, start)
+    except DoesNotFit as error:
+        if config.engine.device != "cpu" and find_gpu("cuda") is None:
+            raise  # plans are for a GPU, or where the CPU was asked for
+        plan = "`megatrain plan` with this run file names what would make it fit"
+        raise DoesNotFit(f"{error}; {plan}") from error
+
+
+def _new_engine(config: Config, hf_config: PreTrainedConfig) -> Engine:
     optimizer = config.optimizer
     return Engine(
         hf_config if config.model.path is None else config.model.path,

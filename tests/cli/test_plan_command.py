@@ -80,6 +80,17 @@ def test_a_model_that_does_not_fit_ends_with_3_and_remedies(megatrain, model_fil
     assert "does not fit" in result.stdout and "1.0 GiB" in result.stdout
 
 
+def test_with_the_settings_of_a_remedy_it_fits(megatrain, run_file):
+    here = [*HERE[:2], *HERE[4:], "--set", "engine.host_memory=1GiB"]
+    result = megatrain("plan", run_file, *here, "--json")
+    assert result.exit_code == 3
+    (remedy,) = json.loads(result.stdout)["remedies"]
+    assert remedy["settings"] == {"engine.host_memory": "3.0 GiB"}
+    settings = [f"{key}={value}" for key, value in remedy["settings"].items()]
+    changed = [part for setting in settings for part in ("--set", setting)]
+    assert megatrain("plan", run_file, *here, *changed).exit_code == 0
+
+
 def test_small_memory_is_told_in_mib(megatrain, model_file):
     sizes = ["--tokens", 256, "--sequence-length", 32, "--device-memory", "10MiB"]
     result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain import config
 from megatrain.engine.assemble import open_source, tile_layouts
 from megatrain.engine.forecast import Forecast
 from megatrain.errors import DoesNotFit, InputError
@@ -17,7 +18,7 @@ from megatrain.plan.remedies import fitting, remedies, shortage
 from megatrain.plan.tiles import by_tier, tile_bytes
 from megatrain.telemetry.memory_picture import draw_memory
 from megatrain.telemetry.timeline import Breakdown
-from megatrain.units import GIB
+from megatrain.units import GIB, parse_bytes
 from tests.parity.cases import llama, qwen2
 
 MACHINE = machine_for("H200", 64 * GIB, 16)
@@ -117,9 +118,11 @@ def test_no_card_is_told_to_have_more_memory_than_it_has():
 
 def test_free_changes_come_first():
     found = texts(asked(device_gib=6.5, micro_batch=4))
-    assert found[0] == "take micro-batches of one row" or "256 tokens a step" in found[0]
-    assert texts(asked(device_gib=8, micro_batch=4))[0] == "take micro-batches of one row"
-    assert "precision: bf16" in texts(asked(host_gib=30, precision="fp32"))[0]
+    assert found[0] == "leave micro-batches to MegaTrain" or "256 tokens a step" in found[0]
+    assert texts(asked(device_gib=8, micro_batch=4))[0] == "leave micro-batches to MegaTrain"
+    assert "compute in bf16" in texts(asked(host_gib=30, precision="fp32"))[0]
+    placed = asked(device_gib=8, micro_batch=4, placement=PLACED)
+    assert "take micro-batches of one row" in texts(placed)
 
 
 def test_fewer_tokens_a_step_come_before_another_training_and_hardware():
@@ -133,7 +136,171 @@ def test_host_memory_is_saved_by_not_clipping_or_bought():
     found = texts(asked(host_gib=22))
     assert found[0].startswith("do not clip gradients")
     assert found[1] == "let it use 24.0 GiB of host memory"
-    assert texts(asked(host_gib=15)) == ["let it use 24.0 GiB of host memory"]
+
+
+def test_changes_that_do_not_do_alone_do_together():
+    found = texts(asked(device_gib=4.5, host_gib=22))
+    assert found[0] == "take 2,048 tokens a step and do not clip gradients"
+    assert found[1] == "let it use 6.0 GiB of device memory and 24.0 GiB of host memory"
+
+
+def test_no_more_is_changed_than_has_to_be():
+    """Of 3 GiB a row takes 1 or more and the micro-batch 1: shorter rows, and still 4 of them."""
+    ask = asked(device_gib=3.1, sequence_length=1024)
+    first = remedies(TOY, ask, shortage(TOY, ask))[0]
+    assert first.text == "take 1,024 tokens a step and take sequences of 256 tokens"
+    assert first.settings == {"data.sequence_length": 256, "training.batch_size": 4}
+
+
+def test_what_only_seemed_to_fit_is_changed_a_little_more():
+    class Hopeful(Toy):
+        def could_fit(self, ask: Ask) -> bool:
+            return super().could_fit(ask.on(device_memory_bytes=int(4.5 * GIB)))
+
+    ask = asked(device_gib=3.5)  # 1 + 1 + 1 of which a GiB is for 1,024 tokens a step
+    found = remedies(Hopeful(), ask, shortage(Hopeful(), ask))
+    assert found[0].text == "take 1,024 tokens a step"
+
+
+def test_less_memory_does_with_what_is_cheaper():
+    found = texts(asked(host_gib=15))
+    assert found == [
+        "do not clip gradients and let it use 20.0 GiB of host memory",
+        "let it use 24.0 GiB of host memory",
+    ]  # fewer tokens spare nothing here
+
+
+class Waiting(Toy):
+    """A GiB of the host for every row, 4 for gradients that wait."""
+
+    def needs(self, ask: Ask) -> Forecast:
+        rows = ask.tokens_per_step // ask.sequence_length
+        return toy_forecast(ask, GIB, (rows + 4 * ask.clip) * GIB + 8 * GIB)
+
+
+def test_tokens_are_not_fewer_than_arithmetic_needs_if_memory_is_needed_anyway():
+    ask = asked(host_gib=8.5)
+    found = remedies(Waiting(), ask, shortage(Waiting(), ask))
+    assert [remedy.text for remedy in found] == [
+        "take 2,048 tokens a step, do not clip gradients and let it use 16.0 GiB of host memory",
+        "take 2,048 tokens a step and let it use 20.0 GiB of host memory",
+        "let it use 28.0 GiB of host memory",
+    ]
+    assert found[0].settings == {
+        "training.batch_size": 8,
+        "training.max_grad_norm": None,
+        "engine.host_memory": "16.0 GiB",
+    }
+
+
+@pytest.mark.parametrize(("given", "searched"), [(None, [None, 1]), (4, [4, 4])])
+def test_what_lacks_least_is_searched_again_with_as_many_rows_at_once(given, searched):
+    """It has 1 where they are free to choose."""
+
+    class Listening(Waiting):
+        def least(self, ask: Ask) -> Forecast:
+            heard.append(ask.micro_batch)
+            return super().least(ask)
+
+    heard: list[int | None] = []
+    ask = asked(host_gib=7.5, micro_batch=given)
+    remedies(Listening(), ask, shortage(Listening(), ask))
+    assert heard[:2] == searched and set(heard) == set(searched)
+
+
+def test_a_tenth_of_a_gib_of_device_memory_is_rounded_up():
+    ask = asked(device_gib=0.5, tokens_per_step=4352)
+    found = remedies(TOY, ask, shortage(TOY, ask))
+    just = next(r for r in found if r.settings == {"engine.device_memory": "6.3 GiB"})  # of 6.25
+    assert parse_bytes("6.3 GiB") >= just.new.machine.device_memory_bytes > 6.25 * GIB
+
+
+def test_what_the_host_lacks_may_rest_on_a_larger_gpu():
+    class Resting(Toy):
+        def needs(self, ask: Ask) -> Forecast:
+            moved = min(24 * GIB, max(0, ask.machine.device_memory_bytes - 6 * GIB))
+            return toy_forecast(ask, 6 * GIB + moved, 24 * GIB - moved)
+
+    machine = machine_for("4090", 2 * GIB, 16)
+    ask = replace(ASK, machine=machine, clip=False)
+    found = remedies(Resting(), ask, shortage(Resting(), ask))
+    assert [remedy.text for remedy in found] == [
+        "let it use 7.0 GiB of host memory",
+        "take a larger GPU, RTX 5090 (32 GiB)",
+    ]
+    assert found[1].settings == {}
+
+
+def test_on_the_cpu_there_is_neither_another_placement_nor_a_larger_gpu():
+    machine = replace(MACHINE, host_memory_bytes=22 * GIB, unified=True)
+    ask = replace(ASK, machine=machine, clip=False, placement=PLACED, precision="fp32")
+
+    class Anywhere(Toy):
+        def needs(self, ask: Ask) -> Forecast:
+            moved = ask.placement is None or ask.machine.device_memory_bytes > 140 * GIB
+            return toy_forecast(ask, GIB, (1 if moved else 40) * GIB)
+
+    found = remedies(Anywhere(), ask, shortage(Anywhere(), ask))
+    assert [remedy.text for remedy in found] == ["let it use 40.0 GiB of host memory"]
+
+
+ASKED = [
+    asked(device, host, sequence_length=length, **changes)
+    for device in (0.5, 2.5, 4.5, 7, 100)
+    for host in (8.5, 15, 22, 40)
+    for length in (256, 1024)
+    for changes in ({}, {"clip": False}, {"precision": "fp32"}, {"micro_batch": 4},
+                    {"micro_batch": 4, "placement": PLACED})
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plans", [TOY, Waiting()], ids=["rows on the device", "on the host"])
+def test_remedies_are_true_and_none_makes_another_one_needless(plans, tmp_path):
+    """Of each kind of question; what they say is what a run file says."""
+    lengths = set()
+    for ask in ASKED:
+        if plans.could_fit(ask):
+            continue
+        found = remedies(plans, ask, shortage(plans, ask))
+        lengths.add(len(found))
+        assert [*found] == sorted(found, key=lambda remedy: remedy.cost)
+        for remedy in found:
+            assert plans.once(remedy.new) and remedy.text
+            assert not any(o.spares(remedy) for o in found if o is not remedy), remedy.text
+            told = config_with(remedy, tmp_path)
+            assert told.training.batch_size * told.data.sequence_length == (
+                remedy.new.tokens_per_step
+            )
+            assert told.training.micro_batch_size == remedy.new.micro_batch
+            assert (told.training.max_grad_norm is not None) == remedy.new.clip
+            assert told.engine.precision == remedy.new.precision
+            assert told.data.sequence_length == remedy.new.sequence_length
+            assert (told.engine.placement == "auto") == (remedy.new.placement is None)
+            host, there = told.engine.host_memory, remedy.new.machine.host_memory_bytes
+            assert host is None or parse_bytes(host) == there
+    assert {2, 3} <= lengths
+
+
+def config_with(remedy, folder):
+    """A run file of the question, as the remedy changes it."""
+    old = remedy.asked
+    tree = {
+        "model": {"path": "model"},
+        "data": {"kind": "text", "path": "text", "sequence_length": old.sequence_length},
+        "training": {
+            "steps": 1,
+            "batch_size": old.tokens_per_step // old.sequence_length,
+            "micro_batch_size": old.micro_batch,
+            "max_grad_norm": 1.0 if old.clip else None,
+        },
+        "engine": {
+            "precision": old.precision,
+            "placement": "auto" if old.placement is None else {"slots": 2},
+        },
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(tree))
+    return config.load(path, [f"{k}={json.dumps(v)}" for k, v in remedy.settings.items()])
 
 
 def test_both_kinds_of_memory_can_be_missing():
@@ -150,7 +317,8 @@ def test_a_given_placement_may_be_the_reason():
             return toy_forecast(ask, (6 + 2 * kept) * GIB, GIB)
 
     first = remedies(Keeping(), placed, shortage(Keeping(), placed))[0]
-    assert first.text == "leave the placement to MegaTrain (placement: auto)"
+    assert first.text == "leave the placement to MegaTrain"
+    assert first.settings == {"engine.placement": "auto"}
     assert first.forecast.device_peak_bytes == 6 * GIB
 
 
