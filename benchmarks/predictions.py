@@ -1,15 +1,13 @@
 """`python -m benchmarks.predictions [FILE ...]`: measured steps beside what is foretold of them.
 
 Takes results of `megatrain bench step` and prints a table in Markdown: seconds, device and host
-memory, measured and foretold, with the errors. Without arguments: all in benchmarks/results whose
-engine worked as today's. A result made before results told how many graphs were kept can be asked
-about with `--keep N`.
+memory, measured and foretold, with the errors. Without arguments: all in benchmarks/results.
 """
 
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from megatrain.machine import Machine, machine_for
 from megatrain.model.probe import outline
 from megatrain.placement import Placement
 
-_SINCE = "2026-11-21T23:50"  # recomputation is compiled with the backward
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 2**30
 HEAD = (
@@ -83,12 +80,10 @@ class Prediction:
             yield f"{' and '.join(on_host)} on the host"
 
 
-def predict(result: dict[str, Any], keep_layers: int | None = None) -> Prediction:
+def predict(result: dict[str, Any]) -> Prediction:
     """What is foretold of a measured step, by the rates of its machine."""
     case = result["case"]
     placement = placement_of(result)
-    if keep_layers is not None:
-        placement = replace(placement, keep_layers=keep_layers)
     forecasts = model_forecasts(case["shape"], case["layers"], case["sequence_length"])
     task = Task(
         result["tokens_per_step"],
@@ -110,18 +105,11 @@ def placement_of(result: dict[str, Any]) -> Placement:
     return Placement(**known | {"resident": tuple(known.get("resident", ()))})
 
 
-def is_of_today(result: dict[str, Any]) -> bool:
-    """Whether a result's engine worked as today's.
-
-    Choices of placement that have come since are off unless a result tells of them.
-    """
-    return bool(result["time"] > _SINCE)
-
-
 def machine_of(result: dict[str, Any]) -> Machine:
-    """The rates that the result carries, or those that its GPU is listed with."""
-    if result.get("machine"):
-        return Machine(**result["machine"])
+    """The rates measured for the result, or those that its GPU is listed with now."""
+    recorded = result.get("machine")
+    if recorded and recorded["measured"]:
+        return Machine(**recorded)
     environment, memory = result["environment"], result["memory"]
     return machine_for(
         environment["gpu"]["name"],
@@ -142,17 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--keep", type=int, help="graphs kept, whatever the result says")
     options = parser.parse_args(arguments)
     files = options.files or sorted(RESULTS.glob("step-*.json"))
     results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     on_gpu = [r for r in results if r.get("benchmark") == "step" and r["environment"]["gpu"]]
-    if not options.files:
-        on_gpu = [result for result in on_gpu if is_of_today(result)]
     print(HEAD)
     worst = [0.0, 0.0, 0.0]
     for result in on_gpu:
-        prediction = predict(result, options.keep)
+        prediction = predict(result)
         print(prediction.row(), flush=True)
         worst = [max(w, abs(e)) for w, e in zip(worst, prediction.errors(), strict=True)]
     seconds, device, host = worst

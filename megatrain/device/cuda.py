@@ -21,7 +21,7 @@ from megatrain.device.pace import Pace
 from megatrain.device.ranges import host_range
 from megatrain.device.worker import HostWorker
 from megatrain.errors import DoesNotFit, RunFailed
-from megatrain.telemetry.gpu import used_bytes
+from megatrain.machine import CONTEXT_BYTES, mapping_bytes
 from megatrain.telemetry.gpu_state import held_by_others
 from megatrain.units import MIB, gib
 
@@ -63,7 +63,6 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
-        self._context_bytes = _context_bytes(index)
         # What an earlier engine has left in torch's cache is not this one's.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -117,6 +116,7 @@ class CudaDevice:
         status = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0))
         if status == 0:
             self._pinned[flat.data_ptr()] = flat
+            self._allow()
             return True
         self._forget_error()
         if not self._unpinned:
@@ -231,15 +231,24 @@ class CudaDevice:
 
     def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
         self._host_limit, self._limit = host_bytes, device_bytes
+        self._allow()
+
+    def _allow(self) -> None:
+        """Bound what torch takes by what the driver leaves of the limit."""
         _, total = torch.cuda.mem_get_info(self.torch_device)
-        allowed = total if device_bytes is None else device_bytes - self._context_bytes
+        allowed = total if self._limit is None else self._limit - self._context_bytes
         if allowed < MIB:
             raise DoesNotFit(
-                f"device_memory is {gib(device_bytes or 0)}, of which the driver's context takes "
-                f"{gib(self._context_bytes)}; allow more"
+                f"device_memory is {gib(self._limit or 0)}, of which the driver takes "
+                f"{gib(self._context_bytes)} for the process and to map pinned memory; allow more"
             )
         share = min(1.0, allowed / total)
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
+    @property
+    def _context_bytes(self) -> int:
+        """What the driver takes beside what torch hands out, as far as that is known."""
+        return CONTEXT_BYTES + mapping_bytes(sum(flat.nbytes for flat in self._pinned.values()))
 
     def memory(self) -> dict[str, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)
@@ -262,33 +271,6 @@ class CudaDevice:
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return stream.record_event(torch.cuda.Event(blocking=True))
-
-
-# What a context takes where it cannot be measured (an H200 with what a step loads: 0.55 GiB).
-_CONTEXT_BYTES = 600 * MIB
-
-# Kernels are loaded when they are first used; so much more the driver takes after a while.
-_LATER_BYTES = 96 * MIB
-
-_contexts: dict[int, int] = {}
-
-
-def _context_bytes(index: int) -> int:
-    """Device memory that this process takes besides what torch hands out; starts the context."""
-    if index in _contexts:
-        return _contexts[index]
-    device = torch.device("cuda", index)
-    before = None if torch.cuda.is_initialized() else used_bytes(str(device))
-    torch.cuda.init()
-    a = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
-    (a @ a).sum().item()  # loads cuBLAS, too
-    after = used_bytes(str(device))
-    if before is None or after is None:
-        _contexts[index] = _CONTEXT_BYTES
-    else:
-        own = after - before - torch.cuda.memory_reserved(device)
-        _contexts[index] = max(own, 0) + _LATER_BYTES
-    return _contexts[index]
 
 
 def _end(

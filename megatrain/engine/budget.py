@@ -22,6 +22,7 @@ from megatrain.engine.forecast import Forecast
 from megatrain.engine.portion import Portion, least_split
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.machine import mapping_bytes
 from megatrain.model.outline import PROBE_SHAPE, Outline
 from megatrain.model.program import Program
 from megatrain.optim import StreamedOptimizer
@@ -175,8 +176,9 @@ def check_fits(
     memory = device.memory()
     has_memory = device.kind == "cuda"
     if has_memory:
-        allowed = memory["device_free_bytes"] + memory["device_bytes"]
-        context = memory["device_context_bytes"]
+        mapping = mapping_bytes(sum(needs.host.values()))
+        allowed = memory["device_free_bytes"] + memory["device_bytes"] - mapping
+        context = memory["device_context_bytes"] + mapping
         if sum(needs.device.values()) > allowed:
             split = question.least_split()
             frugal = replace(smallest(placement), split_bytes=split)

@@ -22,16 +22,16 @@ _BOTH_WAYS = 101.7 / (55.5 + 55.4)
 _TAKEN_PER_BUS_BYTE = 26 * (4.56 - 2.97) / 101.7
 
 # A device that is faster than the thread that launches waits for it. In launches of the machine
-# (10 us where it was not measured): what Python and torch take around the kernels of a layer or a
+# (22 us where it was not measured): what Python and torch take around the kernels of a layer or a
 # head, each of these kernels, and whatever is put on a stream. In a step of 0.5B, 16 x 1024 by 4,
 # on an H200 a compiled layer's 16 kernels take 0.95 ms and the 45 of its backward 1.95, of which
 # the device has 0.2 and 0.7 ms of work; a boundary takes 0.14 ms to its lane.
-_PER_UNIT, _PER_KERNEL, _PER_PUT = 45, 3, 4
+_PER_UNIT, _PER_KERNEL, _PER_PUT = 20, 1.4, 1.8
 
 # The model's own forward around the layers is Python and small kernels, whatever the batch, and
-# looks at the positions, which waits for the device: 5 to 11 ms forward and 6 to 8 backward, a
-# micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
-_PROLOGUE_SECONDS = 8e-3
+# looks at the positions, which waits for the device: 2.6 to 6.9 ms forward and 2.2 to 5.4 backward,
+# a micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
+_PROLOGUE_SECONDS = 4e-3
 
 LANES = "lanes of the host"
 

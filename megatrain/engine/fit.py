@@ -105,8 +105,9 @@ def foreseen_placement(
     machine = present_machine(str(device.torch_device), precision=precision)
     if machine is None:
         return None
-    # The process has its context already: it is in neither free nor taken bytes.
-    memory = available_bytes(device) + machine.device_context_bytes
+    # What the process has of its context is in neither free nor taken bytes.
+    there = available_bytes(device) + machine.device_context_bytes
+    memory = min(there, device.memory()["device_total_bytes"])
     host = min(machine.host_memory_bytes, host_limit or machine.host_memory_bytes)
     try:
         found = choose(

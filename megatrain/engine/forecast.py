@@ -28,7 +28,7 @@ from megatrain.engine.opaque import (
 )
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.engine.tally import Tally
-from megatrain.machine import Machine
+from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.outline import Outline
 from megatrain.model.weights import IN_FLIGHT_BYTES
@@ -44,15 +44,15 @@ _STEPS = 3  # the first starts without updates, the second with the first one's;
 _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
 
 # What torch's allocator takes beyond what is in use, with expandable segments
-# (benchmarks/results/step-*.json): 60 to 150 MiB, here as a share of the driver's context (600 MiB
+# (benchmarks/results/step-*.json): 60 to 150 MiB, here as a share of the driver's context (840 MiB
 # on an H200); of what waits from the forward to the backward 2.2 to 3.7 %, in five of six steps;
 # of rows in tiles, whose operations come in many sizes, up to a quarter of the working set.
-_ALLOCATOR, _ALLOCATOR_WAITING, _ALLOCATOR_TILES = 0.1, 0.03, 0.25
+_ALLOCATOR, _ALLOCATOR_WAITING, _ALLOCATOR_TILES = 60 / 840, 0.03, 0.25
 
 # Workspaces of cuBLAS, which torch takes from its own memory and keeps: 32 MiB on an H200 for each
 # thread that launches products, and there are two, the engine's and that of autograd's backward. As
-# a share of the driver's context, which is 600 MiB there: both are less on smaller GPUs.
-_WORKSPACES = 64 / 600
+# a share of the driver's context, which is 840 MiB there: both are less on smaller GPUs.
+_WORKSPACES = 64 / 840
 
 # Resident memory of a process beside all planes and buffers: Python, torch, CUDA's libraries, and
 # compiling. It is 1.8 to 4.0 GB in nine runs of 1.5B to 7B, whatever the size. Before it compiles
@@ -249,7 +249,7 @@ def _memory(
         **used,
         "libraries": int(_WORKSPACES * context),
         "allocator": _allocator_bytes(used, context, in_tiles=in_tiles),
-        "context": context,
+        "context": context + mapping_bytes(sum(run.host_bytes.values())),
     }, dict(run.host_bytes)
 
 

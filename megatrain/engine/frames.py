@@ -13,7 +13,7 @@ from megatrain.engine.forecast import PROCESS_BYTES, Forecast
 from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.portion import least_split
 from megatrain.engine.tally import Work
-from megatrain.machine import Machine
+from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
 from megatrain.units import GIB
 
@@ -128,8 +128,9 @@ class Frames:
         What a layer or the head computes with is left out.
         """
         needs = self.forecasts.needs(self.task, placement)
-        device = sum(needs.device.values()) + self.machine.device_context_bytes
-        return device, sum(needs.host.values()) + PROCESS_BYTES
+        device, host = sum(needs.device.values()), sum(needs.host.values())
+        device += self.machine.device_context_bytes + mapping_bytes(host)
+        return device, host + PROCESS_BYTES
 
     def floor(self, placement: Placement, rows: int) -> tuple[int, int]:
         """The same with what they compute with."""

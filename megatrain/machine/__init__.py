@@ -1,7 +1,14 @@
 """What predictions are made of: the rates of a machine, measured here or taken from a list."""
 
-from megatrain.machine.listed import machine_for
+from megatrain.machine.listed import CONTEXT_BYTES, machine_for
 from megatrain.machine.present import present_cpu, present_machine
-from megatrain.machine.rates import Machine
+from megatrain.machine.rates import Machine, mapping_bytes
 
-__all__ = ["Machine", "machine_for", "present_cpu", "present_machine"]
+__all__ = [
+    "CONTEXT_BYTES",
+    "Machine",
+    "machine_for",
+    "mapping_bytes",
+    "present_cpu",
+    "present_machine",
+]

@@ -4,6 +4,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
+def mapping_bytes(pinned_bytes: int) -> int:
+    """Of the device's memory, what the driver takes to map host memory that is pinned.
+
+    A process of 7B on an H200 took 140 MiB more with 110 GiB than one without, 255 with 195 GiB.
+    """
+    return pinned_bytes // 1024
+
+
 @dataclass(frozen=True)
 class Machine:
     """One GPU with its host. Rates are what work of real size reaches, not peaks on paper.

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from megatrain.device import Device, open_device
 from megatrain.device.base import COMPUTE
 from megatrain.errors import InputError, MegatrainError
-from megatrain.machine import Machine, cache
-from megatrain.machine.listed import CONTEXT_BYTES
+from megatrain.machine import CONTEXT_BYTES, Machine, cache
 from megatrain.plan.device_rates import (
     Sizes,
     attention_name,

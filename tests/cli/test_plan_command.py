@@ -94,7 +94,7 @@ def test_with_the_settings_of_a_remedy_it_fits(megatrain, run_file):
 def test_small_memory_is_told_in_mib(megatrain, model_file):
     sizes = ["--tokens", 256, "--sequence-length", 32, "--device-memory", "10MiB"]
     result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes)
-    refused(result, "MiB would do, 10 MiB are allowed)", code=3)
+    refused(result, "MiB of device memory are missing (1.1 GiB would do, 10 MiB are", code=3)
 
 
 def test_missing_data_is_said_after_the_plan(megatrain, run_file):

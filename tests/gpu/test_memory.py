@@ -1,5 +1,7 @@
 """On a real GPU: limits of its memory, and what waits from the forward to the backward."""
 
+import gc
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -62,8 +64,22 @@ def test_tiles_of_tokens_change_rounding_only(compiled: bool) -> None:
 
 
 def test_a_limit_holds_whatever_the_step_asks_for() -> None:
-    """Steps grow until one does not fit; the driver never shows more than the limit."""
+    """Steps grow until one does not fit; the driver never shows more than the limit.
+
+    In a process of its own, so that what the driver takes for it counts, too.
+    """
     limit, before = 1536 * MIB, used_bytes("cuda:0") or 0
+    process = multiprocessing.get_context("spawn").Process(target=grow, args=(limit,))
+    process.start()
+    highest = 0
+    while process.is_alive():
+        highest = max(highest, used_bytes("cuda:0") or 0)
+    assert process.exitcode == 0
+    assert 0 < highest - before <= limit
+
+
+def grow(limit: int) -> None:
+    """Steps of more and more rows, to the limit."""
     engine = Engine(
         model(),
         optimizer=AdamW(),
@@ -79,7 +95,6 @@ def test_a_limit_holds_whatever_the_step_asks_for() -> None:
             memory = engine.memory()
             shown.append(memory["device_bytes"] + memory["device_context_bytes"])
     assert max(shown) <= limit
-    assert (used_bytes("cuda:0") or 0) - before <= limit
     assert engine.memory()["device_total_bytes"] == limit
     engine.close()
 
@@ -102,9 +117,11 @@ def test_weights_are_drawn_without_device_memory_and_alike_on_every_device() -> 
     placement = Placement(slots=1, gradient_lanes=1, keep_rows=False, split_bytes=32 * MIB)
     names = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight")
     found = []
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # what failed tests have left
     for device in ("cuda", "cpu"):
         with Engine(config, optimizer=AdamW(), device=device, placement=placement) as engine:
-            assert engine.memory()["device_used_peak_bytes"] < 200 * MIB
+            assert engine.memory()["device_used_peak_bytes"] < before + 200 * MIB
             masters = engine.named_masters()
             found.append({name: master for name, master in masters if name in names})
     on_gpu, on_cpu = found

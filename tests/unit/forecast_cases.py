@@ -19,7 +19,7 @@ from megatrain.units import GIB
 H200 = Machine(
     name="H200, 16 cores",
     device_memory_bytes=150_109_880_320,
-    device_context_bytes=600 << 20,
+    device_context_bytes=840 << 20,
     host_memory_bytes=135_148_564_480,
     cores=16,
     matmul_tflops=690.0,

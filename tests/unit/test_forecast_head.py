@@ -115,8 +115,8 @@ def test_what_a_step_works_with_is_foretold(
 
 
 def test_where_memory_is_short_it_goes_to_larger_pieces() -> None:
-    """0.5B, 16 x 1024 in 1750 MiB: half as many launches are worth two lanes of the host."""
-    machine = replace(machine_for("H200", 60 * GIB, 16), device_memory_bytes=1750 * MIB)
+    """0.5B, 16 x 1024 in 1920 MiB: half as many launches are worth two lanes of the host."""
+    machine = replace(machine_for("H200", 60 * GIB, 16), device_memory_bytes=1920 * MIB)
     task = Task(16 * 1024, 1024, None, True, "bf16", True)
     found = Search(model_forecasts("0.5b", None, 1024), machine, task).best()
     assert (found.micro_batch, found.placement.boundary_lanes) == (8, 2)
