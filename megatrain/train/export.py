@@ -22,10 +22,13 @@ from megatrain.model.export import REPLACED, write_weights
 from megatrain.train.folders import (
     CHECKPOINTS,
     MODEL,
+    checkpoint_folder,
+    checkpoints,
     model_folder,
     require_empty,
     whole_folder,
 )
+from megatrain.train.outputs import model_steps
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
     checkpoint = _checkpoint_of(Path(run))
     if checkpoint is not None:
         return _export_checkpoint(checkpoint, out, dtype)
+    _name_what_is_newer(Path(run))
     source = Path(model_folder(run))
     if not (source / "config.json").is_file():
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
@@ -82,6 +86,15 @@ def _checkpoint_of(run: Path) -> Checkpoint | None:
         return None
     log.info("the run has not ended: this is %s", newest)
     return open_checkpoint(newest)
+
+
+def _name_what_is_newer(run: Path) -> None:
+    done, saved = model_steps(run), checkpoints(run)
+    if done is not None and saved and saved[-1] > done:
+        log.warning(
+            "%s is of step %d; the run has gone on: export %s for its newest state",
+            run / MODEL, done, checkpoint_folder(run, saved[-1]),
+        )  # fmt: skip
 
 
 def _name_damage(checkpoint: Path) -> None:

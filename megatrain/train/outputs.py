@@ -53,17 +53,27 @@ def finished_steps(run: Path, config: Config) -> int | None:
 
     The model alone says nothing: a run that was made longer still has that of the shorter one.
     """
+    done = model_steps(run)
+    return done if _noted(run) == _length(config) | {"done": done} else None
+
+
+def model_steps(run: Path) -> int | None:
+    """After how many steps `model/` was written; None: there is none, or nobody knows."""
+    done = _noted(run).get("done")
+    return done if type(done) is int else None
+
+
+def _noted(run: Path) -> dict[str, Any]:
+    """Empty where nothing is noted, or nonsense."""
     path = run / FINISHED
     if not (run / MODEL).is_dir() or not path.is_file():
-        return None
+        return {}
     try:
         with path.open("rb") as file:
             noted = json.loads(file.read(_MOST_BYTES))
     except (OSError, ValueError, RecursionError):
-        return None
-    length = _length(config)
-    done = noted.get("done") if isinstance(noted, dict) else None
-    return done if type(done) is int and noted == length | {"done": done} else None
+        return {}
+    return noted if isinstance(noted, dict) else {}
 
 
 def _length(config: Config) -> dict[str, Any]:

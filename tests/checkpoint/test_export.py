@@ -94,6 +94,17 @@ def test_of_a_run_whose_newest_checkpoint_is_damaged_the_one_before_is_taken_and
     assert f"this is {saved / 'step-1'}" in caplog.text
 
 
+@pytest.mark.parametrize(("done", "said"), [(1, True), (2, False), ("[", False)])
+def test_of_a_run_that_has_gone_on_the_newer_state_is_named(done, said, tmp_path, caplog) -> None:
+    run = tmp_path / "run"
+    engine = trained(run / "checkpoints" / "step-00000002")
+    engine.save_pretrained(run / "model")
+    (run / "finished.json").write_text(f'{{"done": {done}}}')
+    export(str(run), tmp_path / "out")
+    newer = run / "checkpoints" / "step-00000002"
+    assert (f"export {newer} for its newest state" in caplog.text) == said
+
+
 def test_a_configuration_without_weights_is_no_model(tmp_path) -> None:
     """A checkpoint that has lost its manifest looks like one."""
     trained(tmp_path / "saved")
