@@ -317,6 +317,8 @@ class Saver:
             Release(self._device, self.last.snapshot).start(jobs)
         except BaseException:
             self.last.abandon()
+            with suppress(RunFailed):  # nothing of it is left when the caller hears of it
+                self.last.wait()
             raise
         return self.last
 

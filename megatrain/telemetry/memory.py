@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import psutil
 
@@ -55,6 +56,11 @@ def process_bytes() -> int:
 
 def peak_process_bytes() -> int:
     """The largest resident memory this process has had, in bytes, children not counted."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # Elsewhere; on Linux it would be at least what the process had that started this one.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -394,7 +394,8 @@ class Gpu(CpuDevice):
     kind = "cuda"
 
     def memory(self) -> dict[str, int]:
-        return {"device_free_bytes": 20 << 20, "device_bytes": 0}
+        free = 20 << 20
+        return {"device_free_bytes": free, "device_bytes": 0, "device_total_bytes": 1 << 40}
 
 
 def foreseen(monkeypatch: pytest.MonkeyPatch, machine: object) -> fit.Forecast | None:
