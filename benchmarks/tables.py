@@ -35,6 +35,7 @@ def _row(result: dict[str, Any]) -> str:
     attention = result.get("attention_tflops")
     counted = f", {attention:.0f} with attention" if attention else ""
     limit = f", at most {case['device_memory']}" if case.get("device_memory") else ""
+    limit += "" if case["max_grad_norm"] else ", no clipping"
     by_hand = ", placed by hand" if case["placement"] else ""
     return (
         f"| Qwen2.5-{case['shape'].upper()}, {case['sequences']} x {case['sequence_length']}"
@@ -62,6 +63,7 @@ def _command(result: dict[str, Any]) -> str:
         return f"python -m benchmarks.long_context --shape {case['shape']}{rests} --output OUT"
     limit = f" --device-memory {case['device_memory']}" if case.get("device_memory") else ""
     limit += f" --host-memory {case['host_memory']}" if case.get("host_memory") else ""
+    limit += "" if case["max_grad_norm"] else " --max-grad-norm 0"
     chosen = "".join(f" --placement {_choice(k, v)}" for k, v in (case["placement"] or {}).items())
     return (
         f"megatrain bench step --shape {case['shape']} --sequences {case['sequences']} "
