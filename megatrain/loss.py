@@ -21,6 +21,11 @@ def next_token_targets(labels_BT: Tensor) -> Tensor:
     return targets_BT
 
 
+def num_labelled(targets_BT: Tensor) -> int:
+    """How many positions predict something."""
+    return int((targets_BT != IGNORED).sum())
+
+
 def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """Cross entropy summed over the labelled tokens, in fp32 (scalar)."""
     return F.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORED, reduction="sum")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss import IGNORED, next_token_targets
+from megatrain.loss import IGNORED, next_token_targets, num_labelled
 from megatrain.model.program import MicroBatch
 from megatrain.model.skeleton import Rows
 
@@ -61,8 +61,8 @@ def prepare(
         _check(index, micro, vocab_size, labelled)
         _check_positions(f"micro-batch {index}", micro, max_tokens)
     targets = [next_token_targets(m["labels"]) if labelled else None for m in micro_batches]
-    num_labelled = sum(int((t != IGNORED).sum()) for t in targets if t is not None)
-    if labelled and num_labelled == 0:
+    count = sum(num_labelled(each) for each in targets if each is not None)
+    if labelled and count == 0:
         raise InputError("no token of this step has a label; check the data's labels (all -100)")
     ids = torch.cat([m["input_ids"].reshape(-1) for m in micro_batches])
     every = torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)])
@@ -73,7 +73,7 @@ def prepare(
         _moved(micro, target, part.view(micro["input_ids"].shape), unique_U, device)
         for micro, target, part in zip(micro_batches, targets, parts, strict=True)
     ]
-    return Batch(moved, num_labelled, len(ids), unique_U, seed)
+    return Batch(moved, count, len(ids), unique_U, seed)
 
 
 def _moved(

@@ -10,7 +10,8 @@ from megatrain.units import GIB, MIB
 # The driver keeps some of the memory on the label: 0.4 % on an H200, 1.5 % on a 24 GiB card.
 _VISIBLE = 0.98
 # What the driver shows of an H200's process beside tensors (context, cuBLAS, cuDNN, Triton's
-# modules): 836 to 861 MiB in five steps with up to 37 GiB of pinned host memory.
+# modules): 837 to 859 MiB in five steps with up to 35 GiB of planes on the host
+# (benchmarks/results/driver-memory-h200.json).
 CONTEXT_BYTES = 840 * MIB
 # 55.5 of 63 GB/s that a PCIe 5 x16 link carries (H200).
 _BUS_SHARE = 0.87

@@ -7,7 +7,8 @@ from typing import Any
 def mapping_bytes(pinned_bytes: int) -> int:
     """Of the device's memory, what the driver takes to map host memory that is pinned.
 
-    A process of 7B on an H200 took 140 MiB more with 110 GiB than one without, 255 with 195 GiB.
+    A process of 7B on an H200 took 142 MiB more with 108 GiB than one without, 260 with 193 GiB
+    (benchmarks/results/driver-memory-h200.json).
     """
     return pinned_bytes // 1024
 

@@ -73,6 +73,12 @@ def partial_name(name: str) -> str:
     return f".{name}.partial"
 
 
+def require_plain(path: Path) -> None:
+    """Raises InputError if there is something else than a file: a pipe would be waited for."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: not a plain file; remove it")
+
+
 def require_empty(path: Path, what: str = "") -> None:
     """Raises InputError unless `path` is a free name or an empty folder.
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatrain.errors import InputError
-from megatrain.train.folders import LOCK
+from megatrain.train.folders import LOCK, require_plain
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -28,8 +28,7 @@ def locked(folder: Path) -> Iterator[None]:
         InputError: another process holds it.
     """
     path = folder / LOCK
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path}: not a plain file; remove it")
+    require_plain(path)
     with path.open("a+", encoding="utf-8", errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,7 +11,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.data import Step
 from megatrain.errors import MegatrainError, RunFailed, told
-from megatrain.loss import IGNORED, next_token_targets
+from megatrain.loss import next_token_targets, num_labelled
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.folders import METRICS
@@ -146,7 +146,7 @@ class _Evaluations:
         at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
         rows = job.evaluation
         parts = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
-        counted = [(part, _num_labelled(part)) for part in parts]
+        counted = [(part, _labelled(part)) for part in parts]
         self._parts = [each for each in counted if each[1]] or counted[:1]  # which is refused
         self._every = config.training.eval_every
         self._done = {record["step"] for record in logged if "eval_loss" in record}
@@ -168,5 +168,5 @@ class _Evaluations:
         return sum(sums) / sum(count for _, count in self._parts)
 
 
-def _num_labelled(step: Step) -> int:
-    return sum(int((next_token_targets(micro["labels"]) != IGNORED).sum()) for micro in step)
+def _labelled(step: Step) -> int:
+    return sum(num_labelled(next_token_targets(micro["labels"])) for micro in step)

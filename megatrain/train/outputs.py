@@ -53,18 +53,18 @@ def finished_steps(run: Path, config: Config) -> int | None:
 
     The model alone says nothing: a run that was made longer still has that of the shorter one.
     """
-    done = model_steps(run)
-    return done if _noted(run) == _length(config) | {"done": done} else None
+    noted = _noted(run)
+    done = noted.pop("done", None)
+    return done if noted == _length(config) else None
 
 
 def model_steps(run: Path) -> int | None:
     """After how many steps `model/` was written; None: there is none, or nobody knows."""
-    done = _noted(run).get("done")
-    return done if type(done) is int else None
+    return _noted(run).get("done")
 
 
 def _noted(run: Path) -> dict[str, Any]:
-    """Empty where nothing is noted, or nonsense."""
+    """Empty where nothing is noted, or no number of steps `done`."""
     path = run / FINISHED
     if not (run / MODEL).is_dir() or not path.is_file():
         return {}
@@ -73,7 +73,7 @@ def _noted(run: Path) -> dict[str, Any]:
             noted = json.loads(file.read(_MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return noted if isinstance(noted, dict) else {}
+    return noted if isinstance(noted, dict) and type(noted.get("done")) is int else {}
 
 
 def _length(config: Config) -> dict[str, Any]:

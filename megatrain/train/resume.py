@@ -12,7 +12,7 @@ from megatrain.config import Config
 from megatrain.config.schema import shown
 from megatrain.errors import InputError
 from megatrain.telemetry.metrics import lines
-from megatrain.train.folders import checkpoint_folder, checkpoints
+from megatrain.train.folders import checkpoint_folder, checkpoints, require_plain
 
 # What a resumed run may do differently: it still learns the same model from the same rows. Paths of
 # data and tokenizer are free because the data position knows the rows themselves (a fingerprint).
@@ -109,8 +109,7 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
     Raises:
         InputError: it cannot be read or written.
     """
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path}: not a plain file; remove it")
+    require_plain(path)
     try:
         with path.open("a+b") as file:
             file.seek(0)
