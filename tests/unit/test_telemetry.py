@@ -159,10 +159,14 @@ def test_process_memory_sees_what_is_allocated():
 
 def test_a_peak_is_not_that_of_the_process_before():
     """What a program had that starts another one counts for that one in getrusage."""
-    block = bytearray(os.urandom(1 << 20) * 1536)
-    code = "from megatrain.telemetry.memory import peak_process_bytes as p; print(p())"
-    peak = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-    assert int(peak) < len(block)
+    peak = "from megatrain.telemetry.memory import peak_process_bytes as p; print(p())"
+    code = f"""
+import os, subprocess, sys
+block = bytearray(os.urandom(1 << 20) * 1536)
+peak = subprocess.run([sys.executable, "-c", {peak!r}], capture_output=True, check=True).stdout
+assert int(peak) < len(block), peak
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_children_are_looked_at_now_and_then():
