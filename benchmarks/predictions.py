@@ -39,7 +39,7 @@ class Prediction:
         """`(measured, foretold)`: seconds, device GiB (the context not counted), host GiB."""
         told = self.forecast
         yield self.result["median_seconds"], told.seconds
-        device = told.device_peak_bytes - told.device_bytes["context"]
+        device = told.device_held_bytes - told.device_bytes["context"]
         yield self.result["memory"]["device_peak_bytes"] / GIB, device / GIB
         yield self.result["host_peak_bytes"] / GIB, told.host_peak_bytes / GIB
 

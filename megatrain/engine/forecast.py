@@ -45,9 +45,11 @@ _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
 
 # What torch's allocator takes beyond what is in use, with expandable segments
 # (benchmarks/results/step-*.json): 60 to 150 MiB, here as a share of the driver's context (840 MiB
-# on an H200); of what waits from the forward to the backward 2.2 to 3.7 %, in five of six steps;
-# of rows in tiles, whose operations come in many sizes, up to a quarter of the working set.
-_ALLOCATOR, _ALLOCATOR_WAITING, _ALLOCATOR_TILES = 60 / 840, 0.03, 0.25
+# on an H200); of what waits from the forward to the backward 2.2 to 3.7 %, in five of six steps.
+# Of what is freed within a layer or the head, whose blocks come in many sizes, some 15 % of the
+# working set is left lying. It is given back where a limit is reached (32B in 24 GiB); in tiles,
+# which no limit was tried with, it counts as taken.
+_ALLOCATOR, _ALLOCATOR_WAITING, _ALLOCATOR_TORN = 60 / 840, 0.03, 0.15
 
 # Workspaces of cuBLAS, which torch takes from its own memory and keeps: 32 MiB on an H200 for each
 # thread that launches products, and there are two, the engine's and that of autograd's backward. As
@@ -121,8 +123,15 @@ class Forecast:
 
     @property
     def device_peak_bytes(self) -> int:
-        """What the driver shows as taken by the process at most, the context included."""
+        """What the process needs at most, the context included."""
         return sum(self.device_bytes.values())
+
+    @property
+    def device_held_bytes(self) -> int:
+        """What the driver will show: torch keeps freed memory as long as there is room."""
+        torn = 0 if self.placement.tile_tokens else self.device_bytes.get(WORKING_SET, 0)
+        room = max(0, self.machine.device_memory_bytes - self.device_peak_bytes)
+        return self.device_peak_bytes + min(room, int(_ALLOCATOR_TORN * torn))
 
     @property
     def host_peak_bytes(self) -> int:
@@ -160,6 +169,7 @@ class Forecast:
             "breakdown": self.breakdown.as_dict(),
             "device_bytes": self.device_bytes,
             "device_peak_bytes": self.device_peak_bytes,
+            "device_held_bytes": self.device_held_bytes,
             "host_bytes": self.host_bytes,
             "host_peak_bytes": self.host_peak_bytes,
         }
@@ -256,7 +266,7 @@ def _memory(
 def _allocator_bytes(used: Mapping[str, int], context_bytes: int, *, in_tiles: bool) -> int:
     waiting = sum(used.get(place, 0) for place in (KEPT_GRAPHS, KEPT_ATTENTION, ACTIVATIONS))
     torn = used.get(WORKING_SET, 0) if in_tiles else 0
-    return int(_ALLOCATOR * context_bytes + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TILES * torn)
+    return int(_ALLOCATOR * context_bytes + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn)
 
 
 @dataclass(frozen=True)
