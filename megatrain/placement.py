@@ -1,6 +1,7 @@
 """Placement: every choice of where state rests and how it is scheduled, as one frozen value.
 
-None of these choices changes a result: they trade memory for time (tests/race, tests/parity).
+They trade memory for time. With eager layers none of them changes a bit of the result, but for
+`tile_tokens` and `split_bytes`, which sum in another order (tests/race, tests/parity).
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -130,6 +131,11 @@ class Placement:
                 f"placement.boundaries is {self.boundaries!r}; it must be 'device' or 'host'"
             )
 
+    def __str__(self) -> str:
+        """As a run file has it: the choices that differ from the defaults, in flow style."""
+        chosen = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{{{', '.join(f'{name}: {_written(getattr(self, name))}' for name in chosen)}}}"
+
     @property
     def prefetch_distance(self) -> int:
         return self.slots - 1 if self.prefetch is None else self.prefetch
@@ -142,6 +148,12 @@ class Placement:
     def names(cls) -> list[str]:
         """The names of all choices, for messages about misspelt ones."""
         return [field.name for field in fields(cls)]
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
 CPU_PLACEMENT = Placement(slots=1)

@@ -99,7 +99,8 @@ def train(
 ) -> None:
     """Train a model as a run file says.
 
-    SIGINT (Ctrl-C) or SIGTERM ends the run after the step and saves it; SIGUSR1 saves it at once.
+    SIGINT (Ctrl-C) or SIGTERM ends the run after the step and saves it; SIGUSR1 saves it after the
+    step and goes on.
     """
     from megatrain.cli.train import run_training
 
@@ -108,13 +109,16 @@ def train(
 
 @app.command()
 def export(
-    run: Annotated[str, typer.Argument(help="Folder of a finished run, or of a model.")],
+    run: Annotated[str, typer.Argument(help="A run's folder, a checkpoint, or a model folder.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty.")],
     dtype: Annotated[
         Dtype | None, typer.Option(help="Dtype of the tensors; as they are by default.")
     ] = None,
 ) -> None:
-    """Write a finished run's model as a Hugging Face folder."""
+    """Write a model as a Hugging Face folder.
+
+    Of a run: its finished model, or its newest whole checkpoint where it has not ended.
+    """
     from megatrain.train.export import export as export_model
 
     export_model(run, out, dtype)
@@ -123,7 +127,9 @@ def export(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="A run's folder, a model folder, or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="A run's folder, a checkpoint, a model folder, or a hub id.")
+    ],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest.")] = 0.8,

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from megatrain.checkpoint import Checkpoint
 from megatrain.data import load_tokenizer
 from megatrain.data.tokenizer import tokenising
 from megatrain.engine import Engine
 from megatrain.errors import InputError
-from megatrain.train.folders import model_folder
+from megatrain.train.trained import trained_model
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ def generate_from(
     Raises:
         InputError: no such model, or the prompt leaves no room in the model's context.
     """
-    path = model_folder(model)
-    tokenizer = load_tokenizer(path)
+    source = trained_model(model)
+    tokenizer = load_tokenizer(source.model_folder if isinstance(source, Checkpoint) else source)
     engine = Engine(
-        path,
+        source,
         optimizer=None,
         precision=precision,
         device=None if device == "auto" else device,

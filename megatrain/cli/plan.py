@@ -200,6 +200,7 @@ def _machine(options: Options, subject: Subject) -> Machine:
             )
         raise InputError(
             "there is no GPU here to plan for; name one with --gpu, such as --gpu 4090"
+            + (", or plan for the CPU with --set engine.device=cpu" if options.run else "")
         )
     if host is None:
         host = host_limit_bytes()

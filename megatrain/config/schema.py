@@ -70,7 +70,10 @@ class ModelSection(Section):
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("config needs a model_type, such as llama")
         if self.config is not None and self.tokenizer is None:
-            raise ValueError("a model with config needs a tokenizer (a hub id or a folder)")
+            raise ValueError(
+                "a model with config needs a tokenizer (a hub id or a folder; "
+                "megatrain.data.train_bpe_tokenizer makes one of text files)"
+            )
         return self
 
 

@@ -48,7 +48,7 @@ def stdlib_corpus(max_bytes: int | None = None) -> list[Path]:
 
 
 def train_bpe_tokenizer(
-    files: Sequence[Path], vocab_size: int, folder: str | Path
+    files: Sequence[str | Path], vocab_size: int, folder: str | Path
 ) -> "PreTrainedTokenizerFast":
     """Trains a byte-level BPE tokenizer on text files and saves it in `folder`.
 
@@ -84,8 +84,8 @@ def train_bpe_tokenizer(
     return tokenizer
 
 
-def _read(path: Path) -> str:
+def _read(path: str | Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as text: {error}") from error

@@ -1,7 +1,6 @@
-"""A finished run's model as a Hugging Face folder, in another dtype if wanted."""
+"""A run's model as a Hugging Face folder, in another dtype if wanted."""
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -9,28 +8,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatrain.checkpoint import (
-    Checkpoint,
-    is_checkpoint,
-    masters,
-    newest_whole,
-    open_checkpoint,
-)
+from megatrain.checkpoint import Checkpoint, masters
 from megatrain.engine.resume import open_model, read_buffers, saved_dtype
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.export import REPLACED, write_weights
-from megatrain.train.folders import (
-    CHECKPOINTS,
-    MODEL,
-    checkpoint_folder,
-    checkpoints,
-    model_folder,
-    require_empty,
-    whole_folder,
-)
-from megatrain.train.outputs import model_steps
-
-log = logging.getLogger(__name__)
+from megatrain.train.folders import MODEL, require_empty, whole_folder
+from megatrain.train.trained import trained_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,11 +31,10 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
         InputError: `run` holds no model, or `out` is not empty.
         RunFailed: the disk is full.
     """
-    checkpoint = _checkpoint_of(Path(run))
-    if checkpoint is not None:
-        return _export_checkpoint(checkpoint, out, dtype)
-    _name_what_is_newer(Path(run))
-    source = Path(model_folder(run))
+    found = trained_model(run)
+    if isinstance(found, Checkpoint):
+        return _export_checkpoint(found, out, dtype)
+    source = Path(found)
     if not (source / "config.json").is_file():
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
     require_empty(out)
@@ -70,38 +52,6 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
         if dtype is not None:
             _name_dtype(folder / "config.json", dtype)
             _name_size(folder / "model.safetensors.index.json", total_bytes)
-
-
-def _checkpoint_of(run: Path) -> Checkpoint | None:
-    if is_checkpoint(run):
-        return open_checkpoint(run)
-    parent = run / CHECKPOINTS
-    if (run / MODEL).exists() or not parent.is_dir():
-        return None
-    for folder in sorted(parent.iterdir()):
-        if not folder.name.startswith("."):
-            _name_damage(folder)
-    newest = newest_whole(parent)
-    if newest is None:
-        return None
-    log.info("the run has not ended: this is %s", newest)
-    return open_checkpoint(newest)
-
-
-def _name_what_is_newer(run: Path) -> None:
-    done, saved = model_steps(run), checkpoints(run)
-    if done is not None and saved and saved[-1] > done:
-        log.warning(
-            "%s is of step %d; the run has gone on: export %s for its newest state",
-            run / MODEL, done, checkpoint_folder(run, saved[-1]),
-        )  # fmt: skip
-
-
-def _name_damage(checkpoint: Path) -> None:
-    try:
-        open_checkpoint(checkpoint)
-    except InputError as error:
-        log.warning("not exported: %s", error)
 
 
 def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str | None) -> None:

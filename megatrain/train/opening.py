@@ -20,7 +20,7 @@ from megatrain.train.folders import (
 from megatrain.train.lock import locked
 from megatrain.train.outputs import finished_steps
 from megatrain.train.prepare import Job, prepare
-from megatrain.train.resume import Start, find_starts, is_whole
+from megatrain.train.resume import Start, find_starts, is_whole, say_differences
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ def open_run(
 def _go_on(folder: Path, config: Config, starts: Sequence[Start]) -> Job:
     """From the newest checkpoint that is whole: damage inside of tiles shows when they are read."""
     for start in starts:
+        say_differences(config, start.state)
         try:
             return prepare(config, start)
         except InputError as error:

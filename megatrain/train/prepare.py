@@ -83,16 +83,11 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     )
     # A wrong option should be known before weights are read, which may take minutes.
     _check_schedule(config, total_steps)
-    done = 0
-    if start is not None:
-        loader.load_state_dict(start.state.data)
-        done = start.state.step
-        if done > total_steps:
-            raise InputError(f"the run has done {done} steps already, more than {total_steps}")
+    done = _go_to(loader, start, total_steps)
     engine = _engine(config, hf_config, start)
     loader.rows_per_micro_batch = rows = _rows_per_micro_batch(config, engine, start)
     log.info(
-        "model: %s parameters on %s, %s",
+        "model: %s parameters on %s, placement: %s",
         f"{engine.num_parameters:,}",
         engine.device.torch_device,
         engine.placement,
@@ -203,6 +198,20 @@ def _schedule(
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise InputError(f"schedule: {schedule.name} cannot be set up: {error}") from error
     return made
+
+
+def _go_to(loader: StepLoader, start: Start | None, total_steps: int) -> int:
+    """Put the loader where the run goes on; returns the steps done."""
+    if start is None:
+        return 0
+    loader.load_state_dict(start.state.data)
+    done = start.state.step
+    if done > total_steps:
+        raise InputError(
+            f"the run has done {done} steps already, more than the {total_steps} asked for; "
+            "set training.steps or epochs to more"
+        )
+    return done
 
 
 def _check_schedule(config: Config, total_steps: int) -> None:

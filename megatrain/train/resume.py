@@ -74,27 +74,26 @@ class Start:
 
 
 def check_config(config: Config, state: RunState, where: Path) -> None:
-    """Say what differs from the configuration that the checkpoint was made with.
-
-    Raises:
-        InputError: a key differs that decides what is learnt.
-    """
-    for section, key, before, now in _differences(state.config, config.model_dump(mode="json")):
+    """Raises InputError if a key differs that decides what is learnt."""
+    for section, key, before, now in _differences(state.config, config):
         name = f"{section}.{key}"
         if section not in _FREE_SECTIONS and key not in _FREE_KEYS.get(section, ()):
             raise InputError(
                 f"{name}: {shown(now)} now, but {where} was made with {shown(before)}, and this "
                 "cannot change on resume; set it back, or start a new run"
             )
+
+
+def say_differences(config: Config, state: RunState) -> None:
+    """Say what the run does otherwise from here on."""
+    for section, key, before, now in _differences(state.config, config):
         if section not in ("output", "checkpoint"):
-            log.info("resume: %s was %s, is %s now", name, shown(before), shown(now))
+            log.info("resume: %s.%s was %s, is %s now", section, key, shown(before), shown(now))
 
 
-def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any]
-) -> Iterator[tuple[str, str, Any, Any]]:
+def _differences(before: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, Any, Any]]:
     """Section, key, and both values; a key that the older version did not know is no difference."""
-    for section, keys in now.items():
+    for section, keys in config.model_dump(mode="json").items():
         known = before.get(section)
         for key, value in keys.items():
             if isinstance(known, dict) and key in known and known[key] != value:

@@ -90,7 +90,7 @@ def test_of_a_run_whose_newest_checkpoint_is_damaged_the_one_before_is_taken_and
     (saved / "step-2" / lost).unlink()
     caplog.set_level(logging.INFO)
     export(str(tmp_path / "run"), tmp_path / "out")
-    assert f"not exported: {saved / 'step-2' / lost}" in caplog.text
+    assert f"not used: {saved / 'step-2' / lost}" in caplog.text
     assert f"this is {saved / 'step-1'}" in caplog.text
 
 
@@ -102,7 +102,7 @@ def test_of_a_run_that_has_gone_on_the_newer_state_is_named(done, said, tmp_path
     (run / "finished.json").write_text(f'{{"done": {done}}}')
     export(str(run), tmp_path / "out")
     newer = run / "checkpoints" / "step-00000002"
-    assert (f"export {newer} for its newest state" in caplog.text) == said
+    assert (f"its newest state is {newer}" in caplog.text) == said
 
 
 def test_a_configuration_without_weights_is_no_model(tmp_path) -> None:

@@ -35,7 +35,7 @@ def test_a_run_file_is_planned(megatrain, run_file, tmp_path):
     result = megatrain("plan", run_file, *HERE, "--picture", tmp_path / "new" / "plan.png")
     assert result.exit_code == 0, result.output
     for text in (
-        "run.yaml, 0.00 billion",
+        "run.yaml, 24,512 parameters",
         "it fits",
         "layer 0",
         "at the peak",
@@ -46,6 +46,15 @@ def test_a_run_file_is_planned(megatrain, run_file, tmp_path):
     assert "for 768 tokens" in result.stdout  # 6 steps of 4 rows of 32
     assert (tmp_path / "new" / "plan.png").stat().st_size > 5000
     assert not (tmp_path / "run").exists()
+
+
+def test_without_a_gpu_the_ways_to_plan_are_named(megatrain, run_file, model_file, monkeypatch):
+    monkeypatch.setattr(command, "find_gpu", lambda device: None)
+    monkeypatch.setattr(command, "present_machine", lambda device, precision: None)
+    result = megatrain("plan", "--model", model_file, "--sequence-length", 32)
+    refused(result, "name one with --gpu, such as --gpu 4090")
+    result = megatrain("plan", run_file, "--set", "engine.device=auto")
+    refused(result, "plan for the CPU with --set engine.device=cpu")
 
 
 def test_json_for_programs(megatrain, model_file):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,6 +230,29 @@ def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):
     assert texts[0].exit_code == 0, texts[0].output
     assert texts[0].stdout.startswith("the cat")
     assert texts[0].stdout == texts[1].stdout
+
+
+def test_generate_reads_a_run_that_has_not_ended(megatrain, trained, tmp_path, caplog):
+    folder, _ = trained
+    shutil.copytree(folder / "checkpoints", tmp_path / "run" / "checkpoints")
+    options = ["--prompt", "the cat", "--max-new-tokens", "5", "--temperature", "0"]
+    options += ["--device", "cpu", "--precision", "fp32"]
+    texts = [
+        megatrain("generate", path, *options)
+        for path in (folder, tmp_path / "run", folder / "checkpoints" / "step-00000006")
+    ]
+    assert [text.exit_code for text in texts] == [0, 0, 0], texts[1].output
+    assert texts[0].stdout == texts[1].stdout == texts[2].stdout
+    assert caplog.text.count("the run has not ended") == 1
+
+
+def test_what_a_resumed_run_does_otherwise_is_said_once(megatrain, run_file, caplog):
+    """Of the checkpoint that it goes on from, not of all."""
+    chosen = sets(training__steps=2, checkpoint__every=1, training__eval_every=None)
+    assert megatrain("train", run_file, *chosen).exit_code == 0
+    longer = sets(training__steps=3, training__eval_every=None)
+    assert megatrain("train", run_file, *longer, "--resume").exit_code == 0
+    assert caplog.text.count("resume: training.steps was 2, is 3 now") == 1
 
 
 def test_an_export_onto_a_full_disk_leaves_nothing(trained, tmp_path):

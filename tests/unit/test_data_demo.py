@@ -29,7 +29,7 @@ def test_a_part_of_the_corpus_stays_under_its_limit(corpus):
 
 def test_the_tokenizer_is_lossless_compact_and_reproducible(corpus, tmp_path):
     tokenizer = train_bpe_tokenizer(corpus, 1000, tmp_path / "a")
-    train_bpe_tokenizer(corpus, 1000, tmp_path / "b")
+    train_bpe_tokenizer([str(path) for path in corpus], 1000, tmp_path / "b")
     assert len(tokenizer) == 1000
     saved = [(tmp_path / name / "tokenizer.json").read_bytes() for name in "ab"]
     assert saved[0] == saved[1]

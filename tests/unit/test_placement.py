@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import yaml
 
 from megatrain import InputError, Placement
+from megatrain.config.schema import EngineSection
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"slots": 0}, "slots is 0; it must be >= 1"),
@@ -40,6 +42,19 @@ def test_prefetch_is_as_far_as_the_slots_reach() -> None:
     assert [Placement(slots=n).prefetch_distance for n in (1, 2, 5)] == [0, 1, 4]
     assert Placement(slots=5, prefetch=2).prefetch_distance == 2
     assert Placement(slots=5, prefetch=0).prefetch_distance == 0
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement(),
+        Placement(slots=3, boundaries="host", resident=("embedding", "layer 0"), keep_rows=False),
+        Placement(compile=True, tile_tokens=8192, keep_attention="host", save_bytes=0),
+    ],
+)
+def test_a_placement_is_shown_as_a_run_file_takes_it(placement: Placement) -> None:
+    assert EngineSection(placement=yaml.safe_load(str(placement))).placement_value() == placement
+    assert "slabs" not in str(placement)
 
 
 def test_a_placement_goes_through_plain_data() -> None:

@@ -1,0 +1,61 @@
+"""Which model the folder of a run stands for."""
+
+import logging
+from pathlib import Path
+
+from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
+from megatrain.errors import InputError
+from megatrain.train.folders import (
+    CHECKPOINTS,
+    MODEL,
+    checkpoint_folder,
+    checkpoints,
+    model_folder,
+)
+from megatrain.train.outputs import model_steps
+
+log = logging.getLogger(__name__)
+
+
+def trained_model(run: str) -> Checkpoint | str:
+    """A run's finished model, or its newest whole checkpoint; a checkpoint itself.
+
+    Anything else (a model folder, a hub id) is returned as it is. Damaged checkpoints, and states
+    newer than the finished model, are named in the log.
+
+    Raises:
+        InputError: a checkpoint that cannot be used.
+    """
+    path = Path(run)
+    if is_checkpoint(path):
+        return open_checkpoint(path)
+    newest = None if (path / MODEL).exists() else _newest_checkpoint(path / CHECKPOINTS)
+    if newest is not None:
+        log.info("the run has not ended: this is %s", newest.folder)
+        return newest
+    _name_what_is_newer(path)
+    return model_folder(run)
+
+
+def _newest_checkpoint(parent: Path) -> Checkpoint | None:
+    for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
+        if not folder.name.startswith("."):
+            _name_damage(folder)
+    newest = newest_whole(parent)
+    return None if newest is None else open_checkpoint(newest)
+
+
+def _name_damage(checkpoint: Path) -> None:
+    try:
+        open_checkpoint(checkpoint)
+    except InputError as error:
+        log.warning("not used: %s", error)
+
+
+def _name_what_is_newer(run: Path) -> None:
+    done, saved = model_steps(run), checkpoints(run)
+    if done is not None and saved and saved[-1] > done:
+        log.warning(
+            "%s is of step %d; the run has gone on: its newest state is %s",
+            run / MODEL, done, checkpoint_folder(run, saved[-1]),
+        )  # fmt: skip
