@@ -37,6 +37,11 @@ class StepRefused(RunFailed):
         self.intact = intact
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says first, for a message of one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def told(error: OSError) -> str:
     """What an error of the operating system says, and of which file."""
     where = error.filename2 or error.filename

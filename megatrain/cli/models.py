@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.cli.shapes import SHAPES, qwen2_config
-from megatrain.errors import InputError
+from megatrain.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -49,10 +49,9 @@ def _from_hub(name: str, trust_remote_code: bool) -> "PreTrainedConfig":
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # those of the hub's and the HTTP library differ between versions
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
-            f"{name}: no such folder, and its config.json cannot be had from the hub ({lines[0]}); "
-            "check the spelling and the network, or give a config.json file"
+            f"{name}: no such folder, and its config.json cannot be had from the hub "
+            f"({first_line(error)}); check the spelling and the network, or give a config.json file"
         ) from error
 
 

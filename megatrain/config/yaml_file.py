@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from megatrain.errors import InputError
+from megatrain.errors import InputError, first_line
 from megatrain.units import MIB
 
 MAX_FILE_BYTES = 1 * MIB
@@ -50,7 +50,7 @@ def parse_yaml(text: str) -> Any:
         problem = ", ".join(filter(None, (error.context, error.problem)))
         raise ValueError(f"{place}not valid: {problem}") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"not valid: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"not valid: {first_line(error)}") from error
 
 
 class _Loader(yaml.SafeLoader):

@@ -19,7 +19,7 @@ from megatrain.data.readers import Row, listed, read_rows
 from megatrain.data.sources import Source
 from megatrain.data.text import Document, check_encodable
 from megatrain.data.tokenizer import token_ids, tokenising
-from megatrain.errors import InputError
+from megatrain.errors import InputError, first_line
 from megatrain.units import GIB
 
 Message = dict[str, Any]
@@ -141,7 +141,7 @@ class ChatEncoder:
                     [messages], tools=tools, chat_template=template, **options
                 )
         except Exception as error:  # templates raise their own, and trip over what they get
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             raise InputError(f"{where}: the chat template refuses the row: {reason}") from error
         if len(text) > _LONGEST:
             raise InputError(

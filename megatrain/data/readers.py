@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
 from megatrain.data.sources import HubSplit, Source, SourceFile
-from megatrain.errors import InputError
+from megatrain.errors import InputError, first_line
 from megatrain.strict_json import each_key_once
 from megatrain.units import MIB
 
@@ -182,7 +182,7 @@ def _read_parquet(file: SourceFile, columns: list[str]) -> Iterator[tuple[int, R
                     number += 1
                     yield number, row
     except (arrow.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"{file.name}: not a readable Parquet file: {reason}") from error
 
 

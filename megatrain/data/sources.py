@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain.errors import InputError
+from megatrain.errors import InputError, first_line
 
 Format = Literal["text", "jsonl", "parquet", "hub"]
 Kind = Literal["text", "chat"]
@@ -73,7 +73,7 @@ def load_hub(name: str, config: str | None, split: str) -> HubSplit:
     except Exception as error:  # datasets raises whatever its many back ends do
         raise InputError(
             f"{name!r}: no such file or folder, nor a hub data set that can be loaded "
-            f"({_first_line(error)}): check the path, or fetch it once with a network"
+            f"({first_line(error).rstrip('.')}): check the path, or fetch it once with a network"
         ) from error
     return HubSplit(f"{name}[{split}]", rows)
 
@@ -180,8 +180,3 @@ def _visible(name: str) -> bool:
 
 def _reason(error: Exception) -> str:
     return (getattr(error, "strerror", None) or str(error)).lower()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.errors import InputError
+from megatrain.errors import InputError, first_line
 from megatrain.strict_json import each_key_once
 from megatrain.units import MIB
 
@@ -43,10 +43,9 @@ def load_tokenizer(
             str(folder if local else path_or_id), trust_remote_code=trust_remote_code
         )
     except Exception as error:  # the Rust parser raises bare Exception
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         remedy = "check the files" if local else "check the name, or fetch it once with a network"
         raise InputError(
-            f"cannot load a tokenizer from {str(path_or_id)!r}: {lines[0]} ({remedy})"
+            f"cannot load a tokenizer from {str(path_or_id)!r}: {first_line(error)} ({remedy})"
         ) from error
     if len(tokenizer) == 0:
         raise InputError(f"{path_or_id}: the tokenizer has an empty vocabulary: check its files")
@@ -65,8 +64,8 @@ def tokenising(where: str) -> Iterator[None]:
     except BaseException as error:  # the Rust part raises bare Exception, or a panic, which is none
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(f"{where}: the tokenizer fails: {lines[0]} (check its files)") from error
+        reason = first_line(error)
+        raise InputError(f"{where}: the tokenizer fails: {reason} (check its files)") from error
 
 
 _TOKENIZER_FILES = (

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.errors import InputError
+from megatrain.errors import InputError, first_line
 from megatrain.model.conversion import Recipe, plan_load
 from megatrain.model.shards import (
     INDEX_FILE,
@@ -85,11 +85,7 @@ def _download(model_id: str) -> Path:
             "check the network or HF_HUB_OFFLINE, or give a local folder"
         ) from error
     except Exception as error:  # those of the HTTP library, which differs between versions
-        raise InputError(f"{model_id}: cannot download it: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"{model_id}: cannot download it: {first_line(error)}") from error
 
 
 def source_dtype(folder: Path) -> torch.dtype:
@@ -185,7 +181,7 @@ def _check_recipes(
             outputs = recipe.build(model, Stored.blank)
         except Exception as error:  # a converter's operations each fail in their own way
             raise InputError(
-                f"{where} cannot become {recipe.target!r}: {_first_line(error)}; tensors "
+                f"{where} cannot become {recipe.target!r}: {first_line(error)}; tensors "
                 "are missing or of a wrong shape"
             ) from error
         for name, tensor in outputs.items():

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatrain.device import CpuDevice, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
+from megatrain.errors import first_line
 from megatrain.machine import Machine, present_cpu
 from megatrain.plan.host_rates import UPDATE_BYTES, update_gparams
 from megatrain.plan.measure import Measurement, attempt, device_seconds
@@ -60,7 +61,7 @@ def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
                 for i in range(2)
             ]
         except Exception as error:
-            found += _not_copied(kind, str(error).splitlines()[0])
+            found += _not_copied(kind, first_line(error))
             continue
         if kind == "pinned" and not all(map(is_pinned, ranges)):
             found += _not_copied(kind, "the driver refuses to pin host memory")

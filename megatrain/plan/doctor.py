@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatrain.device import Device, open_device
 from megatrain.device.base import COMPUTE
-from megatrain.errors import InputError, MegatrainError
+from megatrain.errors import InputError, MegatrainError, first_line
 from megatrain.machine import CONTEXT_BYTES, Machine, cache
 from megatrain.plan.device_rates import (
     Sizes,
@@ -109,9 +109,10 @@ def _open(name: str) -> tuple[Device, Finding | None]:
     except InputError:
         raise
     except (MegatrainError, RuntimeError, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "look at nvidia-smi for a process that holds it alone, and at the driver's state"
-        return open_device("cpu"), Finding(True, f"the GPU cannot be used ({reason})", remedy)
+        return open_device("cpu"), Finding(
+            True, f"the GPU cannot be used ({first_line(error)})", remedy
+        )
 
 
 def _device(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatrain.device import Device
+from megatrain.errors import first_line
 
 _ROUNDS = 3
 _ROUND_SECONDS = 0.15
@@ -40,8 +41,7 @@ def attempt(name: str, label: str, unit: str, work: Callable[[], float]) -> Meas
     try:
         return Measurement(name, label, work(), unit)
     except Exception as error:  # drivers and libraries have their own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        return Measurement(name, label, None, unit, reason)
+        return Measurement(name, label, None, unit, first_line(error)[:200])
 
 
 def host_seconds(work: Callable[[], Any]) -> float:

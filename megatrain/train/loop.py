@@ -10,7 +10,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.data import Step
-from megatrain.errors import MegatrainError, RunFailed, told
+from megatrain.errors import MegatrainError, RunFailed, first_line, told
 from megatrain.loss import next_token_targets, num_labelled
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter
@@ -128,7 +128,7 @@ def _loop(
         # Ctrl-C in a terminal also ends a compiler that the step waits for.
         if not signals.stop or saves.saved != steps.done:
             raise
-        log.warning("the running step is given up: %s", str(error).strip().partition("\n")[0])
+        log.warning("the running step is given up: %s", first_line(error))
 
 
 class _Evaluations:
