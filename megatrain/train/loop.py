@@ -85,7 +85,7 @@ def _run(job: Job, config: Config, folder: Path, signals: Signals) -> Outcome:
     timeline = RunTimeline(job.engine.recording, folder, left, every)
     steps = Steps(job, config, metrics, timeline)
     saves = Saves(job, folder, config.checkpoint, first)
-    evaluations = _Evaluations(job, config, metrics, logged)
+    evaluations = _Evaluations(job, config, metrics, logged, signals)
     try:
         _loop(job.total_steps, config, steps, evaluations, saves, signals)
         stopped = signals.stop if steps.done < job.total_steps else None
@@ -120,8 +120,7 @@ def _loop(
                 progress.step(steps.take())
                 last = steps.done == total
                 saves.after(steps.state, asked=signals.take_save(), last=last)
-                if last or not signals.stop:
-                    evaluations.after(steps.done, total, progress.say)
+                evaluations.after(steps.done, total, progress.say)
     except MegatrainError:
         raise
     except Exception as error:
@@ -132,7 +131,10 @@ def _loop(
 
 
 class _Evaluations:
-    """Those of a run; each is done once, however often the run is resumed."""
+    """Those of a run; each is done once, however often the run is resumed.
+
+    A signal ends one that is not the last: it is made up for when the run goes on.
+    """
 
     def __init__(
         self,
@@ -140,8 +142,9 @@ class _Evaluations:
         config: Config,
         metrics: MetricsWriter,
         logged: Sequence[Mapping[str, Any]],
+        signals: Signals,
     ) -> None:
-        self._engine, self._metrics = job.engine, metrics
+        self._engine, self._metrics, self._signals = job.engine, metrics, signals
         # As many rows at once as a step has: more would take memory that no plan counts.
         at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
         rows = job.evaluation
@@ -157,14 +160,20 @@ class _Evaluations:
         if not (due and self._parts) or step in self._done:
             return
         started = time.perf_counter()
-        loss = self._loss()
+        loss = self._loss(last=step == total)
+        if loss is None:
+            return
         seconds = time.perf_counter() - started
         self._metrics.write(step=step, eval_loss=loss, eval_seconds=round(seconds, 4))
         say(f"step {step}/{total}  evaluation loss {loss:.4f}  {duration(seconds)}")
 
-    def _loss(self) -> float:
-        """The mean over all labelled tokens."""
-        sums = [self._engine.evaluate(part) * count for part, count in self._parts]
+    def _loss(self, *, last: bool) -> float | None:
+        """The mean over all labelled tokens; None: given up."""
+        sums = []
+        for part, count in self._parts:
+            if self._signals.stop and not last:
+                return None
+            sums.append(self._engine.evaluate(part) * count)
         return sum(sums) / sum(count for _, count in self._parts)
 
 

@@ -167,6 +167,22 @@ loop.Steps.take = stopping
     assert logged(tmp_path / "run") == logged(whole)
 
 
+def test_a_signal_ends_a_long_evaluation(run, tmp_path, zygote):
+    """It may be longer than a machine waits; the resumed run makes up for it."""
+    choices = sets(data__eval_fraction=0.5)  # five parts
+    process = zygote.start("train", run, *choices, log=tmp_path / "1",
+                           before=slow("evaluation", 0.4))  # fmt: skip
+    process.until("PHASE")
+    process.send(signal.SIGTERM)
+    out = process.finish()
+    assert out.count("PHASE") == 1 and "stopped by SIGTERM after step 2 and saved" in out
+    assert not any("eval_loss" in record for record in logged(tmp_path / "run"))
+    again = zygote.start("train", tmp_path / "run", "--resume", log=tmp_path / "2").finish()
+    assert "6 steps done" in again
+    evaluated = [record["step"] for record in logged(tmp_path / "run") if "eval_loss" in record]
+    assert evaluated == [2, 4, 6]
+
+
 def test_the_last_step_is_saved_although_a_save_is_going_on(run, tmp_path, zygote):
     arguments = ["train", run, *sets(checkpoint__every=5)]
     zygote.start(*arguments, log=tmp_path / "1", before=slow("save", 0.5)).finish()
