@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from megatrain.disk import flush
@@ -27,9 +27,7 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     Raises:
         InputError: there is something already, which is never overwritten, or no writable folder.
     """
-    path = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if folder is not None:
-        path = Path(folder).expanduser()
+    path = _free_name(name) if folder is None else Path(folder).expanduser()
     if path.exists() and not path.is_dir():
         raise InputError(f"output.folder: {path} is a file")
     if (path / MODEL).exists():
@@ -39,6 +37,29 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"output.folder: {there} cannot be written into; choose another folder")
     return path
+
+
+def _free_name(name: str) -> Path:
+    """Runs that begin in one second get those that follow."""
+    moment = datetime.now()
+    while os.path.lexists(path := Path("runs") / f"{name}-{moment:%Y%m%d-%H%M%S}"):
+        moment += timedelta(seconds=1)
+    return path
+
+
+def make_run_folder(folder: str | None, name: str) -> Path:
+    """Make the folder of `new_run_folder`; a new one is no other run's.
+
+    Raises:
+        InputError: as `new_run_folder` does.
+    """
+    while True:
+        path = new_run_folder(folder, name)
+        try:
+            path.mkdir(parents=True, exist_ok=folder is not None)
+        except FileExistsError:  # another run was faster
+            continue
+        return path
 
 
 def run_to_resume(folder: str | None, name: str) -> Path | None:

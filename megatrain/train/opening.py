@@ -14,6 +14,7 @@ from megatrain.train.folders import (
     MODEL,
     checkpoints,
     new_run_folder,
+    make_run_folder,
     require_empty,
     run_to_resume,
 )
@@ -44,12 +45,12 @@ def open_run(
     """
     folder = run_to_resume(config.output.folder, name) if resume else None
     if folder is None:
-        folder = new_run_folder(config.output.folder, name)
+        new_run_folder(config.output.folder, name)  # what is wrong with it is known at once
         if resume:
             log.info("no earlier run of that name: this one begins")
         job = prepare(config)
         held.callback(job.close)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_run_folder(config.output.folder, name)
         held.enter_context(locked(folder))
         require_empty(folder, "output.folder: ")  # another run may have been faster
         return folder, job

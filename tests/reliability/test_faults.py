@@ -126,8 +126,31 @@ opening.prepare = late
     second = start(waiting.format(model=str(model)))
     second.until("PHASE")
     start().finish()
-    failed_with(second, 2, "is not empty; choose another folder")
+    failed_with(second, 2, "holds a finished run; choose another folder")
     assert model_bytes(run.parent / "run") == model_bytes(whole)
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(
+    zygote, tmp_path, tokenizer_folder
+):
+    """As in a loop over learning rates that starts them all at once."""
+    run = toy_run(tmp_path, tokenizer_folder, output__folder=None)
+    together = """
+import datetime, os
+import megatrain.train.folders as folders
+class Still(datetime.datetime):
+    now = classmethod(lambda kind: kind(2026, 1, 1, 23, 59, 59))
+folders.datetime = Still
+os.chdir({place!r})
+"""
+    before = together.format(place=str(tmp_path))
+    both = [zygote.start("train", run, log=tmp_path / f"{i}", before=before) for i in range(2)]
+    for process in both:
+        process.finish()
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert names == ["run-20260101-235959", "run-20260102-000000"]
+    models = {model_bytes(tmp_path / "runs" / name) for name in names}
+    assert len(models) == 1
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
