@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import dropwhile, islice
 from pathlib import Path
 
 from megatrain.checkpoint import files
@@ -95,10 +96,11 @@ def mark(folder: str | Path) -> None:
     (Path(folder) / KEEP).touch()
 
 
-def rotate(parent: str | Path, keep_last: int) -> list[Path]:
+def rotate(parent: str | Path, keep_last: int, *, newest: Path | None = None) -> list[Path]:
     """Remove whole checkpoints but the newest `keep_last` and the marked ones; returns them.
 
-    What is damaged, unknown or not a checkpoint is left alone.
+    What is damaged, unknown or not a checkpoint is left alone. With `newest` so are those after it,
+    and do not count: they may be damaged where nothing but reading all of them would show it.
 
     Raises:
         ValueError: `keep_last` is below 1.
@@ -106,7 +108,8 @@ def rotate(parent: str | Path, keep_last: int) -> list[Path]:
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; the newest checkpoint always stays")
-    old = [each for each in whole_checkpoints(parent)[keep_last:] if not (each / KEEP).exists()]
+    known = dropwhile(lambda each: newest not in (None, each), whole_checkpoints(parent))
+    old = [each for each in islice(known, keep_last, None) if not (each / KEEP).exists()]
     for folder in old:
         files.remove(folder)
     return old

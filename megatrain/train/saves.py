@@ -125,7 +125,8 @@ class Saves:
         if len(checkpoints(self._run)) <= self._settings.keep:
             return
         try:
-            rotate(self._run / CHECKPOINTS, self._settings.keep)
+            newest = checkpoint_folder(self._run, self.saved)
+            rotate(self._run / CHECKPOINTS, self._settings.keep, newest=newest)
         except OSError as error:
             log.warning("an old checkpoint cannot be deleted: %s", error)
 
