@@ -270,7 +270,9 @@ def _saved_engine(config: Config, start: Start) -> Engine:
     assert engine.optimizer is not None
     chosen = config.optimizer
     for group in engine.optimizer.param_groups:
-        group |= {"lr": chosen.lr, "betas": tuple(chosen.betas), "eps": chosen.eps}
+        # torch's schedules start from `initial_lr`, which is saved with the group.
+        rates = {"lr": chosen.lr, "initial_lr": chosen.lr}
+        group |= rates | {"betas": tuple(chosen.betas), "eps": chosen.eps}
     return engine
 
 
