@@ -100,6 +100,12 @@ def require_plain(path: Path) -> None:
         raise InputError(f"{path}: not a plain file; remove it")
 
 
+def require_folder(path: Path) -> None:
+    """Raises InputError if there is something else than a folder, such as a link to nothing."""
+    if os.path.lexists(path) and not path.is_dir():
+        raise InputError(f"{path}: no folder, or a link to none; is the disk there that it was on?")
+
+
 def require_empty(path: Path, what: str = "") -> None:
     """Raises InputError unless `path` is a free name or an empty folder.
 

@@ -1,27 +1,29 @@
 """From a run file to a job that can take its next step, in a folder that is the run's own."""
 
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.checkpoint import remove_leftovers
 from megatrain.config import Config
+from megatrain.config.yaml_file import read_yaml
 from megatrain.errors import InputError
 from megatrain.train.folders import (
     CHECKPOINTS,
+    CONFIG,
     MODEL,
     checkpoints,
-    new_run_folder,
     make_run_folder,
+    new_run_folder,
     require_empty,
+    require_folder,
     run_to_resume,
 )
 from megatrain.train.lock import locked
 from megatrain.train.outputs import finished_steps
 from megatrain.train.prepare import Job, prepare
-from megatrain.train.resume import Start, find_starts, is_whole, say_differences
+from megatrain.train.resume import Damaged, check_config, find_starts, say_differences
 
 log = logging.getLogger(__name__)
 
@@ -55,24 +57,23 @@ def open_run(
         require_empty(folder, "output.folder: ")  # another run may have been faster
         return folder, job
     held.enter_context(locked(folder))
-    remove_leftovers(folder / CHECKPOINTS)
-    starts = list(find_starts(folder, config))
     if (done := finished_steps(folder, config)) is not None:
+        check_config(config, read_yaml(folder / CONFIG), folder / CONFIG)
         return Finished(folder, done)
-    job = _go_on(folder, config, starts)
+    require_folder(folder / CHECKPOINTS)
+    remove_leftovers(folder / CHECKPOINTS)
+    job = _go_on(folder, config)
     held.callback(job.close)
     return folder, job
 
 
-def _go_on(folder: Path, config: Config, starts: Sequence[Start]) -> Job:
+def _go_on(folder: Path, config: Config) -> Job:
     """From the newest checkpoint that is whole: damage inside of tiles shows when they are read."""
-    for start in starts:
+    for start in find_starts(folder, config):
         say_differences(config, start.state)
         try:
             return prepare(config, start)
-        except InputError as error:
-            if start is starts[-1] or is_whole(start.checkpoint):
-                raise
+        except Damaged as error:
             log.warning("not resumed from: %s", error)
     if checkpoints(folder):
         raise InputError(f"{folder}: none of its checkpoints is whole; start a new run")

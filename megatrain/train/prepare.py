@@ -23,7 +23,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.optim import NO_DECAY, AdamW
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.model_config import check_sequence_length, model_config
-from megatrain.train.resume import RunState, Start
+from megatrain.train.resume import Damaged, RunState, Start, is_whole
 
 SECONDS_BETWEEN_NEWS = 5.0
 
@@ -55,6 +55,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
 
     Raises:
         InputError: a part of the configuration, data or model that cannot be used.
+        Damaged: the checkpoint cannot.
         DoesNotFit: more memory is needed than there is.
     """
     tokenizer = load_tokenizer(
@@ -264,9 +265,13 @@ def _saved_engine(config: Config, start: Start) -> Engine:
     placement = config.engine.placement_value()
     before = start.state.config.get("engine")
     still_auto = isinstance(before, dict) and before.get("placement") == placement == "auto"
-    engine = Engine.load(
-        start.checkpoint, placement=None if still_auto else placement, **_settings(config)
-    )
+    chosen_placement = None if still_auto else placement
+    try:
+        engine = Engine.load(start.checkpoint, placement=chosen_placement, **_settings(config))
+    except InputError as error:
+        if is_whole(start.checkpoint):
+            raise
+        raise Damaged(str(error)) from error
     assert engine.optimizer is not None
     chosen = config.optimizer
     for group in engine.optimizer.param_groups:

@@ -73,13 +73,20 @@ class Start:
     state: RunState
 
 
-def check_config(config: Config, state: RunState, where: Path) -> None:
-    """Raises InputError if a key differs that decides what is learnt."""
-    for section, key, before, now in _differences(state.config, config):
+class Damaged(InputError):
+    """A checkpoint is not what was saved, which only shows when all of it is read."""
+
+
+def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None:
+    """Raises InputError if a key differs that decides what is learnt.
+
+    Args: `before` is the configuration, resolved, that `where` was made with.
+    """
+    for section, key, was, now in _differences(before, config):
         name = f"{section}.{key}"
         if section not in _FREE_SECTIONS and key not in _FREE_KEYS.get(section, ()):
             raise InputError(
-                f"{name}: {shown(now)} now, but {where} was made with {shown(before)}, and this "
+                f"{name}: {shown(now)} now, but {where} was made with {shown(was)}, and this "
                 "cannot change on resume; set it back, or start a new run"
             )
 
@@ -153,7 +160,7 @@ def find_starts(run: Path, config: Config) -> Iterator[Start]:
         if state.step != step:  # the newest is known by its name
             log.warning("not resumed from: %s: holds step %d; was it renamed?", folder, state.step)
             continue
-        check_config(config, state, folder)
+        check_config(config, state.config, folder)
         yield Start(folder, state)
 
 

@@ -165,7 +165,7 @@ def _run_state(folder: Path, run_file: Path) -> Reader:
             return  # the checkpoint's own reader has refused it
         if isinstance(tree, dict):
             found = RunState.of(tree, folder)
-            check_config(config, found, folder)
+            check_config(config, found.config, folder)
             Refusals(config.training).load_state_dict(found.refusals)
             validate(found.config, "saved")
 

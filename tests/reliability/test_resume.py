@@ -95,6 +95,17 @@ def test_what_may_change_on_resume(whole, cut, zygote, changes):
         assert model_bytes(cut / "run") == model_bytes(whole / "run")
 
 
+def test_another_learning_rate_is_taken_on_resume(whole, cut, zygote):
+    """At the place in the schedule that the run has come to."""
+    change = sets(optimizer__lr=0.001)  # it was 0.01
+    arguments = ["train", cut / "run.yaml", "--resume", *change]
+    out = zygote.start(*arguments, log=cut / "log2").finish()
+    rates, before = ([r["lr"] for r in logged(run / "run") if "lr" in r] for run in (cut, whole))
+    assert rates[:8] == before[:8]
+    assert rates[8:] == pytest.approx([rate / 10 for rate in before[8:]])
+    assert out.count("resume: optimizer.lr was 0.01, is 0.001 now") == 1
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -236,6 +247,63 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, cut, z
     assert "going on after step 4 in" in out
     assert logged(cut / "run") == logged(whole / "run")
     assert model_bytes(cut / "run") == model_bytes(whole / "run")
+
+
+def test_a_damaged_checkpoint_takes_the_place_of_no_whole_one(cut, zygote):
+    """That it is damaged shows only when all of it is read, which no save does."""
+    victim = next((cut / "run" / "checkpoints" / "step-00000008" / "tiles").iterdir())
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    stop = """
+import os, megatrain.train.steps as steps
+take = steps.Steps.take
+def stopped(self):
+    if self.done == 5:
+        os.kill(os.getpid(), 15)
+    return take(self)
+steps.Steps.take = stopped
+"""
+    arguments = ["train", cut / "run.yaml", "--resume", *sets(checkpoint__keep=1)]
+    out = zygote.start(*arguments, log=cut / "log2", before=stop).finish()
+    assert "stopped by SIGTERM after step 6 and saved" in out
+    assert checkpoint_steps(cut / "run") == [6, 8]
+    out = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log3").finish()
+    assert "going on after step 6" in out
+
+
+def test_a_run_is_not_begun_anew_where_its_checkpoints_are_out_of_reach(cut, zygote):
+    """They may lie on another disk, which has not been mounted."""
+    (cut / "run" / "checkpoints").rename(cut / "elsewhere")
+    (cut / "run" / "checkpoints").symlink_to(cut / "elsewhere")
+    (cut / "elsewhere").rename(cut / "unmounted")
+    before = logged(cut / "run")
+    run = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log2")
+    assert run.wait() == 2
+    assert "checkpoints: no folder, or a link to none; is the disk there" in run.output
+    assert logged(cut / "run") == before
+    (cut / "unmounted").rename(cut / "elsewhere")
+    out = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log3").finish()
+    assert "going on after step 8" in out
+
+
+def test_checkpoints_are_not_read_in_vain(whole, cut, zygote):
+    """Not for a run that is finished, and not to tell of data that are missing."""
+    seen = """
+import megatrain.checkpoint.folders as folders, megatrain.train.resume as resume
+def told(*arguments, read=folders.read_checkpoint):
+    print("READ", flush=True)
+    return read(*arguments)
+folders.read_checkpoint = told
+"""
+    arguments = ["train", whole / "run", "--resume"]
+    out = zygote.start(*arguments, log=cut / "log2", before=seen).finish()
+    assert out.startswith(f"{STEPS} steps done") and "READ" not in out
+    refused = zygote.start(*arguments, *sets(training__seed=1), log=cut / "log3")
+    assert refused.wait() == 2 and "config.yaml was made with 0" in refused.output
+    (cut / "rows.jsonl").unlink()
+    missing = ["train", cut / "run.yaml", "--resume", *sets(data__path=str(cut / "rows.jsonl"))]
+    process = zygote.start(*missing, log=cut / "log4", before=seen)
+    assert process.wait() == 2
+    assert "rows.jsonl: no such file" in process.output and process.output.count("READ") == 1
 
 
 def test_nothing_is_begun_anew_where_all_checkpoints_are_damaged(cut, zygote):
