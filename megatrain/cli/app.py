@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from megatrain import __version__
 from megatrain.cli.bench import bench
 from megatrain.cli.planning import doctor, plan
 from megatrain.errors import InputError, MegatrainError, RunFailed, told
@@ -69,9 +70,19 @@ Precision = Literal["bf16", "fp32"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"megatrain {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
 def common(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
 ) -> None:
     """Options that come before the command."""
     handlers = [StderrHandler()]

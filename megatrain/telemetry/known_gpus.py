@@ -25,7 +25,6 @@ class KnownGpu:
     Attributes:
         bus_gbps: one way between host and device, from the link's generation and lanes.
         host: `desktop`, `workstation` or `server`: what it usually sits in.
-        tested: whether MegaTrain has been measured on it.
         shares: of the peaks, reached in `matmul`, `attention_forward`, `attention_backward` and
             `memory`.
     """
@@ -37,7 +36,6 @@ class KnownGpu:
     memory_gbps: float
     bus_gbps: float
     host: str
-    tested: bool
     shares: dict[str, float]
     words: frozenset[str]
     source: str
@@ -92,7 +90,6 @@ def _entry(entry: dict[str, Any], shares: dict[str, dict[str, float]]) -> KnownG
         memory_gbps=float(entry["memory_gbps"]),
         bus_gbps=float(entry.get("bus_gbps", pcie_gbps(generation, lanes))),
         host=entry["host"],
-        tested=entry.get("tested", False),
         shares=shares[entry["family"]],
         words=frozenset(_words(entry.get("key", entry["name"]))),
         source=entry["source"],

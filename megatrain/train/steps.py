@@ -29,7 +29,7 @@ class Steps:
     def __init__(
         self, job: Job, config: Config, metrics: MetricsWriter, timeline: RunTimeline
     ) -> None:
-        self._job, self._config, self._metrics, self._timeline = job, config, metrics, timeline
+        self._job, self._metrics, self._timeline = job, metrics, timeline
         self._meter = Meter(job.engine, config.engine.precision)
         self._refusals = Refusals(config.training)
         self.done = 0

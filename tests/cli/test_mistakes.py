@@ -8,6 +8,7 @@ import sys
 import pytest
 import yaml
 
+from megatrain import __version__
 from megatrain.device import ranges
 from megatrain.telemetry.gpu import Gpu
 from megatrain.train import prepare
@@ -175,6 +176,11 @@ def test_a_path_that_cannot_be_used_is_bad_input(megatrain, trained, tmp_path):
     (tmp_path / "page.html").mkdir()
     result = megatrain("report", trained[0], "--output", tmp_path / "page.html")
     assert_refused(result, f"{tmp_path / 'page.html'}: Is a directory")
+
+
+def test_the_version_can_be_asked_for(megatrain):
+    result = megatrain("--version")
+    assert (result.exit_code, result.stdout) == (0, f"megatrain {__version__}\n")
 
 
 def test_debug_adds_the_traceback(megatrain):

@@ -29,8 +29,6 @@ VALUES: list[Any] = [
     {"a": 1}, {"": {}}, {"__class__": "x"}, [1.5], ["x"], "1", "None", "nan", "\u202e",
 ]  # fmt: skip
 
-NAMES = ["", "x", "__metadata__", "../x", "\x00", "a" * 2000, "\ud800", "auto_map", "__init__"]
-
 
 @st.composite
 def spoilt(draw: st.DrawFn, valid: bytes) -> bytes:
