@@ -8,6 +8,7 @@ write and check it, and a reader holds no more than a piece.
 import errno
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import shutil
@@ -19,13 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.errors import InputError
+from megatrain.errors import InputError, told
 from megatrain.units import align
 
 try:
     import xxhash
 except ImportError:  # it comes with every installation, but some machines run from a bare checkout
     xxhash = None  # type: ignore[assignment]
+
+_log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
 _DIRECT_BYTES = 8 << 20  # of a file that are on their way past the page cache
@@ -236,7 +239,13 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; it stops being one at once."""
+    """Remove a checkpoint; it stops being one at once.
+
+    Raises:
+        OSError: it cannot be removed; one that may not be written into is left as it is.
+    """
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     gone = hidden(folder, REMOVED)
     os.rename(folder, gone)
     shutil.rmtree(gone)
@@ -251,19 +260,28 @@ def remove_partial(folder: Path) -> None:
 def put_right(parent: Path) -> None:
     """Remove what killed saves and removals left in `parent`; bring back what one moved aside.
 
-    What a save is writing stays (`claimed`): other engines may save beside this one.
+    What a save is writing stays (`claimed`): other engines may save beside this one. What cannot be
+    removed is told: it takes room, which is no reason to save no more.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: what was moved aside cannot be brought back.
     """
     for path in list(_leftovers(parent)):
         original = path.with_name(path.name[1:].rpartition(".")[0])
         if path.name.endswith(REPLACED) and not os.path.lexists(original):
             os.rename(path, original)
-        elif path.is_symlink():  # a link had the name of a checkpoint
-            os.unlink(path)
-        elif not _is_claimed(path):
-            shutil.rmtree(path)
+            continue
+        try:
+            _tidy_away(path)
+        except OSError as error:
+            _log.warning("%s: left over, and cannot be removed (%s)", path, told(error))
+
+
+def _tidy_away(path: Path) -> None:
+    if path.is_symlink():  # a link had the name of a checkpoint
+        os.unlink(path)
+    elif not _is_claimed(path):
+        shutil.rmtree(path)
 
 
 @contextmanager

@@ -104,14 +104,20 @@ def rotate(parent: str | Path, keep_last: int, *, newest: Path | None = None) ->
 
     Raises:
         ValueError: `keep_last` is below 1.
-        OSError: one cannot be removed.
+        OSError: one cannot be removed; the others are.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; the newest checkpoint always stays")
     known = dropwhile(lambda each: newest not in (None, each), whole_checkpoints(parent))
     old = [each for each in islice(known, keep_last, None) if not (each / KEEP).exists()]
+    failures = []
     for folder in old:
-        files.remove(folder)
+        try:
+            files.remove(folder)
+        except OSError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
     return old
 
 
@@ -119,7 +125,7 @@ def remove_leftovers(parent: str | Path) -> None:
     """Tidy up after killed saves in a folder; a save does this itself, before it begins.
 
     Raises:
-        OSError: something cannot be removed.
+        OSError: a checkpoint that was being replaced cannot be brought back.
     """
     files.put_right(Path(parent))
 

@@ -4,7 +4,9 @@ import contextlib
 import itertools
 import os
 import shutil
+import tempfile
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -171,6 +173,40 @@ def test_leftovers_of_killed_saves_go_at_the_next_save(engine, tmp_path) -> None
     (tmp_path / ".mine.partial").mkdir()
     engine.save(tmp_path / "saved")
     assert sorted(os.listdir(tmp_path)) == [".mine.partial", "c", "saved"]
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """A folder of somebody to whom permissions apply."""
+    root, nobody = os.geteuid() == 0, 65534
+    with tempfile.TemporaryDirectory() as folder:
+        if root:
+            os.chown(folder, nobody, nobody)
+            os.setresuid(nobody, nobody, 0)
+        try:
+            yield Path(folder)
+        finally:
+            if root:
+                os.setresuid(0, 0, 0)
+            for path, *_ in os.walk(folder):
+                os.chmod(path, 0o700)
+
+
+def test_what_may_not_be_removed_stops_no_save(engine, unprivileged, caplog) -> None:
+    """A checkpoint that somebody has made read-only stays as it is; what is left over is told."""
+    for number in range(4):
+        engine._steps = number
+        engine.save(unprivileged / f"step {number}")
+    for name in ("step 2", "step 2/tiles"):
+        (unprivileged / name).chmod(0o500)
+    with pytest.raises(PermissionError, match="step 2"):
+        rotate(unprivileged, 1)
+    assert sorted(os.listdir(unprivileged)) == ["step 2", "step 3"]
+    (unprivileged / "step 2").rename(unprivileged / ".step 2.checkpoint-removed")
+    engine.save(unprivileged / "step 4")
+    remove_leftovers(unprivileged)
+    assert ".step 2.checkpoint-removed: left over, and cannot be removed" in caplog.text
+    verify(unprivileged / "step 4")
 
 
 def test_a_checkpoint_that_was_being_replaced_comes_back(engine, tmp_path) -> None:
