@@ -242,11 +242,16 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
     return manifest
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError unless a file of this name lies in a checkpoint, on every system."""
+    parts = name.split("/")
+    if not name.isprintable() or "\\" in name or any(p in ("", ".", "..") for p in parts):
+        raise ValueError(f"the name {name[:80]!r} leaves the folder")
+
+
 def _check_files(manifest: Manifest) -> None:
     for name, record in manifest.files.items():
-        parts = name.split("/")
-        if not name.isprintable() or "\\" in name or any(p in ("", ".", "..") for p in parts):
-            raise ValueError(f"the name {name[:80]!r} leaves the folder")
+        check_name(name)
         if any(not 0 < size <= MAX_PIECE_BYTES for size, _ in record.pieces):
             raise ValueError(f"{name!r} has a piece of an impossible size")
         if sum(size for size, _ in record.pieces) != record.num_bytes:

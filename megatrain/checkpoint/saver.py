@@ -26,6 +26,7 @@ from megatrain.checkpoint.manifest import (
     Plane,
     Settings,
     TileRecord,
+    check_name,
 )
 from megatrain.checkpoint.pieces import Snapshot, TileFile, dtype_name, planes_of, tile_file
 from megatrain.checkpoint.release import Release
@@ -163,7 +164,7 @@ class Saving:
             files.publish(partial, self.folder)
             self._named = True
         files.sync_folder(parent)
-        with suppress(OSError):  # what was replaced; the next save tries again
+        with suppress(OSError):  # the next save tries again
             files.put_right(parent)
 
     def _fill(self, partial: Path) -> None:
@@ -248,12 +249,12 @@ class Saving:
         if contents.attach is not None:
             contents.attach(partial / MODEL)
         files.write_text(partial / EXTRA, contents.extra)
-        paths = [path for path in partial.rglob("*") if path.is_file()]
-        records = {
-            path.relative_to(partial).as_posix(): files.settle(path)
-            for path in paths
-            if path.relative_to(partial).parts[0] != TILES
-        }
+        names = [path.relative_to(partial).as_posix() for path in _files_in(partial)]
+        names = [name for name in names if not name.startswith(f"{TILES}/")]
+        for name in names:
+            files.regular_size(partial, name)  # a link would not be read back
+            check_name(name)
+        records = {name: files.settle(partial / name) for name in names}
         if contents.keep:
             files.write_text(partial / KEEP, "")
         return {name: FileRecord(*record) for name, record in records.items()}
@@ -341,6 +342,11 @@ class Saver:
         order = sorted(self._tiles, key=lambda tile: -tile.index if self._reverse else tile.index)
         order.sort(key=lambda tile: not tile.resident)
         return [tile_file(tile, _file_name(tile)) for tile in order]
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    """Everything but folders; links to such are none."""
+    return (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
 
 
 def _tell(failures: list[str]) -> None:

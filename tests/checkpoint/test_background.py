@@ -283,6 +283,25 @@ def test_a_failing_attachment_fails_the_save(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["a link", "a link to a folder", "two\nlines"])
+def test_an_attachment_that_could_not_be_read_back_fails_the_save(name, tmp_path) -> None:
+    """The checkpoint that is there stays."""
+    target = {"a link": "/etc/hostname", "a link to a folder": "/etc"}.get(name)
+
+    def attach(folder: Path) -> None:
+        if target is None:
+            (folder / name).write_text("")
+        else:
+            (folder / name).symlink_to(target)
+
+    engine = engine_of()
+    engine.save(tmp_path / "saved")
+    with pytest.raises(RunFailed, match="links are not followed|leaves the folder"):
+        engine.save(tmp_path / "saved", attach=attach)
+    verify(tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
 def test_a_dead_update_thread_fails_the_save(tmp_path, monkeypatch) -> None:
     """Its events pass, but the planes are not what the versions say."""
     steps = batches(2)
