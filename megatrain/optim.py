@@ -144,10 +144,12 @@ def _scalar(value: Any) -> Any:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
     if isinstance(value, tuple | list):
         return [_plain(name, each) for each in value]
+    if getattr(value, "ndim", None) == 0 or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    ):
+        value = _scalar(value)
     if value is not None and not isinstance(value, int | float | str):
         raise InputError(
             f"the optimizer's {name!r} is a {type(value).__name__}, which no checkpoint can hold"

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -104,10 +105,11 @@ def test_changed_groups_come_back_exactly(tmp_path) -> None:
     engine = engine_of()
     for group in engine.optimizer.param_groups:
         group |= {"lr": 1 / 3, "betas": (0.1 + 0.2, 0.95), "initial_lr": torch.tensor(0.25)}
+        group["eps"] = np.float32(0.1)
     engine.save(tmp_path / "saved")
     for group in Engine.load(tmp_path / "saved").optimizer.param_groups:
         assert (group["lr"], group["betas"]) == (1 / 3, (0.1 + 0.2, 0.95))
-        assert group["initial_lr"] == 0.25
+        assert (group["initial_lr"], group["eps"]) == (0.25, np.float32(0.1))
 
 
 def moe() -> DeepseekV3ForCausalLM:
