@@ -15,11 +15,13 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
 
+from megatrain.checkpoint import MODEL
 from megatrain.config import Config, DataSection
 from megatrain.data import PackedDataset, Step, StepLoader, load_tokenizer, open_dataset
 from megatrain.engine import Engine
 from megatrain.engine.fit import usual_micro_batch
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.model.build import load_config
 from megatrain.optim import NO_DECAY, AdamW
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.model_config import check_sequence_length, model_config
@@ -62,7 +64,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         config.model.tokenizer or str(config.model.path),
         trust_remote_code=config.model.trust_remote_code,
     )
-    hf_config = model_config(config.model, tokenizer)
+    hf_config = _model_config(config, tokenizer, start)
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
     training, evaluation = _datasets(config, tokenizer, vocab_size)
@@ -102,6 +104,16 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         total_steps=total_steps,
         resumed=start.state if start else None,
     )
+
+
+def _model_config(
+    config: Config, tokenizer: PreTrainedTokenizerBase, start: Start | None
+) -> PreTrainedConfig:
+    """That of the model's source, which a run that goes on does not need any more."""
+    if start is None:
+        return model_config(config.model, tokenizer)
+    trusted = config.model.trust_remote_code
+    return load_config(start.checkpoint / MODEL, trust_remote_code=trusted)
 
 
 def _datasets(

@@ -194,6 +194,18 @@ def test_a_finished_run_needs_no_checkpoint_to_be_known_as_such(
     assert "going on after step 4" in out and "6 steps done" in out
 
 
+def test_a_run_goes_on_without_the_model_that_it_began_from(
+    whole, tmp_path, tokenizer_folder, zygote
+):
+    base = tmp_path / "base"
+    shutil.copytree(whole / "run" / "model", base)
+    run = toy_run(tmp_path, tokenizer_folder, model__config=None, model__path=str(base))
+    zygote.start("train", run, *sets(training__steps=3), log=tmp_path / "1").finish()
+    shutil.rmtree(base)
+    out = zygote.start("train", run, "--resume", log=tmp_path / "2").finish()
+    assert "going on after step 3" in out and "6 steps done" in out
+
+
 def test_a_folder_or_the_newest_run_of_a_name_is_resumed(tmp_path, tokenizer_folder, zygote):
     tmp_path = tmp_path / 'a "folder" of Zoë\'s \N{SLIGHTLY SMILING FACE}'
     run = toy_run(tmp_path, tokenizer_folder, output__folder=None, training__steps=4)
