@@ -1,5 +1,6 @@
 """AdamW's settings and groups: what Hugging Face would decay, and what is refused."""
 
+import json
 import math
 from typing import Any
 
@@ -86,3 +87,19 @@ def test_torch_takes_it_for_an_optimizer() -> None:
     optimizer.zero_grad()
     assert optimizer.num_steps == 1
     assert optimizer.state_dict()["state"] == {}
+
+
+def test_groups_are_saved_as_plain_values_and_taken_over_again() -> None:
+    model = tiny_model("llama")
+    optimizer, other = (StreamedOptimizer(AdamW(lr=2e-5), model) for _ in range(2))
+    optimizer.param_groups[0].update(lr=torch.tensor(0.25), mine=None)
+    saved = json.loads(json.dumps(optimizer.saved_groups()))
+    assert (saved[0]["lr"], saved[1]["lr"]) == (0.25, 2e-5)
+    other.restore(saved, 3)
+    assert (other.param_groups[0]["lr"], other.num_steps) == (0.25, 3)
+    assert other.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]
+    with pytest.raises(InputError, match="of other parameters"):
+        other.restore(saved[:1], 3)
+    optimizer.param_groups[1]["mine"] = torch.zeros(2)
+    with pytest.raises(InputError, match="'mine' is a Tensor, which no checkpoint can hold"):
+        optimizer.saved_groups()

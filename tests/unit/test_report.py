@@ -170,13 +170,14 @@ def test_a_run_that_goes_on_and_one_that_failed(tmp_path):
 
 def test_what_a_resumed_run_did_twice_counts_once():
     lines = [record(s, loss=1.0) for s in range(1, 7)] + [{"step": 4, "eval_loss": 9.0}]
-    lines += [{"step": 5, "skipped": "not finite", "rows": "1"}]
+    lines += [{"step": 5, "skipped": "not finite", "rows": "1"}] * 2
     lines += [record(s, loss=2.0) for s in range(4, 8)] + [{"step": 4, "eval_loss": 8.0}]
     metrics = collect(lines)
     assert metrics.columns["step"].tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert metrics.columns["loss"].tolist() == [1, 1, 1, 2, 2, 2, 2]
     assert [e[:2] for e in metrics.evaluations] == [(4, 8.0)]
-    assert (metrics.resumed, metrics.total("tokens")) == (1, 7 * STEP_TOKENS)
+    assert (metrics.resumed, metrics.skipped) == (1, 1)
+    assert metrics.total("tokens") == 7 * STEP_TOKENS
 
 
 def test_values_that_are_no_numbers_are_gaps():
