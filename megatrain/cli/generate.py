@@ -13,6 +13,7 @@ from megatrain.data import load_tokenizer
 from megatrain.data.tokenizer import tokenising
 from megatrain.engine import Engine
 from megatrain.errors import InputError
+from megatrain.model.weights import resolve_model
 from megatrain.train.trained import trained_model
 
 
@@ -39,6 +40,8 @@ def generate_from(
         InputError: no such model, or the prompt leaves no room in the model's context.
     """
     source = trained_model(model)
+    if isinstance(source, str):
+        resolve_model(source)  # first: of a misspelt folder it is not the tokenizer that is missing
     tokenizer = load_tokenizer(source.model_folder if isinstance(source, Checkpoint) else source)
     engine = Engine(
         source,

@@ -42,7 +42,8 @@ def say_end(outcome: "Outcome") -> None:
         _say(f"stopped by {outcome.stopped} after step {outcome.steps} and saved; go on with:")
         _say(f"  {command}")
     else:
-        _say(f"{outcome.steps} steps done; the model is in {outcome.folder / MODEL}")
+        done = f"{outcome.steps} step{'s' if outcome.steps > 1 else ''} done"
+        _say(f"{done}; the model is in {outcome.folder / MODEL}")
 
 
 def _say(text: str) -> None:

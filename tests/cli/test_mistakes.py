@@ -171,6 +171,11 @@ def test_export_of_what_is_no_model_and_into_what_is_not_empty(megatrain, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_generate_from_a_misspelt_folder(megatrain):
+    result = megatrain("generate", "./runs/my-rum", "--prompt", "a")
+    assert_refused(result, "./runs/my-rum: no such folder, and not a hub id")
+
+
 def test_a_path_that_cannot_be_used_is_bad_input(megatrain, trained, tmp_path):
     assert_refused(megatrain("export", trained[0], "/proc/out"), "/proc/.out.partial: No such file")
     (tmp_path / "page.html").mkdir()
