@@ -2,11 +2,16 @@
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import InputError
@@ -15,6 +20,7 @@ from megatrain.model.shards import read_json
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
 _LONGEST_REASON = 400
 _COUNTED = re.compile(r"(layers?|experts)$")
+_LARGE = 1 << 28  # values; no buffer of a known model has nearly as many
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -46,7 +52,7 @@ def empty_model(
     _refuse_endless(config)
     chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        with init_empty_weights(include_buffers=False):
+        with _weightless():
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), trust_remote_code=trust_remote_code, **chosen
             )
@@ -82,7 +88,7 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
             "of it, or give its folder"
         )
     if any(buffer.is_meta for buffer in model.buffers()):
-        with init_empty_weights(include_buffers=False):
+        with _weightless():
             copied = type(model)(copy.deepcopy(model.config))
         copied.tie_weights()
         for name, parameter in copied.named_parameters():
@@ -103,11 +109,33 @@ def buffer_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.
 
     Decay tables and masks must fit the weights that they meet; a rotary table stays in fp32.
     """
-    with init_empty_weights(include_buffers=False):
+    with _weightless():
         twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     wide = re.compile("|".join(model._keep_in_fp32_modules_strict or ()) or "(?!)")
     types = {n: torch.float32 if wide.search(n) else b.dtype for n, b in twin.named_buffers()}
     return {n: types[n] for n, b in model.named_buffers() if n in types and types[n] != b.dtype}
+
+
+@contextmanager
+def _weightless() -> Iterator[None]:
+    """Parameters of modules made within have no memory; buffers are real."""
+    with init_empty_weights(include_buffers=False), _NothingLarge():
+        yield
+
+
+class _NothingLarge(TorchFunctionMode):
+    """Asks for no memory for large tensors, not even for the moment until they are parameters.
+
+    A layer's experts can be one tensor that is larger than this machine's memory.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones) and given.get("device") is None:
+            sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
+            if all(isinstance(size, int) for size in sizes) and prod(sizes) > _LARGE:
+                given["device"] = "meta"
+        return func(*args, **given)
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:

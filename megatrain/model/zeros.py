@@ -2,12 +2,16 @@
 
 import math
 import mmap
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _SMALL = 1 << 16
+
+# Room for more than the machine's memory. Not every Python has the name.
+_UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def zero_pages(shape: Sequence[int], *, requires_grad: bool = False) -> Tensor:
@@ -18,8 +22,8 @@ def zero_pages(shape: Sequence[int], *, requires_grad: bool = False) -> Tensor:
     numel = math.prod(shape)
     if numel < _SMALL:
         return torch.zeros(*shape, requires_grad=requires_grad)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    pages = mmap.mmap(-1, 4 * numel, flags=flags)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(-1, 4 * numel, flags=flags | _UNRESERVED)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     zeros = torch.frombuffer(pages, dtype=torch.float32).view(*shape)

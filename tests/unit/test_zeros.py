@@ -5,7 +5,10 @@ import sys
 
 import psutil
 import torch
+from transformers import DeepseekV3Config
 
+from megatrain.engine.assemble import open_source
+from megatrain.model.probe import outline
 from megatrain.model.zeros import zero_pages
 
 
@@ -32,3 +35,13 @@ def test_the_structure_of_72_billion_parameters_is_learned_in_little_memory():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 1 << 20  # KiB; 12 GiB with zeros that are written
+
+
+def test_experts_larger_than_this_machines_memory_are_no_hindrance():
+    config = DeepseekV3Config(
+        num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=4096, vocab_size=128
+    )
+    found = outline(open_source(config).model)
+    experts = 4096 * 3 * config.moe_intermediate_size * config.hidden_size
+    assert sum(p.numel() for p in found.skeleton.model.parameters()) > experts
+    assert 4 * experts > psutil.virtual_memory().total  # 672 GiB
