@@ -15,6 +15,7 @@ def draw_memory(
     """Write the bytes of each part as stacked bars, with the memory allowed, to a PNG or SVG.
 
     Args:
+        device: by part; empty where all of it is the host's, which then is the only bar.
         limits: device and host memory that may be used, in bytes.
 
     Raises:
@@ -24,11 +25,15 @@ def draw_memory(
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    bars = [
+        (name, parts, limit)
+        for name, parts, limit in zip(("device", "host"), (device, host), limits, strict=True)
+        if parts
+    ]
+    figure = Figure(figsize=(11, 2.6 * len(bars)), layout="constrained")
     colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
-    for axes, parts, limit, name in zip(
-        figure.subplots(2, 1), (device, host), limits, ("device", "host"), strict=True
-    ):
+    every = figure.subplots(len(bars), 1, squeeze=False).flat
+    for axes, (name, parts, limit) in zip(every, bars, strict=True):
         left, longest = 0.0, max(sum(parts.values()), limit)
         for index, (part, num_bytes) in enumerate(parts.items()):
             label = f"{part}, {gib(num_bytes)}" if num_bytes > _LEAST_SHOWN * longest else None

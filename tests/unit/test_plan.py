@@ -433,3 +433,12 @@ def test_the_picture_is_drawn(tmp_path):
         assert (tmp_path / name).stat().st_size > 5000
     with pytest.raises(ValueError):
         draw_memory(parts, parts, (1, 1), tmp_path / "plan.xyz", "a model")
+
+
+def test_the_picture_of_a_cpu_has_no_empty_bar(tmp_path):
+    heights = []
+    for device in ({"slots": GIB}, {}):
+        draw_memory(device, {"weights": GIB}, (GIB, GIB), tmp_path / "plan.png", "a model")
+        header = (tmp_path / "plan.png").read_bytes()[:24]
+        heights.append(int.from_bytes(header[20:], "big"))
+    assert heights[0] == 2 * heights[1]
