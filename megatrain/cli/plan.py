@@ -73,6 +73,8 @@ class Subject:
     device_memory: str | int | None = None
     host_memory: str | int | None = None
     device: str = DEVICE
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
     missing: str | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -121,6 +123,7 @@ def _subject(options: Options) -> Subject:
         if value is not None:
             setattr(subject, name, value)
     _check_length(subject)
+    _note_quantised(subject, is_run=options.run is not None)
     return subject
 
 
@@ -144,8 +147,22 @@ def _of_run_file(run: Path, overrides: Sequence[str]) -> Subject:
         device_memory=loaded.engine.device_memory,
         host_memory=loaded.engine.host_memory,
         device=loaded.engine.device,
+        trust_remote_code=loaded.model.trust_remote_code,
+        attn_implementation=loaded.model.attn_implementation,
         missing=missing_data(loaded.data.path),
     )
+
+
+def _note_quantised(subject: Subject, *, is_run: bool) -> None:
+    """Shapes can be planned; what a run would read must be what it can train."""
+    if getattr(subject.config, "quantization_config", None) is None:
+        return
+    told = f"the weights of {subject.name} are quantised, and such are not trained"
+    remedy = "take the unquantised model"
+    if is_run:
+        subject.missing = f"model.path: {told}; {remedy}"
+    else:
+        subject.warnings.append(f"{told}: {remedy}; the plan is for that")
 
 
 def _model_of(loaded: "Config") -> "PreTrainedConfig":
@@ -188,10 +205,12 @@ def _machine(options: Options, subject: Subject) -> Machine:
     here = find_gpu(DEVICE)
     asked = None if options.gpu is None else named_gpu(options.gpu)
     if asked is None and subject.device == "cpu":
-        return _cpu(subject, host, device)
+        return _cpu(options, subject, host, device)
     if asked is None or (here is not None and by_driver_name(here.name) == asked):
         machine = present_machine(DEVICE, precision=subject.precision)
         if machine is not None:
+            host = _within(options.host_memory, host, machine.host_memory_bytes)
+            device = _within(options.device_memory, device, machine.device_memory_bytes)
             return _changed(_shared(machine, subject, device), host, device, options.cores)
         if here is not None:
             raise InputError(
@@ -210,15 +229,26 @@ def _machine(options: Options, subject: Subject) -> Machine:
     return machine_for(asked.name, host or 0, cores, device, precision=subject.precision)
 
 
-def _cpu(subject: Subject, host: int | None, device: int | None) -> Machine:
+def _within(option: str | None, limit: int | None, there: int) -> int | None:
+    """A run file's limit, as it binds on this machine; an option's is what is asked about."""
+    return limit if limit is None or option is not None else min(limit, there)
+
+
+def _cpu(options: Options, subject: Subject, host: int | None, device: int | None) -> Machine:
     """This machine's CPU, and what the engine does on it where nothing is said."""
     from megatrain.plan.device_rates import measured_cpu
 
     if device is not None:
         raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
+    if options.cores not in (None, cores := usable_cores()):
+        raise InputError(
+            f"--cores {options.cores}: the device is cpu, and this machine's {cores} are measured; "
+            "leave it out, or run this under taskset"
+        )
     subject.placement = subject.placement or CPU_PLACEMENT
     subject.warnings.append("the times are rough: rates of this CPU were measured for seconds only")
     machine = measured_cpu(subject.precision)
+    host = _within(options.host_memory, host, machine.host_memory_bytes)
     return machine if host is None else replace(machine, host_memory_bytes=host)
 
 
@@ -230,7 +260,8 @@ def _changed(machine: Machine, host: int | None, device: int | None, cores: int 
         changes["device_memory_bytes"] = device
     if cores is not None and cores != machine.cores:
         share = update_gbps(cores) / update_gbps(machine.cores)
-        changes |= {"cores": cores, "update_gbps": machine.update_gbps * share}
+        name = f"{machine.name.partition(',')[0]}, {cores} cores"
+        changes |= {"name": name, "cores": cores, "update_gbps": machine.update_gbps * share}
     return replace(machine, **changes)
 
 
@@ -273,8 +304,13 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
     from megatrain.engine.assemble import open_source
     from megatrain.model.probe import outline
 
+    source = open_source(
+        subject.config,
+        trust_remote_code=subject.trust_remote_code,
+        attn_implementation=subject.attn_implementation,
+    )
     return make_plan(
-        outline(open_source(subject.config).model),
+        outline(source.model),
         ask,
         total_tokens=subject.total_tokens,
         gpus=options.gpus,

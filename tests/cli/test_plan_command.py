@@ -201,6 +201,7 @@ def test_other_cores_change_the_update_of_a_measured_machine():
     changed = command._changed(machine, 1, 2, 8)
     assert (changed.host_memory_bytes, changed.device_memory_bytes, changed.cores) == (1, 2, 8)
     assert changed.update_gbps == pytest.approx(machine.update_gbps * 86 / 120)
+    assert changed.name == "H200, 8 cores"
 
 
 def test_a_placement_of_the_run_file_is_planned(megatrain, run_file):
@@ -220,6 +221,69 @@ def test_a_run_on_the_cpu_is_planned_in_host_memory(megatrain, run_file):
     for text in ("2 rows at once; fp32", "process 0.5 GiB", "the times are rough"):
         assert text in result.stdout
     assert "device " not in result.stdout and "GPU" not in result.stdout
+
+
+def test_a_run_files_limit_adds_nothing_to_this_machine(megatrain, run_file, monkeypatch):
+    monkeypatch.setattr(device_rates, "measured_cpu", lambda precision: present_cpu())
+    ask = ["plan", run_file, "--set", "engine.host_memory=900TiB", "--json"]
+    told = json.loads(megatrain(*ask).stdout)
+    assert told["host_memory_bytes"] == present_cpu().host_memory_bytes
+    asked = json.loads(megatrain(*ask, "--host-memory", "800TiB").stdout)
+    assert asked["host_memory_bytes"] == 800 * 1024 * GIB
+
+
+def test_a_run_on_the_cpu_has_the_cores_that_there_are(megatrain, run_file):
+    refused(megatrain("plan", run_file, "--cores", 4096), "--cores 4096: the device is cpu")
+
+
+def test_attention_is_planned_as_the_run_has_it(megatrain, run_file):
+    lengths = ["--set", "model.config.max_position_embeddings=2048", "--sequence-length", 2048]
+    ask = ["plan", run_file, *HERE, *lengths, "--tokens", 2048, "--micro-batch", 1, "--json"]
+    fixed = [*ask, "--set", "engine.placement={slots: 2}"]
+    usual = json.loads(megatrain(*fixed).stdout)["forecast"]["device_bytes"]
+    eager = megatrain(*fixed, "--set", "model.attn_implementation=eager")
+    scores = 2 * 2048 * 2048 * 4  # of two heads
+    told = json.loads(eager.stdout)["forecast"]["device_bytes"]
+    assert told["working set"] > usual["working set"] + scores
+
+
+def test_a_models_own_code_is_run_where_the_run_file_allows_it(
+    megatrain, run_file, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    tree = yaml.safe_load(run_file.read_text())
+    folder = own_code(tmp_path / "own")
+    tree["model"] = {"path": str(folder), "tokenizer": tree["model"]["tokenizer"]}
+    tree["model"]["trust_remote_code"] = True
+    run_file.write_text(yaml.safe_dump(tree))
+    result = megatrain("plan", run_file, *HERE)
+    assert result.exit_code == 0, result.output
+
+
+def own_code(folder):
+    """A model whose class is in its folder."""
+    folder.mkdir()
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config = tiny_llama(vocab_size=300, model_type="own_llama", auto_map=own)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    return folder
+
+
+def test_quantised_weights_are_told(megatrain, run_file, model_file):
+    config = json.loads(model_file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    model_file.write_text(json.dumps(config))
+    sizes = ["--tokens", 256, "--sequence-length", 32]
+    result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes)
+    assert result.exit_code == 0 and "are quantised, and such are not trained" in result.stdout
+    tree = yaml.safe_load(run_file.read_text())
+    tree["model"] = {"path": str(model_file.parent), "tokenizer": tree["model"]["tokenizer"]}
+    run_file.write_text(yaml.safe_dump(tree))
+    refused(megatrain("plan", run_file, *HERE), "take the unquantised model (it would fit")
 
 
 def test_a_run_on_the_cpu_is_held_to_its_host_memory(megatrain, run_file, monkeypatch):
