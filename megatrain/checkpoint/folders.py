@@ -132,10 +132,12 @@ def remove_leftovers(parent: str | Path) -> None:
 
 @contextmanager
 def offering_another(folder: Path) -> Iterator[None]:
-    """Add to an InputError where the newest whole checkpoint beside `folder` is."""
+    """Add to an InputError where a whole checkpoint is: beside `folder`, or in that of a run."""
     try:
         yield
     except InputError as error:
-        others = [each for each in whole_checkpoints(folder.parent) if each != folder]
-        hint = f"; take {others[0]}" if others else "; no whole checkpoint is beside it"
+        places = (folder.parent, folder, folder / "checkpoints")
+        others = (each for place in places for each in whole_checkpoints(place) if each != folder)
+        found = next(others, None)
+        hint = "; no whole checkpoint is beside it" if found is None else f"; take {found}"
         raise InputError(f"{error}{hint}") from error

@@ -341,3 +341,10 @@ def test_decoding_refuses_other_types() -> None:
         decode(FileRecord, {"num_bytes": 1, "pieces": 3}, "it")
     assert decode(float | None, 3, "it") == 3.0
     assert decode(float | None, None, "it") is None
+
+
+def test_a_runs_folder_is_told_which_of_its_checkpoints_to_take(newer, tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.move(newer.parent, tmp_path / "run" / "checkpoints")
+    with pytest.raises(InputError, match=f"; take .*/run/checkpoints/{newer.name}$"):
+        Engine.load(tmp_path / "run", device="cpu")
