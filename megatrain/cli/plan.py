@@ -78,6 +78,11 @@ class Subject:
     missing: str | None = None
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def gpu(self) -> str:
+        """This machine's GPU that it is about."""
+        return self.device if self.device.startswith(DEVICE) else DEVICE
+
 
 def run_plan(options: Options, *, as_json: bool, picture: Path | None) -> None:
     """Plan, print, draw.
@@ -202,12 +207,12 @@ def _machine(options: Options, subject: Subject) -> Machine:
     host = _bytes(subject.host_memory, "--host-memory")
     device = _bytes(subject.device_memory, "--device-memory")
     cores = usable_cores() if options.cores is None else options.cores
-    here = find_gpu(DEVICE)
+    here = find_gpu(subject.gpu)
     asked = None if options.gpu is None else named_gpu(options.gpu)
     if asked is None and subject.device == "cpu":
         return _cpu(options, subject, host, device)
     if asked is None or (here is not None and by_driver_name(here.name) == asked):
-        machine = present_machine(DEVICE, precision=subject.precision)
+        machine = present_machine(subject.gpu, precision=subject.precision)
         if machine is not None:
             host = _within(options.host_memory, host, machine.host_memory_bytes)
             device = _within(options.device_memory, device, machine.device_memory_bytes)
@@ -267,7 +272,7 @@ def _changed(machine: Machine, host: int | None, device: int | None, cores: int 
 
 def _shared(machine: Machine, subject: Subject, limit: int | None) -> Machine:
     """What other processes hold of the present GPU cannot be planned with."""
-    state = gpu_state(DEVICE)
+    state = gpu_state(subject.gpu)
     used = 0 if state is None or state.used_bytes is None else state.used_bytes
     if limit is not None or used <= _USUAL_BYTES:
         return machine
@@ -302,6 +307,7 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
         placement=subject.placement,
     )
     from megatrain.engine.assemble import open_source
+    from megatrain.engine.tally import NotForeseeable
     from megatrain.model.probe import outline
 
     source = open_source(
@@ -309,13 +315,19 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
         trust_remote_code=subject.trust_remote_code,
         attn_implementation=subject.attn_implementation,
     )
-    return make_plan(
-        outline(source.model),
-        ask,
-        total_tokens=subject.total_tokens,
-        gpus=options.gpus,
-        warnings=subject.warnings,
-    )
+    try:
+        return make_plan(
+            outline(source.model),
+            ask,
+            total_tokens=subject.total_tokens,
+            gpus=options.gpus,
+            warnings=subject.warnings,
+        )
+    except NotForeseeable as error:
+        raise InputError(
+            f"{subject.name} cannot be planned: {error}; megatrain train places it by simpler "
+            "rules, and fewer tokens in a row may help"
+        ) from error
 
 
 def _draw(plan: Plan, name: str, picture: Path) -> None:

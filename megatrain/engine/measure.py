@@ -24,7 +24,7 @@ from megatrain.engine.sink import Room
 from megatrain.engine.tally import NotForeseeable, OneAttention, Tally, Work
 from megatrain.engine.tiling import TileWork, foretold, tiled
 from megatrain.engine.units import Head
-from megatrain.errors import MegatrainError
+from megatrain.errors import MegatrainError, first_line
 from megatrain.model.kind import KEPT_SHARE, Kind
 from megatrain.model.outline import Outline
 from megatrain.model.program import Activations, MicroBatch, Program
@@ -383,9 +383,13 @@ def foreseeing(what: str) -> Iterator[None]:
         yield
     except MegatrainError:
         raise
+    except RecursionError as error:
+        raise NotForeseeable(
+            f"{what} has too many operations one after the other (a recurrence without a kernel of "
+            "its own)"
+        ) from error
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
         raise NotForeseeable(
             f"what {what} takes depends on the values it computes with ({type(error).__name__}: "
-            f"{reason}); set the placement yourself"
+            f"{first_line(error)})"
         ) from error

@@ -133,7 +133,7 @@ class OneAttention(TorchFunctionMode):
         if self._calls > MOST_OPERATIONS:  # told here: torch's own code below may not be left so
             raise NotForeseeable(
                 f"a layer has more than {MOST_OPERATIONS:,} operations (a recurrence without a "
-                "kernel of its own); set the placement yourself"
+                "kernel of its own)"
             )
         if func is F.scaled_dot_product_attention:
             return _one_attention(*args, **(kwargs or {}))

@@ -54,11 +54,12 @@ def named_gpu(text: str) -> KnownGpu:
     """The entry that a user means: `4090`, `rtx4090`, `H100 PCIe`, or a driver's product name.
 
     Raises:
-        InputError: none, or several.
+        InputError: none, or one with another memory than the text has.
     """
     wanted = _squeezed(text)
     found = next((gpu for gpu in known_gpus() if _squeezed(gpu.name) == wanted), None)
-    found = found or by_driver_name(text)
+    if found is None and (found := by_driver_name(text)) is not None:
+        _check_size(text, found)
     if found is not None:
         return found
     raise InputError(
@@ -78,6 +79,16 @@ def known_gpus() -> tuple[KnownGpu, ...]:
 def pcie_gbps(generation: int, lanes: int) -> float:
     """What a PCIe link carries one way on paper, GB/s: 2 GB/s a lane in generation 4."""
     return 2.0 * lanes * 2.0 ** (generation - 4)
+
+
+def _check_size(text: str, gpu: KnownGpu) -> None:
+    """Some are sold with two sizes; what is far larger is the host's (`GH200 480GB`)."""
+    for size in map(int, re.findall(r"(\d+) ?g(?:i?b)?\b", text.lower())):
+        if max(size / gpu.memory_gib, gpu.memory_gib / size) > 1.15 and size < 3 * gpu.memory_gib:
+            raise InputError(
+                f"GPU {text!r}: {gpu.name} is listed with {gpu.memory_gib:g} GiB; give --gpu "
+                f"'{gpu.name}' and --device-memory {size}GiB"
+            )
 
 
 def _entry(entry: dict[str, Any], shares: dict[str, dict[str, float]]) -> KnownGpu:

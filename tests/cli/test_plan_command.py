@@ -304,3 +304,39 @@ def test_a_run_on_the_cpu_is_held_to_its_host_memory(megatrain, run_file, monkey
 
 def test_device_memory_is_for_a_gpu(megatrain, run_file):
     refused(megatrain("plan", run_file, "--device-memory", "8GiB"), "device_memory limits a GPU")
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"), [("count", "more than 5 operations"), ("deep", "one after the other")]
+)
+def test_a_model_that_cannot_be_followed_cannot_be_planned(
+    megatrain, model_file, monkeypatch, where, reason
+):
+    """A recurrence step by step, as Mamba's without its kernels: torch's calls go too deep."""
+
+    def too_deep(*_, **__):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    if where == "count":
+        monkeypatch.setattr("megatrain.engine.tally.MOST_OPERATIONS", 5)
+    else:
+        monkeypatch.setattr("megatrain.engine.measure.Measured._layer", too_deep)
+    result = megatrain("plan", "--model", model_file, "--sequence-length", 32, *HERE)
+    refused(result, "cannot be planned: ")
+    assert reason in result.stderr and "train places it by simpler rules" in result.stderr
+
+
+def test_a_run_file_that_names_one_of_several_gpus_is_planned_on_that(
+    megatrain, run_file, monkeypatch
+):
+    second = Gpu("NVIDIA H200", 140 * GIB, "580")
+    asked = []
+    monkeypatch.setattr(command, "find_gpu", lambda device: asked.append(device) or second)
+    monkeypatch.setattr(command, "gpu_state", lambda device: asked.append(device))
+    machine = machine_for("H200", 64 * GIB, 16)
+    monkeypatch.setattr(
+        command, "present_machine", lambda device, **_: asked.append(device) or machine
+    )
+    result = megatrain("plan", run_file, "--set", "engine.device=cuda:1")
+    assert result.exit_code == 0, result.stderr
+    assert asked == ["cuda:1"] * 3

@@ -51,6 +51,7 @@ def test_every_listed_gpu_is_found_by_its_name_and_has_sensible_figures():
         ("h100", "H100 SXM"),
         ("NVIDIA H100 80GB HBM3", "H100 SXM"),
         ("NVIDIA GH200 480GB", "GH200"),
+        ("B200 192 GB", "B200"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
     ],
 )
@@ -73,6 +74,15 @@ def test_an_unknown_gpu_is_answered_with_the_nearest(text, hint):
     with pytest.raises(InputError, match="unknown GPU") as error:
         named_gpu(text)
     assert hint in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "listed", "size"),
+    [("4060 Ti 8GB", 16, 8), ("RTX 3080 12 GiB", 10, 12), ("H100 96G", 79, 96)],
+)
+def test_a_gpu_with_another_memory_is_not_taken_for_the_listed_one(text, listed, size):
+    with pytest.raises(InputError, match=f"with {listed} GiB; .* --device-memory {size}GiB"):
+        named_gpu(text)
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 3060 Ti", "4090 ti", "RTX 5080 SUPER"])
