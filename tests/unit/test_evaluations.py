@@ -30,18 +30,21 @@ class Scale:
         return float(labelled.double().mean())
 
 
-def evaluated(labels: Tensor, *, rows_per_step: int = 4) -> tuple[float, list[int]]:
-    """The loss that is written, and the rows of each pass."""
+def evaluated(
+    labels: Tensor, *, rows_per_step: int = 4, stop: str | None = None, total: int = 1
+) -> tuple[float | None, list[int]]:
+    """The loss that is written after step 1 of `total`, and the rows of each pass."""
     engine, written = Scale(), {}
     micro = [{"input_ids": part, "labels": part} for part in labels.split(2)]
     job: Any = SimpleNamespace(
         engine=engine, evaluation=micro, loader=SimpleNamespace(rows_per_micro_batch=2)
     )
-    training = SimpleNamespace(eval_every=None, batch_size=rows_per_step)
+    training = SimpleNamespace(eval_every=1, batch_size=rows_per_step)
     metrics: Any = SimpleNamespace(write=lambda **record: written.update(record))
     config = cast(Any, SimpleNamespace(training=training))
-    _Evaluations(job, config, metrics, []).after(1, 1, lambda line: None)
-    return written["eval_loss"], engine.sizes
+    signals: Any = SimpleNamespace(stop=stop)
+    _Evaluations(job, config, metrics, [], signals).after(1, total, lambda line: None)
+    return written.get("eval_loss"), engine.sizes
 
 
 def test_rows_pass_as_many_at_once_as_a_step_has() -> None:
@@ -63,3 +66,10 @@ def test_rows_without_labels_are_left_out() -> None:
 def test_no_labels_at_all_are_refused() -> None:
     with pytest.raises(InputError, match="no token has a label"):
         evaluated(torch.full((8, 3), IGNORED))
+
+
+def test_a_signal_ends_all_but_the_last() -> None:
+    labels = torch.ones(10, 3, dtype=torch.long)
+    assert evaluated(labels, total=2) == (1.0, [4, 4, 2])
+    assert evaluated(labels, stop="SIGTERM", total=2) == (None, [])
+    assert evaluated(labels, stop="SIGTERM", total=1) == (1.0, [4, 4, 2])
