@@ -121,9 +121,9 @@ def _memory(plan: Plan) -> list[str]:
         named = ", ".join(f"{part} {gib(taken)}" for part, taken in largest if taken >= GIB / 20)
         share = f"{gib(sum(parts.values()))} of {gib(limit)} at the peak"
         lines.append(f"{place:<9}{share}: {named}")
-    if told.device_held_bytes > told.device_peak_bytes:
-        held = gib(told.device_held_bytes)
-        lines.insert(1, f"         the driver will show {held}: torch keeps freed memory for reuse")
+        if place == "device" and told.device_held_bytes > told.device_peak_bytes:
+            held = gib(told.device_held_bytes)
+            lines.append(f"{'':<9}the driver will show {held}: torch keeps freed memory for reuse")
     return [*lines, f"saves    take up to {gib(plan.save_bytes)} more of the host beside training"]
 
 

@@ -155,23 +155,27 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder, zy
     ]
 
 
+def stopped_in(step: int) -> str:
+    """What lets a run be told to stop in a step."""
+    return f"""
+import os, megatrain.train.steps as steps
+take = steps.Steps.take
+def stopped(self):
+    if self.done == {step - 1}:
+        os.kill(os.getpid(), 15)
+    return take(self)
+steps.Steps.take = stopped
+"""
+
+
 def test_a_finished_run_that_is_made_longer_goes_on_after_a_stop(
     tmp_path, tokenizer_folder, zygote
 ):
     """The model of the shorter run is still there, and the checkpoints are of the longer one."""
     run = toy_run(tmp_path, tokenizer_folder, checkpoint__every=2)
     zygote.start("train", run, log=tmp_path / "1").finish()
-    stop = """
-import os, megatrain.train.steps as steps
-take = steps.Steps.take
-def stopped(self):
-    if self.done == 8:
-        os.kill(os.getpid(), 15)
-    return take(self)
-steps.Steps.take = stopped
-"""
     longer = ["train", run, "--resume", *sets(training__steps=11)]
-    out = zygote.start(*longer, log=tmp_path / "2", before=stop).finish()
+    out = zygote.start(*longer, log=tmp_path / "2", before=stopped_in(step=9)).finish()
     assert "stopped by SIGTERM after step 9 and saved" in out
     before = model_bytes(tmp_path / "run")
     zygote.start("report", tmp_path / "run", log=tmp_path / "3").finish()
@@ -265,17 +269,8 @@ def test_a_damaged_checkpoint_takes_the_place_of_no_whole_one(cut, zygote):
     """That it is damaged shows only when all of it is read, which no save does."""
     victim = next((cut / "run" / "checkpoints" / "step-00000008" / "tiles").iterdir())
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
-    stop = """
-import os, megatrain.train.steps as steps
-take = steps.Steps.take
-def stopped(self):
-    if self.done == 5:
-        os.kill(os.getpid(), 15)
-    return take(self)
-steps.Steps.take = stopped
-"""
     arguments = ["train", cut / "run.yaml", "--resume", *sets(checkpoint__keep=1)]
-    out = zygote.start(*arguments, log=cut / "log2", before=stop).finish()
+    out = zygote.start(*arguments, log=cut / "log2", before=stopped_in(step=6)).finish()
     assert "stopped by SIGTERM after step 6 and saved" in out
     assert checkpoint_steps(cut / "run") == [6, 8]
     out = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log3").finish()
