@@ -37,6 +37,7 @@ from megatrain.model.probe import outline
 from megatrain.model.program import Program
 from megatrain.optim import AdamW, StreamedOptimizer, is_number
 from megatrain.placement import Placement
+from megatrain.seeds import derived_seed
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Span
 from megatrain.tile import TileLayout
@@ -304,10 +305,8 @@ class Engine(Continuing):
         with torch.inference_mode(False):
             batch = self._checked(micro_batches, labelled=labelled)
             if self.device.kind == "cuda":
-                text, itemsize = (
-                    self.config.get_text_config(decoder=True),
-                    DTYPES[self._precision].itemsize,
-                )
+                text = self.config.get_text_config(decoder=True)
+                itemsize = DTYPES[self._precision].itemsize
                 check_masks(micro_batches, text, itemsize, available_bytes(self.device))
             self._packing.check(micro_batches)
         self._program.train(train)
@@ -324,7 +323,7 @@ class Engine(Continuing):
             self.device.torch_device,
             self.vocab_size,
             labelled=labelled,
-            seed=hash((self._seed, self._steps)),
+            seed=derived_seed(self._seed, self._steps),
             constants=self._outline.constants,
             max_tokens=self._max_tokens,
         )

@@ -22,6 +22,7 @@ from megatrain.loss import chunked_loss, chunked_loss_gradients, cross_entropy_s
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.model.skeleton import PROLOGUE, Ref, last_hidden, with_hidden
+from megatrain.seeds import derived_seed
 from megatrain.store import Tile
 
 State = list[Activations]
@@ -60,7 +61,7 @@ class Unit:
 
     def seed(self, batch: Batch, visit: int, index: int) -> None:
         """Random numbers that depend on the place alone: a recomputed dropout is the same."""
-        self.device.seed(hash((batch.seed, visit, index)) & (2**63 - 1))
+        self.device.seed(derived_seed(batch.seed, visit, index))
 
 
 class Prologue(Unit):

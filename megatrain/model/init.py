@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from megatrain.model.outline import Outline
+from megatrain.seeds import derived_seed
 
 Owners = dict[int, PreTrainedModel]
 Place = tuple[type[nn.Module], str]  # a parameter by its module's class and its name there
@@ -88,8 +89,9 @@ def most_drawn_at_once(outline: Outline) -> int:
 @contextmanager
 def _seeded(seed: int, index: int, threads: int) -> Iterator[None]:
     """Within this context random numbers are those of part `index`."""
-    torch.default_generator.manual_seed(hash((seed, index)) & (2**63 - 1))
-    with ThreadPoolExecutor(threads) as pool, _InPieces(pool, hash((seed,)) + index * _PART_SEEDS):
+    torch.default_generator.manual_seed(derived_seed(seed, index))
+    first = derived_seed(seed) + index * _PART_SEEDS
+    with ThreadPoolExecutor(threads) as pool, _InPieces(pool, first):
         yield
 
 

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
-    {"disk", "errors", "strict_json", "units"},
+    {"disk", "errors", "seeds", "strict_json", "units"},
     {"placement", "tile", "telemetry", "kernels"},
     {"machine"},
     {"config", "device"},
