@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.cli.bench_case import StepCase, build_engine
-from megatrain.cli.bench_step import measure_on
+from megatrain.cli.bench_step import StepCase, build_engine, measure_on
 from megatrain.units import gib
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import yaml
 from benchmarks.rivals import rows
 from benchmarks.rivals.case import MEASURED, RIVALS, Case, Rival, Task, rival
 from benchmarks.rivals.supervise import only, run_fitting
-from megatrain.cli.bench_case import statistics_of
+from megatrain.cli.bench_step import statistics_of
 from megatrain.cli.shapes import SHAPES
 from megatrain.telemetry.environment import commit
 from megatrain.units import gib, parse_bytes

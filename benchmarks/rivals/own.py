@@ -3,8 +3,7 @@
 from typing import Any
 
 from benchmarks.rivals.case import MAX_GRAD_NORM, Task
-from megatrain.cli.bench_case import StepCase
-from megatrain.cli.bench_step import measure_step
+from megatrain.cli.bench_step import StepCase, measure_step
 
 
 def measure(task: Task) -> dict[str, Any]:

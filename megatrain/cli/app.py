@@ -18,7 +18,7 @@ from megatrain import __version__
 from megatrain.cli.bench import bench
 from megatrain.cli.planning import doctor, plan
 from megatrain.errors import InputError, MegatrainError, RunFailed, told
-from megatrain.telemetry.console import StderrHandler
+from megatrain.telemetry.log import StderrHandler
 
 _PATH_ERRORS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR,

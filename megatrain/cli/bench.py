@@ -1,4 +1,4 @@
-"""`megatrain bench CASE`: measurements that carry what is needed to repeat them."""
+"""The options of `megatrain bench step`; nothing heavy is imported before it runs."""
 
 import json
 import sys
@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-import yaml
 
-from megatrain.cli.bench_case import ROWS, StepCase
-from megatrain.cli.bench_step import measure_step
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
-from megatrain.placement import Placement
 from megatrain.units import gib
 
 SHOWN_LINES = 14  # of the breakdown, on the terminal
@@ -27,59 +23,47 @@ def _known_shape(name: str) -> str:
     return name
 
 
-# Options that every case has.
-Shape = Annotated[
-    str, typer.Option(callback=_known_shape, help=f"Size of Qwen2.5: {', '.join(SHAPES)}.")
-]
-Sequences = Annotated[int, typer.Option(min=1, help="Rows of one optimizer step.")]
-SequenceLength = Annotated[int, typer.Option(min=2, help="Tokens of a row.")]
-MaxGradNorm = Annotated[float, typer.Option(min=0.0, help="0: no clipping.")]
-Precision = Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute dtype.")]
-DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Choices = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=VALUE", help="One choice of the placement; repeatable."),
-]
-Layers = Annotated[int | None, typer.Option(min=1, help="Only so many layers.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")]
-Seed = Annotated[int, typer.Option(min=0)]
-Output = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
-
-
 @bench.callback()
 def cases() -> None:
-    """Measure one case and write the result as JSON."""
+    """Measure, and write the result as JSON."""
 
 
 @bench.command()
 def step(
-    shape: Shape,
-    sequences: Sequences = 96,
-    sequence_length: SequenceLength = 1024,
+    shape: Annotated[
+        str, typer.Option(callback=_known_shape, help=f"Size of Qwen2.5: {', '.join(SHAPES)}.")
+    ],
+    sequences: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step.")] = 96,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
     micro_batch: Annotated[
         str, typer.Option(help="Rows of a micro-batch, or auto: chosen with the placement.")
-    ] = str(ROWS),
-    max_grad_norm: MaxGradNorm = 1.0,
-    precision: Precision = "bf16",
-    device: DeviceName = "auto",
-    placement: Choices = None,
+    ] = "16",
+    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
+    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute dtype.")] = "bf16",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    placement: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="One choice of the placement; repeatable."),
+    ] = None,
     device_memory: Annotated[
         str | None, typer.Option(help="All that the GPU may give this process, such as 10GiB.")
     ] = None,
     host_memory: Annotated[
         str | None, typer.Option(help="Host memory that this process may have, such as 96GiB.")
     ] = None,
-    layers: Layers = None,
-    warmup: Warmup = 4,
+    layers: Annotated[int | None, typer.Option(min=1, help="Only so many layers.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 5,
-    seed: Seed = 0,
-    output: Output = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(help="Write one step's trace for Perfetto to this file, its picture beside."),
     ] = None,
 ) -> None:
     """Time whole training steps on random tokens: model TFLOPS, memory, spread."""
+    from megatrain.cli.bench_step import StepCase, measure_step
+
     case = StepCase(
         shape=shape,
         layers=layers,
@@ -102,52 +86,6 @@ def step(
     print(_summary(result))
     if result["recompilations_after_warmup"]:
         print(_recompiled(result["recompilations_after_warmup"]), file=sys.stderr)
-    _write(result, output)
-
-
-@bench.command()
-def checkpoint(
-    shape: Shape,
-    folder: Annotated[
-        Path, typer.Option(help="For two checkpoints (12 bytes a parameter each); must be new.")
-    ],
-    sequences: Sequences = 96,
-    sequence_length: SequenceLength = 1024,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 16,
-    max_grad_norm: MaxGradNorm = 1.0,
-    precision: Precision = "bf16",
-    device: DeviceName = "auto",
-    placement: Choices = None,
-    layers: Layers = None,
-    warmup: Warmup = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps without saves.")] = 5,
-    saves: Annotated[int, typer.Option(min=1, help="Measured saves.")] = 2,
-    every: Annotated[int, typer.Option(min=1, help="Tell the loss for a save every N steps.")] = 50,
-    resume: Annotated[
-        bool, typer.Option(help="Load a checkpoint at the end and compare what follows.")
-    ] = True,
-    seed: Seed = 0,
-    output: Output = None,
-) -> None:
-    """Time saves in the background of training, what they cost its steps, and a resume."""
-    from megatrain.cli.bench_checkpoint import measure_saves, summary
-
-    case = StepCase(
-        shape=shape,
-        layers=layers,
-        sequences=sequences,
-        sequence_length=sequence_length,
-        micro_batch=micro_batch,
-        max_grad_norm=max_grad_norm or None,
-        precision=precision,
-        device=device,
-        placement=_parse_placement(placement or []),
-        warmup=warmup,
-        steps=steps,
-        seed=seed,
-    )
-    result = measure_saves(case, folder, every, saves, resume=resume)
-    print(summary(result))
     _write(result, output)
 
 
@@ -187,6 +125,10 @@ def _parse_rows(text: str) -> int | None:
 
 
 def _parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
+    import yaml
+
+    from megatrain.placement import Placement
+
     parsed = {}
     for choice in choices:
         name, equals, value = choice.partition("=")

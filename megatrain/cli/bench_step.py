@@ -1,14 +1,23 @@
-"""What `megatrain bench step` measures: whole training steps of one engine."""
+"""What `megatrain bench step` measures: whole training steps of one engine on random tokens."""
 
 import json
+import statistics
 import time
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from megatrain.cli.bench_case import ROWS, StepCase, build_engine, random_step, statistics_of
+import torch
+from torch import Tensor
+
+from megatrain.cli.shapes import qwen2_config
+from megatrain.engine import Engine
 from megatrain.machine import present_machine
+from megatrain.model.compiled import num_compilations
+from megatrain.optim import AdamW
+from megatrain.placement import Placement
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import peak_process_bytes
@@ -16,8 +25,27 @@ from megatrain.telemetry.picture import draw
 from megatrain.telemetry.recorder import StepRecorder
 from megatrain.telemetry.timeline import Span, breakdown, chrome_trace
 
-if TYPE_CHECKING:
-    from megatrain.engine import Engine
+ROWS = 16  # of a micro-batch, where nobody chooses
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """What one measurement of the training step did."""
+
+    shape: str
+    layers: int | None
+    sequences: int
+    sequence_length: int
+    micro_batch: int | None
+    max_grad_norm: float | None
+    precision: Literal["bf16", "fp32"]
+    device: str
+    placement: dict[str, Any] | None
+    warmup: int
+    steps: int
+    seed: int
+    device_memory: str | None = None
+    host_memory: str | None = None
 
 
 def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]:
@@ -45,7 +73,34 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
         engine.close()
 
 
-def measure_on(engine: "Engine", case: StepCase) -> dict[str, Any]:
+def build_engine(case: StepCase) -> Engine:
+    """An engine with random weights, as `case` says."""
+    return Engine(
+        qwen2_config(case.shape, case.sequence_length, case.layers),
+        optimizer=AdamW(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        max_grad_norm=case.max_grad_norm,
+        precision=case.precision,
+        placement="auto" if case.placement is None else Placement(**case.placement),
+        device=None if case.device == "auto" else case.device,
+        seed=case.seed,
+        tokens_per_step=case.sequences * case.sequence_length,
+        sequence_length=case.sequence_length,
+        micro_batch=case.micro_batch,
+        device_memory=case.device_memory,
+        host_memory=case.host_memory,
+    )
+
+
+def random_step(case: StepCase, vocab_size: int, seed: int) -> list[dict[str, Tensor]]:
+    """The micro-batches of one step of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.sequences, case.sequence_length)
+    ids_BT = torch.randint(vocab_size, shape, generator=generator)
+    rows = case.micro_batch or ROWS
+    return [{"input_ids": part, "labels": part} for part in ids_BT.split(rows)]
+
+
+def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
     """Time the warm-up and the steps of `case` on an engine that is there."""
     times, losses, compilations = _timed_steps(engine, case)
     tokens = case.sequences * case.sequence_length
@@ -69,7 +124,7 @@ def measure_on(engine: "Engine", case: StepCase) -> dict[str, Any]:
     }
 
 
-def memory_of(engine: "Engine") -> dict[str, Any]:
+def memory_of(engine: Engine) -> dict[str, Any]:
     """What a result says of memory, at its peak since the process began."""
     peak = peak_process_bytes()
     return {
@@ -80,11 +135,9 @@ def memory_of(engine: "Engine") -> dict[str, Any]:
 
 
 def _timed_steps(
-    engine: "Engine", case: StepCase
+    engine: Engine, case: StepCase
 ) -> tuple[list[float], list[float], tuple[int, int]]:
     """Seconds and loss of every step, those of the warm-up first; compilations in it and after."""
-    from megatrain.model.compiled import num_compilations
-
     times, losses = [], []
     before = warm = num_compilations()
     for index in range(case.warmup + case.steps):
@@ -97,7 +150,7 @@ def _timed_steps(
     return times, losses, (warm - before, num_compilations() - warm)
 
 
-def _recorded_step(engine: "Engine", case: StepCase) -> list[Span]:
+def _recorded_step(engine: Engine, case: StepCase) -> list[Span]:
     """The spans of one more step, with the updates of the step before it under its forward."""
     micro_batches = random_step(case, engine.config.vocab_size, case.seed)
     recorder = StepRecorder(engine.recording)
@@ -108,13 +161,26 @@ def _recorded_step(engine: "Engine", case: StepCase) -> list[Span]:
     return recorder.end()
 
 
-def _utilisation(engine: "Engine", case: StepCase) -> dict[str, Any]:
+def _utilisation(engine: Engine, case: StepCase) -> dict[str, Any]:
     gpu = find_gpu(str(engine.device.torch_device))
     known = gpu is not None and case.precision == "bf16"
     return {"bf16_peak_tflops": bf16_peak_tflops(gpu.name) if gpu and known else None}
 
 
-def _rates(engine: "Engine", case: StepCase) -> dict[str, Any] | None:
+def _rates(engine: Engine, case: StepCase) -> dict[str, Any] | None:
     """What forecasts know of the machine (python -m benchmarks.predictions)."""
     machine = present_machine(str(engine.device.torch_device), precision=case.precision)
     return None if machine is None else machine.as_dict()
+
+
+def statistics_of(times: Sequence[float], tokens: int, parameters: int) -> dict[str, Any]:
+    """What a result says of its measured steps."""
+    median = statistics.median(times)
+    return {
+        "count": len(times),
+        "median_seconds": median,
+        "min_seconds": min(times),
+        "max_seconds": max(times),
+        "tokens_per_second": tokens / median,
+        "model_tflops": 6 * parameters * tokens / median / 1e12,
+    }

@@ -1,7 +1,5 @@
 """Progress for people: a live bar on a terminal, plain lines anywhere else."""
 
-import logging
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,19 +28,6 @@ def describe_step(record: Mapping[str, Any]) -> str:
         parts.append(f"device {gib(record['device_peak_bytes'])}")
     parts.append(f"host {gib(record['host_bytes'])}")
     return "  ".join(parts)
-
-
-class StderrHandler(logging.Handler):
-    """Writes log lines to what `sys.stderr` is at that time.
-
-    A live bar takes its place, to put lines above itself; written past it, they break the bar.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            print(self.format(record), file=sys.stderr, flush=True)
-        except Exception:  # as every handler does: logging never ends a run
-            self.handleError(record)
 
 
 class TrainingProgress:

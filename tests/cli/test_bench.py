@@ -8,6 +8,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
+from benchmarks import checkpoint
 from megatrain.cli.shapes import qwen2_config
 
 # Parameters of the published checkpoints (the safetensors metadata on huggingface.co/Qwen).
@@ -69,3 +70,21 @@ def test_compilations_in_measured_steps_are_warned_of(megatrain, tmp_path, monke
     assert written["compilations"] == 2  # the one kind; the loss
     assert written["recompilations_after_warmup"] == (0 if warmup else 2)
     assert ("2 compilations after the warm-up" in result.stderr) == (warmup == 0)
+
+
+def test_saves_are_measured_beside_steps(tmp_path, capsys):
+    checkpoint.main(
+        [
+            *["--shape", "toy", "--layers", "1", "--device", "cpu", "--precision", "fp32"],
+            *["--sequences", "2", "--sequence-length", "8", "--micro-batch", "1", "--warmup", "1"],
+            *["--steps", "2", "--saves", "1", "--folder", str(tmp_path / "saves")],
+            *["--placement", "slots=2", "--output", str(tmp_path / "result.json")],
+        ]
+    )
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["placement"]["slots"] == 2
+    assert written["count"] == 2 and len(written["saves"]) == 1
+    assert written["saves"][0]["bytes"] > 12 * written["parameters"]
+    assert written["resume"]["same"]
+    assert "went on bit for bit" in capsys.readouterr().out
+    assert not (tmp_path / "saves").exists()

@@ -103,6 +103,30 @@ def test_the_engine_imports_without_configuration_and_data_libraries():
     assert run.returncode == 0, run.stderr
 
 
+SLOW = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "rich", "pynvml"}
+SLOW |= {"numpy", "yaml", "psutil", "safetensors", "jinja2"}
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "--help", "train --help", "plan --help", "bench step --help"]
+)
+def test_help_and_the_plain_import_load_nothing_slow(arguments):
+    # typer reads a command's options by pydantic; the group has none.
+    slow = SLOW if arguments.count(" ") else SLOW | {"pydantic"}
+    command = "import megatrain.cli as cli; cli.main()" if arguments else "import megatrain"
+    code = (
+        f"import sys; sys.argv = ['megatrain', *{arguments.split()}]\n"
+        f"try: {command}\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        f"print(*{slow} & set(sys.modules), file=sys.stderr)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (run.returncode, run.stderr.split()) == (0, [])
+    assert ("Usage: megatrain" in run.stdout) == bool(arguments)
+
+
 def test_the_level_table_has_no_part_twice():
     parts = [part for level in LEVELS for part in level]
     assert len(parts) == len(set(parts))

@@ -14,10 +14,11 @@ from rich.console import Console
 from megatrain.errors import InputError
 from megatrain.telemetry import cgroups, memory
 from megatrain.telemetry import environment as environment_module
-from megatrain.telemetry.console import StderrHandler, TrainingProgress
+from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.curve import draw_loss
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
+from megatrain.telemetry.log import StderrHandler
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.units import GIB
 

@@ -1,25 +1,33 @@
-"""`megatrain bench checkpoint`: what a save costs a training that goes on meanwhile."""
+"""`python -m benchmarks.checkpoint`: what a save costs a training that goes on meanwhile.
 
+    python -m benchmarks.checkpoint --shape 7b --folder /scratch/saves --output saves.json
+
+Two checkpoints of 12 bytes a parameter each are written to the folder, which must be new.
+"""
+
+import argparse
+import json
 import logging
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatrain.cli.bench_case import StepCase, build_engine, random_step
+import yaml
+
+from megatrain.checkpoint import Saving, rotate
+from megatrain.cli.bench_step import StepCase, build_engine, random_step
+from megatrain.cli.shapes import SHAPES
+from megatrain.engine import Engine
 from megatrain.errors import InputError
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.units import gib
-
-if TYPE_CHECKING:
-    from megatrain.checkpoint import Saving
-    from megatrain.engine import Engine
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +88,7 @@ def _folder(folder: Path) -> Iterator[None]:
 class _Run:
     """Steps of random tokens, counted."""
 
-    def __init__(self, engine: "Engine", case: StepCase, number: int = 0) -> None:
+    def __init__(self, engine: Engine, case: StepCase, number: int = 0) -> None:
         self._engine, self._case, self.number = engine, case, number
 
     def loss(self) -> float:
@@ -97,8 +105,6 @@ class _Run:
 
     def save(self, folder: Path, median: float) -> dict[str, Any]:
         """A save in the background, with steps until it has ended and settled."""
-        from megatrain.checkpoint import rotate
-
         started = time.perf_counter()
         saving = self._engine.save(folder, wait=False)
         call_seconds = time.perf_counter() - started
@@ -113,9 +119,7 @@ class _Run:
         return _save_result(saving, times, during, median) | {"call_seconds": call_seconds}
 
 
-def _save_result(
-    saving: "Saving", times: list[float], during: int, median: float
-) -> dict[str, Any]:
+def _save_result(saving: Saving, times: list[float], during: int, median: float) -> dict[str, Any]:
     assert saving.seconds is not None
     return {
         "seconds": saving.seconds,
@@ -130,7 +134,7 @@ def _save_result(
 
 def _described(
     case: StepCase,
-    engine: "Engine",
+    engine: Engine,
     plain: list[float],
     saves: list[dict[str, Any]],
     every: int,
@@ -165,8 +169,6 @@ def _described(
 
 def _resume(case: StepCase, folder: Path, number: int, wanted: list[float]) -> dict[str, Any]:
     """Load the last checkpoint and compare the losses of the steps that follow."""
-    from megatrain.engine import Engine
-
     started = time.perf_counter()
     device = None if case.device == "auto" else case.device
     with Engine.load(folder, device=device) as engine:
@@ -200,3 +202,51 @@ def summary(result: dict[str, Any]) -> str:
 def _resumed(resume: dict[str, Any]) -> str:
     went_on = "bit for bit" if resume["same"] else f"DIFFERENTLY: {resume}"
     return f"; loaded in {resume['load_seconds']:.1f} s, and went on {went_on}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    options = vars(_parser().parse_args(arguments))
+    folder, output = options.pop("folder"), options.pop("output")
+    every, saves, resume = (options.pop(name) for name in ("every", "saves", "resume"))
+    case = StepCase(**options | {"placement": dict(options["placement"]) or None})
+    result = measure_saves(case, folder, every, saves, resume=resume)
+    print(summary(result))
+    if output is not None:
+        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, required=True, help="size of Qwen2.5")
+    add("--folder", type=Path, required=True, help="for two checkpoints; must be new")
+    add("--sequences", type=int, default=96, help="rows of one optimizer step")
+    add("--sequence-length", type=int, default=1024, help="tokens of a row")
+    add("--micro-batch", type=int, default=16, help="rows of a micro-batch")
+    add("--max-grad-norm", type=_norm, default=1.0, help="0: no clipping")
+    add("--precision", choices=("bf16", "fp32"), default="bf16")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--placement", type=_choice, action="append", default=[], metavar="NAME=VALUE")
+    add("--layers", type=int, help="only so many layers")
+    add("--warmup", type=int, default=4, help="steps before the measured ones")
+    add("--steps", type=int, default=5, help="measured steps without saves")
+    add("--saves", type=int, default=2, help="measured saves")
+    add("--every", type=int, default=50, help="tell the loss for a save every N steps")
+    add("--no-resume", dest="resume", action="store_false", help="load no checkpoint at the end")
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, help="write the result to this file")
+    return parser
+
+
+def _norm(text: str) -> float | None:
+    return float(text) or None
+
+
+def _choice(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return name, yaml.safe_load(value)
+
+
+if __name__ == "__main__":
+    main()
