@@ -20,10 +20,10 @@ from typing import Any
 
 import yaml
 
+from megatrain.api import Engine
 from megatrain.checkpoint import Saving, rotate
 from megatrain.cli.bench_step import StepCase, build_engine, random_step
 from megatrain.cli.shapes import SHAPES
-from megatrain.engine import Engine
 from megatrain.errors import InputError
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.memory import peak_process_bytes

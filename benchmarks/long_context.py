@@ -17,7 +17,7 @@ from megatrain.cli.bench_step import StepCase, build_engine, measure_on
 from megatrain.units import gib
 
 if TYPE_CHECKING:
-    from megatrain.engine import Engine
+    from megatrain.api import Engine
 
 TILE = 8192
 PLACEMENT = {

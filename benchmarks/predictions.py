@@ -14,8 +14,8 @@ from typing import Any
 
 from megatrain.cli.shapes import qwen2_config
 from megatrain.engine.assemble import open_source
-from megatrain.engine.forecast import Forecast
-from megatrain.engine.forecasts import Forecasts, Task
+from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.forecasts import Forecasts, Task
 from megatrain.machine import Machine, machine_for
 from megatrain.model.probe import outline
 from megatrain.placement import Placement

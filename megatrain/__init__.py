@@ -7,7 +7,7 @@ from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed
 from megatrain.placement import Placement
 
 if TYPE_CHECKING:
-    from megatrain.engine import Engine, StepResult
+    from megatrain.api import Engine, StepResult
     from megatrain.optim import AdamW
 
 __all__ = [
@@ -33,9 +33,9 @@ __version__ = "0.1.0"  # the build reads it from here
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import; a command that prints help needs neither.
     if name in ("Engine", "StepResult"):
-        from megatrain import engine
+        from megatrain import api
 
-        return getattr(engine, name)
+        return getattr(api, name)
     if name == "AdamW":
         from megatrain.optim import AdamW
 

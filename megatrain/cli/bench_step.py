@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatrain.api import Engine
 from megatrain.cli.shapes import qwen2_config
-from megatrain.engine import Engine
 from megatrain.machine import present_machine
 from megatrain.model.compiled import num_compilations
 from megatrain.optim import AdamW

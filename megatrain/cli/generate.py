@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from megatrain.api import Engine
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import load_tokenizer
 from megatrain.data.tokenizer import tokenising
-from megatrain.engine import Engine
 from megatrain.errors import InputError
 from megatrain.model.weights import resolve_model
 from megatrain.train.trained import trained_model

@@ -307,7 +307,7 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
         placement=subject.placement,
     )
     from megatrain.engine.assemble import open_source
-    from megatrain.engine.tally import NotForeseeable
+    from megatrain.forecast.tally import NotForeseeable
     from megatrain.model.probe import outline
 
     source = open_source(

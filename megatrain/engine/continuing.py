@@ -17,7 +17,7 @@ from megatrain.checkpoint import (
     require_replaceable,
 )
 from megatrain.device import Device, Recording, open_device
-from megatrain.engine.fit import KeptGraphs
+from megatrain.engine.kept_graphs import KeptGraphs
 from megatrain.engine.resume import (
     check_precision,
     describe_optimizer,

@@ -11,7 +11,6 @@ from functools import partial
 
 from megatrain.engine.assemble import host_bytes, kept_ferry
 from megatrain.engine.ferry import Ferry
-from megatrain.engine.forecast import Forecast
 from megatrain.engine.step import Parts
 from megatrain.store import Store
 from megatrain.telemetry.memory import host_available_bytes
@@ -34,18 +33,19 @@ class HostRoom:
         store: Store,
         parts: Parts,
         limit_bytes: int | None,
-        planned: Forecast | None,
+        planned: tuple[Mapping[str, int], int] | None,
     ) -> None:
         """Args:
         limit_bytes: that the process may take in all; None: what the machine allows.
-        planned: a step for which there is room; None: the first one shows what steps take.
+        planned: host bytes and tokens of a step for which there is room; None: the first one
+            shows what steps take.
         """
         self._held, self._limit = partial(host_bytes, store, parts), limit_bytes
         self._ferry = kept_ferry(parts)
         self._seen: dict[str, tuple[int, int]] = {}  # bytes, for so many tokens
         self._most_tokens, self._told = 0, False
         if planned is not None:
-            self._note(planned.host_bytes, planned.tokens_per_step, (_KEPT, *_OTHERS))
+            self._note(*planned, (_KEPT, *_OTHERS))
 
     @contextmanager
     def of(self, num_tokens: int) -> Iterator[None]:

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from megatrain.autoplace.fit import usual_micro_batch
+from megatrain.autoplace.search import Search
 from megatrain.device.base import COMPUTE
-from megatrain.engine.fit import usual_micro_batch
-from megatrain.engine.forecast import Forecast
-from megatrain.engine.forecasts import Forecasts, Task
-from megatrain.engine.search import Search
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.forecasts import Forecasts, Task
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
 from megatrain.placement import Placement

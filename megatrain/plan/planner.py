@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain.checkpoint import spare_bytes_of, useful_bytes
-from megatrain.engine.forecast import Forecast
+from megatrain.forecast.forecast import Forecast
 from megatrain.model.outline import Outline
 from megatrain.plan.ask import Ask, Planner, compute_bound_tokens
 from megatrain.plan.remedies import Remedy, Shortage, fitting, remedies, shortage

@@ -13,8 +13,8 @@ from functools import partial, reduce
 from math import inf
 from typing import Any, NamedTuple
 
-from megatrain.engine.forecast import Forecast
 from megatrain.errors import DoesNotFit
+from megatrain.forecast.forecast import Forecast
 from megatrain.machine import Machine, machine_for
 from megatrain.plan.ask import Ask, Plans, compute_bound_tokens
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus

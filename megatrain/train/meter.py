@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatrain.engine import Engine
+from megatrain.api import Engine
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import process_bytes
 

@@ -15,11 +15,11 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
 
+from megatrain.api import Engine
+from megatrain.autoplace.fit import usual_micro_batch
 from megatrain.checkpoint import MODEL
 from megatrain.config import Config, DataSection
 from megatrain.data import PackedDataset, Step, StepLoader, load_tokenizer, open_dataset
-from megatrain.engine import Engine
-from megatrain.engine.fit import usual_micro_batch
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.build import load_config
 from megatrain.optim import NO_DECAY, AdamW

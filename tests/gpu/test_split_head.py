@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.engine.assemble import open_source
-from megatrain.engine.forecasts import Forecasts, Task
+from megatrain.forecast.forecasts import Forecasts, Task
 from megatrain.machine import present_machine
 from megatrain.model.probe import outline
 from megatrain.units import GIB, MIB

@@ -12,12 +12,12 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine, Placement
+from megatrain.api import DTYPES
+from megatrain.autoplace.fit import foretold_on_cpu, usual_micro_batch
 from megatrain.device import CpuDevice
 from megatrain.engine.assemble import tile_layouts
-from megatrain.engine.budget import Question
-from megatrain.engine.engine import DTYPES
-from megatrain.engine.fit import foretold_on_cpu, usual_micro_batch
-from megatrain.engine.forecast import Forecast
+from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.needs import Question
 from megatrain.machine import present_cpu
 from megatrain.model.build import empty_model
 from megatrain.model.probe import outline

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from megatrain.api import Engine
 from megatrain.checkpoint import open_checkpoint
 from megatrain.checkpoint.manifest import _own_checksum
 from megatrain.config import load
@@ -32,7 +33,6 @@ from megatrain.config.load import validate
 from megatrain.data import load_tokenizer, open_dataset, train_bpe_tokenizer
 from megatrain.data.sources import find_files
 from megatrain.data.text import TextEncoder
-from megatrain.engine import Engine
 from megatrain.errors import MegatrainError
 from megatrain.model.build import empty_model, load_config
 from megatrain.model.shards import stored_tensors

@@ -406,7 +406,7 @@ PackedDataset.batch = dying
 def test_an_evaluation_that_fails_loses_no_step(start, goes_on):
     fault = """
 import torch
-from megatrain.engine import Engine
+from megatrain.api import Engine
 def dying(self, rows):
     raise RuntimeError("lost")
 Engine.evaluate = dying
@@ -456,7 +456,7 @@ Layer.vjp = dying
 
 
 NAN_AT = """
-import megatrain.engine.engine as engine
+import megatrain.api as engine
 from megatrain.device.recording import Recording
 from megatrain.engine.units import Head
 loss_and_vjp = Head.loss_and_vjp

@@ -25,7 +25,7 @@ CHOICES = {"training__eval_every": 7}
 
 # No checkpoint is put off because the one before it is still being written.
 WAITING = """
-from megatrain.engine import Engine
+from megatrain.api import Engine
 save = Engine.save
 Engine.save = lambda self, folder, **kept: save(self, folder, **kept | {"wait": True})
 """

@@ -24,8 +24,8 @@ def slow(*args, whole={owner}.{name}, **kwargs):
 PHASES = {
     "reading": ("megatrain.train", "prepare", "load_tokenizer"),
     "loading": ("megatrain.train", "prepare", "_engine"),
-    "step": ("megatrain.engine", "Engine", "step"),
-    "evaluation": ("megatrain.engine", "Engine", "evaluate"),
+    "step": ("megatrain.api", "Engine", "step"),
+    "evaluation": ("megatrain.api", "Engine", "evaluate"),
     "save": ("megatrain.checkpoint", "files", "publish"),
     "model": ("megatrain.train", "loop", "write_model"),
 }
@@ -223,7 +223,7 @@ def test_a_step_that_the_signal_breaks_is_given_up(whole, run, tmp_path, zygote)
     """A compiler in the same group gets the signal, too."""
     before = """
 import os, signal
-from megatrain.engine import Engine
+from megatrain.api import Engine
 step = Engine.step
 def broken(self, *args, **kwargs):
     if self.optimizer.num_steps == 4:

@@ -15,7 +15,9 @@ LEVELS = (
     {"store", "model", "loss", "optim", "data", "distributed"},
     {"checkpoint"},  # knows tiles and files, no steps: the engine saves itself through it
     {"engine"},
-    {"plan"},
+    {"forecast"},  # runs the engine's own step, on a device that keeps time
+    {"autoplace"},
+    {"api", "plan"},
     {"train"},
     {"report"},
     {"cli"},

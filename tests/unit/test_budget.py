@@ -9,10 +9,11 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
+from megatrain.autoplace.budget import check_fits, smallest
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.assemble import open_source, tile_layouts
-from megatrain.engine.budget import UNSUMMED, Question, check_fits, smallest
-from megatrain.engine.forecasts import Forecasts, Task
+from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.needs import UNSUMMED, Question
 from megatrain.machine import mapping_bytes
 from megatrain.model.probe import outline
 from megatrain.optim import StreamedOptimizer

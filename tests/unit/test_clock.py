@@ -11,8 +11,8 @@ from torch import Tensor
 from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.device.clock import ClockDevice, Cost
-from megatrain.engine.costs import MachineCosts
-from megatrain.engine.tally import Tally, Work
+from megatrain.forecast.costs import MachineCosts
+from megatrain.forecast.tally import Tally, Work
 from megatrain.telemetry.timeline import Span, breakdown
 from tests.unit.forecast_cases import H200
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from megatrain.autoplace import fit
 from megatrain.device import CpuDevice
-from megatrain.engine import fit
+from megatrain.engine import kept_graphs
 from megatrain.placement import Placement
 from megatrain.tile import TileLayout
 from megatrain.units import GIB
@@ -65,9 +66,9 @@ def test_without_a_compiler_nothing_needs_one(monkeypatch: pytest.MonkeyPatch) -
     assert not placement.compile and placement.resident == ()
 
 
-def kept(spare: float) -> fit.KeptGraphs:
+def kept(spare: float) -> kept_graphs.KeptGraphs:
     """After two steps of 1000 tokens: 50 GiB without kept graphs, 2 GiB a graph."""
-    graphs = fit.KeptGraphs(28, int((50 * GIB + spare * GIB) / fit._USABLE))
+    graphs = kept_graphs.KeptGraphs(28, int((50 * GIB + spare * GIB) / kept_graphs._USABLE))
     assert graphs.choose(1000) == 0
     graphs.note(1000, 50 * GIB)
     assert graphs.choose(1000) == 1
@@ -87,7 +88,7 @@ def test_larger_steps_keep_fewer_and_smaller_ones_no_more_than_there_are() -> No
 
 
 def test_no_graph_is_tried_without_room() -> None:
-    graphs = fit.KeptGraphs(28, 80 * GIB)
+    graphs = kept_graphs.KeptGraphs(28, 80 * GIB)
     graphs.choose(1000)
     graphs.note(1000, 70 * GIB)
     assert graphs.choose(1000) == 0

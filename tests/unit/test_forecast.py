@@ -12,13 +12,13 @@ from transformers import MambaConfig
 
 from benchmarks.predictions import RESULTS, Prediction, predict
 from megatrain import AdamW, Engine, Placement
+from megatrain.autoplace.search import Forecasts, Task
 from megatrain.device import CpuDevice
-from megatrain.engine import forecast as forecast_module
 from megatrain.engine.assemble import open_source
-from megatrain.engine.forecast import Forecast
-from megatrain.engine.measure import Measured
-from megatrain.engine.search import Forecasts, Task
-from megatrain.engine.tally import NotForeseeable, Tally
+from megatrain.forecast import forecast as forecast_module
+from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.measure import Measured
+from megatrain.forecast.tally import NotForeseeable, Tally
 from megatrain.model.probe import outline
 from megatrain.units import MIB
 from tests.parity.cases import Noting
@@ -152,7 +152,7 @@ def test_a_recurrence_that_would_take_minutes_to_count_is_refused() -> None:
     model = outline(open_source(config).model)
     assert Measured(model, torch.bfloat16, 8, compiled=True).layer(0, 1).forward.kernels > 10
     with pytest.MonkeyPatch.context() as patch, pytest.raises(NotForeseeable, match="operations"):
-        patch.setattr("megatrain.engine.tally.MOST_OPERATIONS", 20)
+        patch.setattr("megatrain.forecast.tally.MOST_OPERATIONS", 20)
         Measured(model, torch.bfloat16, 8, compiled=True).layer(0, 1)
 
 
@@ -256,7 +256,7 @@ def test_a_layer_taken_as_one_parameter_takes_what_its_parameters_do(
         return Forecasts(tiny_outline()).of(small_machine(), PLACEMENTS[name], task, 4)
 
     with monkeypatch.context() as apart:
-        apart.setattr("megatrain.engine.forecast._joined", lambda layout, *given: layout)
+        apart.setattr("megatrain.forecast.forecast._joined", lambda layout, *given: layout)
         expected = foretold()
     assert foretold() == expected
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from benchmarks.predictions import model_forecasts
 from megatrain import AdamW, Engine, Placement
+from megatrain.autoplace.search import Search
 from megatrain.device import Buffer
-from megatrain.engine import tally
-from megatrain.engine.forecasts import Forecasts, Task
-from megatrain.engine.search import Search
+from megatrain.forecast import tally
+from megatrain.forecast.forecasts import Forecasts, Task
 from megatrain.machine import machine_for
 from megatrain.units import GIB, MIB
 from tests.parity.cases import Noting

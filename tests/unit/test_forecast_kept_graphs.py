@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from megatrain.engine.assemble import open_source
 from megatrain.engine.graphs import Held, Leaving
-from megatrain.engine.measure import Measured
+from megatrain.forecast.measure import Measured
 from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
 from megatrain.model.program import Program

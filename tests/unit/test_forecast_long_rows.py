@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW, Placement
+from megatrain.autoplace.search import Task
 from megatrain.device import Buffer, CpuDevice
-from megatrain.engine import tally
 from megatrain.engine.assemble import open_source, tile_layouts
 from megatrain.engine.batch import Batch
-from megatrain.engine.forecast import Forecast
-from megatrain.engine.measure import LayerWork, Measured, eager_work
-from megatrain.engine.search import Task
 from megatrain.engine.sink import Room
-from megatrain.engine.tiling import acts_alone
 from megatrain.engine.units import Head
+from megatrain.forecast import tally
+from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.measure import LayerWork, Measured, eager_work
+from megatrain.forecast.tiling import acts_alone
 from megatrain.model import tiles
 from megatrain.model.outline import Outline
 from megatrain.model.probe import outline

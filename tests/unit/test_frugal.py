@@ -6,11 +6,12 @@ from functools import cache
 
 import pytest
 
-from megatrain.engine import forecast, frames
-from megatrain.engine.forecast import Forecast
-from megatrain.engine.forecasts import Forecasts, Task
-from megatrain.engine.search import Search
+from megatrain.autoplace import frames
+from megatrain.autoplace.search import Search
 from megatrain.errors import DoesNotFit
+from megatrain.forecast import forecast
+from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.forecasts import Forecasts, Task
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
 from tests.unit.forecast_cases import experts_outline, small_machine, tiny_outline, wide_outline

@@ -7,8 +7,8 @@ import pytest
 
 from megatrain import config
 from megatrain.engine.assemble import open_source, tile_layouts
-from megatrain.engine.forecast import Forecast
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.forecast.forecast import Forecast
 from megatrain.machine import machine_for
 from megatrain.model.probe import outline
 from megatrain.placement import Placement

@@ -12,15 +12,15 @@ import pytest
 from transformers import LlamaConfig
 
 from megatrain import Placement
+from megatrain.autoplace import fit, frames
+from megatrain.autoplace.search import Search
+from megatrain.autoplace.ways import Budget, Ways
 from megatrain.device import CpuDevice
-from megatrain.engine import fit, frames
 from megatrain.engine.assemble import Assembly, open_source
-from megatrain.engine.forecasts import Forecasts, Task
-from megatrain.engine.search import Search
 from megatrain.engine.step import TrainingParts
-from megatrain.engine.tally import NotForeseeable
-from megatrain.engine.ways import Budget, Ways
 from megatrain.errors import DoesNotFit
+from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.tally import NotForeseeable
 from megatrain.machine import Machine
 from megatrain.model.probe import outline
 from tests.unit.forecast_cases import (
@@ -268,7 +268,7 @@ def test_a_machine_without_room_for_the_planes_is_told_before_anything_is_measur
     def measure(*given: object) -> None:
         raise AssertionError("a layer was measured")
 
-    monkeypatch.setattr("megatrain.engine.measure.Measured.layer", measure)
+    monkeypatch.setattr("megatrain.forecast.measure.Measured.layer", measure)
     assert not Search(FORECASTS, machine, TASK).could_fit()
 
 
@@ -359,7 +359,7 @@ def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
     def refuse(*given: object) -> None:
         raise NotForeseeable("not in tiles")
 
-    monkeypatch.setattr("megatrain.engine.measure.tiled", refuse)
+    monkeypatch.setattr("megatrain.forecast.measure.tiled", refuse)
     found = fit.choose(
         tiny_outline(),
         small_machine(64.0),

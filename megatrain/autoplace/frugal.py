@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from megatrain.engine.forecast import Forecast
-from megatrain.engine.frames import MOST_SLOTS, Frames
-from megatrain.engine.tally import NotForeseeable
-from megatrain.engine.ways import Budget, FirstTiles
+from megatrain.autoplace.frames import MOST_SLOTS, Frames
+from megatrain.autoplace.ways import Budget, FirstTiles
+from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.tally import NotForeseeable
 from megatrain.placement import Placement
 from megatrain.units import align
 

@@ -1,19 +1,19 @@
 """The search for a placement: the fastest by forecast among those that fit.
 
-First the frame (engine/frames.py). One that fits leaves memory to spend on tiles that rest on the
-device and on kept graphs. What each way of spending could bring at best is known from the
-frame's forecast (engine/ways.py). The most promising are forecast in full.
+First the frame (autoplace/frames.py). One that fits leaves memory to spend on tiles that rest on
+the device and on kept graphs. What each way of spending could bring at best is known from the
+frame's forecast (autoplace/ways.py). The most promising are forecast in full.
 """
 
 from collections.abc import Iterator
 from itertools import islice
 
-from megatrain.engine.forecast import Forecast
-from megatrain.engine.forecasts import Forecasts, Task
-from megatrain.engine.frames import MOST_SLOTS, Frames
-from megatrain.engine.frugal import Frugal
-from megatrain.engine.ways import Budget, FirstTiles, Ways
+from megatrain.autoplace.frames import MOST_SLOTS, Frames
+from megatrain.autoplace.frugal import Frugal
+from megatrain.autoplace.ways import Budget, FirstTiles, Ways
 from megatrain.errors import DoesNotFit
+from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.forecasts import Forecasts, Task
 from megatrain.machine import Machine
 from megatrain.placement import Placement
 from megatrain.units import gib, size

@@ -12,26 +12,27 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megatrain.checkpoint import Checkpoint, Saver
-from megatrain.device import Buffer, Device, Recording, open_device
-from megatrain.engine.assemble import Assembly, Source, fill, host_bytes, open_source, tile_layouts
-from megatrain.engine.batch import Batch, prepare
-from megatrain.engine.budget import Question, check_fits, limits
-from megatrain.engine.continuing import Continuing
-from megatrain.engine.fit import (
-    KeptGraphs,
+from megatrain.autoplace.budget import check_fits, limits
+from megatrain.autoplace.fit import (
     available_bytes,
     foreseen_placement,
     foretold_on_cpu,
     initial_placement,
 )
-from megatrain.engine.forecast import Forecast
+from megatrain.checkpoint import Checkpoint, Saver
+from megatrain.device import Buffer, Device, Recording, open_device
+from megatrain.engine.assemble import Assembly, Source, fill, host_bytes, open_source, tile_layouts
+from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.continuing import Continuing
 from megatrain.engine.hostroom import HostRoom
+from megatrain.engine.kept_graphs import KeptGraphs
 from megatrain.engine.masks import check_masks
 from megatrain.engine.packing import Packing
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.units import Head, State
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.needs import Question
 from megatrain.model.export import write_weights
 from megatrain.model.probe import outline
 from megatrain.model.program import Program
@@ -141,13 +142,13 @@ class Engine(Continuing):
         max_grad_norm: float | None,
     ) -> None:
         """Make the planes, fill them, and build the parts of a step on them."""
-        train, resident = self.optimizer is not None, self.placement.resident
+        train, resident, plan = self.optimizer is not None, self.placement.resident, self._plan
         self._store = Store(self.device, layouts, dtype, train=train, resident=resident)
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
         # Without clipping, updates follow the backward: the last tile is the first.
-        spare, limit = self.placement.save_bytes, self._host_limit
-        backward = max_grad_norm is None
-        self._saver = Saver(self.device, self._store.tiles, spare, limit, reverse=backward)
+        spare, backward = self.placement.save_bytes, max_grad_norm is None
+        tiles, limit = self._store.tiles, self._host_limit
+        self._saver = Saver(self.device, tiles, spare, limit, reverse=backward)
         with self._undisturbed():
             fill(source, self._outline, self._store, self._seed)
         self._program = Program(self._outline, self.device.torch_device, dtype)
@@ -158,7 +159,8 @@ class Engine(Continuing):
             if self.optimizer is None
             else assembly.training(self.optimizer, max_grad_norm)
         )
-        self._host = HostRoom(self._store, self._parts, self._host_limit, self._plan)
+        planned = None if plan is None else (plan.host_bytes, plan.tokens_per_step)
+        self._host = HostRoom(self._store, self._parts, self._host_limit, planned)
 
     def _place(
         self,
@@ -219,8 +221,7 @@ class Engine(Continuing):
     def _max_tokens(self) -> int | None:
         """Tokens of the longest row that the model is made for; None: any number."""
         text = self.config.get_text_config(decoder=True)
-        names = ("max_position_embeddings", "max_seq_len")
-        given = [getattr(text, name, None) for name in names]
+        given = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
         return next((n for n in given if isinstance(n, int) and n > 0), None)
 
     def step(self, micro_batches: MicroBatches, *, norm_limit: float = math.inf) -> StepResult:

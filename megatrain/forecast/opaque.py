@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from megatrain.device import Buffer, Device
 from megatrain.engine.experts import GIVEN, RESULT
-from megatrain.engine.measure import LayerWork, Measured, Shape
-from megatrain.engine.measure_experts import around_experts, some_experts
-from megatrain.engine.measure_head import projected, some_rows
 from megatrain.engine.ranges import HIDDEN, Rows
 from megatrain.engine.sink import Room
-from megatrain.engine.tally import Tally, Work
 from megatrain.engine.units import Head
+from megatrain.forecast.measure import LayerWork, Measured, Shape
+from megatrain.forecast.measure_experts import around_experts, some_experts
+from megatrain.forecast.measure_head import projected, some_rows
+from megatrain.forecast.tally import Tally, Work
 from megatrain.model import attention
 from megatrain.model.experts import Chosen, ExpertRows
 from megatrain.model.kind import Holds

@@ -5,9 +5,9 @@ from typing import Literal
 
 import torch
 
-from megatrain.engine.budget import Needs, Question
-from megatrain.engine.forecast import Forecast, Trainee, forecast
-from megatrain.engine.measure import Measured
+from megatrain.forecast.forecast import Forecast, Trainee, forecast
+from megatrain.forecast.measure import Measured
+from megatrain.forecast.needs import Needs, Question
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
 from megatrain.placement import Placement

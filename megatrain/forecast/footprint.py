@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain.engine.tally import Work, added, is_view, tensors, work_of
+from megatrain.forecast.tally import Work, added, is_view, tensors, work_of
 
 # A reduction's result that is so much smaller than what it reads is kept, not computed again.
 _SMALL = 16

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.batch import Batch, prepare
-from megatrain.engine.footprint import Compiled, Recorder, Traced
 from megatrain.engine.sink import Room
-from megatrain.engine.tally import NotForeseeable, OneAttention, Tally, Work
-from megatrain.engine.tiling import TileWork, foretold, tiled
 from megatrain.engine.units import Head
 from megatrain.errors import MegatrainError, first_line
+from megatrain.forecast.footprint import Compiled, Recorder, Traced
+from megatrain.forecast.tally import NotForeseeable, OneAttention, Tally, Work
+from megatrain.forecast.tiling import TileWork, foretold, tiled
 from megatrain.model.kind import KEPT_SHARE, Kind
 from megatrain.model.outline import Outline
 from megatrain.model.program import Activations, MicroBatch, Program
@@ -123,7 +123,7 @@ class Measured:
         self.program = Program(outline, _CPU, dtype)
         self.program.train(True)
         self._kinds: dict[tuple[int, int], LayerWork] = {}
-        # Of split layers (engine/measure_experts.py) and heads (engine/measure_head.py).
+        # Of split layers (forecast/measure_experts.py) and heads (forecast/measure_head.py).
         self.stages: dict[tuple, LayerWork] = {}
         self.ranges: dict[tuple, tuple[Work, Work]] = {}
         self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}

@@ -1,6 +1,6 @@
 """What a frame's spare memory can be spent on: resident tiles, kept graphs on device and host.
 
-A frame is a forecast with nothing resident and nothing kept (engine/frames.py). What each way of
+A frame is a forecast with nothing resident and nothing kept (autoplace/frames.py). What each way of
 spending could bring at best is known from it: no resource does less work than it must.
 """
 
@@ -11,10 +11,10 @@ from typing import Literal
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.engine.assemble import LEAVING, RETURNING
-from megatrain.engine.costs import MachineCosts
-from megatrain.engine.forecast import Forecast
-from megatrain.engine.forecasts import Forecasts, Task
-from megatrain.engine.tally import Tally
+from megatrain.forecast.costs import MachineCosts
+from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.tally import Tally
 from megatrain.machine import Machine
 from megatrain.placement import Placement
 from megatrain.tile import TileLayout

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer
-from megatrain.engine.measure import LayerWork, Measured, Shape, eager_work, fakes, foreseeing
 from megatrain.engine.ranges import HIDDEN, Rows
 from megatrain.engine.sink import Room
-from megatrain.engine.tally import Tally, Work
+from megatrain.forecast.measure import LayerWork, Measured, Shape, eager_work, fakes, foreseeing
+from megatrain.forecast.tally import Tally, Work
 from megatrain.model.program import Activations, Weights
 from megatrain.model.skeleton import Ref
 from megatrain.store import Tile

@@ -10,8 +10,8 @@ from torch import Tensor
 from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, UPDATE
 from megatrain.device.clock import Cost
-from megatrain.engine.opaque import KEPT_GRAPHS, WORKING_SET
-from megatrain.engine.tally import Tally, Work
+from megatrain.forecast.opaque import KEPT_GRAPHS, WORKING_SET
+from megatrain.forecast.tally import Tally, Work
 from megatrain.machine import Machine
 from megatrain.telemetry.timeline import Span
 

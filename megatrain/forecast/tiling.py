@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from megatrain.engine.tally import Tally, Work, added
+from megatrain.forecast.tally import Tally, Work, added
 from megatrain.model.kind import Kind, template
 from megatrain.model.tiles import Tiled, acts_on_tokens_alone, parts
 

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from megatrain.engine.experts import GIVEN, RESULT
-from megatrain.engine.measure import LayerWork, Measured, eager_work, fakes, foreseeing
-from megatrain.engine.tally import NotForeseeable
+from megatrain.forecast.measure import LayerWork, Measured, eager_work, fakes, foreseeing
+from megatrain.forecast.tally import NotForeseeable
 from megatrain.model.program import Activations, Weights
 from megatrain.model.skeleton import Ref
 

@@ -1,6 +1,6 @@
 """What a step will take before it is run: seconds by stream, device and host memory by part.
 
-The one cost model, of `placement="auto"` (engine/fit.py) and of `megatrain plan`.
+The one cost model, of `placement="auto"` (autoplace/fit.py) and of `megatrain plan`.
 """
 
 from collections import Counter
@@ -15,9 +15,10 @@ import torch
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.device.clock import ClockDevice
 from megatrain.engine.assemble import Assembly, host_bytes, tile_layouts
-from megatrain.engine.costs import MachineCosts
-from megatrain.engine.measure import Measured
-from megatrain.engine.opaque import (
+from megatrain.engine.step import TrainingParts, train_step
+from megatrain.forecast.costs import MachineCosts
+from megatrain.forecast.measure import Measured
+from megatrain.forecast.opaque import (
     ACTIVATIONS,
     KEPT_ATTENTION,
     KEPT_GRAPHS,
@@ -26,8 +27,7 @@ from megatrain.engine.opaque import (
     OpaqueProgram,
     OpaqueRows,
 )
-from megatrain.engine.step import TrainingParts, train_step
-from megatrain.engine.tally import Tally
+from megatrain.forecast.tally import Tally
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.outline import Outline

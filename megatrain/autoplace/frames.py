@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from megatrain.engine.budget import UNSUMMED
-from megatrain.engine.forecast import PROCESS_BYTES, Forecast
-from megatrain.engine.forecasts import Forecasts, Task
 from megatrain.engine.portion import least_split
-from megatrain.engine.tally import Work
+from megatrain.forecast.forecast import PROCESS_BYTES, Forecast
+from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.needs import UNSUMMED
+from megatrain.forecast.tally import Work
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
 from megatrain.units import GIB

@@ -1,0 +1,1 @@
+"""The placement that `placement="auto"` takes, and whether one fits (`fit.py`)."""
