@@ -6,26 +6,27 @@ and the conversation with it: both must be the beginning of the whole text. Its 
 belongs to the reply; white space which the template writes after that does not.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.data.bounded import bounded
-from megatrain.data.readers import Row, listed, read_rows
+from megatrain.data.conversation import ROLES, Conversation, Message, conversation
+from megatrain.data.readers import read_rows
 from megatrain.data.sources import Source
 from megatrain.data.text import Document, check_encodable
 from megatrain.data.tokenizer import token_ids, tokenising
 from megatrain.errors import InputError, first_line
 from megatrain.units import GIB
 
-Message = dict[str, Any]
 # What a template may take for a row. One of 200,000 short messages took 0.6 seconds.
 _SECONDS, _NUM_BYTES = 20.0, GIB
 _LONGEST = 64 << 20  # characters, twice what a row may have; tokenising takes 50 times as much
+_SPOKEN = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+_NO_PLACE = "use a template that has, or leave it out"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -57,19 +58,26 @@ class ChatEncoder:
             InputError: a source is unreadable, empty or malformed; the template refuses a row.
         """
         for index, source in enumerate(sources):
-            for number, row in read_rows(source, ["messages", "tools"]):
+            for number, row in read_rows(source, "messages", ["tools"]):
                 where = f"{source.name}:{number}"
-                ids, targets = self._encode(_messages(row, where), _tools(row, where), where)
+                ids, targets = self._encode(conversation(row, where), where)
                 yield Document(index, number, ids, targets)
 
     def _encode(
-        self, messages: list[Message], tools: list[Any] | None, where: str
+        self, talk: Conversation, where: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        if not any(m["role"] == "assistant" for m in messages):
+        template = self._tokenizer.get_chat_template(tools=talk.tools)
+        _refuse_unplaced(talk, template, where)
+        if not any(talk.learnt):
             return np.zeros(0, np.int32), np.zeros(0, bool)
-        if _MARKS.search(self._tokenizer.get_chat_template(tools=tools)):
-            return self._by_marks(messages, tools, where)
-        return self._by_prefixes(messages, tools, where)
+        if not _MARKS.search(template):
+            return self._by_prefixes(talk, where)
+        ids, targets = self._by_marks(talk.messages, talk.tools, where)
+        if any(
+            m["role"] == "assistant" and not learnt for m, learnt in zip(*talk[:2], strict=True)
+        ):
+            targets &= self._by_prefixes(talk, where)[1]
+        return ids, targets
 
     def _by_marks(
         self, messages: list[Message], tools: list[Any] | None, where: str
@@ -84,14 +92,15 @@ class ChatEncoder:
         return ids, targets
 
     def _by_prefixes(
-        self, messages: list[Message], tools: list[Any] | None, where: str
+        self, talk: Conversation, where: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        messages, tools = talk.messages, talk.tools
         whole, _ = self._render(messages, tools, where)
         encoded, ids = self._tokens(whole, where)
         starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
         targets = np.zeros(len(ids), bool)
-        for turn, message in enumerate(messages):
-            if message["role"] == "assistant":
+        for turn, learnt in enumerate(talk.learnt):
+            if learnt:
                 begin, end = self._span(whole, messages, turn, tools, where)
                 first, last = np.searchsorted(starts, (begin, end))
                 # What follows the closing special token is white space between two turns.
@@ -150,46 +159,24 @@ class ChatEncoder:
         return text, [span for spans in marked for span in spans]
 
 
-def _messages(row: Row, where: str) -> list[Message]:
-    if "messages" not in row:
-        raise InputError(f"{where}: no field 'messages': its fields are {listed(row)}")
-    messages = row["messages"]
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InputError(f"{where}: 'messages' must be a non-empty list of objects")
-    return [_message(m, f"{where}: message {i}") for i, m in enumerate(messages, start=1)]
+def _refuse_unplaced(talk: Conversation, template: str, where: str) -> None:
+    """Raises InputError: the template would leave out what the conversation has."""
 
+    def has_place(name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
-def _message(message: object, where: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise InputError(f"{where} must be an object, not {type(message).__name__}")
-    # Tables fill absent keys with null.
-    kept = {key: value for key, value in message.items() if value is not None}
-    if not isinstance(kept.get("role"), str):
-        raise InputError(f"{where} has no 'role' (system, user, assistant or tool)")
-    if "content" not in kept and not kept.get("tool_calls"):
-        raise InputError(f"{where} has no 'content'")
-    if "content" in kept:
-        kept["content"] = _content(kept["content"], where)
-    return kept
-
-
-def _content(content: object, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, Sequence) else []
-    texts = [p.get("text") for p in parts if isinstance(p, Mapping)]
-    if not parts or len(texts) != len(parts) or not all(isinstance(t, str) for t in texts):
-        raise InputError(f"{where}: 'content' must be a string (or a list of text parts)")
-    return "".join(map(str, texts))
-
-
-def _tools(row: Row, where: str) -> list[Any] | None:
-    tools = row.get("tools")
-    if isinstance(tools, str):  # tables keep them as JSON, as each tool has another shape
-        try:
-            tools = json.loads(tools) if tools else None
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{where}: 'tools' is not JSON: write it as a list") from error
-    if tools is not None and not isinstance(tools, list):
-        raise InputError(f"{where}: 'tools' must be a list of objects")
-    return tools or None
+    if talk.tools and not has_place("tools"):
+        raise InputError(f"{where}: the chat template has no place for 'tools': {_NO_PLACE}")
+    for turn, message in enumerate(talk.messages, start=1):
+        role = message["role"]
+        if role not in ROLES and not (role and has_place(role)):
+            known = ", ".join(ROLES)
+            raise InputError(
+                f"{where}: message {turn}: role {role!r:.40} is none of these: {known}"
+            )
+        for name in _SPOKEN:
+            if message.get(name) and not has_place(name):
+                raise InputError(
+                    f"{where}: message {turn}: the chat template has no place for {name!r}: "
+                    + _NO_PLACE
+                )

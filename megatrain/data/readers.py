@@ -9,11 +9,12 @@ import importlib
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
 from megatrain.data.sources import HubSplit, Source, SourceFile
+from megatrain.data.unheeded import says_training
 from megatrain.errors import InputError, first_line
 from megatrain.strict_json import each_key_once
 from megatrain.units import MIB
@@ -47,8 +48,11 @@ def read_text(file: SourceFile) -> Iterator[Piece]:
             if text:
                 yield Piece(line, text, first, last=False)
                 line, first = line + text.count("\n"), False
+            begins = stream.tell() == len(block)
             text = _decode(decoder, block, stream.tell() - len(block), file, final=False)
             text = text.removeprefix(_BOM) if first else text
+            if begins and _looks_like_rows(text):
+                raise InputError(f"{file.name}: rows of JSON are no text: name the file .jsonl")
         text += _decode(decoder, b"", stream.tell(), file, final=True)
     if text:
         yield Piece(line, text, first, last=True)
@@ -67,16 +71,17 @@ def split_text(text: str, line: int) -> Iterator[Piece]:
         start = stop
 
 
-def read_rows(source: Source, columns: list[str]) -> Iterator[tuple[int, Row]]:
+def read_rows(source: Source, needed: str, others: Sequence[str] = ()) -> Iterator[tuple[int, Row]]:
     """The rows of a JSONL file, Parquet file or hub data set with their number, counted from 1.
 
-    Tables must have the first of `columns` and give only those; JSONL rows come whole.
+    Tables must have the column `needed`, and give only that, `others` and what says how a row is
+    to be trained; JSONL rows come whole.
 
     Raises:
         InputError: unreadable, malformed, or without the column; with the line.
     """
     number = 0
-    for number, row in _READERS[source.format](source, columns):
+    for number, row in _READERS[source.format](source, [needed, *others]):
         yield number, row
     if number == 0 and source.named:
         raise InputError(f"{source.name}: no rows in it: give data that has some")
@@ -90,7 +95,16 @@ def listed(names: Iterable[str]) -> str:
 def _present(name: str, names: list[str], columns: list[str]) -> list[str]:
     if columns[0] not in names:
         raise InputError(f"{name}: no column {columns[0]!r}: its columns are {listed(names)}")
-    return [c for c in columns if c in names]
+    return [n for n in names if n in columns or says_training(n)]
+
+
+def _looks_like_rows(text: str) -> bool:
+    """Whether the first two lines (or the only one) are JSON objects."""
+    lines = [line for line in text.split("\n", 16) if line.strip()][:2]
+    try:
+        return bool(lines) and all(isinstance(json.loads(line), dict) for line in lines)
+    except (ValueError, RecursionError):
+        return len(text) >= PIECE_BYTES and len(lines) == 1 and text.lstrip().startswith('{"')
 
 
 def _block(stream: IO[bytes]) -> bytes:

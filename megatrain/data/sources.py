@@ -14,6 +14,12 @@ Format = Literal["text", "jsonl", "parquet", "hub"]
 Kind = Literal["text", "chat"]
 
 _SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+# Never a document whose text is to be learnt as it stands.
+_NOT_TEXT = {
+    ".7z", ".arrow", ".avro", ".bz2", ".csv", ".db", ".doc", ".docx", ".epub", ".feather", ".gz",
+    ".h5", ".json", ".lz4", ".npy", ".npz", ".ods", ".odt", ".orc", ".pdf", ".pkl", ".pt", ".rar",
+    ".safetensors", ".sqlite", ".tar", ".tgz", ".tsv", ".xls", ".xlsx", ".xz", ".zip", ".zst",
+}  # fmt: skip
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -134,12 +140,22 @@ def _describe(path: Path, *, named: bool) -> SourceFile:
     status = _status(path)
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{path}: not a plain file (a device or a pipe?): copy its data to a file")
-    return SourceFile(path, _format(path), named, status.st_size, status.st_mtime_ns)
+    form = _format(path)
+    if form is None:
+        raise InputError(
+            f"{path}: {path.suffix} files are not read: make .jsonl of its rows, or leave it out "
+            "(a folder's text files alone: folder/**/*.txt)"
+        )
+    return SourceFile(path, form, named, status.st_size, status.st_mtime_ns)
 
 
-def _format(path: Path) -> Format:
+def _format(path: Path) -> Format | None:
+    """None: neither rows nor text."""
     name = path.name.lower()
-    return _SUFFIXES.get(Path(name.removesuffix(".gz")).suffix, "text")
+    inner = _SUFFIXES.get(Path(name.removesuffix(".gz")).suffix)
+    if name.endswith(".gz"):
+        return "jsonl" if inner == "jsonl" else None
+    return inner or (None if Path(name).suffix in _NOT_TEXT else "text")
 
 
 def _status(path: Path) -> os.stat_result:

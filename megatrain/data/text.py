@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from megatrain.data.readers import Piece, Row, listed, read_rows, read_text, split_text
 from megatrain.data.sources import Source, SourceFile
 from megatrain.data.tokenizer import token_ids, tokenising
+from megatrain.data.unheeded import refuse_unheeded
 from megatrain.errors import InputError
 
 _BATCH_PIECES, _BATCH_CHARS = 1024, 1 << 22  # enough for all cores, little enough for memory
@@ -75,7 +76,8 @@ class TextEncoder:
         if isinstance(source, SourceFile) and source.format == "text":
             yield from read_text(source)
             return
-        for number, row in read_rows(source, [self._field]):
+        for number, row in read_rows(source, self._field):
+            refuse_unheeded(row, "text", f"{source.name}:{number}")
             text = _text_of(row, self._field, f"{source.name}:{number}")
             yield from split_text(text, number)
 

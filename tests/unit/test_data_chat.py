@@ -14,6 +14,7 @@ from data_cases import QWEN, chat_tokenizer, make_tokenizer, talk, write_jsonl
 
 from megatrain.data import chat, open_dataset
 from megatrain.data.chat import ChatEncoder
+from megatrain.data.conversation import conversation
 from megatrain.errors import InputError
 
 TWO_TURNS = talk("What is 12 + 30?", "It is 42.", "Thanks!", "You are welcome: naïve café ☕")
@@ -27,7 +28,8 @@ REPLIES = {
 
 
 def encode(tokenizer, messages, tools=None):
-    return ChatEncoder(tokenizer, None)._encode(messages, tools, "chat.jsonl:1")
+    row = {"messages": messages, "tools": tools}
+    return ChatEncoder(tokenizer, None)._encode(conversation(row, "chat.jsonl:1"), "chat.jsonl:1")
 
 
 def spoken(tokenizer, ids, targets):

@@ -122,7 +122,7 @@ def test_odd_but_valid_jsonl_is_read(tmp_path):
         b"\xef\xbb\xbf" + GOOD + b"\r\n  \n" + b'{"text": "x", "more": NaN}\r\n'
         b'{"text": "no newline at the end \\u0000 \\ud83d\\ude00"}'
     )
-    rows = list(readers.read_rows(as_source(path), ["text"]))
+    rows = list(readers.read_rows(as_source(path), "text"))
     assert [number for number, _ in rows] == [1, 4, 5]
     assert rows[1][1]["text"] == "x" and rows[2][1]["text"].endswith("\0 😀")
 
@@ -191,7 +191,7 @@ def test_any_bytes_are_read_or_refused_with_the_file_name(tmp_path, data, suffix
         if file.format == "text":
             assert "".join(p.text for p in readers.read_text(file)).encode() in (data, data[3:])
         else:
-            assert all(isinstance(row, dict) for _, row in readers.read_rows(file, ["text"]))
+            assert all(isinstance(row, dict) for _, row in readers.read_rows(file, "text"))
     except InputError as error:
         assert file.name in str(error) and "\n" not in str(error)
 
@@ -210,7 +210,7 @@ def test_broken_compression_is_named(tmp_path):
         path = tmp_path / f"{name}.jsonl.gz"
         path.write_bytes(data)
         with pytest.raises(InputError, match=rf"{name}.jsonl.gz: cannot be read: \w+"):
-            list(readers.read_rows(as_source(path), ["text"]))
+            list(readers.read_rows(as_source(path), "text"))
 
 
 def test_a_named_file_of_blank_lines_is_empty(tmp_path):

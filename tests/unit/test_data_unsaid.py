@@ -1,0 +1,306 @@
+"""What a file says about its training is honoured, or refused in one line: never dropped."""
+
+import json
+
+import pytest
+from data_cases import chat_tokenizer, make_tokenizer, talk, write_jsonl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatrain.data import open_dataset
+from megatrain.data.chat import ChatEncoder
+from megatrain.data.sources import find_files
+from megatrain.errors import InputError
+
+TURNS = talk("What is 12 + 30?", "It is 42.", "Thanks!", "You are welcome.")
+
+
+def open_rows(tmp_path, rows, kind="chat", tokenizer="qwen", name="rows.jsonl"):
+    path = write_jsonl(tmp_path / name, rows)
+    made = make_tokenizer() if kind == "text" else chat_tokenizer(tokenizer)
+    return open_dataset(path, kind=kind, tokenizer=made, sequence_length=512, packing=False,
+                        cache_dir=tmp_path / "cache")  # fmt: skip
+
+
+def learnt(tmp_path, row, tokenizer="qwen"):
+    """What a single conversation teaches, and the whole text of it."""
+    batch = open_rows(tmp_path, [row], tokenizer=tokenizer).batch([0])
+    made, ids = chat_tokenizer(tokenizer), batch["input_ids"][0]
+    return made.decode(ids[batch["labels"][0] != -100]), made.decode(ids)
+
+
+@pytest.mark.parametrize(
+    "name", ["a.json", "a.csv", "a.tsv", "a.arrow", "a.jsonl.zst", "a.txt.gz", "a.parquet.gz",
+             "a.xlsx", "a.zip", "a.pdf", "a.jsonl.bz2", "A.JSON"],
+)  # fmt: skip
+@pytest.mark.parametrize("inside", ["file", "folder"])
+def test_files_of_rows_are_never_read_as_the_text_of_a_document(tmp_path, name, inside):
+    path = tmp_path / "corpus" / name
+    path.parent.mkdir()
+    path.write_text(json.dumps([{"text": "The sea was calm."}]))
+    with pytest.raises(InputError, match=rf"{name}: .*\.jsonl") as caught:
+        find_files(path if inside == "file" else path.parent, "text")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.log", "a", "a.jsonlines"])
+@pytest.mark.parametrize("row", [{"text": "The sea"}, {"messages": TURNS}, {}])
+def test_rows_of_json_under_another_name_are_not_text(tmp_path, name, row):
+    with pytest.raises(InputError, match=rf"{name}: rows of JSON .* \.jsonl"):
+        open_rows(tmp_path, [row] * 3, kind="text", name=name)
+
+
+def test_text_that_only_begins_like_json_is_text(tmp_path):
+    for name, text in {
+        "a.py": '{"a": 1}\n["a"]\nprint("The sea was calm.")\n',
+        "b.txt": '{"text": \n"The sea was calm."}',
+        "c.txt": "[1, 2]",
+    }.items():
+        (tmp_path / name).write_text(text)
+        data = open_dataset(tmp_path / name, kind="text", tokenizer=make_tokenizer(),
+                            sequence_length=64, cache_dir=tmp_path / "cache")  # fmt: skip
+        assert data.num_tokens > 4
+
+
+# A field of a row that would change what is trained, were it heeded.
+ROWS = {
+    "label": [True, False],
+    "kto_tag": [True, False],
+    "labels": [[1, 2], [True]],
+    "input_ids": [[1, 2]],
+    "chosen": ["It is 42.", talk("a", "b")],
+    "rejected": ["It is 43."],
+    "weight": [0, 0.5, 2, "high"],
+    "loss_weight": [0.5],
+    "sample_weight": [0],
+    "assistant_masks": [[0, 1]],
+    "completion_mask": [[1]],
+    "loss_mask": [[1]],
+    "train": [False, True],
+    "trainable": [False],
+    "images": [["a.png"], [{"bytes": "", "path": "a.png"}]],
+    "image": ["a.png"],
+    "videos": [["a.mp4"]],
+    "audio": ["a.wav"],
+    "system": ["You are a pirate."],
+    "functions": [[{"name": "weather"}]],
+    "function_call": ["auto"],
+    "chat_template": ["{{ messages }}"],
+    "documents": [[{"title": "a", "text": "b"}]],
+}
+
+
+@pytest.mark.parametrize("field", ROWS)
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_a_row_that_says_what_is_not_heeded_is_refused(tmp_path, field, kind):
+    if kind == "text" and field in ("system", "functions", "function_call", "documents"):
+        return  # they mean nothing for a text
+    good = {"messages": TURNS, "text": "The sea was calm."}
+    for value in ROWS[field]:
+        with pytest.raises(InputError, match=rf"rows.jsonl:2: .*'{field}'.*: ") as caught:
+            open_rows(tmp_path, [good, good | {field: value}], kind)
+        assert "\n" not in str(caught.value)
+    for value in (None, [], ""):
+        assert len(open_rows(tmp_path, [good, good | {field: value}], kind)) == 2
+    if kind == "chat" and "weight" in field:
+        assert len(open_rows(tmp_path, [good | {field: 1}])) == 1
+
+
+def test_columns_of_tables_are_refused_alike(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    rows = [{"messages": TURNS, "label": None}, {"messages": TURNS, "label": False}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(InputError, match=r"rows.parquet:2: .*'label'"):
+        open_dataset(path, kind="chat", tokenizer=chat_tokenizer("qwen"), sequence_length=64,
+                     cache_dir=tmp_path)  # fmt: skip
+
+
+@pytest.mark.parametrize("tokenizer", ["qwen", "marked", "llama3", "mistral"])
+def test_replies_of_weight_0_are_read_and_not_learnt(tmp_path, tokenizer):
+    turns = [dict(message) for message in TURNS]
+    turns[1]["weight"] = 0
+    turns[3]["weight"] = 1
+    only, whole = learnt(tmp_path, {"messages": turns}, tokenizer)
+    assert "You are welcome." in only and "42" not in only
+    assert whole == learnt(tmp_path, {"messages": TURNS}, tokenizer)[1]
+    turns[3]["weight"] = 0.0
+    turns[1]["weight"] = 1.0
+    turns[0]["weight"] = 0  # not learnt anyway
+    only, _ = learnt(tmp_path, {"messages": turns}, tokenizer)
+    assert "It is 42." in only and "welcome" not in only
+    turns[1]["weight"] = 0
+    with pytest.raises(InputError, match="none of the 1 rows"):
+        learnt(tmp_path, {"messages": turns}, tokenizer)
+
+
+# A field of a message (of this role) that would change what is trained.
+MESSAGES = {
+    "weight": ("assistant", [0.5, 2, -1, "0", "high", [1]]),
+    " weight": ("user", [1, 1.0, True]),
+    "train": ("assistant", [True, False]),
+    "training": ("assistant", [False]),
+    "loss": ("assistant", [False]),
+    "loss_weight": ("assistant", [0.0]),
+    "mask": ("assistant", [True]),
+    "label": ("assistant", [False]),
+    "train_detail": ("assistant", [[{"begin_offset": 0}]]),
+    "tool_calls": ("user", [[{"function": {"name": "f", "arguments": "{}"}}]]),
+    "function_call": ("assistant", [{"name": "f", "arguments": "{}"}]),
+    "refusal": ("assistant", ["I will not."]),
+    "audio": ("assistant", [{"id": "a"}]),
+    "reasoning_content": ("assistant", ["12 + 30 = 42"]),
+    "thinking": ("assistant", ["12 + 30 = 42"]),
+    "images": ("user", [["a.png"]]),
+}
+
+
+@pytest.mark.parametrize("field", MESSAGES)
+def test_a_message_that_says_what_is_not_heeded_is_refused(tmp_path, field):
+    role, values = MESSAGES[field]
+    for value in values:
+        turns = [dict(message) for message in TURNS]
+        turns[0 if role == "user" else 1][field.strip()] = value
+        with pytest.raises(InputError, match=rf"rows.jsonl:1: message .: .*'{field.strip()}'.*: "):
+            open_rows(tmp_path, [{"messages": turns}])
+
+
+def calls(*arguments):
+    given = [{"type": "function", "function": {"name": "weather", "arguments": a}}
+             for a in arguments]  # fmt: skip
+    return [
+        {"role": "user", "content": "What is the weather in Paris?"},
+        {"role": "assistant", "content": None, "tool_calls": given},
+        {"role": "tool", "content": "21 degrees"},
+        {"role": "assistant", "content": "It is warm."},
+    ]
+
+
+def test_arguments_written_as_json_teach_what_those_written_as_objects_do(tmp_path):
+    value = {"city": "Paris", "days": [1, 2], "unit": None, "a": {"b": 'naïve "café"'}}
+    only, whole = learnt(tmp_path, {"messages": calls(value)})
+    assert '{"name": "weather", "arguments": {"city": "Paris"' in only
+    for text in (json.dumps(value), json.dumps(value, indent=2)):
+        assert learnt(tmp_path, {"messages": calls(text)}) == (only, whole)
+    assert learnt(tmp_path, {"messages": calls("")}) == learnt(tmp_path, {"messages": calls({})})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["{", "Paris", '"Paris"', "[1]", "3", 3, [1], True, '{"a": 1, "a": 2}', "[" * 10**5],
+)
+def test_arguments_that_are_no_json_object_are_refused(tmp_path, arguments):
+    with pytest.raises(InputError, match=r"rows.jsonl:1: message 2: .*'arguments'.*: ") as caught:
+        learnt(tmp_path, {"messages": calls({}, arguments)})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call", ["weather", {}, {"function": {}}, {"function": {"name": 3, "arguments": {}}}, [], None]
+)
+def test_calls_of_no_function_are_refused(tmp_path, call):
+    turns = calls({})
+    turns[1]["tool_calls"] = [call]
+    with pytest.raises(InputError, match=r"rows.jsonl:1: message 2: .*'tool_calls'"):
+        learnt(tmp_path, {"messages": turns})
+
+
+@pytest.mark.parametrize("tokenizer", ["llama3", "marked", "gemma"])
+def test_calls_and_tools_that_the_template_has_no_place_for_are_refused(tmp_path, tokenizer):
+    turns = calls({})
+    turns[1]["content"] = "I shall look."
+    with pytest.raises(InputError, match=r"message 2: .*chat template .*'tool_calls'"):
+        learnt(tmp_path, {"messages": turns}, tokenizer)
+    row = {"messages": TURNS, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    with pytest.raises(InputError, match=r"rows.jsonl:1: .*chat template .*'tools'"):
+        learnt(tmp_path, row, tokenizer)
+
+
+@pytest.mark.parametrize("role", ["gpt", "bot", "Assistant", "agent", ""])
+def test_roles_that_nobody_knows_are_refused(tmp_path, role):
+    turns = [TURNS[0], {"role": role, "content": "It is 42."}, *TURNS[2:]]
+    with pytest.raises(InputError, match=rf"rows.jsonl:1: message 2: .*{role}.*: "):
+        learnt(tmp_path, {"messages": turns})
+
+
+WORDS = [f"w{n:02d}q" for n in range(40)]
+ODD_OF_A_ROW = [(name, value) for name, values in ROWS.items() for value in values]
+ODD_OF_A_MESSAGE = [
+    (role, name.strip(), value)
+    for name, (role, values) in MESSAGES.items()
+    for value in values
+]  # fmt: skip
+
+
+@st.composite
+def told_rows(draw):
+    """A row of messages; the words that it teaches, the words it only shows; if it must not pass.
+
+    Null and empty values are put where tables have them, and once in a while a field that asks for
+    what is not heeded.
+    """
+    words = iter(WORDS)
+    turns, taught, shown = [], set(), set()
+    nothing = st.sampled_from([None, [], ""])
+    if draw(st.booleans()):
+        turns.append({"role": "system", "content": next(words)})
+        shown.add(turns[-1]["content"])
+    for _ in range(draw(st.integers(1, 3))):
+        question, reply = next(words), next(words)
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+        shown.add(question)
+        if draw(st.booleans()):
+            turns[-2]["content"] = [{"type": "text", "text": question}]
+        said = {reply}
+        if draw(st.booleans()):
+            key, value = next(words), next(words)
+            arguments = draw(st.sampled_from([{key: value}, json.dumps({key: value})]))
+            name = next(words)
+            call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+            turns[-1]["tool_calls"] = [call]
+            said |= {key, value, name}
+            turns[-1]["content"] = draw(st.sampled_from([None, reply]))
+            said -= set() if turns[-1]["content"] else {reply}
+        weight = draw(st.sampled_from([None, 0, 1, 0.0, 1.0]))
+        if draw(st.booleans()) or weight == 0:
+            turns[-1]["weight"] = weight
+        if weight == 0:
+            shown |= said
+        else:
+            taught |= said
+    for message in turns:
+        if draw(st.booleans()):
+            message[draw(st.sampled_from(["name", "reasoning_content", "refusal"]))] = None
+    row = {"messages": turns, "id": 3, "label": draw(nothing), "tools": draw(nothing)}
+    if not (odd := draw(st.integers(0, 3))):
+        name, value = draw(st.sampled_from(ODD_OF_A_ROW))
+        row[name] = value
+    elif odd == 1:
+        role, name, value = draw(st.sampled_from(ODD_OF_A_MESSAGE))
+        draw(st.sampled_from([m for m in turns if m["role"] == role]))[name] = value
+    return row, taught, shown, odd < 2
+
+
+@settings(max_examples=150, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@given(case=told_rows(), name=st.sampled_from(["qwen", "marked"]))
+def test_every_schema_is_trained_right_or_refused_in_one_line(tmp_path, case, name):
+    row, taught, shown, must_not_pass = case
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    tokenizer = chat_tokenizer(name)
+    try:
+        (found,) = ChatEncoder(tokenizer, None).documents(find_files(path, "chat"))
+    except InputError as error:
+        assert str(error).startswith(f"{path}:1: ") and "\n" not in str(error)
+        has_calls = any(message.get("tool_calls") for message in row["messages"])
+        assert must_not_pass or (name == "marked" and has_calls), error
+        return
+    assert not must_not_pass
+    learnt = tokenizer.decode(found.ids[found.targets])
+    only_read = tokenizer.decode(found.ids[~found.targets])
+    if not taught:
+        assert len(found.ids) == 0
+        return
+    assert all(word in learnt and word not in only_read for word in taught)
+    assert all(word in only_read and word not in learnt for word in shown)
