@@ -251,7 +251,7 @@ class Engine(Continuing):
         if self._kept is not None:
             self._kept.note(batch.num_tokens, self.device.memory()["device_used_peak_bytes"])
         self._steps += 1
-        self.optimizer.step()
+        self.optimizer.took_step()
         seconds = time.perf_counter() - start
         return StepResult(report.loss, report.grad_norm, batch.num_tokens, seconds)
 

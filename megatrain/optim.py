@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from megatrain.errors import InputError
@@ -73,51 +73,145 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class StreamedOptimizer(torch.optim.Optimizer):
-    """The engine's optimizer as torch knows optimizers: groups to read and to schedule.
+_NOT_HERE = (
+    "moments rest in the engine's tiles: Engine.save writes them and Engine.load reads them; to "
+    "change a setting, assign to engine.optimizer.param_groups"
+)
 
-    Its parameters are names and shapes only; state rests in the tiles. `step` is called by
-    `Engine.step` and only counts, which is what torch's schedulers look at.
+# What torch's AdamW does besides, where a group asks for it.
+_UNKNOWN = ("amsgrad", "maximize")
+
+
+class _NoState(dict):
+    """In the place of torch's `state`; refuses to be read or written by parameter."""
+
+    def __missing__(self, key: object) -> Any:
+        raise InputError(f"optimizer.state has no moments: {_NOT_HERE}")
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.__missing__(key)
+
+
+class StreamedOptimizer(torch.optim.Optimizer):
+    """The engine's optimizer as torch knows optimizers: groups to read, change and schedule.
+
+    Its parameters are names and shapes only; state rests in the tiles. Groups are read anew in each
+    step, so parameters may be moved between them at any time. A parameter is known by its tensor in
+    `params`; `param_names` follows.
     """
 
     def __init__(self, settings: AdamW, model: nn.Module) -> None:
         groups = settings.groups(model)
         if not groups:
             raise InputError("every parameter is frozen: there is nothing to train")
+        self._names = {p: name for group in groups for name, p in group["params"]}
+        self._in_engine = False
         defaults = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
         super().__init__(groups, {**defaults, "weight_decay": settings.weight_decay})
+        self.state = _NoState()  # type: ignore[assignment]
         self.num_steps = 0
 
     def group_of(self) -> dict[str, int]:
-        """Index of each trainable parameter's group, by name."""
-        return {
-            name: index
-            for index, group in enumerate(self.param_groups)
-            for name in group["param_names"]
-        }
+        """Index of each trainable parameter's group, by name.
+
+        Raises:
+            InputError: a parameter is in no group or in two, or is not one of the engine's.
+        """
+        found: dict[str, int] = {}
+        for index, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                name = self._name(parameter)
+                if name in found:
+                    raise InputError(f"the optimizer has {name!r} in two groups or twice in one")
+                found[name] = index
+        missing = next((name for name in self._names.values() if name not in found), None)
+        if missing is not None:
+            raise InputError(
+                f"the optimizer has {missing!r} in no group; set its group's lr and weight_decay "
+                "to 0, or freeze it before the engine is made"
+            )
+        return found
+
+    def _name(self, parameter: Any) -> str:
+        name = self._names.get(parameter) if isinstance(parameter, Tensor) else None
+        if name is None:
+            raise InputError(
+                "a group of the optimizer has a parameter that this engine does not train; take "
+                "those of engine.optimizer.param_groups, not those of the model it was made of"
+            )
+        return name
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; takes the engine's parameters with or without their names.
+
+        Raises:
+            InputError: one is none of the engine's.
+        """
+        given = param_group["params"]
+        if not isinstance(given, set):  # which torch refuses
+            each = [given] if isinstance(given, Tensor) else list(given)
+            tensors = [one[1] if isinstance(one, tuple) else one for one in each]
+            param_group = param_group | {"params": [(self._name(p), p) for p in tensors]}
+        super().add_param_group(param_group)
 
     def check(self) -> None:
         """Whether the groups, which anybody may change, still hold settings of AdamW.
 
         Raises:
-            InputError: one does not: a NaN for a learning rate would become every weight.
+            InputError: one does not: a NaN for a learning rate would become every weight. Or the
+                groups are not made of the engine's parameters, each of them once.
         """
+        self.group_of()
         for group in self.param_groups:
-            AdamW(**{name: _scalar(group[name]) for name in _SETTINGS})
+            group["param_names"] = [self._names[parameter] for parameter in group["params"]]
+            AdamW(**{name: _scalar(group.get(name)) for name in _SETTINGS})
+            unknown = next((name for name in _UNKNOWN if group.get(name)), None)
+            if unknown is not None:
+                raise InputError(f"a group of the optimizer asks for {unknown}, unknown to AdamW")
+
+    def took_step(self) -> None:
+        """Count a step that the engine has taken, by `step`, at which torch's schedulers look."""
+        self._in_engine = True
+        try:
+            self.step()
+        finally:
+            self._in_engine = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Count an optimizer step; the update itself is the engine's."""
+        """Refused: `Engine.step` updates the parameters.
+
+        Raises:
+            InputError: always, but within `took_step`.
+        """
+        if not self._in_engine:
+            raise InputError(
+                "optimizer.step() has nothing to do: Engine.step has updated the parameters; leave "
+                "the call out"
+            )
         self.num_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The groups in torch's form, and under `note` that this is all."""
+        return super().state_dict() | {"note": f"groups only; {_NOT_HERE}"}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Refused. Raises InputError: the moments would be left out."""
+        raise InputError(f"optimizer.load_state_dict brings no moments: {_NOT_HERE}")
 
     def saved_groups(self) -> list[dict[str, Any]]:
         """The groups as plain JSON values: names of parameters, and what a schedule made of them.
 
         Raises:
-            InputError: somebody put something into a group that is no number or text.
+            InputError: somebody put something into a group that is no number or text, or the groups
+                are not made of the engine's parameters.
         """
+        self.group_of()
         return [
-            {name: _plain(name, value) for name, value in group.items() if name != "params"}
+            {
+                **{name: _plain(name, value) for name, value in group.items() if name != "params"},
+                "param_names": [self._names[parameter] for parameter in group["params"]],
+            }
             for group in self.param_groups
         ]
 
@@ -127,14 +221,18 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: they are of other parameters, or their settings are none.
         """
-        names = [group["param_names"] for group in self.param_groups]
-        if [group.get("param_names") for group in groups] != names:
+        by_name = {name: parameter for parameter, name in self._names.items()}
+        lists = [group.get("param_names") for group in groups]
+        names = [str(name) for names in lists if isinstance(names, list) for name in names]
+        if sorted(names) != sorted(by_name) or not all(isinstance(each, list) for each in lists):
             raise InputError("the optimizer's groups are of other parameters than the model's")
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            values = {name: value for name, value in saved.items() if name != "param_names"}
-            known: dict[str, Any] = {name: values.get(name) for name in self.defaults}
+        restored = []
+        for group in groups:
+            known: dict[str, Any] = {name: group.get(name) for name in self.defaults}
             AdamW(**known)  # refuses what is no setting
-            group.update(values, betas=tuple(values["betas"]))
+            params = [by_name[str(name)] for name in group["param_names"]]
+            restored.append({**group, "params": params, "betas": tuple(group["betas"])})
+        self.param_groups[:] = restored
         self.num_steps = num_steps
 
 

@@ -1,6 +1,7 @@
 """Tile updates: where the state rests, on a host stream, while the device computes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ _DAMAGED = (
     "without clipping the update does not wait for it, so weights and optimizer state are damaged; "
     "go back to the last checkpoint and set max_grad_norm"
 )
+
+
+# Settings, and the elements of a tile's planes from one to before another that they are for.
+_Run = tuple[dict[str, Any], int, int]
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,9 @@ class Update:
         """A step begins; one that was broken off before its end leaves nothing to be done."""
         self._torn = self.torn
         self._pending, self._started = [], []
+        # What anybody changes in the groups after this is for the next step.
+        self._group_of = self._optimizer.group_of()
+        self._groups = [dict(group) for group in self._optimizer.param_groups]
 
     def ready(self, tile: Tile, slab: Slab, landed: Any) -> None:
         """A tile's gradient is complete in `slab` at `landed`."""
@@ -163,25 +171,24 @@ class Update:
             tile.let_go = None
         tile.version += 1
         self._started.append(tile)
-        groups = [dict(group) for group in self._optimizer.param_groups]
+        runs = [(self._groups[i], *run) for i, *run in tile.layout.runs(self._group_of)]
         version = tile.version
         self._device.run(
             stream,
             f"update {tile.name}",
-            lambda: self._apply(tile, slab, groups, version, scale),
+            lambda: self._apply(tile, slab, runs, version, scale),
             [slab.buffer],
             [tile.weights, *tile.state],
         )
         tile.updated = slab.free = self._device.record(stream)
 
     def _apply(
-        self, tile: Tile, slab: Slab, groups: list[dict], version: int, scale: float
+        self, tile: Tile, slab: Slab, runs: Sequence[_Run], version: int, scale: float
     ) -> None:
         assert tile.moments is not None
         if self._refused:
             return
-        for index, start, stop in tile.layout.runs:
-            group = groups[index]
+        for group, start, stop in runs:
             kernels.adamw(
                 tile.weights.data[start:stop],
                 None if tile.remainder is None else tile.remainder.data[start:stop],

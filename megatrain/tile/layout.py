@@ -1,10 +1,11 @@
 """The flat layout of a tile: one list of offsets, the same in every plane.
 
 Trainable parameters come first, one contiguous run per optimizer group, frozen ones last; so the
-gradient and the moments cover a prefix, and the update is one kernel call per group.
+gradient and the moments cover a prefix, and the update is one kernel call per group, as long as the
+groups stay as they were.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -25,7 +26,7 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     offset: int
-    group: int | None  # index of the optimizer's parameter group; None: frozen
+    group: int | None  # index of the optimizer's parameter group at first; None: frozen
 
     @property
     def numel(self) -> int:
@@ -44,7 +45,6 @@ class TileLayout:
         entries: the parameters in storage order.
         numel: length of the weights plane, in elements.
         trainable_numel: length of the gradient and moment planes; a prefix of `numel`.
-        runs: `(group, start, stop)` of each contiguous run of one optimizer group.
     """
 
     def __init__(self, name: str, parameters: Iterable[tuple[str, torch.Size, int | None]]) -> None:
@@ -58,20 +58,19 @@ class TileLayout:
             offset = align(offset + entries[-1].numel, ALIGNMENT)
         self.entries = tuple(entries)
         self.numel = offset
-        self.runs = self._runs()
-        self.trainable_numel = self.runs[-1][2] if self.runs else 0
+        runs = self.runs({entry.name: 0 for entry in self.trainable})
+        self.trainable_numel = runs[-1][2] if runs else 0
         self.by_name = {entry.name: entry for entry in entries}
 
-    def _runs(self) -> list[tuple[int, int, int]]:
+    def runs(self, group_of: Mapping[str, int]) -> list[tuple[int, int, int]]:
+        """`(group, start, stop)` of each contiguous run of trainable parameters of one group."""
         runs: list[tuple[int, int, int]] = []
-        for entry in self.entries:
-            if entry.group is None:
-                break
+        for entry in self.trainable:
+            group, start = group_of[entry.name], entry.offset
             stop = align(entry.offset + entry.numel, ALIGNMENT)
-            if runs and runs[-1][0] == entry.group:
-                runs[-1] = (entry.group, runs[-1][1], stop)
-            else:
-                runs.append((entry.group, entry.offset, stop))
+            if runs and runs[-1][0] == group:
+                start = runs.pop()[1]
+            runs.append((group, start, stop))
         return runs
 
     @property

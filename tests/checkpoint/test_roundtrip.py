@@ -112,6 +112,19 @@ def test_changed_groups_come_back_exactly(tmp_path) -> None:
         assert (group["initial_lr"], group["eps"]) == (0.25, np.float32(0.1))
 
 
+def test_groups_that_were_split_come_back_and_go_on(tmp_path) -> None:
+    engine = engine_of()
+    first = engine.optimizer.param_groups[0]
+    moved = [first["params"].pop(place) for place in (5, 2)]
+    engine.optimizer.add_param_group({"params": moved, "lr": 0.0, "betas": (0.3, 0.4)})
+    before = masters(engine)
+    again = check(engine, tmp_path)
+    groups = [group["param_names"] for group in again.optimizer.param_groups]
+    assert groups == [group["param_names"] for group in engine.optimizer.param_groups]
+    after = masters(again)
+    assert {name for name in after if torch.equal(after[name], before[name])} == set(groups[2])
+
+
 def moe() -> DeepseekV3ForCausalLM:
     torch.manual_seed(0)
     config = DeepseekV3Config(

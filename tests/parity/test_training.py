@@ -27,12 +27,12 @@ from tests.parity.cases import (
 from tests.race.late import LateDevice
 
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler | None]
-Change = Callable[[int, list[dict[str, Any]]], None]
+Change = Callable[[int, torch.optim.Optimizer], None]
 
 LR, EPS, DECAY, BETAS = 1e-2, 1e-3, 0.1, (0.9, 0.95)
 
 
-def nothing(step: int, groups: list[dict[str, Any]]) -> None:
+def nothing(step: int, optimizer: torch.optim.Optimizer) -> None:
     """A user who leaves the groups as they are."""
 
 
@@ -47,14 +47,14 @@ def plain_training(
     decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], list(NO_DECAY)))
     named = list(model.named_parameters())
     groups = [
-        {"params": [p for n, p in named if n in decaying], "weight_decay": DECAY},
-        {"params": [p for n, p in named if n not in decaying], "weight_decay": 0.0},
+        {"params": [(n, p) for n, p in named if n in decaying], "weight_decay": DECAY},
+        {"params": [(n, p) for n, p in named if n not in decaying], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, foreach=False)
     scheduler = schedule(optimizer)
     losses, norms = [], []
     for index, step in enumerate(steps):
-        change(index, optimizer.param_groups)
+        change(index, optimizer)
         losses.append(accumulate(model, step))
         bound = torch.inf if clip is None else clip
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), bound)))
@@ -73,7 +73,7 @@ def engine_training(
     scheduler = schedule(engine.optimizer)
     results = []
     for index, step in enumerate(steps):
-        change(index, engine.optimizer.param_groups)
+        change(index, engine.optimizer)
         results.append(engine.step(step))
         if scheduler is not None:
             scheduler.step()
@@ -135,8 +135,8 @@ def test_a_scheduler_does_not_warn_of_a_missing_step(recwarn: pytest.WarningsRec
 
 
 def test_groups_that_the_user_changes_between_steps() -> None:
-    def change(step: int, groups: list[dict[str, Any]]) -> None:
-        decaying, plain = groups
+    def change(step: int, optimizer: torch.optim.Optimizer) -> None:
+        decaying, plain = optimizer.param_groups
         if step == 1:
             decaying["weight_decay"] = 0.5
             plain["lr"] = 5e-2
@@ -146,6 +146,42 @@ def test_groups_that_the_user_changes_between_steps() -> None:
             plain["eps"] = 1e-2
 
     check(llama(), change=change)
+
+
+def take(group: dict[str, Any], part: str) -> list[tuple[str, Any]]:
+    """Remove the parameters whose names have `part` from a group, names and all."""
+    both = list(zip(group["param_names"], group["params"], strict=True))
+    stay = [(name, p) for name, p in both if part not in name]
+    group["param_names"], group["params"] = [n for n, _ in stay], [p for _, p in stay]
+    return [(name, p) for name, p in both if part in name]
+
+
+def split_by_torch(optimizer: torch.optim.Optimizer, **settings: Any) -> None:
+    taken = take(optimizer.param_groups[0], "layers.1") + take(optimizer.param_groups[0], "q_proj")
+    optimizer.add_param_group({"params": taken, **settings})
+
+
+def split_without_names(optimizer: torch.optim.Optimizer, **settings: Any) -> None:
+    """As who has learned that a group is a dictionary with `params`; the names stay as they are."""
+    first = optimizer.param_groups[0]
+    names = [n for n in first["param_names"] if "layers.1" in n or "q_proj" in n]
+    places = [first["param_names"].index(n) for n in names]
+    taken = [first["params"][i] for i in places]
+    first["params"] = [p for i, p in enumerate(first["params"]) if i not in places]
+    optimizer.param_groups.insert(0, {**first, "params": taken, **settings})
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("split", [split_by_torch, split_without_names])
+@pytest.mark.parametrize("settings", [{"lr": 0.0}, {"betas": (0.5, 0.7), "weight_decay": 0.4}])
+def test_parameters_that_the_user_moves_to_another_group(
+    split: Callable[..., None], settings: dict[str, Any], clip: float | None
+) -> None:
+    def change(step: int, optimizer: torch.optim.Optimizer) -> None:
+        if step == 2:
+            split(optimizer, **settings)
+
+    check(llama(), change=change, clip=clip)
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
@@ -200,7 +236,7 @@ def test_norms_and_biases_do_not_decay() -> None:
         )
 
 
-def test_a_scheduler_s_state_and_the_optimizer_s_go_through_a_dictionary() -> None:
+def test_a_scheduler_s_state_goes_through_a_dictionary() -> None:
     """As a checkpoint stores them."""
     steps = make_batches(4)
     whole, _, _ = engine_training(llama(), steps, 0.5, SCHEDULES["torch"], nothing)
@@ -209,13 +245,13 @@ def test_a_scheduler_s_state_and_the_optimizer_s_go_through_a_dictionary() -> No
     for step in steps[:2]:
         first.step(step)
         scheduler.step()
-    groups, state = first.optimizer.state_dict(), scheduler.state_dict()
+    rates, state = [g["lr"] for g in first.optimizer.param_groups], scheduler.state_dict()
     for group in first.optimizer.param_groups:
         group["lr"] = 7.0
-    first.optimizer.load_state_dict(groups)
     scheduler = SCHEDULES["torch"](first.optimizer)
     scheduler.load_state_dict(state)
-    first.optimizer.load_state_dict(groups)
+    for group, lr in zip(first.optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
     for step in steps[2:]:
         first.step(step)
         scheduler.step()

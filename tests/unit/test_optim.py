@@ -83,10 +83,67 @@ def test_torch_takes_it_for_an_optimizer() -> None:
     optimizer = StreamedOptimizer(AdamW(lr=2e-5), tiny_model("llama"))
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [2e-5, 2e-5]
-    optimizer.step()
+    optimizer.took_step()
     optimizer.zero_grad()
     assert optimizer.num_steps == 1
-    assert optimizer.state_dict()["state"] == {}
+    saved = optimizer.state_dict()
+    assert saved["state"] == {} and "Engine.save" in saved["note"]
+
+
+def other_tensors(optimizer: StreamedOptimizer) -> None:
+    optimizer.add_param_group({"params": list(tiny_model("llama").parameters())[:2]})
+
+
+def foreign_tensor(optimizer: StreamedOptimizer) -> None:
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(2))
+    optimizer.check()
+
+
+def in_two_groups(optimizer: StreamedOptimizer) -> None:
+    optimizer.param_groups.append(dict(optimizer.param_groups[0]))
+    optimizer.check()
+
+
+def in_no_group(optimizer: StreamedOptimizer) -> None:
+    del optimizer.param_groups[1]
+    optimizer.check()
+
+
+def unknown_to_adamw(optimizer: StreamedOptimizer) -> None:
+    optimizer.param_groups[1]["amsgrad"] = True
+    optimizer.check()
+
+
+def without_a_rate(optimizer: StreamedOptimizer) -> None:
+    del optimizer.param_groups[1]["lr"]
+    optimizer.check()
+
+
+def of_a_parameter(optimizer: StreamedOptimizer) -> Any:
+    return optimizer.param_groups[0]["params"][0]
+
+
+MISUSED: dict[str, tuple[Any, str]] = {
+    "other tensors": (other_tensors, "a parameter that this engine does not train"),
+    "a foreign tensor": (foreign_tensor, "a parameter that this engine does not train"),
+    "in two groups": (in_two_groups, "'model.embed_tokens.weight' in two groups"),
+    "in no group": (in_no_group, "norm.weight' in no group"),
+    "amsgrad": (unknown_to_adamw, "asks for amsgrad, unknown to AdamW"),
+    "no rate": (without_a_rate, "AdamW lr is None"),
+    "step": (lambda o: o.step(), r"optimizer.step\(\) has nothing to do"),
+    "a state read": (lambda o: o.state[of_a_parameter(o)]["exp_avg"], "Engine.save"),
+    "a state set": (lambda o: o.state.update({}) or o.state.__setitem__(1, {}), "Engine.save"),
+    "a state loaded": (lambda o: o.load_state_dict(o.state_dict()), "brings no moments"),
+}
+
+
+@pytest.mark.parametrize(("misuse", "message"), MISUSED.values(), ids=MISUSED)
+def test_what_has_no_effect_is_refused_in_one_line(misuse: Any, message: str) -> None:
+    optimizer = StreamedOptimizer(AdamW(), tiny_model("llama"))
+    with pytest.raises(InputError, match=message) as caught:
+        misuse(optimizer)
+    assert "\n" not in str(caught.value)
+    assert optimizer.num_steps == 0
 
 
 def test_groups_are_saved_as_plain_values_and_taken_over_again() -> None:
@@ -98,8 +155,9 @@ def test_groups_are_saved_as_plain_values_and_taken_over_again() -> None:
     other.restore(saved, 3)
     assert (other.param_groups[0]["lr"], other.num_steps) == (0.25, 3)
     assert other.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]
-    with pytest.raises(InputError, match="of other parameters"):
-        other.restore(saved[:1], 3)
+    for wrong in (saved[:1], [*saved, saved[1]], [saved[0], saved[1] | {"param_names": 3}]):
+        with pytest.raises(InputError, match="of other parameters"):
+            other.restore(wrong, 3)
     optimizer.param_groups[1]["mine"] = torch.zeros(2)
     with pytest.raises(InputError, match="'mine' is a Tensor, which no checkpoint can hold"):
         optimizer.saved_groups()

@@ -1,5 +1,6 @@
 """The flat layout: every parameter has its place, groups are runs, frozen ones come last."""
 
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -31,16 +32,23 @@ def test_entries_are_disjoint_aligned_and_complete(given_parameters: list) -> No
     assert layout.num_parameters == sum(prod(shape) for _, shape, _ in given_parameters)
 
 
-@given(parameters)
-def test_runs_cover_each_group_once_and_nothing_frozen(given_parameters: list) -> None:
+@given(parameters, st.data())
+def test_runs_cover_each_group_once_and_nothing_frozen(
+    given_parameters: list, data: st.DataObject
+) -> None:
     layout = TileLayout("tile", given_parameters)
     trainable = [group for _, _, group in given_parameters if group is not None]
-    assert [group for group, _, _ in layout.runs] == sorted(set(trainable))
-    covered = {place: group for group, start, stop in layout.runs for place in range(start, stop)}
-    assert set(covered) == set(range(layout.trainable_numel))
-    for entry in layout.entries:
-        places = range(entry.offset, entry.offset + entry.numel)
-        assert {covered.get(place) for place in places} <= {entry.group}
+    first = {entry.name: entry.group for entry in layout.trainable}
+    assert [group for group, _, _ in layout.runs(first)] == sorted(set(trainable))
+    moved = {name: data.draw(st.integers(0, 3)) for name in first}
+    for groups in (first, moved):
+        runs = layout.runs(groups)
+        assert all(one[0] != other[0] for one, other in pairwise(runs))
+        covered = {place: group for group, start, stop in runs for place in range(start, stop)}
+        assert set(covered) == set(range(layout.trainable_numel))
+        for entry in layout.entries:
+            places = range(entry.offset, entry.offset + entry.numel)
+            assert {covered.get(place) for place in places} <= {groups.get(entry.name)}
     assert layout.trainable == tuple(e for e in layout.entries if e.group is not None)
 
 
@@ -59,4 +67,4 @@ def test_views_share_the_plane_and_keep_apart(given_parameters: list) -> None:
 def test_a_tile_without_parameters() -> None:
     layout = TileLayout("nothing", [])
     assert layout.numel == layout.trainable_numel == layout.num_parameters == 0
-    assert layout.runs == []
+    assert layout.runs({}) == []
