@@ -191,7 +191,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             )
         self.num_steps += 1
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """The groups in torch's form, and under `note` that this is all."""
         return super().state_dict() | {"note": f"groups only; {_NOT_HERE}"}
 

@@ -171,7 +171,10 @@ class Update:
             tile.let_go = None
         tile.version += 1
         self._started.append(tile)
-        runs = [(self._groups[i], *run) for i, *run in tile.layout.runs(self._group_of)]
+        runs = [
+            (self._groups[index], start, stop)
+            for index, start, stop in tile.layout.runs(self._group_of)
+        ]
         version = tile.version
         self._device.run(
             stream,
