@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from megatrain.config.foreign import foreign
 from megatrain.config.schema import Config, Section, nearest, shown
 from megatrain.config.yaml_file import parse_yaml, read_yaml
 from megatrain.errors import InputError
@@ -85,6 +86,8 @@ def _keys(detail: ErrorDetails) -> list[str]:
 def _nearest_key(first: str, second: str | None = None) -> str:
     sections = {name: list(_section(name).model_fields) for name in Config.model_fields}
     name = second or first
+    if known := foreign(name):
+        return f"; {known}"
     elsewhere = [f"{section}.{name}" for section, keys in sections.items() if name in keys]
     if elsewhere:
         return f"; did you mean {elsewhere[0]!r}?"

@@ -1,0 +1,52 @@
+"""Keys of other trainers are refused with the name of ours, as docs/coming-from.md lists them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatrain.config.foreign import _PLACES, foreign
+from megatrain.config.load import validate
+from megatrain.config.schema import Config
+from megatrain.errors import InputError
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "coming-from.md"
+OURS = {
+    f"{section}.{key}"
+    for section, field in Config.model_fields.items()
+    for key in field.annotation.model_fields
+}
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ({"learning_rate": 1e-5}, "learning_rate: unknown key; its name here is optimizer.lr"),
+        ({"training": {"num_train_epochs": 3}}, "its name here is training.epochs"),
+        ({"data": {"cutoff_len": 3}}, "data.cutoff_len: unknown key; its name here is data.seq"),
+        ({"lora_r": 16}, "lora_r: unknown key; all parameters are trained"),
+        ({"training": {"gradient_accumulation_steps": 4}}, "training.batch_size counts the rows"),
+    ],
+)
+def test_a_key_of_another_trainer_is_refused_with_ours(tree, told):
+    with pytest.raises(InputError, match=re.escape(told)):
+        validate(tree, "run.yaml")
+
+
+def test_what_is_named_exists_and_no_key_of_ours_is_taken_for_another_trainers():
+    assert set(_PLACES.values()) <= OURS
+    assert not {place.partition(".")[2] for place in OURS} & set(_PLACES)
+    assert not set(Config.model_fields) & set(_PLACES)
+
+
+def test_the_document_and_the_messages_agree():
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", DOCUMENT.read_text(encoding="utf-8"), re.M)
+    assert len(rows) > 40
+    for there, here in rows:
+        product = "` x `" in there
+        for name in [] if product else re.findall(r"`(\w+)[`:]", there):
+            if (told := foreign(name)) and "its name here is" in told:
+                assert told.rpartition(" ")[2] in here, (name, here)
+    for key in re.findall(r"`((?:model|data|training|optimizer|schedule|engine|checkpoint|output)"
+                          r"\.\w+)", DOCUMENT.read_text(encoding="utf-8")):  # fmt: skip
+        assert key in OURS, key
