@@ -18,13 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatrain.api import Engine
 from megatrain.checkpoint import Saving, rotate
 from megatrain.cli.bench_step import StepCase, build_engine, random_step
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
+from megatrain.json_yaml import parse_yaml
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.units import gib
@@ -245,7 +244,7 @@ def _norm(text: str) -> float | None:
 
 def _choice(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
-    return name, yaml.safe_load(value)
+    return name, parse_yaml(value)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.rivals import rows
 from benchmarks.rivals.case import MEASURED, RIVALS, Case, Rival, Task, rival
 from benchmarks.rivals.supervise import only, run_fitting
 from megatrain.cli.bench_step import statistics_of
 from megatrain.cli.shapes import SHAPES
+from megatrain.json_yaml import parse_yaml
 from megatrain.telemetry.environment import commit
 from megatrain.units import gib, parse_bytes
 
@@ -147,7 +146,7 @@ def _micro_batch(text: str) -> tuple[str, int | None]:
 
 def _choice(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
-    return name, yaml.safe_load(value)
+    return name, parse_yaml(value)
 
 
 if __name__ == "__main__":

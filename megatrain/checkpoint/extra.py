@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import InputError
-from megatrain.model.shards import MAX_JSON_BYTES, parse_object
+from megatrain.json_yaml import MAX_JSON_BYTES, parse_object
 
 
 def as_json(extra: dict[str, Any]) -> str:

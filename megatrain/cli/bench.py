@@ -125,8 +125,7 @@ def _parse_rows(text: str) -> int | None:
 
 
 def _parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
-    import yaml
-
+    from megatrain.json_yaml import parse_yaml
     from megatrain.placement import Placement
 
     parsed = {}
@@ -135,5 +134,8 @@ def _parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
         if not equals or name not in Placement.names():
             valid = ", ".join(Placement.names())
             raise InputError(f"--placement {choice}: write NAME=VALUE with NAME one of {valid}")
-        parsed[name] = yaml.safe_load(value)
+        try:
+            parsed[name] = parse_yaml(value)
+        except ValueError as error:
+            raise InputError(f"--placement {choice}: {error}") from error
     return parsed or None

@@ -1,7 +1,7 @@
 """The run file: YAML in, one validated and frozen value out.
 
-`schema` says what may be written, `yaml_file` reads it from untrusted text, `load` puts the two
-together with the overrides of the command line.
+`schema` says what may be written; `load` reads it from untrusted text and puts it together with the
+overrides of the command line.
 """
 
 from megatrain.config.load import load, validate

@@ -13,8 +13,8 @@ from pydantic_core import ErrorDetails
 
 from megatrain.config.foreign import foreign
 from megatrain.config.schema import Config, Section, nearest, shown
-from megatrain.config.yaml_file import parse_yaml, read_yaml
 from megatrain.errors import InputError
+from megatrain.json_yaml import parse_yaml, read_yaml
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -1,13 +1,12 @@
 """What a row of `messages` says, checked: who speaks, what, and which replies are to be learnt."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatrain.data.readers import Row, listed
 from megatrain.data.unheeded import empty, refuse_unheeded, refuse_unheeded_of_message
 from megatrain.errors import InputError
-from megatrain.strict_json import each_key_once
+from megatrain.json_yaml import parse_json
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -100,8 +99,8 @@ def _call(call: object, where: str) -> dict[str, Any]:
 def _arguments(arguments: object, where: str) -> dict[str, Any]:
     if isinstance(arguments, str) and arguments:
         try:
-            arguments = json.loads(arguments, object_pairs_hook=each_key_once)
-        except (ValueError, RecursionError) as error:
+            arguments = parse_json(arguments)
+        except ValueError as error:
             raise InputError(
                 f"{where}: 'arguments' of a call are not JSON: correct them"
             ) from error
@@ -116,8 +115,8 @@ def _tools(row: Row, where: str) -> list[Any] | None:
     tools = row.get("tools")
     if isinstance(tools, str):  # tables keep them as JSON, as each tool has another shape
         try:
-            tools = json.loads(tools, object_pairs_hook=each_key_once) if tools else None
-        except (ValueError, RecursionError) as error:
+            tools = parse_json(tools) if tools else None
+        except ValueError as error:
             raise InputError(f"{where}: 'tools' is not JSON: write it as a list") from error
     if tools is not None and not isinstance(tools, list):
         raise InputError(f"{where}: 'tools' must be a list of objects")

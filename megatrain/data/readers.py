@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 from megatrain.data.sources import HubSplit, Source, SourceFile
 from megatrain.data.unheeded import says_training
 from megatrain.errors import InputError, first_line
-from megatrain.strict_json import each_key_once
+from megatrain.json_yaml import parse_json
 from megatrain.units import MIB
 
 PIECE_BYTES = 256 * 1024  # long documents are tokenised in pieces of about this size
@@ -160,14 +160,12 @@ def _parse(line: bytes, where: str, offset: int) -> Row:
     try:
         text = line.decode("utf-8")
         text = text.removeprefix(_BOM) if offset == 0 else text
-        row = json.loads(text, object_pairs_hook=each_key_once)
+        row = parse_json(text)
     except UnicodeDecodeError as error:
         raise _not_utf8(where, offset, error) from error
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
-    except RecursionError as error:
-        raise InputError(f"{where}: the JSON is nested too deeply: flatten the row") from error
-    except ValueError as error:  # an integer of thousands of digits, a key twice
+    except ValueError as error:  # nested too deeply, an integer of thousands of digits, a key twice
         raise InputError(f"{where}: not usable JSON: {str(error).split(';')[0]}") from error
     if not isinstance(row, dict):
         kind = type(row).__name__

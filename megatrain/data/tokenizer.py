@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.errors import InputError, first_line
-from megatrain.strict_json import each_key_once
+from megatrain.json_yaml import parse_json
 from megatrain.units import MIB
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def _refuse_ambiguous(folder: Path) -> None:
         if not path.exists():
             continue
         try:
-            json.loads(path.read_bytes(), object_pairs_hook=each_key_once)
-        except (ValueError, RecursionError) as error:
+            parse_json(path.read_bytes())
+        except ValueError as error:
             raise InputError(f"{path}: not usable JSON: {error}: replace it") from error
 
 

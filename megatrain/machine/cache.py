@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatrain.json_yaml import parse_json
 from megatrain.machine.rates import Machine
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import cpu_name
@@ -80,13 +81,13 @@ def read(key: Key, precision: str) -> Machine | None:
             status = os.fstat(file.fileno())
             if status.st_uid != os.getuid() or status.st_size > _MAX_BYTES:
                 return None
-            record = json.loads(file.read(_MAX_BYTES))
+            record = parse_json(file.read(_MAX_BYTES))
         if record["version"] != VERSION or record["key"] != vars(key):
             return None
         if not 0 <= time.time() - record["time"] <= _MAX_AGE_SECONDS:
             return None
         return _checked(record["machines"][precision])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import InputError
-from megatrain.model.shards import read_json
+from megatrain.json_yaml import read_json
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
 _LONGEST_REASON = 400

@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.strict_json import each_key_once
+from megatrain.json_yaml import (
+    DAMAGED,
+    MAX_JSON_BYTES,
+    MAX_NAME_LENGTH,
+    parse_object,
+    read_json,
+)
 from megatrain.units import MIB, align
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# The largest published index (a trillion parameters, expert by expert) is 15 MB; parsed JSON takes
-# some twenty times its text, and a hostile file must not take the memory.
-MAX_JSON_BYTES = 32 * MIB
-MAX_NAME_LENGTH = 1000
 MAX_DIMENSIONS = 16
 OWN_MAPPING_BYTES = 4 * MIB  # below two huge pages a mapping costs more than it saves
 
@@ -37,8 +39,6 @@ DTYPES = {
     "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-DAMAGED = "the file is damaged, download or copy it again"
 
 
 @dataclass(frozen=True)
@@ -166,48 +166,6 @@ def _read_index(path: Path) -> dict[str, str]:
         if not isinstance(file_name, str) or not 0 < len(file_name) <= MAX_NAME_LENGTH:
             raise InputError(f"{path}: the shard of {name!r} is not a file name; {DAMAGED}")
     return file_of
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file that need not be honest.
-
-    Raises:
-        InputError: too large, not JSON, nested too deeply, a key twice, or not an object.
-    """
-    try:
-        if not path.is_file():
-            raise InputError(f"{path}: not a file")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise InputError(
-                f"{path}: larger than {MAX_JSON_BYTES // MIB} MiB, that cannot be right"
-            )
-        return parse_object(path.read_bytes(), path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot read it: {error.strerror}") from error
-
-
-def parse_object(text: bytes, path: Path) -> dict[str, Any]:
-    """A JSON object from text that need not be honest; `path` is for the message.
-
-    Raises:
-        InputError: not JSON, nested too deeply, a key twice or too long, or not an object.
-    """
-    try:
-        content = json.loads(text.decode(), object_pairs_hook=_with_plain_keys)
-    except RecursionError as error:
-        raise InputError(f"{path}: its JSON is nested too deeply; {DAMAGED}") from error
-    except ValueError as error:  # not UTF-8, not JSON, a duplicate key, an endless number
-        raise InputError(f"{path}: its JSON cannot be read ({error}); {DAMAGED}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: its JSON is not an object; {DAMAGED}")
-    return content
-
-
-def _with_plain_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = each_key_once(pairs)
-    if any(len(key) > MAX_NAME_LENGTH for key in content):
-        raise ValueError(f"a key is longer than {MAX_NAME_LENGTH} characters")
-    return content
 
 
 def read_header(path: Path) -> list[Stored]:

@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.errors import InputError, first_line
+from megatrain.json_yaml import read_json
 from megatrain.model.conversion import Recipe, plan_load
 from megatrain.model.shards import (
     INDEX_FILE,
     SINGLE_FILE,
     Stored,
     has_pickle_weights,
-    read_json,
     stored_tensors,
 )
 from megatrain.units import GIB, MIB

@@ -1,14 +1,12 @@
 """What a report is made from: a run's folder, or a result of `megatrain bench step`."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from megatrain.errors import InputError
+from megatrain.json_yaml import parse_json, read_yaml
 from megatrain.report.series import Metrics, collect
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, read_trace
@@ -126,8 +124,8 @@ def _status(metrics: Metrics, config: Mapping[str, Any], *, finished: bool) -> s
 
 def _read_bench(path: Path, timeline: Path | None) -> Source:
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        result = parse_json(path.read_bytes())
+    except ValueError as error:
         raise InputError(f"{path} is no result of `megatrain bench step`: {error}") from error
     if not isinstance(result, dict) or result.get("benchmark") != "step":
         raise InputError(f"{path} is no result of `megatrain bench step`, and no run's folder")
@@ -196,9 +194,9 @@ def _add_timeline(source: Source, path: Path) -> None:
         source.missing.append(f"{path.name} is not there: no step has been recorded.")
         return
     try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
+        trace = parse_json(path.read_bytes())
         source.spans = read_trace(trace)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         source.missing.append(f"{path.name} cannot be read: {error}")
         return
     if not source.spans:
@@ -212,17 +210,14 @@ def _add_timeline(source: Source, path: Path) -> None:
 
 def _object(path: Path, what: str, missing: list[str]) -> Mapping[str, Any]:
     """A JSON or YAML file that holds one object; empty, and noted, when it does not."""
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         missing.append(f"{path.name} is not there: {what} are unknown.")
         return {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        found = None
-    if isinstance(found, dict):
-        return found
-    missing.append(f"{path.name} is damaged: {what} are unknown.")
-    return {}
+    try:
+        return read_yaml(path)
+    except InputError:
+        missing.append(f"{path.name} is damaged: {what} are unknown.")
+        return {}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from megatrain.json_yaml import parse_json
+
 _LONGEST_LINE = 1 << 20  # a step's places may be many, but not so many
 
 
@@ -72,7 +74,7 @@ def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
     """Each line, or a piece of an endless one, and the record that it holds, if any."""
     while line := file.readline(_LONGEST_LINE):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             record = None
         yield line, record if isinstance(record, dict) else None

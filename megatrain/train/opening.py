@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatrain.checkpoint import remove_leftovers
 from megatrain.config import Config
-from megatrain.config.yaml_file import read_yaml
 from megatrain.errors import InputError
+from megatrain.json_yaml import read_yaml
 from megatrain.train.folders import (
     CHECKPOINTS,
     CONFIG,

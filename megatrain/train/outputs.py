@@ -8,6 +8,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.disk import flush
+from megatrain.json_yaml import parse_json
 from megatrain.telemetry.curve import draw_loss
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.metrics import read_metrics
@@ -70,8 +71,8 @@ def _noted(run: Path) -> dict[str, Any]:
         return {}
     try:
         with path.open("rb") as file:
-            noted = json.loads(file.read(_MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
+            noted = parse_json(file.read(_MOST_BYTES))
+    except (OSError, ValueError):
         return {}
     return noted if isinstance(noted, dict) and type(noted.get("done")) is int else {}
 

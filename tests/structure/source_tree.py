@@ -8,7 +8,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
-    {"disk", "errors", "seeds", "strict_json", "units"},
+    {"disk", "errors", "seeds", "units"},
+    {"json_yaml"},
     {"placement", "tile", "telemetry", "kernels"},
     {"machine"},
     {"config", "device"},

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain import config
-from megatrain.config.yaml_file import parse_yaml
 from megatrain.errors import InputError
+from megatrain.json_yaml import parse_yaml
 from megatrain.placement import Placement
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

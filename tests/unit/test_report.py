@@ -124,15 +124,19 @@ def test_a_listed_gpu_is_said_to_be_no_measurement(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "environment.json", "config.yaml"])
-@pytest.mark.parametrize("damage", ["gone", "empty", "half", "noise"])
+@pytest.mark.parametrize("damage", ["gone", "empty", "half", "noise", "bomb"])
 def test_a_damaged_file_costs_only_what_it_says(tmp_path, name, damage):
     run = write_run(tmp_path / "run")
     path = run / name
     content = path.read_bytes()
     path.unlink()
     if damage != "gone":
-        path.write_bytes({"empty": b"", "half": content[: len(content) // 2 + 3]}.get(
-            damage, b"\xff\x00[{]" * 9))  # fmt: skip
+        path.write_bytes({
+            "empty": b"",
+            "half": content[: len(content) // 2 + 3],
+            "noise": b"\xff\x00[{]" * 9,
+            "bomb": b"a: &x [1]\nb: [*x, *x]\n",
+        }[damage])  # fmt: skip
     found = made(run)
     assert name in " ".join(found.words)
     assert found.named("rect")  # the timeline is whole

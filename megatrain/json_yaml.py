@@ -1,0 +1,167 @@
+"""JSON and YAML that need not be honest: bounded in size and nesting, plain data, each key once."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatrain.errors import InputError, first_line
+from megatrain.units import MIB
+
+# The largest published index (a trillion parameters, expert by expert) is 15 MB; parsed JSON takes
+# some twenty times its text, and a hostile file must not take the memory.
+MAX_JSON_BYTES = 32 * MIB
+MAX_YAML_BYTES = 1 * MIB
+MAX_YAML_NESTING = 16
+MAX_NAME_LENGTH = 1000
+DAMAGED = "the file is damaged, download or copy it again"
+_SHOWN = 60  # characters of a key
+
+Pairs = list[tuple[str, Any]]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a regular file.
+
+    Raises:
+        InputError: unreadable, too large, or as `parse_object`.
+    """
+    return parse_object(_read(path, MAX_JSON_BYTES, regular=True), path)
+
+
+def parse_object(text: bytes, path: Path) -> dict[str, Any]:
+    """A JSON object with keys of at most `MAX_NAME_LENGTH` characters; `path` is for the message.
+
+    Raises:
+        InputError: not JSON, nested too deeply, a key twice or too long, or not an object.
+    """
+    try:
+        content = parse_json(text, _short_keys)
+    except ValueError as error:
+        raise InputError(f"{path}: its JSON cannot be read ({error}); {DAMAGED}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: its JSON is not an object; {DAMAGED}")
+    return content
+
+
+def each_key_once(pairs: Pairs) -> dict[str, Any]:
+    """A JSON object's keys and values: of a key that is there twice, which value was meant?
+
+    Raises:
+        ValueError: there is one.
+    """
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
+        raise ValueError(f"key {twice[:_SHOWN]!r} is there twice")
+    return content
+
+
+def _short_keys(pairs: Pairs) -> dict[str, Any]:
+    if any(len(key) > MAX_NAME_LENGTH for key, _ in pairs):
+        raise ValueError(f"a key is longer than {MAX_NAME_LENGTH} characters")
+    return each_key_once(pairs)
+
+
+def parse_json(
+    text: str | bytes, as_object: Callable[[Pairs], dict[str, Any]] = each_key_once
+) -> Any:
+    """The value of one JSON text (UTF-8).
+
+    Raises:
+        ValueError: not UTF-8, not JSON, nested too deeply, a key twice, a number without end.
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        return json.loads(text, object_pairs_hook=as_object)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping; the path may be a pipe.
+
+    Raises:
+        InputError: unreadable, too large, refused by `parse_yaml`, or not a mapping.
+    """
+    try:
+        tree = parse_yaml(_read(path, MAX_YAML_BYTES, regular=False).decode("utf-8-sig"))
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: not a mapping of sections such as model, data and training")
+    return tree
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of one YAML document.
+
+    Raises:
+        ValueError: malformed, nested too deep, with aliases, tags or repeated keys; in one line.
+    """
+    try:
+        _refuse_bombs(text)
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader: plain data only
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}: " if mark else ""
+        problem = ", ".join(filter(None, (error.context, error.problem)))
+        raise ValueError(f"{place}not valid: {problem}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid: {first_line(error)}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses repeated keys and reads `1e-5` as a number, as YAML 1.2 does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _refusal("a key is not a name", key.start_mark)
+            if key.value in seen:
+                raise _refusal(f"key {key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+
+
+def _refuse_bombs(text: str) -> None:
+    """Look at the events only: nothing is built before aliases, tags and depth are harmless."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise _refusal("aliases are not supported", event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            raise _refusal("tags are not supported", event.start_mark)
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_YAML_NESTING:
+            raise _refusal("nested too deep", event.start_mark)
+
+
+def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, problem, mark)
+
+
+def _read(path: Path, max_bytes: int, *, regular: bool) -> bytes:
+    try:
+        if regular and not path.is_file():  # a pipe would be waited for
+            raise InputError(f"{path}: not a file")
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(content) > max_bytes:
+        raise InputError(f"{path}: larger than {max_bytes // MIB} MiB, that cannot be right")
+    return content
