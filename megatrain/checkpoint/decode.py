@@ -1,15 +1,17 @@
 """Plain JSON values as the dataclasses that they should be, or a word on what is wrong."""
 
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def decode(wanted: Any, value: Any, where: str) -> Any:
     """`value` as the annotated type `wanted`.
 
-    Knows dataclasses, `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, unions with None, Any, and
-    the types of JSON itself. An integer is taken for a float, but no bool for a number.
+    Knows dataclasses, `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, unions with None, Any,
+    Literal, `Annotated[X, allowed]` (a value must be `in allowed`, a range), and the types of JSON
+    itself. An integer is taken for a float, but no bool for a number. A record may lack what has a
+    default.
 
     Raises:
         ValueError: it is none; `where` and the path to it begin the message.
@@ -18,7 +20,12 @@ def decode(wanted: Any, value: Any, where: str) -> Any:
         return value
     if is_dataclass(wanted):
         return _record(wanted, value, where)
-    if get_origin(wanted) is UnionType:
+    if get_origin(wanted) is Annotated:
+        inner, allowed = get_args(wanted)
+        return _one_of(allowed, decode(inner, value, where), where)
+    if get_origin(wanted) is Literal:
+        return _one_of(get_args(wanted), value, where)
+    if get_origin(wanted) in (UnionType, Union):  # `Annotated[...] | None` is the latter
         if value is None and NoneType in get_args(wanted):
             return None
         [inner] = (each for each in get_args(wanted) if each is not NoneType)
@@ -34,12 +41,12 @@ def decode(wanted: Any, value: Any, where: str) -> Any:
 
 
 def _record(wanted: Any, value: Any, where: str) -> Any:
-    names, types = {field.name for field in fields(wanted)}, get_type_hints(wanted)
-    given = _expect(dict, value, where)
-    if given.keys() != names:
-        wrong = min(given.keys() ^ names)
-        raise ValueError(f"{where} {'lacks' if wrong in names else 'has an unknown'} {wrong[:80]}")
-    return wanted(**{name: decode(types[name], given[name], f"{where}.{name}") for name in names})
+    types, given = get_type_hints(wanted, include_extras=True), _expect(dict, value, where)
+    needed = {field.name for field in fields(wanted) if field.default is MISSING}
+    wrong = min((given.keys() - types.keys()) | (needed - given.keys()), default=None)
+    if wrong is not None:
+        raise ValueError(f"{where} {'lacks' if wrong in types else 'has an unknown'} {wrong[:80]}")
+    return wanted(**{n: decode(types[n], each, f"{where}.{n}") for n, each in given.items()})
 
 
 def _row(wanted: tuple, value: Any, where: str) -> tuple:
@@ -55,4 +62,10 @@ def _row(wanted: tuple, value: Any, where: str) -> tuple:
 def _expect(kind: type, value: Any, where: str) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{where[:200]} is a {type(value).__name__} instead of a {kind.__name__}")
+    return value
+
+
+def _one_of(allowed: Any, value: Any, where: str) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{where[:200]} is {str(value)[:40]}, which cannot be")
     return value

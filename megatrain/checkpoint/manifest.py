@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from megatrain.checkpoint.decode import decode
 from megatrain.checkpoint.files import ALGORITHMS, MAX_PIECE_BYTES, OldFile, regular_size
@@ -20,14 +21,15 @@ MANIFEST, EXTRA, BUFFERS, MODEL, TILES, KEEP = (
 )  # fmt: skip
 
 _LARGEST = 2**62  # of any number that counts bytes or elements
+Count = Annotated[int, range(_LARGEST)]
 
 
 @dataclass(frozen=True)
 class FileRecord:
     """One file: its size, and `(bytes, checksum)` of each piece from its beginning on."""
 
-    num_bytes: int
-    pieces: tuple[tuple[int, str], ...]
+    num_bytes: Count
+    pieces: tuple[tuple[Annotated[int, range(1, MAX_PIECE_BYTES + 1)], str], ...]
 
     def spans(self) -> Iterator[tuple[int, int, str]]:
         """`(offset, bytes, checksum)` of each piece."""
@@ -41,8 +43,8 @@ class FileRecord:
 class Plane:
     """One flat tensor of a tile's file; `dtype` as safetensors says it."""
 
-    dtype: str
-    numel: int
+    dtype: Annotated[str, DTYPES]
+    numel: Count
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ class Parameter:
     """
 
     name: str
-    shape: tuple[int, ...]
-    offset: int
-    group: int | None
+    shape: tuple[Count, ...]
+    offset: Count
+    group: Count | None
 
     @property
     def numel(self) -> int:
@@ -68,7 +70,7 @@ class TileRecord:
 
     name: str
     file: str
-    version: int
+    version: Count
     planes: dict[str, Plane]
     parameters: tuple[Parameter, ...]
 
@@ -88,9 +90,9 @@ class Settings:
         num_steps: the optimizer's own count.
     """
 
-    steps: int
+    steps: Count
     seed: int
-    precision: str
+    precision: Literal["bf16", "fp32"]
     max_grad_norm: float | None
     device: str
     placement: dict[str, Any]
@@ -101,7 +103,7 @@ class Settings:
     frozen: tuple[str, ...]
     optimizer: dict[str, Any] | None
     groups: tuple[dict[str, Any], ...]
-    num_steps: int
+    num_steps: Count
 
 
 @dataclass(frozen=True)
@@ -229,9 +231,10 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
             raise ValueError("its text was changed after it was saved (its own checksum differs)")
         manifest = decode(Manifest, content, "manifest")
         _check_files(manifest)
+        _check_names(manifest)
         for tile in manifest.tiles:
             _check_tile(manifest, tile)
-        _check_names(manifest)
+        _check_versions(manifest)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {str(error)[:400]}; the checkpoint is damaged") from error
     return manifest
@@ -247,8 +250,6 @@ def check_name(name: str) -> None:
 def _check_files(manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         check_name(name)
-        if any(not 0 < size <= MAX_PIECE_BYTES for size, _ in record.pieces):
-            raise ValueError(f"{name!r} has a piece of an impossible size")
         if sum(size for size, _ in record.pieces) != record.num_bytes:
             raise ValueError(f"{name!r}: its pieces do not make up its size")
 
@@ -259,15 +260,26 @@ def _check_tile(manifest: Manifest, tile: TileRecord) -> None:
     weights = tile.planes.get("weights")
     if weights is None:
         raise ValueError(f"tile {tile.name[:80]!r} has no weights")
-    for plane in tile.planes.values():
-        if plane.dtype not in DTYPES or not 0 <= plane.numel < _LARGEST:
-            raise ValueError(f"tile {tile.name[:80]!r} has an impossible plane")
     for each in tile.parameters:
-        sizes = (*each.shape, each.offset)
-        if len(sizes) > MAX_DIMENSIONS or not all(0 <= n < _LARGEST for n in sizes):
-            raise ValueError(f"parameter {each.name[:80]!r} has an impossible shape")
-        if each.offset + each.numel > weights.numel or len(each.name) > MAX_NAME_LENGTH:
+        if len(each.shape) > MAX_DIMENSIONS or len(each.name) > MAX_NAME_LENGTH:
+            raise ValueError(f"parameter {each.name[:80]!r} has an impossible shape or name")
+        if each.offset + each.numel > weights.numel:
             raise ValueError(f"parameter {each.name[:80]!r} does not fit its tile")
+        if each.group is not None and each.group >= len(manifest.settings.groups):
+            raise ValueError(f"parameter {each.name[:80]!r} is of optimizer group {each.group}")
+    in_order = sorted(tile.parameters, key=lambda each: (each.offset, each.numel))
+    for one, other in pairwise(in_order):
+        if one.offset + one.numel > other.offset:
+            raise ValueError(f"parameters {one.name[:80]!r} and {other.name[:80]!r} overlap")
+
+
+def _check_versions(manifest: Manifest) -> None:
+    """All tiles have had the same updates, no more than there were steps."""
+    trained = [t for t in manifest.tiles if any(p.group is not None for p in t.parameters)]
+    if len({tile.version for tile in trained}) > 1:
+        raise ValueError("its tiles are of different versions")
+    if any(tile.version > manifest.settings.steps for tile in manifest.tiles):
+        raise ValueError("a tile has had more updates than there were steps")
 
 
 def _check_names(manifest: Manifest) -> None:

@@ -1,6 +1,7 @@
 """How many layers keep their graphs, where steps are not foreseen: measured in the first ones."""
 
 import logging
+import math
 from typing import Any
 
 from megatrain.errors import InputError
@@ -72,5 +73,9 @@ class KeptGraphs:
             self._plain = None if plain is None else (int(plain[0]), max(int(plain[1]), 1))
             self._limit, self._last = int(state["limit"]), int(state["last"])
             self._graph_bytes_per_token = float(state["graph_bytes_per_token"])
+            if min(self._limit, self._last, *(self._plain or ())) < 0:
+                raise ValueError("a negative number")
+            if not 0 <= self._graph_bytes_per_token < math.inf:
+                raise ValueError("no number of bytes")
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise InputError(f"the checkpoint's measurements cannot be read ({error})") from error

@@ -91,8 +91,10 @@ def open_model(
             f"{folder / 'config.json'}: transformers makes a {type(model).__name__} of it, and the "
             f"checkpoint is of a {settings.model_class}, which cannot be rebuilt"
         )
-    frozen = set(settings.frozen)
-    for name, parameter in model.named_parameters():
+    frozen, parameters = set(settings.frozen), dict(model.named_parameters())
+    if unknown := frozen - parameters.keys():
+        raise InputError(f"{checkpoint.folder}: its frozen parameter {min(unknown)!r} is unknown")
+    for name, parameter in parameters.items():
         parameter.requires_grad_(name not in frozen)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
@@ -144,18 +144,25 @@ def resized(content: dict, **changes: Any) -> None:
     content["files"][LAYER] |= changes
 
 
+def versions(content: dict, version: int) -> None:
+    for tile in content["tiles"]:
+        tile["version"] = version
+
+
+MEASURED = {"limit": 1, "plain": [1, 1], "last": 0, "graph_bytes_per_token": 1.0}
+
 EDITS = {
     "an unknown version": (lambda c: c.update(version=2), "format version 2 is unknown"),
     "no manifest of ours": (lambda c: c.update(format="x"), "not the manifest of a checkpoint"),
-    "a negative size": (lambda c: resized(c, num_bytes=-1), "its pieces do not make up its size"),
+    "a negative size": (lambda c: resized(c, num_bytes=-1), "num_bytes is -1"),
     "an absurd size": (
-        lambda c: resized(c, num_bytes=1 << 60, pieces=[[1 << 60, "0"]]), "impossible size",
+        lambda c: resized(c, num_bytes=1 << 60, pieces=[[1 << 60, "0"]]), "which cannot be",
     ),
     "a huge piece": (
         lambda c: resized(c, num_bytes=1 << 40, pieces=[[1 << 28, "0"]] * (1 << 12)), "truncated",
     ),
     "no pieces": (lambda c: resized(c, pieces=[]), "do not make up"),
-    "a piece of no bytes": (lambda c: c["files"][LAYER]["pieces"].append([0, ""]), "impossible"),
+    "a piece of no bytes": (lambda c: c["files"][LAYER]["pieces"].append([0, ""]), "is 0, which"),
     "a float for a size": (lambda c: resized(c, num_bytes=1.5), "num_bytes is a float"),
     "a bool for a size": (lambda c: resized(c, num_bytes=True), "num_bytes is a bool"),
     "an unknown key": (lambda c: c["settings"].update(x=1), "settings has an unknown x"),
@@ -164,10 +171,10 @@ EDITS = {
     "two tiles of a file": (lambda c: c["tiles"][2].update(file=OTHER), "two tiles have one file"),
     "no weights": (lambda c: c["tiles"][2]["planes"].pop("weights"), "has no weights"),
     "an unknown dtype": (
-        lambda c: c["tiles"][2]["planes"]["weights"].update(dtype="X"), "impossible plane",
+        lambda c: c["tiles"][2]["planes"]["weights"].update(dtype="X"), "weights.dtype is X",
     ),
     "a plane of no size": (
-        lambda c: c["tiles"][2]["planes"]["weights"].update(numel=1 << 70), "impossible plane",
+        lambda c: c["tiles"][2]["planes"]["weights"].update(numel=1 << 70), "weights.numel is",
     ),
     "a longer plane": (
         lambda c: c["tiles"][2]["planes"]["weights"].update(numel=1 << 40), "planes are not those",
@@ -179,7 +186,7 @@ EDITS = {
         lambda c: c["tiles"][2]["parameters"][0].update(offset=1 << 40), "does not fit",
     ),
     "a negative offset": (
-        lambda c: c["tiles"][2]["parameters"][0].update(offset=-1), "impossible shape",
+        lambda c: c["tiles"][2]["parameters"][0].update(offset=-1), "offset is -1",
     ),
     "a shape of many dimensions": (
         lambda c: c["tiles"][2]["parameters"][0].update(shape=[1] * 99), "impossible shape",
@@ -205,7 +212,38 @@ EDITS = {
     "another class": (lambda c: c["settings"].update(model_class="X"), "of a X, which cannot"),
     "another source": (lambda c: c["settings"].update(dtype="int8"), "dtype 'int8' is unknown"),
     "another precision": (lambda c: c["settings"].update(precision="fp32"), "or precision"),
-    "no precision": (lambda c: c["settings"].update(precision="fp8"), "precision is 'fp8'"),
+    "no precision": (lambda c: c["settings"].update(precision="fp8"), "precision is fp8"),
+    "a negative version": (lambda c: versions(c, -5), "version is -5"),
+    "more updates than steps": (lambda c: versions(c, 3), "more updates than there were steps"),
+    "tiles of two versions": (lambda c: c["tiles"][2].update(version=1), "different versions"),
+    "negative steps": (lambda c: c["settings"].update(steps=-1), "settings.steps is -1"),
+    "a negative count": (lambda c: c["settings"].update(num_steps=-1), "num_steps is -1"),
+    "a negative group": (
+        lambda c: c["tiles"][2]["parameters"][0].update(group=-1), "group is -1",
+    ),
+    "no such group": (
+        lambda c: c["tiles"][2]["parameters"][0].update(group=9), "of optimizer group 9",
+    ),
+    "parameters that overlap": (
+        lambda c: c["tiles"][2]["parameters"][1].update(offset=0), "overlap",
+    ),
+    "a negative width": (
+        lambda c: c["tiles"][2]["parameters"][0].update(shape=[-1, -1]), "shape[0] is -1",
+    ),
+    "a norm of nothing": (lambda c: c["settings"].update(max_grad_norm=-1.0), "must be positive"),
+    "an unknown frozen one": (
+        lambda c: c["settings"].update(frozen=["x"]), "frozen parameter 'x' is unknown",
+    ),
+    "measurements of nothing": (
+        lambda c: c["settings"].update(device="cpu", kept_graphs=MEASURED | {"limit": -1}),
+        "measurements cannot be",
+    ),
+    "measurements without end": (
+        lambda c: c["settings"].update(
+            device="cpu", kept_graphs=MEASURED | {"graph_bytes_per_token": 1e400}
+        ),
+        "measurements cannot be",
+    ),
 }  # fmt: skip
 
 
@@ -341,6 +379,10 @@ def test_decoding_refuses_other_types() -> None:
         decode(FileRecord, {"num_bytes": 1, "pieces": 3}, "it")
     assert decode(float | None, 3, "it") == 3.0
     assert decode(float | None, None, "it") is None
+    with pytest.raises(ValueError, match="it is 3, which cannot be"):
+        decode(Annotated[int, range(3)], 3, "it")
+    with pytest.raises(ValueError, match="it is x, which cannot be"):
+        decode(Literal["bf16", "fp32"], "x", "it")
 
 
 def test_a_runs_folder_is_told_which_of_its_checkpoints_to_take(newer, tmp_path) -> None:
