@@ -1,5 +1,6 @@
 """Plain JSON values as the dataclasses that they should be, or a word on what is wrong."""
 
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -8,10 +9,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 def decode(wanted: Any, value: Any, where: str) -> Any:
     """`value` as the annotated type `wanted`.
 
-    Knows dataclasses, `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, unions with None, Any,
-    Literal, `Annotated[X, allowed]` (a value must be `in allowed`, a range), and the types of JSON
-    itself. An integer is taken for a float, but no bool for a number. A record may lack what has a
-    default.
+    Knows dataclasses (what has a default may be left out), `tuple[X, ...]`, `tuple[X, Y]`,
+    `dict[str, X]`, unions, Any, Literal, `Annotated[X, allowed]` (a value must be `in allowed`),
+    and the types of JSON itself. An integer is taken for a float, but no bool for a number.
 
     Raises:
         ValueError: it is none; `where` and the path to it begin the message.
@@ -26,10 +26,7 @@ def decode(wanted: Any, value: Any, where: str) -> Any:
     if get_origin(wanted) is Literal:
         return _one_of(get_args(wanted), value, where)
     if get_origin(wanted) in (UnionType, Union):  # `Annotated[...] | None` is the latter
-        if value is None and NoneType in get_args(wanted):
-            return None
-        [inner] = (each for each in get_args(wanted) if each is not NoneType)
-        return decode(inner, value, where)
+        return _one_kind(get_args(wanted), value, where)
     if get_origin(wanted) is dict:
         items = _expect(dict, value, where).items()
         return {key: decode(get_args(wanted)[1], each, f"{where}.{key}") for key, each in items}
@@ -42,11 +39,24 @@ def decode(wanted: Any, value: Any, where: str) -> Any:
 
 def _record(wanted: Any, value: Any, where: str) -> Any:
     types, given = get_type_hints(wanted, include_extras=True), _expect(dict, value, where)
-    needed = {field.name for field in fields(wanted) if field.default is MISSING}
+    needed = {
+        field.name for field in fields(wanted) if field.default is field.default_factory is MISSING
+    }
     wrong = min((given.keys() - types.keys()) | (needed - given.keys()), default=None)
     if wrong is not None:
         raise ValueError(f"{where} {'lacks' if wrong in types else 'has an unknown'} {wrong[:80]}")
     return wanted(**{n: decode(types[n], each, f"{where}.{n}") for n, each in given.items()})
+
+
+def _one_kind(wanted: tuple, value: Any, where: str) -> Any:
+    kinds = [each for each in wanted if each is not NoneType]
+    if value is None and len(kinds) < len(wanted):
+        return None
+    *others, last = kinds
+    for kind in others:
+        with suppress(ValueError):
+            return decode(kind, value, where)
+    return decode(last, value, where)
 
 
 def _row(wanted: tuple, value: Any, where: str) -> tuple:

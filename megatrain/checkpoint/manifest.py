@@ -85,6 +85,8 @@ class Settings:
             if the placement says how many.
         dtype: of the model's source, in which exports are written.
         model_class: of transformers.
+        attn_implementation: of each configuration that the model's has inside, by its path; older
+            checkpoints have one for all.
         frozen: parameters that do not require gradients.
         optimizer: AdamW's settings; `groups`: torch's parameter groups as a schedule left them.
         num_steps: the optimizer's own count.
@@ -99,7 +101,7 @@ class Settings:
     kept_graphs: dict[str, Any] | None
     dtype: str
     model_class: str
-    attn_implementation: str | None
+    attn_implementation: dict[str, str] | str | None
     frozen: tuple[str, ...]
     optimizer: dict[str, Any] | None
     groups: tuple[dict[str, Any], ...]

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import BUFFERS, MODEL, Checkpoint, Settings
 from megatrain.errors import InputError
-from megatrain.model.build import empty_model, load_config
+from megatrain.model.build import configs, empty_model, load_config
 from megatrain.model.export import write_configs
 from megatrain.model.shards import Described, read_header, write_shard
 from megatrain.optim import AdamW
@@ -81,10 +81,9 @@ def open_model(
     """
     settings, folder = checkpoint.settings, checkpoint.model_folder
     config = load_config(folder, trust_remote_code=trust_remote_code)
+    _set_attention(config, settings.attn_implementation)
     model = empty_model(
-        config,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=attn_implementation or settings.attn_implementation,
+        config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
     )
     if type(model).__name__ != settings.model_class:
         raise InputError(
@@ -99,6 +98,14 @@ def open_model(
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _set_attention(config: PreTrainedConfig, saved: dict[str, str] | str | None) -> None:
+    if not isinstance(saved, dict):
+        config._attn_implementation = saved
+        return
+    for path, part in configs(config):  # the outer ones first: they set those inside, too
+        part._attn_implementation = saved.get(path)
 
 
 def saved_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -156,11 +163,11 @@ def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
 
 def settings_of(model: PreTrainedModel, dtype: torch.dtype, **rest: Any) -> Settings:
     """All that a checkpoint says of an engine; `dtype` is that of the model's source."""
-    attention = getattr(model.config, "_attn_implementation", None)
+    attention = {path: part._attn_implementation for path, part in configs(model.config)}
     return Settings(
         dtype=str(dtype).removeprefix("torch."),
         model_class=type(model).__name__,
-        attn_implementation=attention if isinstance(attention, str) else None,
+        attn_implementation={path: name for path, name in attention.items() if name},
         frozen=tuple(n for n, p in model.named_parameters() if not p.requires_grad),
         **rest,
     )

@@ -1,6 +1,7 @@
 """A Hugging Face causal language model without its weights: structure, buffers, forward."""
 
 import copy
+import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,9 +48,11 @@ def empty_model(
     """The causal-LM class of `config` with meta parameters and real buffers, in training mode.
 
     Raises:
-        InputError: transformers has no causal language model for this configuration.
+        InputError: transformers has no causal language model for this configuration, or it asks for
+            code from the hub, which only `attn_implementation` may.
     """
     _refuse_endless(config)
+    _refuse_code_of_others(config, chosen=attn_implementation is not None)
     chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         with _weightless():
@@ -72,6 +75,42 @@ def _refuse_endless(config: PreTrainedConfig) -> None:
                     f"{name} is above {MAX_COUNT:,} in the model's configuration, and so many "
                     "are not built; correct it"
                 )
+
+
+def configs(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+    """A configuration and all that are inside it, with their paths: "", "text_config", ..."""
+    yield path, config
+    for key in config.sub_configs:
+        if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
+            yield from configs(inner, f"{path}.{key}".lstrip("."))
+
+
+def _refuse_code_of_others(config: PreTrainedConfig, *, chosen: bool) -> None:
+    """A file may not choose what transformers would download to run it.
+
+    Args:
+        chosen: the caller has said which attention it wants.
+    """
+    for _, part in configs(config):
+        for name in ("attn_implementation",) * (not chosen) + ("experts_implementation",):
+            wanted = getattr(part, f"_{name}", None)
+            if wanted is not None and _is_downloaded(str(wanted)):
+                hint = f"give {name}={wanted!r} yourself if you trust it, or " * (name[0] == "a")
+                raise InputError(
+                    f"the model's configuration asks for {name} {wanted!r}, code that would be "
+                    f"downloaded and run; {hint}take it out of config.json"
+                )
+
+
+def _is_downloaded(implementation: str) -> bool:
+    if "/" in implementation:
+        return True
+    # Where the package `kernels` is installed, it brings what is missing of these from the hub.
+    if importlib.util.find_spec("kernels") is None:
+        return False
+    flash = implementation.startswith("flash_attention")
+    missing = flash and importlib.util.find_spec("flash_attn") is None
+    return missing or implementation in ("deepgemm", "sonicmoe")
 
 
 def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:
