@@ -21,7 +21,7 @@ from megatrain.placement import Placement
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import peak_process_bytes
-from megatrain.telemetry.picture import draw
+from megatrain.telemetry.pictures import draw_step
 from megatrain.telemetry.recorder import StepRecorder
 from megatrain.telemetry.timeline import Span, breakdown, chrome_trace
 
@@ -65,7 +65,7 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
             timeline.parent.mkdir(parents=True, exist_ok=True)
             timeline.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
             title = f"One step: {case.shape}, {case.sequences} x {case.sequence_length} tokens"
-            draw(spans, timeline.with_suffix(".png"), title)
+            draw_step(spans, timeline.with_suffix(".png"), title)
         memory = memory_of(engine)  # after all steps
         seconds = {"build_seconds": build_seconds}
         return result | seconds | {"breakdown": breakdown(spans, "compute").as_dict()} | memory

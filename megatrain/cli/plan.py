@@ -22,7 +22,7 @@ from megatrain.telemetry.gpu import find_gpu
 from megatrain.telemetry.gpu_state import gpu_state
 from megatrain.telemetry.known_gpus import by_driver_name, named_gpu
 from megatrain.telemetry.memory import host_limit_bytes
-from megatrain.telemetry.memory_picture import draw_memory
+from megatrain.telemetry.pictures import draw_memory
 from megatrain.units import GIB, gib, parse_bytes
 
 if TYPE_CHECKING:

@@ -3,19 +3,10 @@
 from collections.abc import Sequence
 
 from megatrain.report.markup import data, seconds, text, ticks
-from megatrain.telemetry.picture import COLOURS, LANES
+from megatrain.telemetry.pictures import LANES, MEANINGS, word_of
 from megatrain.telemetry.timeline import Span
 
 LANE_HEIGHT, BAR_HEIGHT = 40, 30
-OTHER = "other"
-MEANINGS = {
-    "layer": "layer forward, or its weights and gradient",
-    "backward": "layer backward",
-    "head": "head and loss",
-    "update": "optimizer update",
-    "prologue": "prologue",
-    OTHER: "other",
-}
 
 
 def draw(spans: Sequence[Span]) -> str:
@@ -71,11 +62,6 @@ def _bar(number: int, span: Span, lane: int) -> str:
 def _is_odd(name: str) -> bool:
     """Whether it is an odd layer's: neighbours are told apart by their shade."""
     return any(word.isdigit() and int(word) % 2 for word in name.split()[:3])
-
-
-def word_of(name: str) -> str:
-    """The word of COLOURS that a piece of work is coloured by."""
-    return next((word for word in COLOURS if word in name), OTHER)
 
 
 def _places(end: float) -> str:

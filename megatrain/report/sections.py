@@ -7,10 +7,10 @@ import numpy as np
 import yaml
 
 from megatrain.report.charts import Chart, Line, draw
-from megatrain.report.lanes import word_of
 from megatrain.report.markup import compact, seconds, short, table, text
 from megatrain.report.roofs import Resource, Roofs
 from megatrain.report.source import Source
+from megatrain.telemetry.pictures import word_of
 from megatrain.telemetry.timeline import Breakdown
 from megatrain.units import GIB, duration, gib
 

@@ -9,9 +9,9 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.disk import flush
 from megatrain.json_yaml import parse_json
-from megatrain.telemetry.curve import draw_loss
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.metrics import read_metrics
+from megatrain.telemetry.pictures import draw_loss
 from megatrain.train.folders import (
     CONFIG,
     FINISHED,

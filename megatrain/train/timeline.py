@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatrain.device.base import COMPUTE
-from megatrain.telemetry.picture import draw
+from megatrain.telemetry.pictures import draw_step
 from megatrain.telemetry.recorder import Recording, StepRecorder
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, chrome_trace
 
@@ -88,6 +88,6 @@ class RunTimeline:
         if not self._spans:
             return
         try:
-            draw(self._spans, self._folder / PICTURE, "One step")
+            draw_step(self._spans, self._folder / PICTURE, "One step")
         except Exception as error:  # `megatrain report` shows it, too
             log.warning("no picture of the timeline: %s", error)

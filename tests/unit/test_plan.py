@@ -16,7 +16,7 @@ from megatrain.plan import planner
 from megatrain.plan.ask import Ask, Planner, check_budgets, default_micro_batch
 from megatrain.plan.remedies import fitting, remedies, shortage
 from megatrain.plan.tiles import by_tier, tile_bytes
-from megatrain.telemetry.memory_picture import draw_memory
+from megatrain.telemetry.pictures import draw_memory
 from megatrain.telemetry.timeline import Breakdown
 from megatrain.units import GIB, parse_bytes
 from tests.parity.cases import llama, qwen2

@@ -15,11 +15,11 @@ from megatrain.errors import InputError
 from megatrain.telemetry import cgroups, memory
 from megatrain.telemetry import environment as environment_module
 from megatrain.telemetry.console import TrainingProgress
-from megatrain.telemetry.curve import draw_loss
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.log import StderrHandler
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
+from megatrain.telemetry.pictures import draw_loss
 from megatrain.units import GIB
 
 RECORD = {

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine
 from megatrain.errors import RunFailed
-from megatrain.telemetry.picture import draw
+from megatrain.telemetry.pictures import draw_step
 from megatrain.telemetry.recorder import StepRecorder
 from megatrain.telemetry.timeline import (
     Breakdown,
@@ -172,7 +172,7 @@ def test_a_timeline_that_cannot_be_written_costs_nothing_else(tmp_path: Path) ->
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    draw(SPANS, tmp_path / "step.png", "a step")
+    draw_step(SPANS, tmp_path / "step.png", "a step")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 

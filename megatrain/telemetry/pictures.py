@@ -1,0 +1,121 @@
+"""Pictures of a run as PNG, SVG or PDF, by the file's name: its loss, its memory, one step's time.
+
+Each function raises OSError where the file cannot be written, ValueError for another kind of file.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain.telemetry.timeline import Span
+from megatrain.units import GIB, gib
+
+LANES = ("compute", "copy in", "copy out", "update", "rows")
+OTHER = "other"
+# Words of a piece of work's name; the first that fits gives its colour.
+COLOURS = {
+    "update": "#5d8233",
+    "backward": "#d1495b",
+    "head": "#edae49",
+    "layer": "#00798c",
+    "prologue": "#30638e",
+    OTHER: "#9aa5b1",
+}
+MEANINGS = {
+    "update": "optimizer update",
+    "backward": "layer backward",
+    "head": "head and loss",
+    "layer": "layer forward, or its weights and gradient",
+    "prologue": "prologue",
+    OTHER: "other",
+}
+_LEAST_SHOWN = 0.01  # of the longest bar; less is drawn and not named
+
+
+def word_of(name: str) -> str:
+    """The word of COLOURS that a piece of work is coloured by."""
+    return next((word for word in COLOURS if word in name), OTHER)
+
+
+def draw_loss(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw training and evaluation loss over steps.
+
+    Args:
+        records: lines of `metrics.jsonl`, with `step` and `loss` or `eval_loss`.
+    """
+    figure = _figure(8, 4.5)
+    axes = figure.subplots()
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
+        points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(path)
+
+
+def draw_step(spans: Sequence[Span], path: Path, title: str) -> None:
+    """Draw a step's work: one lane per stream, time from left to right."""
+    lanes = [lane for lane in LANES if any(span.stream == lane for span in spans)]
+    figure = _figure(14, 0.7 * len(lanes) + 1.6)
+    axes = figure.subplots()
+    for place, lane in enumerate(lanes):
+        mine = [span for span in spans if span.stream == lane]
+        bars = [(span.start, span.seconds) for span in mine]
+        colours = [COLOURS[word_of(span.name)] for span in mine]
+        axes.broken_barh(
+            bars, (place - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=0.2
+        )
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    for word, meaning in MEANINGS.items():
+        axes.plot([], [], color=COLOURS[word], linewidth=8, label=meaning)
+    figure.legend(loc="outside lower center", ncols=len(MEANINGS))
+    figure.suptitle(title)
+    figure.savefig(path)
+
+
+def draw_memory(
+    device: Mapping[str, int], host: Mapping[str, int], limits: tuple[int, int], path: Path,
+    title: str,
+) -> None:  # fmt: skip
+    """Draw the bytes of each part as stacked bars, with the memory allowed.
+
+    Args:
+        device: by part; empty where all of it is the host's, which then is the only bar.
+        limits: device and host memory that may be used, in bytes.
+    """
+    from matplotlib import colormaps
+
+    bars = [
+        (name, parts, limit)
+        for name, parts, limit in zip(("device", "host"), (device, host), limits, strict=True)
+        if parts
+    ]
+    figure = _figure(11, 2.6 * len(bars))
+    colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
+    every = figure.subplots(len(bars), 1, squeeze=False).flat
+    for axes, (name, parts, limit) in zip(every, bars, strict=True):
+        left, longest = 0.0, max(sum(parts.values()), limit)
+        for index, (part, num_bytes) in enumerate(parts.items()):
+            label = f"{part}, {gib(num_bytes)}" if num_bytes > _LEAST_SHOWN * longest else None
+            colour = colours[index % len(colours)]
+            axes.barh(0, num_bytes / GIB, left=left, color=colour, label=label, edgecolor="white")
+            left += num_bytes / GIB
+        axes.axvline(limit / GIB, color="black", linestyle="--", label=f"allowed, {gib(limit)}")
+        axes.set_yticks([])
+        axes.set_xlim(0, 1.03 * longest / GIB)
+        axes.set_xlabel(f"{name} memory, GiB: {gib(sum(parts.values()))} at the peak")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=4, fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(path)
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=120)
