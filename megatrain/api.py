@@ -71,6 +71,7 @@ class Engine(Continuing):
         config: the model's transformers configuration.
         optimizer: a `torch.optim.Optimizer` whose groups can be scheduled; None for inference.
         num_parameters: distinct parameters, frozen ones included.
+        label_shift: how many tokens after its logits a label is; 1, unless the model's own is 0.
         micro_batch: rows that micro-batches should have; None where nothing was foreseen.
     """
 
@@ -127,7 +128,7 @@ class Engine(Continuing):
         device_limit, self._host_limit = limits(device_memory, host_memory)
         self.device.limit(device_limit, self._host_limit)
         layouts = tile_layouts(self._outline, groups)
-        self._seed, self._steps = seed, 0
+        self._seed, self._steps, self.label_shift = seed, 0, self._outline.label_shift
         self._given, self._max_grad_norm = optimizer, max_grad_norm
         sizes = tokens_per_step, sequence_length, micro_batch
         self._place(placement, layouts, precision, sizes)
@@ -228,9 +229,8 @@ class Engine(Continuing):
         """One optimizer step over all of `micro_batches`.
 
         Args:
-            micro_batches: dictionaries of CPU int64 tensors `[B, T]`: `input_ids`, `labels`
-                (-100: none; the engine shifts them), and optionally `attention_mask` (1: token,
-                0: padding) and `position_ids`. B and T may differ between them.
+            micro_batches: dictionaries of CPU int64 tensors `[B, T]`: `input_ids`, `labels` (-100:
+                none; shifted by `label_shift`), `attention_mask` (0: padding), `position_ids`.
             norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
 
         Raises:
@@ -306,9 +306,8 @@ class Engine(Continuing):
         with torch.inference_mode(False):
             batch = self._checked(micro_batches, labelled=labelled)
             if self.device.kind == "cuda":
-                text = self.config.get_text_config(decoder=True)
-                itemsize = DTYPES[self._precision].itemsize
-                check_masks(micro_batches, text, itemsize, available_bytes(self.device))
+                text, dtype = self.config.get_text_config(decoder=True), DTYPES[self._precision]
+                check_masks(micro_batches, text, dtype.itemsize, available_bytes(self.device))
             self._packing.check(micro_batches)
         self._program.train(train)
         return batch
@@ -324,6 +323,7 @@ class Engine(Continuing):
             self.device.torch_device,
             self.vocab_size,
             labelled=labelled,
+            label_shift=self.label_shift,
             seed=derived_seed(self._seed, self._steps),
             constants=self._outline.constants,
             max_tokens=self._max_tokens,

@@ -14,10 +14,10 @@ IGNORED = -100
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 
 
-def next_token_targets(labels_BT: Tensor) -> Tensor:
-    """What each position predicts `[B, T]`: the next position's label; nothing at a row's end."""
+def targets_of(labels_BT: Tensor, shift: int = 1) -> Tensor:
+    """What each position predicts `[B, T]`: the label `shift` further; nothing at a row's end."""
     targets_BT = torch.full_like(labels_BT, IGNORED)
-    targets_BT[:, :-1] = labels_BT[:, 1:]
+    targets_BT[:, : labels_BT.shape[1] - shift] = labels_BT[:, shift:]
     return targets_BT
 
 

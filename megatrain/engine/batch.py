@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss import IGNORED, next_token_targets, num_labelled
+from megatrain.loss import IGNORED, num_labelled, targets_of
 from megatrain.model.program import MicroBatch
 from megatrain.model.skeleton import Rows
 
@@ -40,12 +40,14 @@ def prepare(
     *,
     labelled: bool,
     seed: int,
+    label_shift: int = 1,
     constants: Sequence[int] = (),
     max_tokens: int | None = None,
 ) -> Batch:
     """Check CPU micro-batches and move them to `device`.
 
     Args:
+        label_shift: how many tokens a label is after what predicts it.
         constants: token ids whose rows are needed besides the batch's own.
         max_tokens: positions that the model has; None: any number.
 
@@ -60,7 +62,7 @@ def prepare(
     for index, micro in enumerate(micro_batches):
         _check(index, micro, vocab_size, labelled)
         _check_positions(f"micro-batch {index}", micro, max_tokens)
-    targets = [next_token_targets(m["labels"]) if labelled else None for m in micro_batches]
+    targets = [targets_of(m["labels"], label_shift) if labelled else None for m in micro_batches]
     count = sum(num_labelled(each) for each in targets if each is not None)
     if labelled and count == 0:
         raise InputError("no token of this step has a label; check the data's labels (all -100)")

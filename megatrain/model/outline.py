@@ -35,6 +35,7 @@ class Outline:
 
     Attributes:
         layers: in visiting order.
+        label_shift: how many tokens a label is after the logits that it is compared with.
         outputs: per layer, the activations that anything later reads.
         epilogue_inputs: activations that the epilogue reads.
         gathered: embedding tables looked up only by the batch's own token ids; their rows are
@@ -60,6 +61,7 @@ class Outline:
     trunk: Any
     fixed: list[str]
     unused: list[str]
+    label_shift: int = 1
     outputs: list[list[Ref]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

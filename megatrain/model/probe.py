@@ -17,6 +17,7 @@ from transformers import Cache, PreTrainedModel
 from megatrain.model.kind import Kind, signature, template, without_index
 from megatrain.model.limits import Unsupported, Watch, refuse_settings
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
+from megatrain.model.own_loss import label_shift
 from megatrain.model.reach import reach, tag
 from megatrain.model.skeleton import (
     PROLOGUE,
@@ -41,7 +42,9 @@ def outline(model: PreTrainedModel) -> Outline:
     """
     refuse_settings(model.config)
     try:
-        return _outline(model)
+        found = _outline(model)
+        found.label_shift = label_shift(found)
+        return found
     except Unsupported:
         raise
     except Exception:
@@ -303,9 +306,12 @@ class _Probe:
 
     def _logits(self, weights: dict[str, Tensor], output: Any, inputs: Mapping) -> Tensor:
         hidden = last_hidden(output).detach()[:1, :2].clone().requires_grad_()
-        logits = self.skeleton.head(weights, with_hidden(output, hidden), inputs)
+        few = {**inputs, "input_ids": inputs["input_ids"][:1, :2]}
+        logits = self.skeleton.head(weights, with_hidden(output, hidden), few)
         if not isinstance(logits, Tensor) or logits.shape[:2] != hidden.shape[:2]:
             raise Unsupported("its head computes logits from more than the last hidden states")
+        if logits.dim() != 3:
+            raise Unsupported("its head does not give logits of each token; give a ...ForCausalLM")
         return logits
 
     def _skipped_layers(self) -> list[str]:

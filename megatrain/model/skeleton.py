@@ -231,6 +231,8 @@ class Skeleton:
             kwargs["use_cache"] = False
         if "return_dict" in self._signature:
             kwargs["return_dict"] = True
+        if "output_router_logits" in self._signature:
+            kwargs["output_router_logits"] = False  # what they add to the loss weighs nothing
         return kwargs
 
     def forward(
@@ -259,12 +261,30 @@ class Skeleton:
 
     def head(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk."""
+        result = self._after_trunk(weights, output, inputs)
+        return result.logits if hasattr(result, "logits") else result[0]
+
+    def own_loss(
+        self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any], labels: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As `head`, the loss that the model's forward makes of labels `[B, T]`, and the logits.
+
+        Either is None where the forward does not give it.
+        """
+        if "labels" not in self._signature and not self._takes_any:
+            return None, None
+        result = self._after_trunk(weights, output, {**inputs, "labels": labels})
+        if hasattr(result, "logits"):
+            return getattr(result, "loss", None), result.logits
+        has_loss = isinstance(result, tuple) and len(result) > 1 and result[0].dim() == 0
+        return (result[0], result[1]) if has_loss else (None, None)
+
+    def _after_trunk(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping) -> Any:
         self.trunk.forward = lambda *args, **kwargs: output
         try:
-            result = self._call(weights, inputs)
+            return self._call(weights, inputs)
         finally:
             del self.trunk.forward
-        return result.logits if hasattr(result, "logits") else result[0]
 
     def _call(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
         """The model's own forward; what is tied is told, or each call would look for it anew.

@@ -11,7 +11,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.data import Step
 from megatrain.errors import MegatrainError, RunFailed, first_line, told
-from megatrain.loss import next_token_targets, num_labelled
+from megatrain.loss import num_labelled, targets_of
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.folders import METRICS
@@ -178,4 +178,4 @@ class _Evaluations:
 
 
 def _labelled(step: Step) -> int:
-    return sum(num_labelled(next_token_targets(micro["labels"])) for micro in step)
+    return sum(num_labelled(targets_of(micro["labels"])) for micro in step)

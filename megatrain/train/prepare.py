@@ -243,12 +243,18 @@ def _check_schedule(config: Config, total_steps: int) -> None:
 
 def _engine(config: Config, hf_config: PreTrainedConfig, start: Start | None) -> Engine:
     try:
-        return _new_engine(config, hf_config) if start is None else _saved_engine(config, start)
+        engine = _new_engine(config, hf_config) if start is None else _saved_engine(config, start)
     except DoesNotFit as error:
         if config.engine.device != "cpu" and find_gpu("cuda") is None:
             raise  # plans are for a GPU, or where the CPU was asked for
         plan = "`megatrain plan` with this run file names what would make it fit"
         raise DoesNotFit(f"{error}; {plan}") from error
+    if engine.label_shift == 0:
+        raise InputError(
+            f"the loss of {hf_config.model_type} compares logits with the labels of the same "
+            "places, so text would teach it to copy; use megatrain.Engine, with other labels"
+        )
+    return engine
 
 
 def _new_engine(config: Config, hf_config: PreTrainedConfig) -> Engine:

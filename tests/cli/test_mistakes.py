@@ -57,6 +57,13 @@ MISTAKES = {
     "a folder where none can be": (["output.folder=/proc/none/run"], "/proc/none"),
     "small vocabulary": (["model.config.vocab_size=20"], "20"),
     "not a decoder": (["model.config={model_type: t5}"], "t5"),
+    "labels that are not shifted": (
+        [
+            "model.config={model_type: bart, d_model: 16, decoder_layers: 2,"
+            " decoder_attention_heads: 2}"
+        ],
+        "the loss of bart compares logits with the labels of the same places",
+    ),
     "unknown attention": (["model.attn_implementation=fast"], "fast"),
     "bad placement": (["engine.placement.slots=0"], "engine.placement: slots is 0"),
 }

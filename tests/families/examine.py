@@ -113,6 +113,8 @@ def _notes(model: PreTrainedModel, found: Outline) -> list[str]:
     frozen = sum(not p.requires_grad for p in model.parameters())
     if frozen:
         notes.append(f"{frozen} parameters frozen by the class")
+    if found.label_shift == 0:
+        notes.append("its own loss does not shift labels: give them shifted")
     wide = kept_wide(model)
     if wide:
         notes.append(f"{len(wide)} parameters that transformers would compute in fp32")

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Placement
-from tests.families.plain import EPS, LR, Step, Trained, make_steps, plain_training
+from tests.families.plain import EPS, LR, Step, Trained, make_steps, own_loss, plain_training
 
 LOSS_TOLERANCE = 1e-6
 UPDATE_TOLERANCE = 1e-5
@@ -43,6 +43,7 @@ class Errors:
 
     Attributes:
         loss, norm: largest relative error of a step's loss, and of its gradient norm.
+        own: relative error of a micro-batch's loss, by the loss of the model's own forward.
         update: largest error of a parameter that is held to the tolerance, by its update's norm.
         gradient: the same of the first step's gradients, by their norms.
         noisy: parameters that plain torch itself does not determine to the tolerance.
@@ -51,6 +52,7 @@ class Errors:
 
     loss: float = 0.0
     norm: float = 0.0
+    own: float = 0.0
     update: float = 0.0
     gradient: float = 0.0
     noisy: set[str] = field(default_factory=set)
@@ -117,6 +119,7 @@ def compare(
     options = {"precision": "fp32", "device": "cpu", "placement": placement}
     settings = AdamW(lr=LR, eps=EPS)
     with Engine(model, optimizer=settings, max_grad_norm=max_grad_norm, **options) as engine:
+        own = engine.evaluate(steps[0][:1])
         results = [engine.step(step) for step in steps]
         masters = dict(engine.named_masters())
     probe = AdamW(lr=PROBE_RATE * PROBE_EPS, eps=PROBE_EPS, weight_decay=0.0)
@@ -124,10 +127,17 @@ def compare(
         engine.step(steps[0])
         moved = dict(engine.named_masters())
     reference, errors = Reference(model, steps, max_grad_norm), Errors()
+    _compare_own(errors, own, own_loss(model, steps[0][0]))
     _compare_steps(errors, results, reference)
     _compare_updates(errors, masters, reference)
     _compare_gradients(errors, moved, reference)
     return errors
+
+
+def _compare_own(errors: Errors, own: float, wanted: float) -> None:
+    errors.own = abs(own - wanted) / wanted
+    if not errors.own <= LOSS_TOLERANCE:
+        errors.failures.append(f"loss of the model's own forward off by {errors.own:.1e}")
 
 
 def _compare_steps(errors: Errors, results: list, reference: Reference) -> None:

@@ -22,6 +22,12 @@ NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 # training with its micro-batches in another order differs from itself by up to a tenth of a step.
 LR, EPS = 1e-2, 1e-3
 
+# Their forward compares logits with the labels of the same places; all others shift labels.
+UNSHIFTED = (
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart"),
+    *("mvp", "pegasus", "plbart", "trocr", "whisper", "xlnet"),
+)
+
 # (rows, tokens) of each micro-batch of each step; the last one of a step has no mask.
 SHAPES = [[(2, 12), (3, 7), (1, 16)], [(1, 9), (2, 16), (2, 5)], [(3, 11), (1, 6), (2, 8)]]
 
@@ -125,22 +131,34 @@ def _layer(name: str) -> str | None:
 
 def accumulate(model: PreTrainedModel, step: Step) -> float:
     """Gradients of the mean loss over all labelled tokens of the step; returns that loss."""
-    tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step)
+    shift = label_shift(model)
+    tokens = sum(int((batch["labels"][:, shift:] != -100).sum()) for batch in step)
     total = 0.0
     for batch in step:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         logits_BTV = model(**inputs, use_cache=False).logits.float()
-        loss = next_token_loss(logits_BTV, batch["labels"]) / tokens
+        loss = token_loss(logits_BTV, batch["labels"], shift) / tokens
         loss.backward()
         total += loss.item()
     return total
 
 
-def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+def label_shift(model: PreTrainedModel) -> int:
+    """How many tokens after its logits a label is: 1, but for decoders of pairs of texts."""
+    return 0 if model.config.model_type in UNSHIFTED else 1
+
+
+def own_loss(model: PreTrainedModel, batch: dict[str, Tensor]) -> float:
+    """The loss that the model's own forward makes of labels."""
+    with torch.no_grad():
+        return copy.deepcopy(model).eval()(**batch, use_cache=False).loss.item()
+
+
+def token_loss(logits_BTV: Tensor, labels_BT: Tensor, shift: int = 1) -> Tensor:
     """Summed cross entropy of each labelled token given the tokens before it."""
     return nn.functional.cross_entropy(
-        logits_BTV[:, :-1].flatten(0, 1),
-        labels_BT[:, 1:].flatten(),
+        logits_BTV[:, : logits_BTV.shape[1] - shift].flatten(0, 1),
+        labels_BT[:, shift:].flatten(),
         ignore_index=-100,
         reduction="sum",
     )

@@ -44,6 +44,8 @@ three micro-batches each that differ in rows and tokens, with padding and ignore
 the engine and once by plain torch, in fp32 on a CPU.
 
 - **loss**: the largest relative error of a step's loss; at most {LOSS_TOLERANCE:.0e}.
+- **own loss**: the relative error of a micro-batch's loss by what the model's own forward makes of
+  the labels (`.loss`); at most {LOSS_TOLERANCE:.0e}.
 - **update**: the largest error of any parameter after three steps, as a fraction of how far the
   parameter has moved; at most {UPDATE_TOLERANCE:.0e}.
 - **gradient**: the same for the first step's gradients, of each one's own norm; at most
@@ -65,10 +67,12 @@ parameters of some families in fp32 (`_keep_in_fp32_modules_strict`, mostly of r
 number is noted, and here they are rounded to bf16 where they are used. A buffer has the type that
 transformers gives it in a model of the same precision.
 
-The loss is next-token cross entropy. A configuration that asks for more, such as a router's
-auxiliary loss (`output_router_logits: true`), or for layers left out at random (`layerdrop`), is
-refused by name. So is, whatever the family, a model whose layers share weights, that computes
-between its layers, that calls a layer twice, or that keeps state of its own.
+The loss is that of the model's own forward: cross entropy of the next token, or, where it does not
+shift labels (decoders of models for pairs of texts), of the token in the same place. A class,
+function or configuration that adds to it, such as a router's auxiliary loss
+(`output_router_logits: true`), or leaves out layers at random (`layerdrop`), is refused by name. So
+is, whatever the family, a model whose layers share weights, that computes between its layers, that
+calls a layer twice, or that keeps state of its own.
 """
 
 
@@ -125,15 +129,15 @@ def _reasons(findings: list[Finding]) -> list[str]:
 
 
 def _table(findings: list[Finding]) -> list[str]:
-    head = "| name | result | loss | update | gradient | open | bf16 | layers | tied | notes |"
+    head = "| name | result | loss | own loss | update | gradient | open | bf16 | layers | tied "
     rows = [
-        f"| {f.name} | {f.result} | {f.errors.loss:.0e} | {f.errors.update:.0e} | "
-        f"{f.errors.gradient:.0e} | {len(f.errors.noisy) or ''} | "
+        f"| {f.name} | {f.result} | {f.errors.loss:.0e} | {f.errors.own:.0e} | "
+        f"{f.errors.update:.0e} | {f.errors.gradient:.0e} | {len(f.errors.noisy) or ''} | "
         f"{'no' if f.bf16 is None else f'{f.bf16:.0e}'} | {f.layers} | "
         f"{'yes' if f.tied else ''} | {'; '.join(f.notes)} |"
         for f in findings
     ]
-    return [head, "|---|---|---|---|---|---|---|---|---|---|", *rows]
+    return [f"{head}| notes |", "|---|---|---|---|---|---|---|---|---|---|---|", *rows]
 
 
 def documented() -> dict[str, tuple[str, str]]:

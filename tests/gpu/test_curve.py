@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement
-from megatrain.loss import cross_entropy_sum, next_token_targets
+from megatrain.loss import cross_entropy_sum, targets_of
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def plain(steps: list[Tensor]) -> list[float]:
     adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
     for step in steps:
-        targets = next_token_targets(step).cuda()
+        targets = targets_of(step).cuda()
         logits = trained(step.cuda(), use_cache=False).logits
         loss = cross_entropy_sum(logits.flatten(0, 1), targets.flatten()) / (targets >= 0).sum()
         loss.backward()

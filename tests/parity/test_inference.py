@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain import Engine, InputError
-from tests.families.plain import next_token_loss
+from tests.families.plain import token_loss
 from tests.families.tiny import tiny_config, tiny_model
 from tests.parity.cases import (
     SIZES,
@@ -37,7 +37,7 @@ def test_logits_and_loss_of_plain_transformers(family: str) -> None:
             got = engine.logits({"input_ids": micro["input_ids"]})
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
             assert got.dtype == torch.float32
-            total += float(next_token_loss(wanted.float(), micro["labels"]))
+            total += float(token_loss(wanted.float(), micro["labels"]))
             count += int((micro["labels"][:, 1:] != -100).sum())
         inputs = {"input_ids": step[0]["input_ids"], "attention_mask": mask}
         masked = model(**inputs, use_cache=False).logits

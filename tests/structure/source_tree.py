@@ -10,10 +10,10 @@ PACKAGE = ROOT / "megatrain"
 LEVELS = (
     {"disk", "errors", "seeds", "units"},
     {"json_yaml"},
-    {"placement", "tile", "telemetry", "kernels"},
+    {"loss", "placement", "tile", "telemetry", "kernels"},
     {"machine"},
     {"config", "device"},
-    {"store", "model", "loss", "optim", "data", "distributed"},
+    {"store", "model", "optim", "data", "distributed"},
     {"checkpoint"},  # knows tiles and files, no steps: the engine saves itself through it
     {"engine"},
     {"forecast"},  # runs the engine's own step, on a device that keeps time

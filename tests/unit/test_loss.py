@@ -13,9 +13,9 @@ from megatrain.loss import (
     chunked_loss,
     chunked_loss_gradients,
     cross_entropy_sum,
-    next_token_targets,
     range_gradient,
     range_statistics,
+    targets_of,
 )
 
 N, D, V = 23, 8, 31
@@ -165,6 +165,6 @@ def test_each_position_predicts_the_next_label() -> None:
     labels = torch.tensor([[5, 6, IGNORED, 8], [1, IGNORED, 3, 4]])
     before = labels.clone()
     expected = torch.tensor([[6, IGNORED, 8, IGNORED], [IGNORED, 3, 4, IGNORED]])
-    assert torch.equal(next_token_targets(labels), expected)
+    assert torch.equal(targets_of(labels), expected)
     assert torch.equal(labels, before)
-    assert torch.equal(next_token_targets(torch.tensor([[7]])), torch.tensor([[IGNORED]]))
+    assert torch.equal(targets_of(torch.tensor([[7]])), torch.tensor([[IGNORED]]))

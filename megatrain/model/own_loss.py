@@ -1,0 +1,161 @@
+"""What a model's own loss is: the cross entropy of its labels, or the model is refused.
+
+transformers' models compute a loss in their forward where labels are given. Here the loss is
+computed apart, so that logits never exist as a whole. Whether both are the same is tried at the
+model's own head, on a few random hidden states: what a class adds to its loss, or a function put in
+its place, would be left out otherwise.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megatrain.loss import IGNORED, targets_of
+from megatrain.model.limits import Unsupported
+from megatrain.model.outline import Outline
+from megatrain.model.skeleton import last_hidden, with_hidden
+from megatrain.model.zeros import zero_pages
+
+_SHAPE = (2, 6)
+_UNLABELLED = [(0, 2), (1, 3), (1, 5)]  # row and token; the rows have different numbers of labels
+_SPECIAL = [(0, 1), (0, 3), (0, 4), (0, 5), (1, 1), (1, 2), (1, 4)]  # of the labelled ones
+_RANDOM = 1 << 18  # of a parameter's values that are not zero: tables may be larger than memory
+_TOLERANCE = 1e-6  # of the loss, in fp32
+
+
+def label_shift(outline: Outline) -> int:
+    """How far labels lie behind the logits that they are compared with: 1 token, or 0.
+
+    Raises:
+        Unsupported: the model has another loss than the mean cross entropy of its labels, or a head
+            that is none of a language model.
+    """
+    model = outline.skeleton.model
+    name, count = type(model).__name__, model.config.get_text_config(decoder=True).vocab_size
+    if outline.num_logits < count:
+        raise Unsupported(
+            f"{name} makes {outline.num_logits} numbers of a token, and its vocabulary has {count}:"
+            " its head is not a language model's; give a model with one (...ForCausalLM)"
+        )
+    shift = _tried(outline, name)
+    if shift == 0 and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise Unsupported(
+            f"{name} predicts each token at its own place, not the next one: it is not a causal "
+            "language model; load it with AutoModelForCausalLM"
+        )
+    return shift
+
+
+def _tried(outline: Outline, name: str) -> int:
+    labels_BT = _labels(outline.skeleton.model)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _vocabulary(outline):
+            own, logits_BTV = _own(outline, labels_BT)
+            loss = None if own is None else float(own)
+    except Exception as error:  # whatever a model's own code makes of these labels
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise Unsupported(
+            f"the loss in {name}'s forward cannot be computed of labels [rows, tokens] alone "
+            f"({reason[:200]}), and another one is not trained; give a model whose forward can"
+        ) from error
+    if loss is None:
+        return 1
+    for shift in (1, 0):
+        if _same(loss, _cross_entropy(logits_BTV, labels_BT, shift)):
+            return shift
+    raise Unsupported(
+        f"the loss in {name}'s forward is not the mean cross entropy of its labels, and what it "
+        "adds or changes would be left out; give a model without that"
+    )
+
+
+def _labels(model: PreTrainedModel) -> Tensor:
+    """Some tokens, special ones among them: a loss may leave them out, or weigh them."""
+    text = model.config.get_text_config(decoder=True)
+    special = {v for k, v in vars(text).items() if k.endswith("_token_id") and type(v) is int}
+    labels_BT = torch.arange(_SHAPE[0] * _SHAPE[1]).remainder(text.vocab_size).view(_SHAPE)
+    known = sorted(token for token in special if 0 <= token < text.vocab_size)
+    for place, token in [*zip(_SPECIAL, known, strict=False), *((p, IGNORED) for p in _UNLABELLED)]:
+        labels_BT[place] = token
+    return labels_BT
+
+
+def _own(outline: Outline, labels_BT: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Loss of the model's own forward, None if it has none, and logits, of random hidden states."""
+    generator = torch.Generator().manual_seed(0)
+    skeleton = outline.skeleton
+    used = {*outline.gathered, *outline.prologue, *outline.epilogue}
+    weights = {
+        name: _random(parameter, generator)
+        for name, parameter in skeleton.model.named_parameters()
+        if name in used
+    }
+    width = last_hidden(outline.trunk).shape[2:]
+    hidden = torch.randn((*_SHAPE, *width), generator=generator)
+    inputs = skeleton.inputs({"input_ids": torch.zeros(_SHAPE, dtype=torch.long)})
+    given = weights, with_hidden(outline.trunk, hidden)
+    with _FewRows(weights):
+        loss, logits = skeleton.own_loss(*given, inputs, labels_BT)
+        return loss, skeleton.head(*given, inputs) if logits is None else logits
+
+
+@contextmanager
+def _vocabulary(outline: Outline) -> Iterator[None]:
+    """Let the model's loss know of all logits: a padded table has more rows than tokens are known.
+
+    transformers' losses would take the logits of several tokens for those of one.
+    """
+    model, count = outline.skeleton.model, outline.num_logits
+    parts = [model.config, model.config.get_text_config(decoder=True), model]
+    before = [(part, part.vocab_size) for part in parts if hasattr(part, "vocab_size")]
+    try:
+        for part, _ in before:
+            part.vocab_size = count
+        yield
+    finally:
+        for part, number in before:
+            part.vocab_size = number
+
+
+def _cross_entropy(logits_BTV: Tensor, labels_BT: Tensor, shift: int) -> float:
+    flat_NV = logits_BTV.float().flatten(0, 1)
+    targets_N = targets_of(labels_BT, shift).flatten()
+    return float(F.cross_entropy(flat_NV, targets_N, ignore_index=IGNORED))
+
+
+def _same(one: float, other: float) -> bool:
+    return abs(one - other) <= _TOLERANCE * abs(other)
+
+
+class _FewRows(TorchFunctionMode):
+    """Multiplies with those rows of a table alone that are not zero; it saves seconds."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        tables = [w for w in weights.values() if w.dim() == 2 and w.numel() > _RANDOM]
+        self._rows = {id(table): -(-_RANDOM // table.shape[1]) for table in tables}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rows = self._rows.get(id(args[1])) if func is F.linear else None
+        if rows is None:
+            return func(*args, **(kwargs or {}))
+        given, table, *bias = args
+        made = F.linear(given, table[:rows])
+        made = F.pad(made, (0, len(table) - rows))
+        return made if not bias or bias[0] is None else made + bias[0]
+
+
+def _random(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    """Random at its beginning and zero elsewhere, without memory."""
+    values = zero_pages(parameter.shape)
+    beginning = values.view(-1)[:_RANDOM]
+    scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+    beginning.copy_(torch.randn(len(beginning), generator=generator) * scale)
+    return values

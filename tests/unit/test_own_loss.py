@@ -1,0 +1,159 @@
+"""A model is trained on its own loss, or refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForTokenClassification,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
+
+from megatrain import InputError
+from tests.families.tiny import tiny_model
+from tests.parity.cases import SIZES, llama, make_batches, make_engine
+
+BERT = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+
+
+class WithZLoss(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        if result.loss is not None:
+            result.loss = result.loss + 1e-4 * result.logits.logsumexp(-1).square().mean()
+        return result
+
+
+class WithoutLoss(LlamaForCausalLM):
+    def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
+        return super().forward(input_ids, position_ids=position_ids, use_cache=False)
+
+
+class WithPenalty(LlamaForCausalLM):
+    """Adds what only its layers know."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        if result.loss is not None:
+            result.loss = result.loss + self.model.layers[0].mlp.up_proj.weight.square().mean()
+        return result
+
+
+def of(kind: type[LlamaForCausalLM]) -> PreTrainedModel:
+    return kind(llama().config)
+
+
+def with_function(function: Callable) -> PreTrainedModel:
+    model = llama()
+    model.loss_function = function
+    return model
+
+
+def mean_of_rows(logits: Any, labels: Any, **kwargs: Any) -> Any:
+    losses = [
+        nn.functional.cross_entropy(row[:-1], label[1:], ignore_index=-100)
+        for row, label in zip(logits, labels, strict=True)
+    ]
+    return torch.stack(losses).mean()
+
+
+def without_ends(logits: Any, labels: Any, **kwargs: Any) -> Any:
+    labels = labels.masked_fill(labels == llama().config.eos_token_id, -100)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def smoothed(logits: Any, labels: Any, **kwargs: Any) -> Any:
+    targets = labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, label_smoothing=0.01)
+
+
+OTHER_LOSSES = {
+    "z-loss": lambda: of(WithZLoss),
+    "mean of rows": lambda: with_function(mean_of_rows),
+    "no ends of text": lambda: with_function(without_ends),
+    "label smoothing": lambda: with_function(smoothed),
+    "a z-loss of the configuration": lambda: tiny_model(
+        "bamba", changes={"z_loss_coefficient": 0.1}
+    ),
+}
+
+
+@pytest.mark.parametrize("make", OTHER_LOSSES.values(), ids=OTHER_LOSSES)
+def test_another_loss_is_refused(make: Callable[[], PreTrainedModel]) -> None:
+    with pytest.raises(InputError, match="loss in .*'s forward is not the mean cross entropy"):
+        make_engine(make())
+
+
+def test_a_loss_that_cannot_be_tried_is_refused() -> None:
+    with pytest.raises(InputError, match="loss in WithPenalty's forward cannot be computed"):
+        make_engine(of(WithPenalty))
+
+
+HEADS = {
+    "masked": (lambda: BertForMaskedLM(BertConfig(**BERT)), "each token at its own place"),
+    "tokens": (lambda: BertForTokenClassification(BertConfig(**BERT, num_labels=5)), "5 numbers"),
+    "rows": (
+        lambda: LlamaForSequenceClassification(llama(pad_token_id=0).config),
+        "does not give logits of each token",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), HEADS.values(), ids=HEADS)
+def test_heads_of_no_causal_language_model_are_refused(
+    make: Callable[[], PreTrainedModel], reason: str
+) -> None:
+    with pytest.raises(InputError, match=f"{reason}.*CausalLM"):
+        make_engine(make())
+
+
+def padded_head() -> PreTrainedModel:
+    """160 logits for a vocabulary of 128, as of tables that are padded for speed."""
+    model = llama()
+    model.lm_head = nn.Linear(model.config.hidden_size, 160, bias=False)
+    return model
+
+
+def mixtral() -> PreTrainedModel:
+    routers = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.0}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **routers))
+
+
+AS_THEY_ARE = {
+    "no loss of its own": lambda: of(WithoutLoss),
+    "more logits than tokens": padded_head,
+    "a router's loss of no weight": mixtral,
+}
+
+
+@pytest.mark.parametrize("make", AS_THEY_ARE.values(), ids=AS_THEY_ARE)
+def test_cross_entropy_of_the_next_token(make: Callable[[], PreTrainedModel]) -> None:
+    model = make().eval()
+    [[micro, *_]] = make_batches(1)
+    logits = model(input_ids=micro["input_ids"]).logits
+    wanted = nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), micro["labels"][:, 1:].flatten()
+    )
+    engine = make_engine(model)
+    assert engine.label_shift == 1
+    assert engine.evaluate([micro]) == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["bart", "xlnet", "cpmant", "whisper", "llama", "bert"])
+def test_the_loss_is_that_of_the_models_own_forward(family: str) -> None:
+    """Decoders made for pairs of texts do not shift labels: whoever trains them has done so."""
+    model = tiny_model(family).eval()
+    [[micro, *_]] = make_batches(1)
+    with torch.no_grad():
+        wanted = model(**micro, use_cache=False).loss.item()
+    with make_engine(model) as engine:
+        assert engine.evaluate([micro]) == pytest.approx(wanted, rel=1e-6)
+        assert engine.step([micro]).loss == pytest.approx(wanted, rel=1e-6)
