@@ -107,8 +107,8 @@ class Engine(Continuing):
             sequence_length: of rows; with both known the placement is the fastest by forecast.
             micro_batch: rows of the micro-batches to come; None: chosen, see `micro_batch`.
             attn_implementation: any that transformers knows; None leaves it the choice.
-            device_memory: that this process may take on the GPU in all, the driver's context
-                included (`"10GiB"`, or bytes); None: what there is.
+            device_memory: that this process may take on the GPU in all, the driver's context and
+                all other work in torch included (`"10GiB"`, or bytes); None: what there is.
             host_memory: resident memory that the process may have; None: what the machine allows.
 
         Raises:
@@ -296,7 +296,8 @@ class Engine(Continuing):
             reason = str(error).split(". ")[0]
             raise DoesNotFit(
                 f"the device has no memory left ({reason}); use smaller micro-batches, "
-                "placement.boundaries: host, fewer resident tiles or fewer slots"
+                "placement.boundaries: host, fewer resident tiles or fewer slots; what else this "
+                "process has on the device counts, too"
                 + (" (no weight has been changed)" if self._max_grad_norm is not None else "")
             ) from error
 

@@ -29,8 +29,10 @@ def _parsed(text: str) -> float:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes as GiB with one decimal, for people."""
-    return f"{num_bytes / GIB:.1f} GiB"
+    """Bytes as GiB with one decimal, for people; in MiB or bytes where that would be 0.0."""
+    if num_bytes < MIB / 20:
+        return f"{num_bytes:,.0f} bytes"
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 20 else f"{num_bytes / MIB:.1f} MiB"
 
 
 def size(num_bytes: int) -> str:

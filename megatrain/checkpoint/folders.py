@@ -1,9 +1,10 @@
 """The checkpoints of a run's folder: which are whole, which stay."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import dropwhile, islice
 from pathlib import Path
+from typing import Any
 
 from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import (
@@ -17,6 +18,7 @@ from megatrain.checkpoint.manifest import (
     read_checkpoint,
 )
 from megatrain.errors import InputError
+from megatrain.json_yaml import read_json
 
 _OWN = {MANIFEST, EXTRA, BUFFERS, MODEL, TILES, KEEP}
 
@@ -132,12 +134,36 @@ def remove_leftovers(parent: str | Path) -> None:
 
 @contextmanager
 def offering_another(folder: Path) -> Iterator[None]:
-    """Add to an InputError where a whole checkpoint is: beside `folder`, or in that of a run."""
+    """Add to an InputError where a whole checkpoint is, of the same run or the same model."""
     try:
         yield
     except InputError as error:
-        places = (folder.parent, folder, folder / "checkpoints")
-        others = (each for place in places for each in whole_checkpoints(place) if each != folder)
-        found = next(others, None)
-        hint = "; no whole checkpoint is beside it" if found is None else f"; take {found}"
-        raise InputError(f"{error}{hint}") from error
+        own = [*whole_checkpoints(folder), *whole_checkpoints(folder / "checkpoints")]
+        beside = [each for each in whole_checkpoints(folder.parent) if each != folder]
+        if folder.parent.name == "checkpoints":  # of a run
+            own += beside
+        alike = next((each for each in beside if _same_model(each, folder)), None)
+        hint = "no whole checkpoint of the same model is beside it"
+        if own:
+            hint = f"take {own[0]}"
+        elif alike is not None:
+            hint = f"beside it is a whole one of the same model: {alike}"
+        raise InputError(f"{error}; {hint}") from error
+
+
+def _same_model(one: Path, other: Path) -> bool:
+    """By what can still be read of both."""
+    return any(found(one) == found(other) is not None for found in (_config, _shapes))
+
+
+def _config(folder: Path) -> Any:
+    with suppress(InputError):
+        return read_json(folder / MODEL / "config.json")
+    return None
+
+
+def _shapes(folder: Path) -> Any:
+    with suppress(InputError, LookupError, TypeError):
+        tiles = read_json(folder / MANIFEST)["tiles"]
+        return {each["name"]: each["shape"] for tile in tiles for each in tile["parameters"]}
+    return None

@@ -9,7 +9,7 @@ from megatrain.forecast.forecast import Forecast
 from megatrain.plan.planner import Plan
 from megatrain.plan.remedies import Remedy
 from megatrain.plan.tiles import PLANES, by_tier
-from megatrain.units import GIB, MIB, duration, gib, size
+from megatrain.units import GIB, duration, gib, size
 
 _WIDTH = 140
 
@@ -86,14 +86,14 @@ def _tiles(plan: Plan) -> Table:
         justify: Literal["left", "right"] = "left" if title in ("tile", "rests on") else "right"
         table.add_column(title, justify=justify, no_wrap=True)
     for tile in plan.tiles:
-        sizes = [_bytes(tile.count * tile.planes[plane]) for plane in PLANES]
+        sizes = [gib(tile.count * tile.planes[plane]) for plane in PLANES]
         count = tile.count * tile.parameters
         parameters = f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
-        table.add_row(tile.name, parameters, tile.tier, *sizes, _bytes(tile.total_bytes))
+        table.add_row(tile.name, parameters, tile.tier, *sizes, gib(tile.total_bytes))
     for tier, planes in by_tier(plan.tiles).items():
         if any(planes.values()):
-            sizes = [_bytes(planes[plane]) for plane in PLANES]
-            table.add_row("together", "", tier, *sizes, _bytes(sum(planes.values())))
+            sizes = [gib(planes[plane]) for plane in PLANES]
+            table.add_row("together", "", tier, *sizes, gib(sum(planes.values())))
     return table
 
 
@@ -101,11 +101,6 @@ def _count(parameters: int) -> str:
     if parameters < 1e7:
         return f"{parameters:,} parameters"
     return f"{parameters / 1e9:.2f} billion parameters"
-
-
-def _bytes(num_bytes: int) -> str:
-    """What would read 0.0 GiB, in MiB."""
-    return f"{num_bytes / MIB:.1f} MiB" if 0 < num_bytes < GIB / 20 else gib(num_bytes)
 
 
 def _memory(plan: Plan) -> list[str]:

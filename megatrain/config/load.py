@@ -88,10 +88,11 @@ def _nearest_key(first: str, second: str | None = None) -> str:
     name = second or first
     if known := foreign(name):
         return f"; {known}"
-    elsewhere = [f"{section}.{name}" for section, keys in sections.items() if name in keys]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]!r}?"
-    return nearest(name, sections[first] if second else list(sections))
+    near = nearest(name, sections[first] if second else list(sections))
+    elsewhere = [section for section, keys in sections.items() if name in keys]
+    if not elsewhere or near.startswith("; did you mean"):
+        return near
+    return f"; {name!r} is a key of {' and '.join(elsewhere)}{near.replace('valid', 'valid here')}"
 
 
 def _section(name: str) -> type[Section]:

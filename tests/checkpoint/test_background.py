@@ -269,7 +269,7 @@ def _full_from(patch, at: int) -> None:
 def test_too_small_a_disk_is_known_before_anything_is_written(tmp_path, monkeypatch) -> None:
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("megatrain.checkpoint.saver.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(RunFailed, match="the disk has 0.0 GiB left"):
+    with pytest.raises(RunFailed, match="the disk has 1,000 bytes left"):
         engine_of().save(tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 

@@ -48,7 +48,7 @@ def refused(folder: Path, *words: str, offers: bool = True) -> str:
     message = str(caught.value)
     for word in words:
         assert word in message, message
-    assert message.endswith(f"; take {folder.parent / 'step-1'}") == offers, message
+    assert message.endswith(f"of the same model: {folder.parent / 'step-1'}") == offers, message
     assert "\n" not in message
     return message
 
@@ -316,7 +316,22 @@ def test_a_hostile_header_that_is_signed(newer) -> None:
 def test_no_other_checkpoint_is_offered_where_there_is_none(newer) -> None:
     shutil.rmtree(newer.parent / "step-1")
     (newer / LAYER).unlink()
-    assert "no whole checkpoint is beside it" in refused(newer, offers=False)
+    assert "no whole checkpoint of the same model is beside it" in refused(newer, offers=False)
+
+
+def test_a_checkpoint_of_another_model_is_not_offered(newer) -> None:
+    shutil.rmtree(newer.parent / "step-1")
+    engine_of(sizes={"num_hidden_layers": 1}).save(newer.parent / "step-1")
+    (newer / LAYER).unlink()
+    refused(newer, "no whole checkpoint of the same model is beside it", offers=False)
+    shutil.rmtree(newer)
+    refused(newer, "no checkpoint there", "no whole checkpoint of the", offers=False)
+
+
+def test_a_misspelt_checkpoint_of_a_run_is_told_the_newest(newer, tmp_path) -> None:
+    shutil.move(newer.parent, tmp_path / "checkpoints")
+    with pytest.raises(InputError, match=f"no checkpoint there; take .*/{newer.name}$"):
+        Engine.load(tmp_path / "checkpoints" / "step-9", device="cpu")
 
 
 def test_something_else_than_a_checkpoint(tmp_path) -> None:

@@ -64,7 +64,9 @@ def test_exponents_are_numbers_as_in_yaml_1_2(number):
 MISTAKES = [
     # overrides, what the line must hold
     (["optimizer.lrr=1"], "--set optimizer.lrr: unknown key; did you mean 'lr'?"),
-    (["training.lr=1"], "--set training.lr: unknown key; did you mean 'optimizer.lr'?"),
+    (["training.lr=1"], "--set training.lr: unknown key; 'lr' is a key of optimizer; valid here"),
+    (["model.name=x"], "unknown key; 'name' is a key of schedule; valid here are path, config, "),
+    (["model.paht=x"], "--set model.paht: unknown key; did you mean 'path'?"),
     (["optimiser.lr=1"], "optimiser: unknown key; did you mean 'optimizer'?"),
     (["data.zzz=1"], "--set data.zzz: unknown key; valid are kind, path, sequence_length"),
     (["optimizer.lr=abc"], "--set optimizer.lr: should be a valid number, got 'abc'"),
