@@ -296,8 +296,7 @@ class Engine(Continuing):
             reason = str(error).split(". ")[0]
             raise DoesNotFit(
                 f"the device has no memory left ({reason}); use smaller micro-batches, "
-                "placement.boundaries: host, fewer resident tiles or fewer slots; what else this "
-                "process has on the device counts, too"
+                "placement.boundaries: host, fewer resident tiles or slots, less other torch work"
                 + (" (no weight has been changed)" if self._max_grad_norm is not None else "")
             ) from error
 
