@@ -20,10 +20,10 @@ from typing import Any
 
 from megatrain.api import Engine
 from megatrain.checkpoint import Saving, rotate
+from megatrain.cli.bench import parse_placement
 from megatrain.cli.bench_step import StepCase, build_engine, random_step
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
-from megatrain.json_yaml import parse_yaml
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.units import gib
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = vars(_parser().parse_args(arguments))
     folder, output = options.pop("folder"), options.pop("output")
     every, saves, resume = (options.pop(name) for name in ("every", "saves", "resume"))
-    case = StepCase(**options | {"placement": dict(options["placement"]) or None})
+    case = StepCase(**options | {"placement": parse_placement(options["placement"])})
     result = measure_saves(case, folder, every, saves, resume=resume)
     print(summary(result))
     if output is not None:
@@ -226,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-grad-norm", type=_norm, default=1.0, help="0: no clipping")
     add("--precision", choices=("bf16", "fp32"), default="bf16")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--placement", type=_choice, action="append", default=[], metavar="NAME=VALUE")
+    add("--placement", action="append", default=[], metavar="NAME=VALUE")
     add("--layers", type=int, help="only so many layers")
     add("--warmup", type=int, default=4, help="steps before the measured ones")
     add("--steps", type=int, default=5, help="measured steps without saves")
@@ -240,11 +240,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _norm(text: str) -> float | None:
     return float(text) or None
-
-
-def _choice(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    return name, parse_yaml(value)
 
 
 if __name__ == "__main__":

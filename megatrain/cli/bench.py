@@ -73,7 +73,7 @@ def step(
         max_grad_norm=max_grad_norm or None,
         precision=precision,
         device=device,
-        placement=_parse_placement(placement or []),
+        placement=parse_placement(placement or []),
         device_memory=device_memory,
         host_memory=host_memory,
         warmup=warmup,
@@ -124,7 +124,8 @@ def _parse_rows(text: str) -> int | None:
     return int(text)
 
 
-def _parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
+def parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
+    """Choices of a placement, each written `NAME=VALUE` with the value in YAML; None: none."""
     from megatrain.json_yaml import parse_yaml
     from megatrain.placement import Placement
 

@@ -4,8 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
-from megatrain.data import train_bpe_tokenizer
-from tests.cli.cases import SENTENCES, write_run_file
+from tests.cli.cases import write_run_file
 
 
 @pytest.fixture
@@ -19,15 +18,6 @@ def megatrain(monkeypatch, tmp_path):
         return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
     return run
-
-
-@pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    text = folder / "corpus.txt"
-    text.write_text("\n".join(SENTENCES * 4))
-    train_bpe_tokenizer([text], 300, folder)
-    return folder
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from transformers.models.qwen2 import Qwen2ForCausalLM
 from megatrain import AdamW, Engine
 from megatrain.device import Buffer, CpuDevice
 from tests.families.plain import Step, accumulate
+from tests.families.tiny import tiny_model
 
 VOCAB = 128
 SHAPES = ((2, 12), (1, 7), (3, 5))
@@ -30,6 +31,11 @@ def llama(**changes: Any) -> LlamaForCausalLM:
     """Every weight strong enough that no part of a layer hides a wrong gradient."""
     torch.manual_seed(0)
     return noisy(LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})))
+
+
+def model_of(family: str) -> Any:
+    """A tiny model of a family of transformers; of Llama's, the one above."""
+    return llama() if family == "llama" else tiny_model(family)
 
 
 def qwen2(**changes: Any) -> Qwen2ForCausalLM:

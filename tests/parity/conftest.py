@@ -3,6 +3,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megatrain.engine import sink
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -11,3 +13,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A portion's gradient leaves in several pieces."""
+    monkeypatch.setattr(sink, "PIECE", 1000)

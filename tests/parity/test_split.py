@@ -10,7 +10,6 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwe
 from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from megatrain import AdamW, Engine, InputError, Placement
-from megatrain.engine import sink
 from megatrain.engine.assemble import tile_layouts
 from megatrain.engine.portion import least_split
 from megatrain.model.build import emptied
@@ -44,10 +43,7 @@ CORE = 17000  # and somewhat more than all the rest of a layer
 SPLITS = [CORE, 2 * EXPERT, 3 * EXPERT]
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A portion of a gradient leaves in several pieces."""
-    monkeypatch.setattr(sink, "PIECE", 1000)
+pytestmark = pytest.mark.usefixtures("small_pieces")
 
 
 def mixtral(**changes: Any) -> MixtralForCausalLM:
@@ -67,15 +63,20 @@ def qwen3_moe() -> Qwen3MoeForCausalLM:
     return noisy(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **sizes, **dense})))
 
 
-def train(engine: Engine, steps: list[Step]) -> tuple[list[float], list[Tensor]]:
-    """All numbers but the norms, and the state at the end."""
+def train(
+    engine: Engine, steps: list[Step], *, norms: bool = False
+) -> tuple[list[float | None], list[Tensor]]:
+    """All numbers that a user sees, those of gradients if asked for, and the state at the end."""
     with engine:
-        numbers = [engine.step(step).loss for step in steps] + [engine.evaluate(steps[0])]
+        numbers = []
+        for step in steps:
+            result = engine.step(step)
+            numbers += [result.loss, engine.evaluate(step), *([result.grad_norm] if norms else [])]
         logits = engine.logits({"input_ids": steps[0][0]["input_ids"]})
         return numbers, [logits, *masters(engine).values(), *moments(engine)]
 
 
-def alike(one: tuple[list[float], list[Tensor]], other: tuple[list[float], list[Tensor]]) -> bool:
+def alike(one: tuple[list, list[Tensor]], other: tuple[list, list[Tensor]]) -> bool:
     return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
 
 

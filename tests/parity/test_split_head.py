@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PhiConfig, PhiForCausalLM
 
 from megatrain import Engine, InputError, Placement
-from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly
 from megatrain.errors import StepRefused
 from megatrain.model.build import emptied
@@ -19,6 +18,7 @@ from megatrain.model.probe import outline
 from megatrain.units import align
 from tests.families.examine import PASSES
 from tests.families.parity import compare
+from tests.families.plain import Step
 from tests.families.report import documented
 from tests.families.tiny import families, tiny_model
 from tests.parity.cases import (
@@ -30,13 +30,13 @@ from tests.parity.cases import (
     make_batches,
     make_engine,
     masters,
-    moments,
     noisy,
     parameters,
     plain_gradients,
     relative_error,
 )
-from tests.parity.test_split import mixtral
+from tests.parity.test_split import alike, mixtral
+from tests.parity.test_split import train as trained
 from tests.race.late import LateDevice
 
 WIDE = 1000  # tokens: the head takes 128000 bytes in fp32, a layer 31744
@@ -50,10 +50,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range's gradient leaves in several pieces."""
-    monkeypatch.setattr(sink, "PIECE", 1000)
+pytestmark = pytest.mark.usefixtures("small_pieces")
 
 
 def wide(**changes: Any) -> Any:
@@ -80,19 +77,8 @@ def steps_of(count: int) -> list[list[dict[str, Tensor]]]:
     return steps
 
 
-def train(engine: Engine, steps: list[list[dict[str, Tensor]]]) -> tuple[list[float], list[Tensor]]:
-    """All numbers that a user sees, and the state at the end."""
-    with engine:
-        numbers = []
-        for step in steps:
-            result = engine.step(step)
-            numbers += [result.loss, result.grad_norm, engine.evaluate(step)]
-        logits = engine.logits({"input_ids": steps[0][0]["input_ids"]})
-        return numbers, [logits, *masters(engine).values(), *moments(engine)]
-
-
-def alike(one: tuple[list[float], list[Tensor]], other: tuple[list[float], list[Tensor]]) -> bool:
-    return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
+def train(engine: Engine, steps: list[Step]) -> tuple[list[float | None], list[Tensor]]:
+    return trained(engine, steps, norms=True)
 
 
 def num_ranges(engine: Engine) -> int:

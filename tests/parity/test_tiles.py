@@ -10,9 +10,17 @@ from megatrain import Placement
 from megatrain.model.tiles import Tiled, acts_on_tokens_alone
 from tests.families.plain import Step
 from tests.families.tiny import tiny_model
-from tests.parity.cases import gradients, llama, make_batches, make_engine, qwen2, relative_error
+from tests.parity.cases import (
+    SHAPES,
+    gradients,
+    llama,
+    make_batches,
+    make_engine,
+    model_of,
+    qwen2,
+    relative_error,
+)
 
-SHAPES = ((2, 12), (1, 7), (3, 5))
 TILED = Placement(slots=2, tile_tokens=5)
 
 # Parts that tiles may be made of; all others of a layer may not.
@@ -29,10 +37,6 @@ TAKEN: dict[str, set[str]] = {
     "mamba": {"norm"},
     "gpt2": {"ln_1", "ln_2", "mlp"},
 }
-
-
-def model_of(family: str) -> Any:
-    return llama() if family == "llama" else tiny_model(family)
 
 
 def taken(engine: Any) -> set[str]:

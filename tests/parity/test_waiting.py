@@ -15,6 +15,7 @@ from tests.parity.cases import (
     make_batches,
     make_engine,
     masters,
+    model_of,
     relative_error,
     same,
 )
@@ -30,10 +31,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "with a resident layer": {"offload_layers": 2, "resident": ("layer 0",), "slots": 1},
 }
 FAMILIES = ["llama", "gpt2", "phi3", "mixtral", "gemma2"]
-
-
-def model_of(family: str) -> Any:
-    return llama() if family == "llama" else tiny_model(family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,10 +1,8 @@
-"""One process to fork runs from, and a tokenizer."""
+"""One process to fork runs from, and runs."""
 
 import pytest
 
-from megatrain.data import train_bpe_tokenizer
-from tests.cli.cases import SENTENCES
-from tests.reliability.cases import Zygote
+from tests.reliability.cases import Zygote, toy_run
 
 
 @pytest.fixture(scope="session")
@@ -14,10 +12,16 @@ def zygote():
     started.close()
 
 
-@pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    text = folder / "corpus.txt"
-    text.write_text("\n".join(SENTENCES * 4))
-    train_bpe_tokenizer([text], 300, folder)
-    return folder
+@pytest.fixture(scope="module")
+def whole(request, tmp_path_factory, tokenizer_folder, zygote):
+    """The folder of a run that nothing happened to, with the module's CHOICES."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = toy_run(folder, tokenizer_folder, **request.module.CHOICES)
+    zygote.start("train", run, log=folder / "log").finish()
+    return folder / "run"
+
+
+@pytest.fixture
+def run(request, tmp_path, tokenizer_folder):
+    """The run file of such a run, to be started."""
+    return toy_run(tmp_path, tokenizer_folder, **request.module.CHOICES)

@@ -31,19 +31,6 @@ steps.Steps.take = counted
 """
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, tokenizer_folder, zygote):
-    folder = tmp_path_factory.mktemp("whole")
-    run = toy_run(folder, tokenizer_folder, **CHOICES)
-    zygote.start("train", run, log=folder / "log").finish()
-    return folder / "run"
-
-
-@pytest.fixture
-def run(tmp_path, tokenizer_folder):
-    return toy_run(tmp_path, tokenizer_folder, **CHOICES)
-
-
 @pytest.fixture
 def start(zygote, run, tmp_path):
     """Starts the run with a fault in it."""

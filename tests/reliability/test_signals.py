@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megatrain.checkpoint import open_checkpoint, verify
-from tests.reliability.cases import checkpoint_steps, logged, model_bytes, sets, toy_run
+from tests.reliability.cases import checkpoint_steps, logged, model_bytes, sets
 
 CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every": 3}
 
@@ -34,19 +34,6 @@ PHASES = {
 def slow(phase: str, seconds: float, word: str = "PHASE") -> str:
     module, owner, name = PHASES[phase]
     return SLOW.format(module=module, owner=owner, name=name, seconds=seconds, word=word)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, tokenizer_folder, zygote):
-    folder = tmp_path_factory.mktemp("whole")
-    run = toy_run(folder, tokenizer_folder, **CHOICES)
-    zygote.start("train", run, log=folder / "log").finish()
-    return folder / "run"
-
-
-@pytest.fixture
-def run(tmp_path, tokenizer_folder):
-    return toy_run(tmp_path, tokenizer_folder, **CHOICES)
 
 
 @pytest.mark.parametrize(
