@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
+from megatrain.model.given import refuse_weights, without_checkpointing
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
 _LONGEST_REASON = 400
@@ -133,8 +134,9 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
         for name, parameter in copied.named_parameters():
             parameter.requires_grad_(parameters[name].requires_grad)
     else:
-        memo = {id(p): _on_meta(p) for p in parameters.values()}
-        copied = copy.deepcopy(model, memo)
+        refuse_weights(model)
+        copied = _copied(model)
+    without_checkpointing(copied)
     if attn_implementation is not None:
         try:
             copied.set_attn_implementation(attn_implementation)
@@ -175,6 +177,17 @@ class _NothingLarge(TorchFunctionMode):
             if all(isinstance(size, int) for size in sizes) and prod(sizes) > _LARGE:
                 given["device"] = "meta"
         return func(*args, **given)
+
+
+def _copied(model: PreTrainedModel) -> PreTrainedModel:
+    memo: dict[int, Any] = {id(p): _on_meta(p) for p in model.parameters()}
+    for module in model.modules():
+        made = (v for v in vars(module).values() if isinstance(v, torch.Tensor) and not v.is_leaf)
+        memo |= {id(value): value.detach().clone() for value in made}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever a user's own attributes make of being copied
+        raise InputError(f"the model given cannot be copied: {_reason(error)}") from error
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:

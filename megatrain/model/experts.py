@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatrain.errors import RunFailed
+from megatrain.model.tiles import behaves
 
 _FEW, _TOKENS, _CHOSEN = 4, 7, 2  # of a trial
 _UNIT = 16  # what sizes are multiples of in it, as kernels want them
@@ -98,6 +99,8 @@ def _experts(module: nn.Module) -> tuple[nn.Module, dict[str, torch.Size], int] 
     shapes = {name: p.shape for name, p in module.named_parameters()}
     given = list(inspect.signature(type(module).forward).parameters)[1:]
     if not isinstance(num, int) or not shapes or list(module.buffers()) or len(given) != 3:
+        return None
+    if behaves(module):
         return None
     if any("." in name or shape[0] != num or len(shape) < 2 for name, shape in shapes.items()):
         return None

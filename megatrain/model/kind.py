@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from megatrain.errors import RunFailed
 from megatrain.model.chance import draws
 from megatrain.model.compiled import compile_and_tell, own_code
 from megatrain.model.experts import Experts, find_experts
+from megatrain.model.fingerprint import INDEX_ATTRIBUTES, OWN_BEHAVIOUR
 from megatrain.model.tiles import tile_parts
-
-# transformers numbers its layers for the key-value cache, which training does not use. The number
-# is no part of a kind unless the layer's forward reads it (`probe` tries it without).
-INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
 
 # What a call is for; each is compiled for itself.
 FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_RANDOM = PURPOSES = (
@@ -194,63 +192,75 @@ def move_buffers(
                 child._buffers[name] = buffer.to(device=device, dtype=dtype)
 
 
-def template(layer: nn.Module) -> nn.Module:
-    """A copy of `layer` to bind weights to, without hooks or a replaced forward."""
-    clone = copy.deepcopy(layer)
-    clone.__dict__.pop("forward", None)
+def template(layer: nn.Module, own: Mapping[str, Any] | None = None) -> nn.Module:
+    """A copy of `layer` to bind weights to; `own` is what `lay_aside` took off it."""
+    clone, behaviour = copy.deepcopy((layer, own))
+    if behaviour is not None:
+        put_back(clone, behaviour)
     return clone
 
 
-def signature(layer: nn.Module, *, with_index: bool) -> tuple:
-    """What tells two kinds apart: classes, parameters and every plain attribute, recursively."""
-    parts: list[Any] = []
-    for path, module in layer.named_modules():
-        plain = tuple(
-            (key, value)
-            for key, value in attributes(module)
-            if with_index or key not in INDEX_ATTRIBUTES
+def lay_aside(module: nn.Module) -> dict[str, Any]:
+    """Take a module's own forward and its hooks off it; returns them for `put_back`."""
+    own = {name: module.__dict__[name] for name in OWN_BEHAVIOUR if name in module.__dict__}
+    for name, empty in own.items():
+        module.__dict__[name] = type(empty)()
+    if "forward" in module.__dict__:
+        own["forward"] = module.__dict__.pop("forward")
+    return own
+
+
+def put_back(module: nn.Module, own: Mapping[str, Any]) -> None:
+    """Undo `lay_aside`."""
+    module.__dict__.pop("forward", None)
+    module.__dict__.update(own)
+
+
+class NumberRead(RunFailed):
+    """A layer's forward has asked for its number."""
+
+    count = 0  # of all reads; a forward may catch the exception
+
+    def __init__(self, name: str) -> None:
+        NumberRead.count += 1
+        super().__init__(
+            f"a layer's forward reads its {name}, which it did not when its structure was found "
+            "out; such a model cannot be trained"
         )
-        parameters = tuple(
-            (name, tuple(p.shape), p.requires_grad)
-            for name, p in module.named_parameters(recurse=False)
-        )
-        buffers = tuple((name, tuple(b.shape)) for name, b in module.named_buffers(recurse=False))
-        parts.append((path, type(module), plain, parameters, buffers))
-    return tuple(parts)
-
-
-_OF_EVERY_MODULE = {*vars(nn.Module()), "forward", "_is_hf_initialized"}
-
-
-def attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """A module's own plain attributes by name, each as a value that can be compared."""
-    return [
-        (key, _fingerprint(value))
-        for key, value in sorted(vars(module).items())
-        if key not in _OF_EVERY_MODULE
-    ]
-
-
-def _fingerprint(value: Any) -> Any:
-    if isinstance(value, (int, float, str, bool, type(None), torch.dtype)):
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple(_fingerprint(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _fingerprint(item)) for key, item in value.items())
-    if isinstance(value, functools.partial):
-        return _fingerprint((value.func, value.args, value.keywords))
-    if callable(value):
-        cells = getattr(value, "__closure__", None) or ()
-        inside = tuple(_fingerprint(cell.cell_contents) for cell in cells)
-        return getattr(value, "__qualname__", id(value)), inside
-    # Configurations are shared between the layers of a model: the same object, the same behaviour.
-    return id(value)
 
 
 def without_index(module: nn.Module) -> nn.Module:
-    """`module`, its layer numbers removed in place: a forward that reads one then fails."""
+    """`module`, its layer numbers hidden in place: whoever reads one gets a `NumberRead`."""
     for child in module.modules():
-        for name in INDEX_ATTRIBUTES:
-            child.__dict__.pop(name, None)
+        names = tuple(name for name in INDEX_ATTRIBUTES if name in vars(child))
+        for name in names:
+            vars(child)[name] = _Hidden(name)
+        if names:
+            child.__class__ = _unnumbered(type(child), names)  # type: ignore[arg-type]
     return module
+
+
+@functools.cache
+def _unnumbered(cls: type, names: tuple[str, ...]) -> type:
+    def hidden(name: str) -> property:
+        def read(self: nn.Module) -> Any:
+            raise NumberRead(name)
+
+        return property(read)
+
+    return type(cls.__name__, (cls,), {name: hidden(name) for name in names})
+
+
+class _Hidden:
+    """Stands for a number where a module's dictionary is read."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _raise(self, *args: object) -> Any:
+        raise NumberRead(self._name)
+
+    __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __hash__ = _raise
+    __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _raise
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _raise
+    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = _raise

@@ -1,6 +1,6 @@
 """What cannot be streamed, or would not be what the user's configuration asks for."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from megatrain.errors import InputError
-from megatrain.model.kind import attributes
+from megatrain.model.fingerprint import Reader
 
 
 class Unsupported(InputError):
@@ -36,6 +36,12 @@ def refuse_settings(config: PreTrainedConfig) -> None:
                 )
 
 
+def draws_for_layers(config: PreTrainedConfig) -> bool:
+    """Whether the forward draws Python's random numbers to choose layers; none are left out."""
+    parts = (config, config.get_text_config(decoder=True))
+    return any("layerdrop" in name for part in parts for name in vars(part))
+
+
 def _router_weight(config: PreTrainedConfig) -> float:
     names = ("router_aux_loss_coef", "aux_loss_coef")
     given = [getattr(config, name) for name in names if hasattr(config, name)]
@@ -44,7 +50,7 @@ def _router_weight(config: PreTrainedConfig) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute that a forward has changed."""
+    """An attribute or a buffer that a forward has changed."""
 
     module: nn.Module
     name: str
@@ -57,8 +63,8 @@ class Change:
         )
 
     def spoil(self) -> bool:
-        """Make a tensor that was left behind NaN, so that whoever reads it shows it."""
-        value = getattr(self.module, self.name)
+        """Put NaN in place of a tensor that was left behind: whoever reads it shows it."""
+        value = getattr(self.module, self.name, None)
         if isinstance(value, Tensor) and value.is_floating_point():
             setattr(self.module, self.name, torch.full_like(value, torch.nan))
             return True
@@ -66,28 +72,33 @@ class Change:
 
 
 class Watch:
-    """Notices a forward that changes the plain attributes of its own modules.
+    """Notices a forward that changes attributes or buffers of its own modules.
 
     Such a model computes something else after a batch than before it; layers that run again in
     the backward, and for every micro-batch in turn, would not see what plain training sees.
     """
 
-    def __init__(self, module: nn.Module, path: str) -> None:
+    def __init__(self, module: nn.Module, path: str, but: Collection[nn.Module] = ()) -> None:
+        """Args: `but` modules that do not run."""
         self.module, self.path = module, path
-        self.before = {(id(m), name): value for _, m, name, value in self._state()}
+        self._but = {id(part) for each in but for part in each.modules()}
+        self.before = dict(self._state())
 
     def changes(self) -> list[Change]:
-        """Attributes that are new or differ from the start."""
+        """What is new or differs from the start."""
+        modules = dict(self.module.named_modules())
         return [
-            Change(module, name, ".".join(filter(None, (self.path, path, name))))
-            for path, module, name, value in self._state()
-            if self.before.get((id(module), name), _NOTHING) != value
+            Change(modules[path], name, ".".join(filter(None, (self.path, path, name))))
+            for (path, name), value in self._state()
+            if self.before.get((path, name)) != value
         ]
 
-    def _state(self) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    def _state(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        reader = Reader(self.module, by_identity=True)
         for path, module in self.module.named_modules():
-            for name, value in attributes(module):
-                yield path, module, name, value
-
-
-_NOTHING = object()
+            if id(module) in self._but:
+                continue
+            for name, value in reader.attributes(module):
+                yield (path, name), value
+            for name, buffer in module._buffers.items():
+                yield (path, name), reader.of(buffer)

@@ -71,14 +71,18 @@ class Outline:
         ]
         self.prologue_outputs = sorted(ref for ref in read if ref.visit == PROLOGUE)
 
+    @property
+    def head_shapes(self) -> dict[str, torch.Size]:
+        """Of the parameters that the head computes with."""
+        return {n: p.shape for n, p in self.skeleton.model.named_parameters() if n in self.head}
+
+    def logits(self, weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:
+        """What the head makes of hidden states, with some of its table's rows or all of them."""
+        ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long)
+        inputs = self.skeleton.inputs({"input_ids": ids})
+        return self.skeleton.head(weights, with_hidden(self.trunk, hidden_BTD), inputs)
+
     @cached_property
     def projection(self) -> Projection:
         """How the head makes logits."""
-        shapes = {n: p.shape for n, p in self.skeleton.model.named_parameters() if n in self.head}
-
-        def head(weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:
-            ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long)
-            inputs = self.skeleton.inputs({"input_ids": ids})
-            return self.skeleton.head(weights, with_hidden(self.trunk, hidden_BTD), inputs)
-
-        return find_projection(head, shapes, self.num_logits)
+        return find_projection(self.logits, self.head_shapes, self.num_logits)

@@ -6,6 +6,7 @@ forward computes from what is read off the autograd graph.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from transformers import Cache, PreTrainedModel
 
-from megatrain.model.kind import Kind, signature, template, without_index
-from megatrain.model.limits import Unsupported, Watch, refuse_settings
+from megatrain.model.fingerprint import Reader
+from megatrain.model.given import refuse_behaviour
+from megatrain.model.kind import Kind, NumberRead, without_index
+from megatrain.model.limits import Unsupported, Watch, draws_for_layers, refuse_settings
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
 from megatrain.model.own_loss import label_shift
+from megatrain.model.projection import mixes_tokens
 from megatrain.model.reach import reach, tag
 from megatrain.model.skeleton import (
     PROLOGUE,
@@ -30,6 +34,7 @@ from megatrain.model.skeleton import (
     last_hidden,
     with_hidden,
 )
+from megatrain.model.state import Dice, example, refuse_state, settle
 from megatrain.model.zeros import zero_pages
 
 
@@ -41,6 +46,7 @@ def outline(model: PreTrainedModel) -> Outline:
             configuration makes a model that cannot be run at all.
     """
     refuse_settings(model.config)
+    refuse_behaviour(model)
     try:
         found = _outline(model)
         found.label_shift = label_shift(found)
@@ -53,9 +59,6 @@ def outline(model: PreTrainedModel) -> Outline:
 
 
 def _refuse_broken(model: PreTrainedModel) -> None:
-    for _, stack in find_stacks(model):
-        for layer in stack:
-            layer.__dict__.pop("forward", None)
     weights = {name: zero_pages(p.shape) for name, p in model.named_parameters()}
     try:
         with torch.no_grad():
@@ -68,19 +71,17 @@ def _refuse_broken(model: PreTrainedModel) -> None:
 
 
 def _outline(model: PreTrainedModel) -> Outline:
-    watch = Watch(model, "")
     tried = []
     for name, stack in find_stacks(model):
+        probe = _Probe(model, name, stack)
         try:
-            found = _Probe(model, name, stack).run()
+            return probe.run()
         except NotCalled:
             tried.append(name)
-            for layer in stack:
-                layer.__dict__.pop("forward", None)
-        else:
-            for change in watch.changes():
-                raise change.refusal()
-            return found
+            probe.skeleton.restore()
+        except BaseException:
+            probe.skeleton.restore()
+            raise
     raise Unsupported(
         f"{type(model).__name__} has no list of layers that its text forward calls one after the "
         f"other (looked at: {', '.join(tried) or 'none'})"
@@ -110,8 +111,9 @@ class _Probe:
         inside = {id(p) for p in stack.parameters()}
         self.outer = {n: p for n, p in model.named_parameters() if id(p) not in inside}
         self._refuse_shared()
+        self.signatures = {id(layer): self._signature(layer) for layer in stack}
         self.skeleton = Skeleton(model, stack)
-        self.kinds: dict[tuple, Kind] = {}
+        self.kinds: dict[Any, Kind] = {}
         self.layers: list[Layer] = []
         self.origin: dict[Hashable, Ref] = {}  # identity of an activation -> where it came from
         self.alive: list[Tensor] = []  # keeps those identities valid
@@ -129,7 +131,22 @@ class _Probe:
                     )
             seen |= {id(p): f"{path}.{n}" for n, p in layer.named_parameters()}
 
+    def _signature(self, layer: nn.Module) -> Any:
+        reader = Reader(layer, with_index=False)
+        found = reader.of(layer)
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for weight in reader.strays:
+            what = names.get(id(weight), f"a weight {list(weight.shape)}")
+            raise Unsupported(
+                f"{self.paths[id(layer)]} holds {what} elsewhere than as a parameter of its own "
+                "(in a list, a function, another module's method); such weights are not supported"
+            )
+        return found
+
     def run(self) -> Outline:
+        dice = Dice()
+        settle(self.skeleton, self.stack, {name: p.shape for name, p in self.outer.items()})
+        watch = Watch(self.model, "", [*self.stack])
         self._find_trunk()
         weights = {name: zero_pages(p.shape, requires_grad=True) for name, p in self.outer.items()}
         ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
@@ -139,7 +156,28 @@ class _Probe:
             rows = _probe_rows(ids, weights, gathered, constants)
             with self.skeleton.stop_at_trunk():
                 output = self.skeleton.forward(self._record, weights, inputs, rows, self.uses)
-            return self._finish(weights, rows, constants, output, inputs)
+            found = self._finish(weights, rows, constants, output, inputs)
+        self._refuse_mixing(found)
+        refuse_state(watch, lambda: self._again(weights, output, inputs, rows))
+        if not draws_for_layers(self.model.config):
+            dice.refuse()
+        return found
+
+    def _again(
+        self, weights: dict[str, Tensor], output: Any, inputs: Mapping, rows: Rows
+    ) -> list[Any]:
+        """All that layers are given in another run, and what comes of their outputs."""
+        found: list[Any] = []
+        visits = iter(self.layers)
+
+        def replay(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+            found.extend(pytree.tree_leaves((args, kwargs)))
+            kind = next(visits).kind
+            return pytree.tree_unflatten(list(kind.example), kind.output_spec)
+
+        with torch.no_grad(), self.skeleton.stop_at_trunk():
+            found.append(last_hidden(self.skeleton.forward(replay, weights, inputs, rows)))
+        return [*found, self._logits(weights, output, inputs)]
 
     def _find_trunk(self) -> None:
         path = self.stack_name.split(".")
@@ -233,18 +271,18 @@ class _Probe:
         return self.origin.get(identity(leaf))
 
     def _kind(self, module: nn.Module, path: str, args: tuple, kwargs: dict) -> Kind:
-        key = signature(module, with_index=False)
+        key = self.signatures[id(module)]
         if key in self.kinds:
             return self.kinds[key]
-        kind = Kind(without_index(template(module)))
-        try:
-            _example(kind, path, module, args, kwargs)
-        except AttributeError:
-            # This forward reads its number: each such layer is a kind of its own.
-            kind = Kind(template(module))
-            _example(kind, path, module, args, kwargs)
-        else:
-            self.kinds[key] = kind
+        kind, reads = Kind(without_index(self.skeleton.template(module))), NumberRead.count
+        with suppress(Exception):  # whatever a forward makes of a number that is not there
+            example(kind, path, module, args, kwargs)
+            if NumberRead.count == reads:
+                self.kinds[key] = kind
+                return kind
+        # This forward reads its number, or fails in any case: such a layer is a kind of its own.
+        kind = Kind(self.skeleton.template(module))
+        example(kind, path, module, args, kwargs)
         return kind
 
     def _tagged(self, visit: int, kind: Kind) -> Any:
@@ -314,6 +352,17 @@ class _Probe:
             raise Unsupported("its head does not give logits of each token; give a ...ForCausalLM")
         return logits
 
+    def _refuse_mixing(self, found: Outline) -> None:
+        width = last_hidden(found.trunk).shape[-1]
+        self.model.eval()  # dropout is no mixing
+        mixes = mixes_tokens(found.logits, found.head_shapes, found.num_logits, width)
+        self.model.train()
+        if mixes:
+            raise Unsupported(
+                "its head computes a token's logits from other tokens too, or from its place in "
+                "the row; such a head is not supported"
+            )
+
     def _skipped_layers(self) -> list[str]:
         called = {layer.name for layer in self.layers}
         return [
@@ -322,25 +371,6 @@ class _Probe:
             if path not in called
             for name, _ in layer.named_parameters()
         ]
-
-
-def _example(kind: Kind, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Run a kind once, on zeros: what it returns, and whether it keeps anything to itself."""
-    buffers = dict(module.named_buffers())
-    weights = {name: zero_pages(p.shape) for name, p in module.named_parameters()} | buffers
-    watch, versions = Watch(kind.module, path), [b._version for b in buffers.values()]
-    with torch.no_grad():
-        kind.example = kind.call(weights, args, kwargs)
-        for change in watch.changes():
-            if not change.spoil():
-                raise change.refusal()
-        again = kind.call(weights, args, kwargs) if watch.changes() else kind.example
-    for value in again:
-        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
-            raise watch.changes()[0].refusal()
-    for (name, buffer), version in zip(buffers.items(), versions, strict=True):
-        if buffer._version != version:
-            raise Unsupported(f"the forward of {path} changes its buffer {name}")
 
 
 def _rearranged(used: Tensor, ids: Tensor) -> bool:

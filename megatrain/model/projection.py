@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatrain.model.zeros import zero_pages
+
 _TOKENS, _ROWS, _FIRST = 3, 6, 2  # of a trial, and rows of the first of its two parts
+_MOST = 1 << 24  # values that a head is tried with
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,56 @@ def find_projection(head: Head, shapes: dict[str, torch.Size], num_logits: int) 
         shapes: of all parameters that it computes with.
         num_logits: that it makes with them.
     """
-    table = max(shapes, key=lambda name: shapes[name].numel(), default=None)
-    num = num_logits
-    if table is None or len(shapes[table]) != 2 or shapes[table][0] != num:
+    num, names = num_logits, _names(shapes, num_logits)
+    if not names:
         return Projection((), num, "which has no table with a row for each logit")
-    names = (table, *(n for n, shape in shapes.items() if n != table and shape == (num,)))
     others = [name for name in shapes if name not in names]
     if others:
         return Projection(names, num, f"which computes with {others[0]} before its table")
     with torch.no_grad(), _disable_current_modes():
-        alone = _acts_on_rows_alone(head, names, shapes[table][1])
+        alone = _acts_on_rows_alone(head, names, shapes[names[0]][1])
     return Projection(names, num, "" if alone else "whose logits depend on each other")
+
+
+def _names(shapes: dict[str, torch.Size], num_logits: int) -> tuple[str, ...]:
+    """The table first, then its bias; empty if there is no table."""
+    table = max(shapes, key=lambda name: shapes[name].numel(), default=None)
+    if table is None or len(shapes[table]) != 2 or shapes[table][0] != num_logits:
+        return ()
+    return (table, *(n for n, shape in shapes.items() if n != table and shape == (num_logits,)))
+
+
+def mixes_tokens(head: Head, shapes: dict[str, torch.Size], num_logits: int, width: int) -> bool:
+    """Whether a token's logits depend on other tokens, or on where it is in the row.
+
+    Tried with one hidden state that is NaN, then with random weights, of few rows of the table if
+    the head can be computed with them.
+    """
+    names = _names(shapes, num_logits)
+    few = {n: torch.Size((_ROWS, *s[1:])) if n in names else s for n, s in shapes.items()}
+    with torch.no_grad(), _disable_current_modes():
+        tried = [_knows_the_place(head, sizes, width) for sizes in (few, shapes)]
+        zeros = {name: zero_pages(shape) for name, shape in shapes.items()}
+        hidden = torch.zeros(2, _TOKENS, width)
+        if bool(head(zeros, hidden).isnan().any()):  # it divides by a weight
+            return any(tried) or tried == [None, None]
+        hidden[0, 1] = torch.nan
+        spoiled = head(zeros, hidden).isnan().any(-1)
+        return any(tried) or not torch.equal(spoiled, hidden.isnan().any(-1))
+
+
+def _knows_the_place(head: Head, shapes: dict[str, torch.Size], width: int) -> bool | None:
+    """None: weights of these shapes are too large to try, or not what the head takes."""
+    if sum(size.numel() for size in shapes.values()) > _MOST:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    weights = {n: torch.randn(s, generator=generator) / width**0.5 for n, s in shapes.items()}
+    hidden = torch.randn(1, 2 * _TOKENS, width, generator=generator)
+    try:
+        whole, part = head(weights, hidden), head(weights, hidden[:, _TOKENS:])
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        return None
+    return not torch.allclose(whole[:, _TOKENS:], part, 1e-4, 1e-5, equal_nan=True)
 
 
 def _acts_on_rows_alone(head: Head, names: tuple[str, ...], width: int) -> bool:

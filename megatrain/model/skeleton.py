@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from megatrain.errors import InputError
-from megatrain.model.kind import containers
+from megatrain.model.given import refuse_lookup
+from megatrain.model.kind import containers, lay_aside, put_back, template
 
 PROLOGUE = -1  # the "visit" that what runs before the first layer counts as
 
@@ -160,6 +161,7 @@ class _Lookup(TorchFunctionMode):
         self, ids: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         if self.uses is not None:
+            refuse_lookup(ids, weight, padding_idx, *args, **kwargs)
             self.uses.lookups.append((weight, ids))
         name = self.names.get(id(weight))
         if name is None or self.rows is None:
@@ -202,9 +204,11 @@ class Skeleton:
         self.trunk: nn.Module = model
         self.outputs: list[Callable[[Mapping[int, Any]], Any]] = []
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
-        self._signature = inspect.signature(type(model).forward).parameters
+        self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
         self._takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+        self._stack = stack
+        self._own = {id(layer): lay_aside(layer) for layer in stack}
         for layer in stack:
             self._replace(layer)
         self._ties = _ties(model)
@@ -219,6 +223,23 @@ class Skeleton:
             return output
 
         layer.forward = recorder
+
+    def template(self, layer: nn.Module) -> nn.Module:
+        """A copy of a layer as it was given, with its own forward and hooks."""
+        del layer.forward
+        try:
+            return template(layer, self._own[id(layer)])
+        finally:
+            self._replace(layer)
+
+    def restore(self) -> None:
+        """Give the layers back what they do themselves."""
+        for layer in self._stack:
+            put_back(layer, self._own[id(layer)])
+
+    def takes(self, name: str) -> bool:
+        """Whether the model's forward has an argument of this name."""
+        return name in self._signature
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The keyword arguments of the model's forward for a micro-batch."""
@@ -280,11 +301,12 @@ class Skeleton:
         return (result[0], result[1]) if has_loss else (None, None)
 
     def _after_trunk(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping) -> Any:
+        own = lay_aside(self.trunk)
         self.trunk.forward = lambda *args, **kwargs: output
         try:
             return self._call(weights, inputs)
         finally:
-            del self.trunk.forward
+            put_back(self.trunk, own)
 
     def _call(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
         """The model's own forward; what is tied is told, or each call would look for it anew.

@@ -89,7 +89,22 @@ def plain_training(
     max_grad_norm: float | None = 1.0,
 ) -> Trained:
     """Train a copy of `model` with torch's AdamW."""
-    model = copy.deepcopy(model).train()
+    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return train_in_place(copy.deepcopy(model), steps, max_grad_norm=max_grad_norm, **settings)
+
+
+def train_in_place(
+    model: PreTrainedModel,
+    steps: list[Step],
+    *,
+    lr: float = LR,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = EPS,
+    weight_decay: float = 0.1,
+    max_grad_norm: float | None = 1.0,
+) -> Trained:
+    """As `plain_training`, of `model` itself: what a copy would lose is there."""
+    model.train()
     optimizer = _adamw(model, lr, betas, eps, weight_decay)
     losses, norms, gradients = [], [], {}
     for step in steps:

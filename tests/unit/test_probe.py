@@ -24,10 +24,13 @@ def tiny(**changes: object) -> LlamaForCausalLM:
 
 def before_layer(change: Callable[[Tensor], Tensor]) -> LlamaForCausalLM:
     """A model whose hidden state is changed before its second layer."""
+
+    class Between(LlamaDecoderLayer):
+        def __call__(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
+            return super().__call__(change(hidden), *args, **kwargs)
+
     model = tiny()
-    model.model.layers[1].register_forward_pre_hook(
-        lambda module, args: (change(args[0]), *args[1:])
-    )
+    model.model.layers[1].__class__ = Between
     return model
 
 

@@ -1,0 +1,252 @@
+"""What a module is besides its weights, as values that can be compared.
+
+Two layers whose signatures are equal compute the same function of their weights and buffers. What
+cannot be proven equal differs: an object that is not understood is equal to itself alone.
+"""
+
+import enum
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# transformers numbers its layers for the key-value cache, which training does not use. The number
+# is no part of a kind unless the layer's forward reads it (`probe` tries it without).
+INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
+
+BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOK_MARKS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+OWN_BEHAVIOUR = (*FORWARD_HOOKS, *_HOOK_MARKS)
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), "_is_hf_initialized"}
+_VALUES = (int, str, bool, bytes, type(None))
+_ATOMS = (
+    type,
+    ModuleType,
+    CodeType,
+    BuiltinFunctionType,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    logging.Logger,
+)
+_CONTAINERS = (list, tuple, torch.Size, dict, OrderedDict, set, frozenset)
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "megatrain",
+)  # their functions keep no state in globals of theirs
+_SMALL = 1 << 16  # values of a tensor that is compared by them
+
+
+@dataclass(frozen=True, eq=False)
+class Is:
+    """Equal to one that holds the very same object, which it keeps alive."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Is) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class Reader:
+    """Makes values of objects, whatever they hold.
+
+    Attributes:
+        strays: weights that it came upon elsewhere than registered in a module of `root`.
+    """
+
+    def __init__(
+        self, root: nn.Module, *, with_index: bool = True, by_identity: bool = False
+    ) -> None:
+        """Args: `by_identity` tells apart an object from an equal one that takes its place."""
+        self._root, self._with_index, self._by_identity = root, with_index, by_identity
+        self._own = {id(p) for p in root.parameters()}
+        self._seen: dict[int, tuple[int, Any]] = {}
+        self.strays: list[Tensor] = []
+
+    def of(self, value: Any) -> Any:
+        """The value to compare for an object."""
+        kind = type(value)
+        if kind in _VALUES:
+            return kind, value
+        if kind in (float, complex):
+            return kind, repr(value)  # zeros have signs
+        if isinstance(value, _ATOMS):
+            return Is(value)
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if self._met(value):
+            return self._again(value)
+        return kind, self._inside(value)
+
+    def _met(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return True
+        self._seen[id(value)] = len(self._seen), value
+        return False
+
+    def _again(self, value: Any) -> Any:
+        return Is(value) if self._by_identity else ("again", self._seen[id(value)][0])
+
+    def _inside(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, MethodType):
+            return self.of(value.__func__), self.of(value.__self__)
+        if isinstance(value, functools.partial):
+            return tuple(map(self.of, (value.func, value.args, value.keywords, vars(value))))
+        if not _is_transparent(type(value)):
+            return Is(value)
+        return self._items(value), self._named(_attributes_of(value))
+
+    def _items(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return tuple((self.of(key), self.of(item)) for key, item in value.items())
+        if isinstance(value, (set, frozenset)):
+            return frozenset(map(self.of, value))
+        return tuple(map(self.of, value)) if isinstance(value, (list, tuple)) else None
+
+    def _named(self, values: dict[str, Any]) -> tuple:
+        return tuple((name, self.of(values[name])) for name in sorted(values))
+
+    def _function(self, function: FunctionType) -> tuple:
+        cells = function.__closure__ or ()
+        read = {} if _of_library(function) else dict(_globals_read(function))
+        return (
+            Is(function.__code__),
+            Is(function.__globals__),
+            self._named(read),
+            self.of(function.__defaults__),
+            self.of(function.__kwdefaults__),
+            tuple(self.of(cell.cell_contents) if _is_full(cell) else None for cell in cells),
+            self._named({k: v for k, v in vars(function).items() if k != "__wrapped__"}),
+        )
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter):
+            self.strays.append(tensor)
+        if self._by_identity:
+            return Is(tensor), None if tensor.is_inference() else tensor._version
+        return value_of(tensor)
+
+    def _module(self, module: nn.Module) -> tuple:
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in self._own:
+                self.strays.append(parameter)
+        weights = [
+            (name, None if tensor is None else self._weight(tensor))
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
+        ]
+        children = tuple((name, self.of(child)) for name, child in module._modules.items())
+        return tuple(self.attributes(module)), tuple(weights), children
+
+    def _weight(self, tensor: Tensor) -> Any:
+        """Weights and buffers are given to a template: what counts is which are the same."""
+        if self._met(tensor):
+            return self._again(tensor)
+        trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        return isinstance(tensor, nn.Parameter), tuple(tensor.shape), trained
+
+    def attributes(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        """A module's own plain attributes by name, its hooks, and what its class may keep."""
+        self._met(module)
+        for name, value in sorted(vars(module).items()):
+            if name not in _OF_EVERY_MODULE and (self._with_index or name not in INDEX_ATTRIBUTES):
+                yield name, self.of(value)
+        for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
+            if hooks := vars(module).get(name):
+                yield name, tuple(self._hook(module, number) for number in hooks.items())
+        for cls in type(module).__mro__:
+            if cls.__module__.split(".")[0] not in (*_LIBRARIES, "builtins", "abc", "typing"):
+                own = {n: v for n, v in vars(cls).items() if n[:2] != "__" or n == "__call__"}
+                held = {n: v for n, v in own.items() if _may_be_state(v) or _is_function(v)}
+                yield cls.__qualname__, self._named(held)
+
+    def _hook(self, module: nn.Module, item: tuple[int, Any]) -> tuple:
+        number, function = item
+        marks = tuple(number in vars(module).get(name, ()) for name in _HOOK_MARKS)
+        return self.of(function), marks
+
+
+def signature(layer: nn.Module, *, with_index: bool) -> Any:
+    """What tells two kinds apart: everything that a layer holds but the values of its weights."""
+    return Reader(layer, with_index=with_index).of(layer)
+
+
+def value_of(tensor: Tensor) -> Any:
+    """A tensor by type, shape and values; a large one by its identity."""
+    facts = tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad
+    if tensor.is_meta:
+        return facts
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.numel() > _SMALL:
+        return Is(tensor)
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return *facts, bytes(flat.view(torch.uint8).tolist())
+
+
+def _is_transparent(cls: type) -> bool:
+    """Whether objects of a class hold what Python shows of them, and nothing else."""
+    builtin = (base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    return all(base is object or base in _CONTAINERS for base in builtin)
+
+
+_HEAP_TYPE = 1 << 9  # of a class made by Python code (Py_TPFLAGS_HEAPTYPE)
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {**held, **getattr(value, "__dict__", {})}
+
+
+def _of_library(function: FunctionType) -> bool:
+    return (function.__module__ or "").split(".")[0] in _LIBRARIES
+
+
+def _globals_read(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function may read of its module's globals, as far as that may be state."""
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        if _may_be_state(value):
+            yield name, value
+
+
+def _may_be_state(value: Any) -> bool:
+    kinds = (*_VALUES[:-1], float, *_CONTAINERS, Tensor)
+    return type(value) in kinds or isinstance(value, nn.Module)
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, FunctionType)
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*map(_names, inner))
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,137 @@
+"""What a user's own code may have put into a model, and cannot be done right: refused by name."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.model.fingerprint import BACKWARD_HOOKS, FORWARD_HOOKS, Reader
+from megatrain.model.limits import Unsupported
+
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+_TABLE_SETTINGS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+
+
+def refuse_weights(model: nn.Module) -> None:
+    """Refuse weights that a copy without their memory would lose something of.
+
+    Raises:
+        Unsupported: hooks of gradients, other types than torch's, fp64, memory that is shared.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise Unsupported(
+                f"{name} has a hook of its gradient, which would not be run; remove it"
+            )
+        if type(parameter) is not nn.Parameter:
+            raise Unsupported(
+                f"{name} is a {type(parameter).__name__}; only plain nn.Parameter are supported"
+            )
+        if parameter.dtype.itemsize > 4:
+            raise Unsupported(
+                f"{name} is {parameter.dtype}, but masters are fp32; convert the model first"
+            )
+    _refuse_shared_memory(model)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """A tensor with a weight's memory changes when plain training changes the weight."""
+    tensors = {id(t): (n, t) for n, t in [*model.named_parameters(), *_other_tensors(model)]}
+    spans = sorted(
+        (start, end, name, isinstance(tensor, nn.Parameter))
+        for name, tensor in tensors.values()
+        for start, end in _span(tensor)
+    )
+    furthest, last, trained = 0, "", False
+    for start, end, name, is_weight in spans:
+        if start < furthest and (is_weight or trained):
+            raise Unsupported(
+                f"{name} has the memory of {last}; weights that share memory with other tensors "
+                "are not supported"
+            )
+        if end > furthest:
+            furthest, last, trained = end, name, is_weight
+
+
+def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, value in {**vars(module), **module._buffers}.items():
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}".lstrip("."), value
+
+
+def _span(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in sizes)
+        yield tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def refuse_behaviour(model: nn.Module) -> None:
+    """Refuse what modules do that would be done at another time, more than once, or not at all.
+
+    Raises:
+        Unsupported: names the module.
+    """
+    if any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS):
+        raise Unsupported("a hook of every module is registered with torch; remove it")
+    reader = Reader(model)
+    for path, module in model.named_modules():
+        where = path or type(model).__name__
+        if any(vars(module).get(name) for name in BACKWARD_HOOKS):
+            raise Unsupported(
+                f"{where} has a backward hook, which would not be run as in plain training; "
+                "remove it"
+            )
+        if isinstance(module, nn.Embedding):
+            _refuse_table(where, module)
+        for name, _ in reader.attributes(module):
+            if reader.strays:
+                raise Unsupported(
+                    f"{where}.{name} holds a weight {list(reader.strays[0].shape)} that is not a "
+                    "parameter there; register it, or let a forward of its own be a method: "
+                    "types.MethodType(function, module)"
+                )
+
+
+def _refuse_table(where: str, table: nn.Embedding) -> None:
+    for name, usual in _TABLE_SETTINGS.items():
+        value = getattr(table, name, usual)
+        if value != usual:
+            raise Unsupported(
+                f"{where} is an embedding with {name}={value}, which is not supported"
+            )
+
+
+def refuse_lookup(*args: Any, **kwargs: Any) -> None:
+    """The same for a call of `F.embedding`."""
+    given = inspect.signature(torch.nn.functional.embedding).bind(*args, **kwargs).arguments
+    for name, usual in _TABLE_SETTINGS.items():
+        if given.get(name, usual) != usual:
+            raise Unsupported(f"its forward looks up a table with {name}={given[name]}")
+
+
+def without_checkpointing(model: nn.Module) -> None:
+    """Turn off what transformers adds for its users' own training, in place.
+
+    Layers are computed again in the backward in any case; recording hooks do nothing here.
+    """
+    for module in model.modules():
+        held = vars(module)
+        held.pop("_gradient_checkpointing_func", None)
+        if hasattr(type(module), "gradient_checkpointing"):
+            held.pop("gradient_checkpointing", None)
+        elif "gradient_checkpointing" in held:
+            held["gradient_checkpointing"] = False
+        held.pop("_output_capturing_hooks_installed", None)
+        for hooks in (held.get(name, {}) for name in FORWARD_HOOKS):
+            for number, hook in list(hooks.items()):
+                if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+                    del hooks[number]

@@ -1,0 +1,142 @@
+"""What a model keeps to itself from one run of its forward to the next, outside of its layers.
+
+Training in micro-batches, layer by layer, runs the forward around the layers more often than plain
+training, and in another order. So it must compute the same whenever it runs.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from megatrain.model.fingerprint import value_of
+from megatrain.model.kind import Kind
+from megatrain.model.limits import Change, Unsupported, Watch
+from megatrain.model.outline import PROBE_SHAPE
+from megatrain.model.skeleton import Reached, Skeleton
+from megatrain.model.zeros import zero_pages
+
+
+def settle(skeleton: Skeleton, stack: nn.ModuleList, shapes: Mapping[str, torch.Size]) -> None:
+    """Let the model make what it makes once, for good: the frequencies for long rows, say.
+
+    Raises:
+        Unsupported: that is no tensor, or depends on what the first batch holds.
+    """
+    inside = {id(module) for module in stack.modules()}
+    outer = [module for module in skeleton.model.modules() if id(module) not in inside]
+    watch, before = (
+        Watch(skeleton.model, "", [*stack]),
+        [(vars(m).copy(), m._buffers.copy()) for m in outer],
+    )
+    _run_to_the_layers(skeleton, shapes, 0.0)
+    changes = watch.changes()
+    if not changes:
+        return
+    made = [_value(change) for change in changes]
+    for module, (held, buffers) in zip(outer, before, strict=True):
+        vars(module).clear()
+        vars(module).update(held)
+        module._buffers.clear()
+        module._buffers.update(buffers)
+    kept = [_value(change) for change in changes]
+    _run_to_the_layers(skeleton, shapes, torch.nan)
+    for change, old, one in zip(changes, kept, made, strict=True):
+        is_new = old is None or change.name in change.module._buffers
+        if not is_new or one is None or _value(change) != one:
+            raise change.refusal()
+
+
+def _value(change: Change) -> Any:
+    value = getattr(change.module, change.name, None)
+    return value_of(value) if isinstance(value, Tensor) else None
+
+
+def _run_to_the_layers(skeleton: Skeleton, shapes: Mapping[str, torch.Size], weight: float) -> None:
+    """Short rows, the last positions that the model has, and short rows again."""
+
+    def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+        raise Reached(None)
+
+    weights = {name: torch.full((), weight).expand(shape) for name, shape in shapes.items()}
+    ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
+    short = {"input_ids": ids if weight == 0 else ids.remainder(3)}
+    with torch.no_grad():
+        skeleton.forward(stop, weights, skeleton.inputs(short))
+        if (last := _last_positions(skeleton)) is not None:
+            with suppress(Exception):  # not every model takes positions that begin anywhere
+                skeleton.forward(stop, weights, skeleton.inputs({**short, "position_ids": last}))
+            skeleton.forward(stop, weights, skeleton.inputs(short))
+
+
+def _last_positions(skeleton: Skeleton) -> Tensor | None:
+    text = skeleton.model.config.get_text_config(decoder=True)
+    most, (rows, tokens) = getattr(text, "max_position_embeddings", None), PROBE_SHAPE
+    if not isinstance(most, int) or most <= tokens or not skeleton.takes("position_ids"):
+        return None
+    return torch.arange(most - tokens, most).expand(rows, tokens)
+
+
+def example(kind: Kind, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Run a kind once, on zeros: what it returns, and whether it keeps anything to itself."""
+    buffers = dict(module.named_buffers())
+    weights = {name: zero_pages(p.shape) for name, p in module.named_parameters()} | buffers
+    watch, versions = Watch(kind.module, path), [b._version for b in buffers.values()]
+    dice = Dice()
+    with torch.no_grad():
+        kind.example = kind.call(weights, args, kwargs)
+        for change in watch.changes():
+            if not change.spoil():
+                raise change.refusal()
+        again = kind.call(weights, args, kwargs) if watch.changes() else kind.example
+    for value in again:
+        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+            raise watch.changes()[0].refusal()
+    for (name, buffer), version in zip(buffers.items(), versions, strict=True):
+        if weights[name] is not buffer or buffer._version != version:
+            raise Unsupported(f"the forward of {path} changes its buffer {name}")
+    dice.refuse()
+
+
+def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
+    """Refuse what has changed since `watch` began, but for buffers that each run writes anew.
+
+    Args:
+        again: runs the forward, for everything that comes out of it.
+
+    Raises:
+        Unsupported: names the first.
+    """
+    changes = watch.changes()
+    for change in changes:
+        written = change.name in change.module._buffers
+        lasting = change.name not in change.module._non_persistent_buffers_set
+        if not written or lasting or not change.spoil():
+            raise change.refusal()
+    for value in again() if changes else ():
+        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+            raise changes[0].refusal()
+
+
+class Dice:
+    """Notices random numbers that are not torch's, which a recomputation would not draw again."""
+
+    def __init__(self) -> None:
+        self._before = self._state()
+
+    @staticmethod
+    def _state() -> tuple:
+        _, numbers, *rest = numpy.random.get_state(legacy=True)
+        return random.getstate(), list(numbers), rest
+
+    def refuse(self) -> None:
+        """Raise Unsupported if any has been drawn since the start."""
+        if self._state() != self._before:
+            raise Unsupported(
+                "its forward draws random numbers from Python's or numpy's generator, which its "
+                "recomputation would not draw again; use torch's"
+            )

@@ -1,0 +1,163 @@
+"""One thing changed by a user's own code: trained as plain torch trains it, or refused by name."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from megatrain import AdamW, Engine, Placement
+from megatrain.errors import InputError
+from tests.families.mutations import LAYERS, MUTATIONS, NEUTRAL, OUTSIDE, STATES
+from tests.families.plain import EPS, LR, Step, Trained, make_steps, plain_training, train_in_place
+from tests.families.tiny import tiny_model
+
+FAMILIES = ["llama", "qwen3_moe", "gpt2", "mamba", "gemma3_text", "deepseek_v3", "bamba"]
+LOSS_TOLERANCE, UPDATE_TOLERANCE = 1e-6, 1e-3
+VISIBLE = 1e-5  # of the loss, that a change must make in plain training
+
+# Tokens of the head's chunks are fewer than a row's, and everything is computed again.
+PLACEMENT = Placement(head_tokens=5, boundaries="host")
+
+# What a message must say, of a llama.
+REFUSED = {
+    "a forward around its forward": r"model\.layers\.1\.forward holds a weight",
+    "a forward around that of a part": "q_proj.forward holds a weight",
+    "the forward of another layer's part": "model.layers.1 holds model.layers.0.self_attn.q_proj",
+    "another layer's part in a list": "model.layers.1 holds model.layers.0.self_attn.q_proj",
+    "a part that is not registered": "q_proj.other holds a weight",
+    "a view of a weight": "q_proj.weight has the memory of .*q_proj.view",
+    "a weight of another layer": "is the same parameter as",
+    "a part in fp64": "q_proj.weight is torch.float64",
+    "a backward hook": r"model\.layers\.1 has a backward hook",
+    "a backward hook of a part": "q_proj has a backward hook",
+    "a hook before the backward": "q_proj has a backward hook",
+    "a hook of a weight's gradient": "q_proj.weight has a hook of its gradient",
+    "a hook of a gradient that is there": "q_proj.weight has a hook of its gradient",
+    "spectral_norm": "changes its buffer self_attn.q_proj.parametrizations.weight.0._u",
+    "a counter": "changes model.layers.1.self_attn.q_proj.calls",
+    "a counter in an object": "changes model.layers.1.self_attn.q_proj.calls",
+    "a counter in a buffer": "changes its buffer self_attn.q_proj.calls",
+    "a counter in a closure": "changes model.layers.1.self_attn.q_proj.forward",
+    "a counter in a hook": "changes model.layers.1.self_attn.q_proj._forward_hooks",
+    "Python's random numbers": "random numbers from Python's",
+    "a hook of every module": "a hook of every module",
+    "a backward hook of the norm": r"model\.norm has a backward hook",
+    "a backward hook of the embedding": "embed_tokens has a backward hook",
+    "a backward hook of the head": "lm_head has a backward hook",
+    "a hook of the table's gradient": "embed_tokens.weight has a hook of its gradient",
+    "a forward around the norm's": r"model\.norm\.forward holds a weight",
+    "a forward around the head's": "lm_head.forward holds a weight",
+    "a counter in the embedding": "changes model.embed_tokens.calls",
+    "a buffer that the embedding counts in": "changes model.embed_tokens.calls",
+    "a buffer that the norm counts in": "changes model.norm.calls",
+    "a buffer that the head counts in": "logits from other tokens",
+    "an object that the norm counts in": "changes model.norm.calls",
+    "a closure that the head counts in": "logits from other tokens",
+    "a hook that counts after the norm": "changes model.norm._forward_hooks",
+    "a running mean in the norm": "changes model.norm.mean",
+    "a head that mixes tokens": "logits from other tokens",
+    "a head that counts positions": "or from its place",
+    "an embedding with max_norm": "max_norm=0.5",
+    "an embedding with scale_grad_by_freq": "scale_grad_by_freq=True",
+    "an embedding with sparse gradients": "sparse=True",
+    "spectral_norm of the head": "changes lm_head.parametrizations.weight.0._u",
+}
+
+# Each was trained to other numbers once, or broke off with an error of torch's.
+QUICK = [
+    "an attribute of another type",
+    "the sign of a zero",
+    "a list with attributes",
+    "a method of another self",
+    "a default by name",
+    "an attribute of a function",
+    "a number by getattr",
+    "a number in the dictionary",
+    "a forward of its own",
+    "a forward of its own inside",
+    "a partial as forward",
+    "a weight used twice",
+    "a hook after a layer",
+    "a hook by name",
+    "a hook before a part",
+    "weight_norm of old",
+    "a hook after the norm",
+    "a hook after the trunk",
+    "a forward of the norm's own",
+    "a norm that counts positions",
+    "weight_norm of the head",
+    "gradient checkpointing of old",
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The order of sums, and so the last bits, must not depend on the machine's cores."""
+    before, hooks = torch.get_num_threads(), nn.modules.module._global_forward_hooks
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    hooks.clear()
+
+
+def changed(family: str, name: str) -> PreTrainedModel:
+    model = tiny_model(family)
+    MUTATIONS[name](model)
+    return model
+
+
+def streamed(model: PreTrainedModel, steps: list[Step]) -> tuple[list[float], dict]:
+    settings = AdamW(lr=LR, eps=EPS)
+    options = {"precision": "fp32", "device": "cpu", "placement": PLACEMENT}
+    with Engine(model, optimizer=settings, **options) as engine:
+        return [engine.step(step).loss for step in steps], dict(engine.named_masters())
+
+
+def check(family: str, name: str, steps: list[Step], model: PreTrainedModel) -> Trained:
+    """Train a changed model both ways; the caller sees to refusals."""
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses, masters = streamed(model, steps)
+    plain = train_in_place(changed(family, name), steps)
+    assert losses == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
+    assert masters.keys() == plain.parameters.keys()
+    for key, wanted in plain.parameters.items():
+        error = float((masters[key].double() - wanted.double()).norm())
+        assert error <= UPDATE_TOLERANCE * float((wanted - start[key]).norm()), key
+    return plain
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_change_is_trained(name: str) -> None:
+    model = changed("llama", name)
+    check("llama", name, make_steps(model.config)[:2], model)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_change_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InputError, match=REFUSED[name]) as caught:
+        Engine(changed("llama", name), optimizer=AdamW(), precision="fp32", device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_change_of_every_family(family: str, name: str) -> None:
+    """Right or refused, never other numbers; and each change does change plain training."""
+    steps, model = make_steps(tiny_model(family).config), changed(family, name)
+    try:
+        plain = check(family, name, steps, model)
+    except InputError as refusal:
+        assert "\n" not in str(refusal)
+        assert family != "llama" or name in REFUSED
+        return
+    assert name not in REFUSED or family != "llama"
+    usual = plain_training(tiny_model(family), steps)
+    moved = max(abs(a - b) / b for a, b in zip(plain.losses, usual.losses, strict=True))
+    assert (moved > VISIBLE) == (name not in NEUTRAL), moved
+
+
+def test_names() -> None:
+    assert {*STATES, *LAYERS, *OUTSIDE} >= {*REFUSED, *QUICK, *NEUTRAL}
