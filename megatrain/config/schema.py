@@ -78,15 +78,21 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """What it is trained on; `megatrain.data` documents the formats."""
+    """What it is trained on; `megatrain.data.formats` has the formats.
 
-    kind: Literal["text", "chat"]
+    `fields`: our name of a field -> its name in the data; null: passed over on purpose.
+    `bad_rows`: end at the first row that cannot be used, or leave such rows out and list them.
+    """
+
+    kind: Literal["auto", "text", "chat"] = "auto"
     path: Name | list[Name]
     sequence_length: Annotated[int, Field(ge=2)]
     eval_path: Name | list[Name] | None = None
     eval_fraction: Fraction = 0.0
     packing: bool = True
     text_field: str = "text"
+    fields: dict[str, str | None] = Field(default_factory=dict)
+    bad_rows: Literal["stop", "skip"] = "stop"
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     hub_config: str | None = None
     hub_split: str = "train"

@@ -7,18 +7,16 @@ belongs to the reply; white space which the template writes after that does not.
 """
 
 import re
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.data.bounded import bounded
-from megatrain.data.conversation import ROLES, Conversation, Message, conversation
-from megatrain.data.readers import read_rows
-from megatrain.data.sources import Source
-from megatrain.data.text import Document, check_encodable
-from megatrain.data.tokenizer import token_ids, tokenising
+from megatrain.data.conversation import ROLES, Conversation
+from megatrain.data.examples import Found
+from megatrain.data.text import Document
+from megatrain.data.tokenizer import check_encodable, token_ids, tokenising
 from megatrain.errors import InputError, first_line
 from megatrain.units import GIB
 
@@ -31,7 +29,7 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatEncoder:
-    """Tokenises rows of `messages` (and optional `tools`) with the chat template.
+    """Tokenises conversations with the chat template.
 
     Raises:
         InputError: the tokenizer has no chat template, or cannot say where a token came from.
@@ -51,17 +49,15 @@ class ChatEncoder:
         self._vocab_size = vocab_size
         self._added = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
 
-    def documents(self, sources: Sequence[Source]) -> Iterator[Document]:
-        """All conversations in order; those without a reply as documents of no tokens.
+    def conversation(self, found: Found) -> Document:
+        """The conversation as a document; one without a reply to learn has no tokens.
 
         Raises:
-            InputError: a source is unreadable, empty or malformed; the template refuses a row.
+            InputError: the template refuses it, or has no place for what it says.
         """
-        for index, source in enumerate(sources):
-            for number, row in read_rows(source, "messages", ["tools"]):
-                where = f"{source.name}:{number}"
-                ids, targets = self._encode(conversation(row, where), where)
-                yield Document(index, number, ids, targets)
+        assert isinstance(found.example, Conversation)
+        ids, targets = self._encode(found.example, found.where)
+        return Document(found.source, found.number, ids, targets)
 
     def _encode(
         self, talk: Conversation, where: str
@@ -72,7 +68,7 @@ class ChatEncoder:
             return np.zeros(0, np.int32), np.zeros(0, bool)
         if not _MARKS.search(template):
             return self._by_prefixes(talk, where)
-        ids, targets = self._by_marks(talk.messages, talk.tools, where)
+        ids, targets = self._by_marks(talk, where)
         if any(
             m["role"] == "assistant" and not learnt for m, learnt in zip(*talk[:2], strict=True)
         ):
@@ -80,9 +76,9 @@ class ChatEncoder:
         return ids, targets
 
     def _by_marks(
-        self, messages: list[Message], tools: list[Any] | None, where: str
+        self, talk: Conversation, where: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        whole, marked = self._render(messages, tools, where, return_assistant_tokens_mask=True)
+        whole, marked = self._render(talk, where, return_assistant_tokens_mask=True)
         encoded, ids = self._tokens(whole, where)
         targets = np.zeros(len(ids), bool)
         for begin, end in marked:
@@ -94,14 +90,13 @@ class ChatEncoder:
     def _by_prefixes(
         self, talk: Conversation, where: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        messages, tools = talk.messages, talk.tools
-        whole, _ = self._render(messages, tools, where)
+        whole, _ = self._render(talk, where)
         encoded, ids = self._tokens(whole, where)
         starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
         targets = np.zeros(len(ids), bool)
         for turn, learnt in enumerate(talk.learnt):
             if learnt:
-                begin, end = self._span(whole, messages, turn, tools, where)
+                begin, end = self._span(whole, talk, turn, where)
                 first, last = np.searchsorted(starts, (begin, end))
                 # What follows the closing special token is white space between two turns.
                 closing = np.searchsorted(starts, len(whole[:end].rstrip()))
@@ -110,15 +105,13 @@ class ChatEncoder:
                 targets[first:last] = True
         return ids, targets
 
-    def _span(
-        self, whole: str, messages: list[Message], turn: int, tools: list[Any] | None, where: str
-    ) -> tuple[int, int]:
+    def _span(self, whole: str, talk: Conversation, turn: int, where: str) -> tuple[int, int]:
         """Where in the whole text the reply `messages[turn]` begins and ends."""
         if turn == 0:
             raise InputError(f"{where}: the conversation starts with the assistant: drop that turn")
-        before, _ = self._render(messages[:turn], tools, where, add_generation_prompt=True)
-        is_last = turn + 1 == len(messages)
-        upto = whole if is_last else self._render(messages[: turn + 1], tools, where)[0]
+        before, _ = self._render(talk.upto(turn), where, add_generation_prompt=True)
+        is_last = turn + 1 == len(talk.messages)
+        upto = whole if is_last else self._render(talk.upto(turn + 1), where)[0]
         if not (whole.startswith(upto) and upto.startswith(before)):
             raise InputError(
                 f"{where}: the chat template does not leave the text up to message {turn + 1} as "
@@ -136,18 +129,18 @@ class ChatEncoder:
         return encoded, token_ids(encoded["input_ids"], self._vocab_size, where)
 
     def _render(
-        self, messages: list[Message], tools: list[Any] | None, where: str, **options: bool
+        self, talk: Conversation, where: str, **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and where in it the template marks replies."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self._tokenizer
-        template = tokenizer.get_chat_template(tools=tools)
-        options = {**tokenizer.special_tokens_map, **options}
+        template = tokenizer.get_chat_template(tools=talk.tools)
+        options = {**tokenizer.special_tokens_map, **talk.options, **options}
         try:
             with bounded(_SECONDS, _NUM_BYTES):
                 (text,), marked = render_jinja_template(
-                    [messages], tools=tools, chat_template=template, **options
+                    [talk.messages], tools=talk.tools, chat_template=template, **options
                 )
         except Exception as error:  # templates raise their own, and trip over what they get
             reason = first_line(error)

@@ -1,49 +1,89 @@
-"""What a row of `messages` says, checked: who speaks, what, and which replies are to be learnt."""
+"""Messages of any of the usual shapes, checked: who speaks, what, and which replies are learnt."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatrain.data.readers import Row, listed
-from megatrain.data.unheeded import empty, refuse_unheeded, refuse_unheeded_of_message
+from megatrain.data.unheeded import empty, refuse_unheeded_of_message
 from megatrain.errors import InputError
 from megatrain.json_yaml import parse_json
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# ShareGPT's and LLaMA-Factory's names of the roles, where messages have `from` and `value`.
+_SPEAKERS = {
+    **{role: role for role in ROLES}, "human": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "bot": "assistant", "function_call": "assistant", "observation": "tool",
+    "function_response": "tool", "tool_response": "tool",
+}  # fmt: skip
 
 
 class Conversation(NamedTuple):
-    """Messages as a chat template takes them; `learnt`: of each, whether it is a reply to learn."""
+    """Messages as a chat template takes them, and what it is given besides.
+
+    learnt: of each message, whether it is a reply to learn.
+    """
 
     messages: list[Message]
     learnt: list[bool]
-    tools: list[Any] | None
+    tools: list[Any] | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def upto(self, turn: int) -> "Conversation":
+        """Only the messages before `turn`."""
+        return self._replace(messages=self.messages[:turn], learnt=self.learnt[:turn])
 
 
-def conversation(row: Row, where: str) -> Conversation:
-    """The conversation of a row of `messages` and `tools`.
+def messages(value: object, name: str, where: str) -> tuple[list[Message], list[bool]]:
+    """The messages of the field `name`, and of each whether it is a reply to learn.
 
     Raises:
-        InputError: it is malformed, or says something that would not be heeded.
+        InputError: they are malformed, or say something that would not be heeded.
     """
-    refuse_unheeded(row, "chat", where)
-    if "messages" not in row:
-        raise InputError(f"{where}: no field 'messages': its fields are {listed(row)}")
-    messages = row["messages"]
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InputError(f"{where}: 'messages' must be a non-empty list of objects")
-    checked = [_message(m, f"{where}: message {i}") for i, m in enumerate(messages, start=1)]
-    learnt = [_learnt(m, f"{where}: message {i}") for i, m in enumerate(checked, start=1)]
-    return Conversation(checked, learnt, _tools(row, where))
+    value = from_json(value, name, where)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise InputError(f"{where}: {name!r} must be a non-empty list of objects")
+    places = [f"{where}: message {number}" for number in range(1, len(value) + 1)]
+    checked = [_message(m, place) for m, place in zip(value, places, strict=True)]
+    return [m for m, _ in checked], [learnt for _, learnt in checked]
 
 
-def _message(message: object, where: str) -> Message:
+def from_json(value: object, name: str, where: str) -> object:
+    """A list or object that a table keeps as JSON, as each row has another shape."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        raise InputError(f"{where}: {name!r} is not JSON: write it as a list") from error
+
+
+def tools(value: object, where: str, *, wrap: bool = False) -> list[Any] | None:
+    """The tools of a row; `wrap` puts bare functions into the API's form, as templates expect."""
+    if empty(value):
+        return None
+    value = from_json(value, "tools", where)
+    if not isinstance(value, list):
+        raise InputError(f"{where}: 'tools' must be a list of objects")
+    if not wrap:
+        return value or None
+    bare = [isinstance(t, dict) and "name" in t and "function" not in t for t in value]
+    return [
+        {"type": "function", "function": tool} if is_bare else tool
+        for tool, is_bare in zip(value, bare, strict=True)
+    ] or None
+
+
+def _message(message: object, where: str) -> tuple[Message, bool]:
     if not isinstance(message, Mapping):
         raise InputError(f"{where} must be an object, not {type(message).__name__}")
     # Tables fill absent keys with null.
     kept = {key: value for key, value in message.items() if value is not None}
+    if "role" not in kept and isinstance(kept.get("from"), str):
+        kept = _shared(kept, where)
     if not isinstance(kept.get("role"), str):
         raise InputError(f"{where} has no 'role' (system, user, assistant or tool)")
+    learnt = _learnt(kept, where)
     refuse_unheeded_of_message(kept, where)
     if empty(kept.get("tool_calls")):
         kept.pop("tool_calls", None)
@@ -53,25 +93,50 @@ def _message(message: object, where: str) -> Message:
         raise InputError(f"{where} has no 'content'")
     if "content" in kept:
         kept["content"] = _content(kept["content"], where)
-    return kept
+    return kept, learnt
+
+
+def _shared(message: Message, where: str) -> Message:
+    """A message of `from` and `value` as one of `role` and `content`."""
+    speaker = message.pop("from")
+    if speaker not in _SPEAKERS:
+        known = ", ".join(_SPEAKERS)
+        raise InputError(f"{where}: 'from' is {speaker!r:.40}, none of these: {known}")
+    message["role"] = _SPEAKERS[speaker]
+    if "value" in message:
+        if "content" in message:
+            raise InputError(f"{where} has both 'value' and 'content': keep one")
+        message["content"] = message.pop("value")
+    if speaker == "function_call" and "content" in message:
+        calls = from_json(message.pop("content"), "value", where)
+        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    return message
 
 
 def _learnt(message: Message, where: str) -> bool:
-    """Takes OpenAI's `weight` out of a message; whether the message is to be learnt."""
+    """Takes the weight out of a message (OpenAI's, or `loss_weight`); whether it is learnt."""
     reply = message["role"] == "assistant"
-    weight = message.pop("weight", 1 if reply else 0)
-    if not isinstance(weight, (int, float)) or weight not in (0, 1):
-        raise InputError(f"{where}: 'weight' must be 0 or 1: round it, or leave it out")
-    if weight and not reply:
-        raise InputError(f"{where}: 'weight' is 1, but only replies are learnt: leave it out")
-    return reply and weight == 1
+    for name in ("weight", "loss_weight"):
+        weight = message.pop(name, None)
+        if weight is None:
+            continue
+        if not isinstance(weight, (int, float)) or weight not in (0, 1):
+            raise InputError(f"{where}: {name!r} must be 0 or 1: round it, or leave it out")
+        if weight and not reply:
+            raise InputError(f"{where}: {name!r} is 1, but only replies are learnt: leave it out")
+        reply = reply and weight == 1
+    return reply
 
 
 def _content(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else []
-    texts = [p.get("text") for p in parts if isinstance(p, Mapping)]
+    texts = [
+        p.get("text", p.get("value"))
+        for p in parts
+        if isinstance(p, Mapping) and p.get("type", "text") == "text"
+    ]
     if not parts or len(texts) != len(parts) or not all(isinstance(t, str) for t in texts):
         raise InputError(f"{where}: 'content' must be a string (or a list of text parts)")
     return "".join(map(str, texts))
@@ -81,19 +146,26 @@ def _calls(message: Message, where: str) -> list[Any]:
     calls = message["tool_calls"]
     if message["role"] != "assistant":
         raise InputError(f"{where}: 'tool_calls' of the role {message['role']!r}: make it a reply")
+    calls = from_json(calls, "tool_calls", where)
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise InputError(f"{where}: 'tool_calls' must be a list of objects")
     return [_call(call, where) for call in calls]
 
 
 def _call(call: object, where: str) -> dict[str, Any]:
-    """A call whose arguments are an object: as JSON, a template would write them escaped twice."""
+    """A call in the API's form, its arguments an object: templates would escape JSON once more."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InputError(f"{where}: 'tool_calls' must each have a function with a name")
     assert isinstance(call, Mapping)
     made = {**function, "arguments": _arguments(function.get("arguments"), where)}
-    return made if function is call else {**call, "function": made}
+    if function is call:
+        return {"type": "function", "function": made}
+    return {
+        "type": "function",
+        **{k: v for k, v in call.items() if v is not None},
+        "function": made,
+    }
 
 
 def _arguments(arguments: object, where: str) -> dict[str, Any]:
@@ -109,15 +181,3 @@ def _arguments(arguments: object, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise InputError(f"{where}: 'arguments' of a call must be an object: name each of them")
     return arguments
-
-
-def _tools(row: Row, where: str) -> list[Any] | None:
-    tools = row.get("tools")
-    if isinstance(tools, str):  # tables keep them as JSON, as each tool has another shape
-        try:
-            tools = parse_json(tools) if tools else None
-        except ValueError as error:
-            raise InputError(f"{where}: 'tools' is not JSON: write it as a list") from error
-    if tools is not None and not isinstance(tools, list):
-        raise InputError(f"{where}: 'tools' must be a list of objects")
-    return tools or None

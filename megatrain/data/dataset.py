@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from megatrain.data.packing import Ints, Rows, Segments, fill_rows, fit_rows, split_rows
-from megatrain.data.sources import Kind
 from megatrain.data.store import TokenStore
 from megatrain.errors import InputError
 from megatrain.units import align
@@ -27,7 +26,7 @@ _MAX_PLACES = 8  # named in one description
 class Layout:
     """How documents become rows of `sequence_length` tokens."""
 
-    kind: Kind
+    kind: Literal["text", "chat"]
     sequence_length: int
     packing: bool
     overlong: Overlong

@@ -3,38 +3,41 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.data.chat import ChatEncoder
 from megatrain.data.dataset import Layout, Overlong, PackedDataset
+from megatrain.data.encoder import Encoder
+from megatrain.data.examples import BadRows, Examples
+from megatrain.data.formats import Fields, Reading, listed
 from megatrain.data.packing import Segments, shuffled
 from megatrain.data.sources import Kind, Source, find_files, load_hub
 from megatrain.data.store import Progress, TokenStore, open_store
-from megatrain.data.text import TextEncoder
 from megatrain.data.tokenizer import identity, pad_id
 from megatrain.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 3  # of the kept tokens: raise it when the same input gives other tokens
+_FORMAT = 4  # of the kept tokens: raise it when the same input gives other tokens
 _log = logging.getLogger("megatrain.data")
 
 
 def open_dataset(
     source: str | Path | Sequence[str | Path],
     *,
-    kind: Kind,
     tokenizer: "PreTrainedTokenizerBase",
     sequence_length: int,
     cache_dir: str | Path,
+    kind: Kind = "auto",
     packing: bool = True,
     text_field: str = "text",
+    fields: Fields | None = None,
+    bad_rows: BadRows = "stop",
     seed: int = 0,
     vocab_size: int | None = None,
     overlong: Overlong = "truncate",
@@ -45,16 +48,17 @@ def open_dataset(
     """Tokenises `source` (once: the tokens are kept in `cache_dir`) and arranges it in rows.
 
     Args:
-        source: files, folders and globs (text of any suffix, .jsonl, .jsonl.gz, .parquet), or the
-            id of one hub data set.
-        kind: "text": documents, every token is learnt. "chat": rows of `messages`, the assistant's
-            tokens are learnt.
+        source: files, folders and globs (docs/data.md), or the id of one hub data set.
         tokenizer: of transformers; chat data needs its chat template.
         sequence_length: tokens in a row, at most (packed: exactly).
         cache_dir: the folder for tokens; safe to delete between runs.
         packing: several documents share a row without seeing one another; text is cut where a row
             is full, conversations stay whole.
-        text_field: the JSONL field or table column which holds the document.
+        kind: "text": documents, every token is learnt. "chat": conversations and completions,
+            the replies are learnt. "auto": what the fields of the first row say.
+        text_field: the same as fields {"text": ...}.
+        fields: our name of a field -> the data's, or None: passed over on purpose.
+        bad_rows: end at the first that cannot be used, or leave them out and list them.
         seed: decides which documents share rows and which are held out.
         vocab_size: the model's; greater ids are refused.
         overlong: what to do with conversations longer than a row. (Text is always split.)
@@ -70,31 +74,49 @@ def open_dataset(
         raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
     if seed < 0:
         raise InputError(f"seed is {seed}: it must not be negative")
-    sources = _sources(source, kind, hub_config, hub_split)
-    encoder: TextEncoder | ChatEncoder
-    if kind == "text":
-        encoder = TextEncoder(tokenizer, text_field, vocab_size)
-        settings = [kind, text_field, vocab_size, identity(tokenizer)]
-    else:
-        encoder = ChatEncoder(tokenizer, vocab_size)
-        settings = [kind, vocab_size, identity(tokenizer)]
-    store = _tokens(sources, encoder, settings, Path(cache_dir).expanduser(), progress)
-    layout = Layout(kind, sequence_length, packing, overlong, pad_id(tokenizer, vocab_size))
+    if text_field != "text":
+        fields = {"text": text_field, **(fields or {})}
+    reading = Reading(kind, fields or {})
+    examples = Examples(_sources(source, kind, hub_config, hub_split), reading, bad_rows)
+    settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer)]
+    encoder = Encoder(tokenizer, vocab_size)
+    store = _tokens(examples, encoder, settings, Path(cache_dir).expanduser(), progress)
+    _say(store.notes)
+    found: Literal["text", "chat"] = store.notes["kind"]
+    layout = Layout(found, sequence_length, packing, overlong, pad_id(tokenizer, vocab_size))
     return PackedDataset(store, _choose(store, layout, seed), layout, f"seed {seed}")
 
 
 def _tokens(
-    sources: Sequence[Source],
-    encoder: TextEncoder | ChatEncoder,
-    settings: list[str | int | None],
+    examples: Examples,
+    encoder: Encoder,
+    settings: list[Any],
     cache_dir: Path,
     progress: Progress | None,
 ) -> TokenStore:
-    """The tokens of these sources under these settings, kept since the last time if unchanged."""
-    key = json.dumps([_FORMAT, settings, [s.identity for s in sources]])
+    """The tokens of these examples under these settings, kept since the last time if unchanged."""
+    key = json.dumps([_FORMAT, settings, [s.identity for s in examples.sources]])
     name = "tokens-" + hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
-    names = [s.name for s in sources]
-    return open_store(cache_dir / name, names, lambda: encoder.documents(sources), progress)
+    names = [s.name for s in examples.sources]
+    return open_store(
+        cache_dir / name, names, lambda: encoder.documents(examples), examples.notes, progress
+    )
+
+
+def _say(notes: Mapping[str, Any]) -> None:
+    """What was found in the data, in a line; and what was left out."""
+    formats = ", ".join(
+        f"{where}: {title}" if number == 1 else f"{number} files (first: {where}): {title}"
+        for title, (number, where) in notes["formats"].items()
+    )
+    unread = f"; fields that are not read: {listed(notes['unread'])}" if notes["unread"] else ""
+    _log.info("data: %s%s", formats, unread)
+    if notes["num_bad"]:
+        _log.warning("left out %d bad rows:", notes["num_bad"])
+        for reason in notes["bad"]:
+            _log.warning("  %s", reason)
+        if (more := notes["num_bad"] - len(notes["bad"])) > 0:
+            _log.warning("  and %d more", more)
 
 
 def _sources(

@@ -1,29 +1,31 @@
-"""Streaming readers: every row of a file with its line number, or one error that names the line.
+"""Streaming readers: every row of a file with its number, or one error that names it.
 
-Memory stays bounded whatever a file holds: text comes in pieces, a JSONL line has a longest length.
+Memory stays bounded whatever a file holds: text comes in pieces, rows of JSON have a longest size.
 """
 
+import bz2
 import codecs
 import gzip
 import importlib
-import itertools
+import io
 import json
+import lzma
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
 from megatrain.data.sources import HubSplit, Source, SourceFile
-from megatrain.data.unheeded import says_training
-from megatrain.errors import InputError, first_line
-from megatrain.json_yaml import parse_json
+from megatrain.data.tables import Row, Wanted, read_arrow, read_csv, read_hub, read_parquet
+from megatrain.errors import InputError
+from megatrain.json_yaml import each_key_once, parse_json
 from megatrain.units import MIB
 
 PIECE_BYTES = 256 * 1024  # long documents are tokenised in pieces of about this size
 _BOM = "\ufeff"
 MAX_LINE_BYTES = 32 * MIB  # parsed JSON can take 20 times its text
-
-Row = Mapping[str, Any]
+_BLANK = re.compile(r"[ \t\r\n,]*")
 
 
 class Piece(NamedTuple):
@@ -43,17 +45,18 @@ def read_text(file: SourceFile) -> Iterator[Piece]:
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, first, text = 1, True, ""
-    with _reading(file), file.path.open("rb") as stream:
+    offset = 0
+    with _reading(file), _open(file) as stream:
         for block in iter(lambda: _block(stream), b""):
             if text:
                 yield Piece(line, text, first, last=False)
                 line, first = line + text.count("\n"), False
-            begins = stream.tell() == len(block)
-            text = _decode(decoder, block, stream.tell() - len(block), file, final=False)
+            text = _decode(decoder, block, offset, file, final=False)
             text = text.removeprefix(_BOM) if first else text
-            if begins and _looks_like_rows(text):
+            if offset == 0 and _looks_like_rows(text):
                 raise InputError(f"{file.name}: rows of JSON are no text: name the file .jsonl")
-        text += _decode(decoder, b"", stream.tell(), file, final=True)
+            offset += len(block)
+        text += _decode(decoder, b"", offset, file, final=True)
     if text:
         yield Piece(line, text, first, last=True)
 
@@ -71,39 +74,45 @@ def split_text(text: str, line: int) -> Iterator[Piece]:
         start = stop
 
 
-def read_rows(source: Source, needed: str, others: Sequence[str] = ()) -> Iterator[tuple[int, Row]]:
-    """The rows of a JSONL file, Parquet file or hub data set with their number, counted from 1.
+def read_rows(source: Source, wanted: Wanted) -> Iterator[tuple[int, Row | InputError]]:
+    """The rows of a source with their number, counted from 1; of tables only `wanted` columns.
 
-    Tables must have the column `needed`, and give only that, `others` and what says how a row is
-    to be trained; JSONL rows come whole.
+    A row that is malformed by itself comes as its error, and those after it follow.
 
     Raises:
-        InputError: unreadable, malformed, or without the column; with the line.
+        InputError: the source is unreadable, malformed or empty.
     """
     number = 0
-    for number, row in _READERS[source.format](source, [needed, *others]):
+    if isinstance(source, HubSplit):
+        rows: Iterator[tuple[int, Row | InputError]] = read_hub(source, wanted)
+    else:
+        rows = _reader(source, wanted)
+    for number, row in rows:
         yield number, row
     if number == 0 and source.named:
         raise InputError(f"{source.name}: no rows in it: give data that has some")
 
 
-def listed(names: Iterable[str]) -> str:
-    """The first names, on one line whatever is in them."""
-    return ", ".join(f"{name!r:.40}" for name in itertools.islice(names, 12)) or "none"
-
-
-def _present(name: str, names: list[str], columns: list[str]) -> list[str]:
-    if columns[0] not in names:
-        raise InputError(f"{name}: no column {columns[0]!r}: its columns are {listed(names)}")
-    return [n for n in names if n in columns or says_training(n)]
+def _reader(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, Row | InputError]]:
+    with _reading(file):
+        if file.format == "parquet":
+            yield from read_parquet(file, wanted)
+        elif file.format == "arrow":
+            yield from read_arrow(file, wanted)
+        else:
+            with _open(file) as stream:
+                if file.format == "csv":
+                    yield from read_csv(file, wanted, stream, MAX_LINE_BYTES)
+                else:
+                    yield from (_read_json if file.format == "json" else _read_jsonl)(file, stream)
 
 
 def _looks_like_rows(text: str) -> bool:
     """Whether the first two lines (or the only one) are JSON objects."""
     lines = [line for line in text.split("\n", 16) if line.strip()][:2]
     try:
-        return bool(lines) and all(isinstance(json.loads(line), dict) for line in lines)
-    except (ValueError, RecursionError):
+        return bool(lines) and all(isinstance(parse_json(line), dict) for line in lines)
+    except ValueError:
         return len(text) >= PIECE_BYTES and len(lines) == 1 and text.lstrip().startswith('{"')
 
 
@@ -137,23 +146,79 @@ def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> InputError:
     )
 
 
-def _read_hub(source: HubSplit, columns: list[str]) -> Iterator[tuple[int, Row]]:
-    present = _present(source.name, source.rows.column_names, columns)
-    yield from enumerate(source.rows.select_columns(present), start=1)
-
-
-def _read_jsonl(file: SourceFile, _columns: list[str]) -> Iterator[tuple[int, Row]]:
+def _read_jsonl(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, Row | InputError]]:
     number, offset = 0, 0
-    with _reading(file), _open(file) as stream:
-        while line := stream.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            where = f"{file.name}:{number}"
-            if len(line) > MAX_LINE_BYTES:
-                limit = MAX_LINE_BYTES // MIB
-                raise InputError(f"{where}: the line is longer than {limit} MiB: split the row")
-            if line.strip():
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        where = f"{file.name}:{number}"
+        if len(line) > MAX_LINE_BYTES:
+            raise _too_long(f"{where}: the line")
+        if line.strip():
+            try:
                 yield number, _parse(line, where, offset)
-            offset += len(line)
+            except InputError as error:
+                yield number, error
+        offset += len(line)
+
+
+def _read_json(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, Row]]:
+    """The objects of a list, or objects that follow one another; one of them in memory."""
+    decode = json.JSONDecoder(object_pairs_hook=each_key_once).raw_decode
+    reader = codecs.getreader("utf-8-sig")(stream)
+    text, place, number, ended, listed_ = "", 0, 0, False, None
+    while True:
+        place = _BLANK.match(text, place).end()  # type: ignore[union-attr]
+        begins = text[place : place + 1]
+        if listed_ is None and begins:
+            listed_ = begins == "["
+            place += listed_
+            continue
+        if begins == "]" and listed_:
+            if text[place + 1 :].strip() or _more(reader, file).strip():
+                raise InputError(f"{file.name}: more after the list of rows: correct the file")
+            return
+        where = f"{file.name}:{number + 1}"
+        row, end = _decoded(decode, text, place, where, ended) if begins else (None, place)
+        if row is not None and (end < len(text) or ended):
+            number, place = number + 1, end
+            yield number, row
+            continue
+        if ended and not begins:
+            if listed_:
+                raise InputError(f"{where}: the list of rows is cut off: give the whole file")
+            return
+        if len(text) - place > MAX_LINE_BYTES:
+            raise _too_long(f"{where}: the row")
+        more = _more(reader, file, max(PIECE_BYTES, len(text) - place))
+        text, place, ended = text[place:] + more, 0, not more
+
+
+def _decoded(
+    decode: Callable[[str, int], tuple[object, int]], text: str, place: int, where: str, ended: bool
+) -> tuple[Row | None, int]:
+    """A row and where it ends; none while it is not all there."""
+    try:
+        row, end = decode(text, place)
+    except json.JSONDecodeError as error:
+        if not ended:
+            return None, place
+        raise InputError(f"{where}: not JSON: {error.msg}: correct the row") from error
+    except RecursionError as error:
+        raise InputError(f"{where}: not usable JSON: nested too deeply") from error
+    except ValueError as error:
+        raise InputError(f"{where}: not usable JSON: {str(error).split(';')[0]}") from error
+    return _row(row, where), end
+
+
+def _more(reader: codecs.StreamReader, file: SourceFile, num_chars: int = PIECE_BYTES) -> str:
+    try:
+        return reader.read(num_chars)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file.name}: not UTF-8: {error.reason}: convert it to UTF-8") from error
+
+
+def _too_long(what: str) -> InputError:
+    return InputError(f"{what} is longer than {MAX_LINE_BYTES // MIB} MiB: split the row")
 
 
 def _parse(line: bytes, where: str, offset: int) -> Row:
@@ -167,6 +232,10 @@ def _parse(line: bytes, where: str, offset: int) -> Row:
         raise InputError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
     except ValueError as error:  # nested too deeply, an integer of thousands of digits, a key twice
         raise InputError(f"{where}: not usable JSON: {str(error).split(';')[0]}") from error
+    return _row(row, where)
+
+
+def _row(row: object, where: str) -> Row:
     if not isinstance(row, dict):
         kind = type(row).__name__
         raise InputError(f"{where}: a row must be a JSON object, this is a {kind}")
@@ -174,28 +243,18 @@ def _parse(line: bytes, where: str, offset: int) -> Row:
 
 
 def _open(file: SourceFile) -> IO[bytes]:
-    if file.path.suffix.lower() == ".gz":
-        return gzip.open(file.path, "rb")  # type: ignore[return-value]
+    """A file's bytes, unpacked."""
+    packed = file.path.suffix.lower()
+    if packed in _UNPACKED:
+        unpacked: IO[bytes] = _UNPACKED[packed](file.path, "rb")
+        return unpacked
+    if packed == ".zst":
+        try:
+            arrow = importlib.import_module("pyarrow")
+        except ImportError as error:
+            raise InputError(f"{file.name}: reading it needs pyarrow: install datasets") from error
+        return io.BufferedReader(arrow.input_stream(str(file.path), compression="zstd"))
     return file.path.open("rb")
-
-
-def _read_parquet(file: SourceFile, columns: list[str]) -> Iterator[tuple[int, Row]]:
-    try:
-        arrow = importlib.import_module("pyarrow")
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise InputError(f"{file.name}: reading Parquet needs pyarrow: install datasets") from error
-    try:
-        with _reading(file), parquet.ParquetFile(file.path) as table:
-            present = _present(file.name, table.schema_arrow.names, columns)
-            number = 0
-            for batch in table.iter_batches(batch_size=256, columns=present):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        reason = first_line(error)
-        raise InputError(f"{file.name}: not a readable Parquet file: {reason}") from error
 
 
 @contextmanager
@@ -203,13 +262,9 @@ def _reading(file: SourceFile) -> Iterator[None]:
     """Turns what reading a file can raise into one line that names it."""
     try:
         yield
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"{file.name}: cannot be read: {reason.lower()}") from error
 
 
-_READERS: dict[str, Callable[..., Iterator[tuple[int, Row]]]] = {
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
-    "hub": _read_hub,
-}
+_UNPACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}

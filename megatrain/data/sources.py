@@ -1,5 +1,6 @@
 """From what a person wrote (files, folders, globs, a hub id) to a sorted list of readable files."""
 
+import logging
 import os
 import re
 import stat
@@ -10,16 +11,23 @@ from typing import Any, Literal
 
 from megatrain.errors import InputError, first_line
 
-Format = Literal["text", "jsonl", "parquet", "hub"]
-Kind = Literal["text", "chat"]
+_log = logging.getLogger("megatrain.data")
 
-_SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+Format = Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "hub"]
+Kind = Literal["auto", "text", "chat"]
+
+_SUFFIXES: dict[str, Format] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonlines": "jsonl", ".json": "json", ".csv": "csv",
+    ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
+}  # fmt: skip
+_PACKED = (".gz", ".bz2", ".xz", ".zst")
 # Never a document whose text is to be learnt as it stands.
 _NOT_TEXT = {
-    ".7z", ".arrow", ".avro", ".bz2", ".csv", ".db", ".doc", ".docx", ".epub", ".feather", ".gz",
-    ".h5", ".json", ".lz4", ".npy", ".npz", ".ods", ".odt", ".orc", ".pdf", ".pkl", ".pt", ".rar",
-    ".safetensors", ".sqlite", ".tar", ".tgz", ".tsv", ".xls", ".xlsx", ".xz", ".zip", ".zst",
+    ".7z", ".avro", ".db", ".doc", ".docx", ".epub", ".feather", ".h5", ".lz4", ".npy", ".npz",
+    ".ods", ".odt", ".orc", ".pdf", ".pkl", ".pt", ".rar", ".safetensors", ".sqlite", ".tar",
+    ".tgz", ".xls", ".xlsx", ".zip", *_PACKED,
 }  # fmt: skip
+_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -87,12 +95,14 @@ def load_hub(name: str, config: str | None, split: str) -> HubSplit:
 def find_files(source: str | Path | Sequence[str | Path], kind: Kind) -> list[SourceFile] | None:
     """The files that `source` names, without repetitions; None when it can only be a hub id.
 
-    Folders are searched in sorted order for everything but hidden files; links to folders inside
-    them are not followed, so a loop of links ends. Empty files are passed over unless named.
+    Folders are searched in sorted order for everything but hidden files and what `datasets` writes
+    about its own; where there are files of rows, text files beside them are only read if the kind
+    is text. Links to folders inside them are not followed, so a loop of links ends. Empty files are
+    passed over unless named.
 
     Raises:
         InputError: a path is missing, unreadable, a broken or looping link, or not a plain file;
-            nothing fits; chat data is neither JSONL nor Parquet.
+            nothing fits; chat data has no rows.
     """
     entries = [source] if isinstance(source, (str, Path)) else list(source)
     if not entries:
@@ -107,7 +117,7 @@ def find_files(source: str | Path | Sequence[str | Path], kind: Kind) -> list[So
 
 
 def _looks_like_hub_id(text: str) -> bool:
-    known_file = Path(text).suffix in (*_SUFFIXES, ".txt", ".gz", ".json", ".py", ".md")
+    known_file = Path(text).suffix in (*_SUFFIXES, *_PACKED, ".txt", ".py", ".md")
     return not os.path.lexists(text) and not known_file and _HUB_ID.fullmatch(text) is not None
 
 
@@ -119,18 +129,22 @@ def _expand(text: str, kind: Kind) -> list[SourceFile]:
         paths = _walk(path)
     else:
         return [_named_file(path, kind)]
-    found = (_describe(p, named=False) for p in paths)
-    files = [f for f in found if f.size > 0 and (kind == "text" or f.format != "text")]
+    found = [f for f in (_describe(p, named=False) for p in paths) if f.size > 0]
+    rows = [f for f in found if f.format != "text"]
+    files = rows if kind == "chat" or (kind == "auto" and rows) else found
     if not files:
-        wanted = "non-empty file" if kind == "text" else "non-empty .jsonl or .parquet file"
+        wanted = "non-empty file" + (" of rows, such as .jsonl" if kind == "chat" else "")
         raise InputError(f"no {wanted} in {text!r}: check the path")
+    if len(files) < len(found):
+        texts = [f.name for f in found if f.format == "text"]
+        _log.info("left out %d files beside those of rows (first: %s)", len(texts), texts[0])
     return files
 
 
 def _named_file(path: Path, kind: Kind) -> SourceFile:
     file = _describe(path, named=True)
     if kind == "chat" and file.format == "text":
-        raise InputError(f"{path}: chat data must be .jsonl, .jsonl.gz or .parquet: convert it")
+        raise InputError(f"{path}: conversations must be rows: .jsonl, .json, .csv or .parquet")
     if file.size == 0:
         raise InputError(f"{path}: the file is empty: give one with data")
     return file
@@ -151,11 +165,11 @@ def _describe(path: Path, *, named: bool) -> SourceFile:
 
 def _format(path: Path) -> Format | None:
     """None: neither rows nor text."""
-    name = path.name.lower()
-    inner = _SUFFIXES.get(Path(name.removesuffix(".gz")).suffix)
-    if name.endswith(".gz"):
-        return "jsonl" if inner == "jsonl" else None
-    return inner or (None if Path(name).suffix in _NOT_TEXT else "text")
+    name = Path(path.name.lower())
+    packed = name.suffix in _PACKED
+    inner = name.with_suffix("").suffix if packed else name.suffix
+    form = _SUFFIXES.get(inner, None if inner in _NOT_TEXT else "text")
+    return None if packed and form in ("parquet", "arrow") else form
 
 
 def _status(path: Path) -> os.stat_result:
@@ -177,7 +191,8 @@ def _walk(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(filter(_visible, folders))
         for name in sorted(filter(_visible, names)):
-            yield Path(parent, name)
+            if name not in _ABOUT:
+                yield Path(parent, name)
 
 
 def _glob(pattern: Path) -> list[Path]:

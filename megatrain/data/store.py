@@ -2,9 +2,9 @@
 
 A store is a folder of three files. `tokens.bin`: int32, all documents end to end; a token to
 predict is stored as it is, one that is only read as its bitwise complement (a negative number).
-`documents.bin`: one record per document. `meta.json`: the names of the sources, the counts, size
-and time of both files, and a digest of them. Flat files rather than Arrow tables because rows cut
-documents anywhere, and so that nothing but numpy is needed to train.
+`documents.bin`: one record per document. `meta.json`: the names of the sources, what was found in
+them, the counts, size and time of both files, and a digest of them. Flat files rather than Arrow
+tables because rows cut documents anywhere, and so that nothing but numpy is needed to train.
 """
 
 import hashlib
@@ -40,6 +40,7 @@ class TokenStore:
 
     folder: Path
     names: list[str]
+    notes: dict[str, Any]
     digest: str
     tokens: WatchedFile
     records: WatchedFile
@@ -74,9 +75,12 @@ def open_store(
     folder: Path,
     names: list[str],
     documents: Callable[[], Iterable[Document]],
+    notes: dict[str, Any],
     progress: Progress | None = None,
 ) -> TokenStore:
     """The store in `folder`, made from `documents()` if it is not there whole already.
+
+    `notes` (JSON) are kept with it as they are when all documents have been taken.
 
     It appears under its name only when complete; processes that want the same one wait.
 
@@ -88,7 +92,7 @@ def open_store(
         with _alone(folder.with_suffix(".lock")):
             store = _load(folder)
             if store is None:
-                _build(folder, names, documents(), progress)
+                _build(folder, names, documents(), notes, progress)
                 store = _load(folder)
     except OSError as error:
         reason = error.strerror or error
@@ -125,7 +129,8 @@ def _load(folder: Path) -> TokenStore | None:
         meta = json.loads((folder / "meta.json").read_text())
         tokens, records = WatchedFile(folder / "tokens.bin"), WatchedFile(folder / "documents.bin")
         if [list(file.identity) for file in (tokens, records)] == meta["files"]:
-            return TokenStore(folder, list(meta["names"]), str(meta["digest"]), tokens, records)
+            names, notes = list(meta["names"]), dict(meta["notes"])
+            return TokenStore(folder, names, notes, str(meta["digest"]), tokens, records)
         problem = "files are not as they were written"
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         problem = str(error)
@@ -134,14 +139,20 @@ def _load(folder: Path) -> TokenStore | None:
 
 
 def _build(
-    folder: Path, names: list[str], documents: Iterable[Document], progress: Progress | None
+    folder: Path,
+    names: list[str],
+    documents: Iterable[Document],
+    notes: dict[str, Any],
+    progress: Progress | None,
 ) -> None:
     for left_over in folder.parent.glob(f"{folder.name}.part-*"):  # of a killed process
         shutil.rmtree(left_over)
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))
     try:
-        meta = {"names": names, **_write(part, documents, progress)}
+        meta = {"names": names, **_write(part, documents, progress), "notes": notes}
         if not meta["num_tokens"]:
+            if notes.get("bad"):
+                raise InputError(f"every row is bad: {notes['bad'][0]}")
             raise InputError(
                 f"{', '.join(names[:4])}: none of the {meta['num_documents']} rows has text, or a "
                 "reply of the assistant, to learn from"

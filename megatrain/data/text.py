@@ -1,4 +1,4 @@
-"""Documents of plain text as tokens, each of which is to predict."""
+"""Texts as tokens: documents, each token of which is learnt, and completions of prompts."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -6,13 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.data.readers import Piece, Row, listed, read_rows, read_text, split_text
-from megatrain.data.sources import Source, SourceFile
-from megatrain.data.tokenizer import token_ids, tokenising
-from megatrain.data.unheeded import refuse_unheeded
+from megatrain.data.examples import Found
+from megatrain.data.formats import Completion
+from megatrain.data.readers import Piece
+from megatrain.data.tokenizer import check_encodable, token_ids, tokenising
 from megatrain.errors import InputError
-
-_BATCH_PIECES, _BATCH_CHARS = 1024, 1 << 22  # enough for all cores, little enough for memory
 
 
 class Document(NamedTuple):
@@ -28,7 +26,7 @@ class Document(NamedTuple):
 
 
 class TextEncoder:
-    """Tokenises text sources in batches, which the tokenizer spreads over all cores.
+    """Tokenises pieces of text in batches, which the tokenizer spreads over all cores.
 
     The tokenizer's own special tokens go around each document, and its end-of-sequence token after
     it. A long document becomes several pieces, of which only the last has the end token.
@@ -37,88 +35,65 @@ class TextEncoder:
         InputError: the tokenizer has no end-of-sequence token.
     """
 
-    def __init__(self, tokenizer: Any, text_field: str, vocab_size: int | None) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
         if tokenizer.eos_token_id is None:
             raise InputError(
                 "the tokenizer has no end-of-sequence token, which parts documents: "
                 "set eos_token in its tokenizer_config.json"
             )
         self._tokenizer = tokenizer
-        self._field = text_field
         self._vocab_size = vocab_size
         self._lead, tail = _surroundings(tokenizer)
         eos = tokenizer.eos_token_id
         self._tail = tail if tail[-1:] == [eos] else [*tail, eos]
 
-    def documents(self, sources: Sequence[Source]) -> Iterator[Document]:
-        """All documents in order.
+    def pieces(self, found: Sequence[tuple[Found, Piece]]) -> Iterator[Document]:
+        """Each piece as a document.
 
         Raises:
-            InputError: a source is unreadable, empty or malformed; an id is outside the vocabulary.
+            InputError: an id is outside the vocabulary.
         """
-        batch: list[tuple[int, Piece]] = []
-        num_chars = 0
-        for index, piece in self._pieces(sources):
-            batch.append((index, piece))
-            num_chars += len(piece.text)
-            if len(batch) >= _BATCH_PIECES or num_chars >= _BATCH_CHARS:
-                yield from self._encode(batch, sources)
-                batch, num_chars = [], 0
-        if batch:
-            yield from self._encode(batch, sources)
-
-    def _pieces(self, sources: Sequence[Source]) -> Iterator[tuple[int, Piece]]:
-        for index, source in enumerate(sources):
-            for piece in self._pieces_of(source):
-                yield index, piece
-
-    def _pieces_of(self, source: Source) -> Iterator[Piece]:
-        if isinstance(source, SourceFile) and source.format == "text":
-            yield from read_text(source)
-            return
-        for number, row in read_rows(source, self._field):
-            refuse_unheeded(row, "text", f"{source.name}:{number}")
-            text = _text_of(row, self._field, f"{source.name}:{number}")
-            yield from split_text(text, number)
-
-    def _encode(
-        self, batch: Sequence[tuple[int, Piece]], sources: Sequence[Source]
-    ) -> Iterator[Document]:
-        texts = [piece.text for _, piece in batch]
-        with tokenising(sources[batch[0][0]].name):
+        texts = [piece.text for _, piece in found]
+        with tokenising(found[0][0].where):
             encoded = self._tokenizer(
                 texts, add_special_tokens=False, return_attention_mask=False, verbose=False
             )["input_ids"]
-        for (index, piece), ids in zip(batch, encoded, strict=True):
+        for (place, piece), ids in zip(found, encoded, strict=True):
             if ids:
                 ids = [*(self._lead if piece.first else []), *ids]
                 ids += self._tail if piece.last else []
-            tokens = token_ids(ids, self._vocab_size, f"{sources[index].name}:{piece.line}")
-            yield Document(index, piece.line, tokens, np.ones(len(tokens), dtype=bool))
+            tokens = token_ids(ids, self._vocab_size, place.where)
+            yield Document(place.source, place.number, tokens, np.ones(len(tokens), dtype=bool))
 
+    def completion(self, found: Found) -> Document:
+        """A prompt, which is only read, and its completion with the end token, which is learnt.
 
-def _text_of(row: Row, field: str, where: str) -> str:
-    if field not in row:
-        known = listed(row)
-        raise InputError(f"{where}: no field {field!r}: its fields are {known} (set text_field)")
-    text = row[field]
-    if not isinstance(text, str):
-        raise InputError(f"{where}: field {field!r} must be a string, not {type(text).__name__}")
-    if not text.isascii():
-        check_encodable(text, where)
-    return text
+        A token that holds the end of the one and the beginning of the other is learnt.
 
-
-def check_encodable(text: str, where: str) -> None:
-    """JSON can write half of a surrogate pair, which is no character.
-
-    Raises:
-        InputError: the text has one.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{where}: a lone surrogate escape (\\ud8..): not text, fix it") from error
+        Raises:
+            InputError: the tokenizer cannot say where a token came from; an id is outside the
+                vocabulary.
+        """
+        assert isinstance(found.example, Completion)
+        prompt, completion = found.example
+        check_encodable(prompt + completion, found.where)
+        if not self._tokenizer.is_fast:
+            raise InputError(
+                "completions need a tokenizer with a tokenizer.json (a fast one): convert it"
+            )
+        with tokenising(found.where):
+            encoded = self._tokenizer(
+                prompt + completion, add_special_tokens=False, return_offsets_mapping=True,
+                verbose=False,
+            )  # fmt: skip
+        ids = [*self._lead, *encoded["input_ids"], *self._tail]
+        ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 1]
+        targets = np.ones(len(ids), bool)
+        targets[: len(self._lead) + int(np.searchsorted(ends, len(prompt), side="right"))] = False
+        if not completion:
+            targets[:] = False
+        tokens = token_ids(ids, self._vocab_size, found.where)
+        return Document(found.source, found.number, tokens, targets)
 
 
 def _surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -129,6 +129,20 @@ def token_ids(ids: Sequence[int], vocab_size: int | None, where: str) -> NDArray
     return numbers.astype(np.int32)
 
 
+def check_encodable(text: str, where: str) -> None:
+    """JSON can write half of a surrogate pair, which is no character.
+
+    Raises:
+        InputError: the text has one.
+    """
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where}: a lone surrogate escape (\\ud8..): not text, fix it") from error
+
+
 def pad_id(tokenizer: Any, vocab_size: int | None) -> int:
     """An id to fill rows with; its value is never learnt from, but the model must have it."""
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):

@@ -151,6 +151,8 @@ def _open(
         cache_dir=data.cache_dir or _default_cache(),
         packing=data.packing,
         text_field=data.text_field,
+        fields=data.fields,
+        bad_rows=data.bad_rows,
         seed=seed,
         vocab_size=vocab_size,
         overlong=data.overlong,

@@ -31,8 +31,10 @@ from megatrain.checkpoint.manifest import _own_checksum
 from megatrain.config import load
 from megatrain.config.load import validate
 from megatrain.data import load_tokenizer, open_dataset, train_bpe_tokenizer
+from megatrain.data.encoder import Encoder
+from megatrain.data.examples import Examples
+from megatrain.data.formats import Reading
 from megatrain.data.sources import find_files
-from megatrain.data.text import TextEncoder
 from megatrain.errors import MegatrainError
 from megatrain.model.build import empty_model, load_config
 from megatrain.model.shards import stored_tensors
@@ -254,8 +256,8 @@ def _tokenizer(folder: Path, whole: Path) -> Reader:
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        encoder = TextEncoder(load_tokenizer(copy), "text", None)
-        list(encoder.documents(find_files(text, "text")))
+        examples = Examples(find_files(text, "text"), Reading("text", {}), "stop")
+        list(Encoder(load_tokenizer(copy), None).documents(examples))
 
     valid = json.dumps(tree).encode()
     return Reader(valid, variants(valid, tree), read)

@@ -8,6 +8,11 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megatrain.data.chat import ChatEncoder
+from megatrain.data.conversation import Conversation
+from megatrain.data.examples import Found
+from megatrain.data.formats import Reading
+
 TEXT = """Tell me a short story about the sea. The sea was calm, and nobody was afraid of it.
 What is 12 + 30? It is 42. Thanks! You are welcome: ask again whenever you like.
 You are a helpful assistant. The weather in Paris is 21 degrees, sunny; naïve café.
@@ -151,3 +156,12 @@ def talk(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def encode_row(tokenizer: Any, row: dict[str, Any], where: str = "rows.jsonl:1") -> tuple[Any, Any]:
+    """The ids of a row of any conversational format, and which of them are learnt."""
+    reading = Reading("auto", {})
+    example, _ = reading.example(reading.find(row, where), row, where)
+    assert isinstance(example, Conversation)
+    found = ChatEncoder(tokenizer, None).conversation(Found(0, 1, where, example))
+    return found.ids, found.targets

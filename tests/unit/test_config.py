@@ -78,7 +78,7 @@ MISTAKES = [
     (["optimizer=5"], "--set optimizer: should be a mapping, got 5"),
     (["data.sequence_length='8'"], "--set data.sequence_length: should be a valid integer"),
     (["data.sequence_length=true"], "--set data.sequence_length: should be a valid integer"),
-    (["data.kind=images"], "--set data.kind: should be 'text' or 'chat', got 'images'"),
+    (["data.kind=images"], "--set data.kind: should be 'auto', 'text' or 'chat', got 'images'"),
     (["data.path=5"], "--set data.path: should be a valid string, got 5"),
     (["data.eval_path=b", "data.eval_fraction=0.1"], "data: give eval_path or eval_fraction"),
     (["training.epochs=1"], "training: give either steps or epochs"),

@@ -10,11 +10,9 @@ import time
 
 import numpy as np
 import pytest
-from data_cases import QWEN, chat_tokenizer, make_tokenizer, talk, write_jsonl
+from data_cases import QWEN, chat_tokenizer, encode_row, make_tokenizer, talk, write_jsonl
 
 from megatrain.data import chat, open_dataset
-from megatrain.data.chat import ChatEncoder
-from megatrain.data.conversation import conversation
 from megatrain.errors import InputError
 
 TWO_TURNS = talk("What is 12 + 30?", "It is 42.", "Thanks!", "You are welcome: naïve café ☕")
@@ -29,7 +27,7 @@ REPLIES = {
 
 def encode(tokenizer, messages, tools=None):
     row = {"messages": messages, "tools": tools}
-    return ChatEncoder(tokenizer, None)._encode(conversation(row, "chat.jsonl:1"), "chat.jsonl:1")
+    return encode_row(tokenizer, row, "chat.jsonl:1")
 
 
 def spoken(tokenizer, ids, targets):
@@ -141,7 +139,7 @@ def test_a_row_that_the_template_refuses_is_named(messages, problem):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"conversations": []}, "no field 'messages': its fields are 'conversations'"),
+        ({"dialog": []}, "not of the first row's format .*its fields are 'dialog'"),
         ({"messages": "hello"}, "must be a non-empty list"),
         ({"messages": []}, "must be a non-empty list"),
         ({"messages": ["hello"]}, "message 1 must be an object, not str"),
@@ -218,7 +216,7 @@ def test_chat_needs_a_template_that_can_be_traced(tmp_path):
         dataset(tmp_path, make_tokenizer(None), [{"messages": TWO_TURNS}])
     path = tmp_path / "chat.txt"
     path.write_text("hello")
-    with pytest.raises(InputError, match="must be .jsonl"):
+    with pytest.raises(InputError, match="must be rows: .jsonl"):
         open_dataset(path, kind="chat", tokenizer=make_tokenizer(QWEN), sequence_length=8,
                      cache_dir=tmp_path)  # fmt: skip
 

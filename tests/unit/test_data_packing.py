@@ -15,9 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import open_dataset, readers
+from megatrain.data.encoder import Encoder
 from megatrain.data.packing import Segments, fill_rows, fit_rows, shuffled, split_rows
 from megatrain.data.store import open_store
-from megatrain.data.text import Document, TextEncoder
+from megatrain.data.text import Document
 from megatrain.errors import InputError
 
 WORDS = TEXT.split()
@@ -225,8 +226,8 @@ def test_the_fingerprint_follows_content_and_settings_not_paths_or_times(tmp_pat
 
 def test_tokens_are_made_once_and_again_when_damaged_or_changed(tmp_path, monkeypatch, caplog):
     made = []
-    original = TextEncoder.documents
-    monkeypatch.setattr(TextEncoder, "documents", lambda *a: made.append(1) or original(*a))
+    original = Encoder.documents
+    monkeypatch.setattr(Encoder, "documents", lambda *a: made.append(1) or original(*a))
     first = open_text(tmp_path, documents())
 
     def again(**options):
@@ -260,7 +261,7 @@ def test_tokens_are_made_once_and_again_when_damaged_or_changed(tmp_path, monkey
 def test_a_first_token_alone_is_nothing_to_learn_from(tmp_path):
     for name, count, first in (("one", 1, -1), ("two", 2, 1)):
         document = Document(0, 1, np.arange(3, 3 + count, dtype=np.int32), np.ones(count, bool))
-        store = open_store(tmp_path / name, ["a.txt"], lambda d=document: [d])
+        store = open_store(tmp_path / name, ["a.txt"], lambda d=document: [d], {})
         assert store.documents()["first_target"].tolist() == [first]
         ids, labels = store.read(0, count)
         assert ids.tolist() == [3, 4][:count] and labels.tolist() == [-100, 4][:count]
@@ -315,7 +316,9 @@ def test_who_waits_for_the_tokens_of_another_run_is_told(tmp_path, caplog):
     document = Document(0, 1, np.arange(4, dtype=np.int32), np.ones(4, bool))
     with ThreadPoolExecutor(1) as pool:
         with FileLock(tmp_path / "tokens.lock"):
-            waiting = pool.submit(open_store, tmp_path / "tokens", ["a.txt"], lambda: [document])
+            waiting = pool.submit(
+                open_store, tmp_path / "tokens", ["a.txt"], lambda: [document], {}
+            )
             end = time.monotonic() + 30
             while "another run is making these tokens" not in caplog.text:
                 assert time.monotonic() < end

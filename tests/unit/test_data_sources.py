@@ -81,8 +81,8 @@ def test_paths_that_cannot_be_read_are_named(tmp_path, monkeypatch):
         (b"hello", "not JSON"),
         (b"[1, 2]", "must be a JSON object, this is a list"),
         (b'"text"', "must be a JSON object, this is a str"),
-        (b'{"body": "a", "id": 3}', "no field 'text': its fields are 'body', 'id'"),
-        (b'{"a\\nb": "a"}', r"its fields are 'a\\nb' \(set"),
+        (b'{"body": "a", "id": 3}', "first row's format .text.: its fields are 'body', 'id'"),
+        (b'{"a\\nb": "a"}', r"its fields are 'a\\nb': keep"),
         (b'{"text": 3}', "field 'text' must be a string, not int"),
         (b'{"text": null}', "must be a string, not NoneType"),
         (b'{"text": "\\ud800"}', "lone surrogate"),
@@ -122,7 +122,7 @@ def test_odd_but_valid_jsonl_is_read(tmp_path):
         b"\xef\xbb\xbf" + GOOD + b"\r\n  \n" + b'{"text": "x", "more": NaN}\r\n'
         b'{"text": "no newline at the end \\u0000 \\ud83d\\ude00"}'
     )
-    rows = list(readers.read_rows(as_source(path), "text"))
+    rows = list(readers.read_rows(as_source(path), str.isidentifier))
     assert [number for number, _ in rows] == [1, 4, 5]
     assert rows[1][1]["text"] == "x" and rows[2][1]["text"].endswith("\0 😀")
 
@@ -181,7 +181,7 @@ def test_a_long_string_is_cut_at_line_ends_where_it_has_any(monkeypatch):
             lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
         ).map(lambda value: json.dumps({"text": value}).encode()),
     ),
-    suffix=st.sampled_from([".txt", ".jsonl", ".jsonl.gz", ".parquet"]),
+    suffix=st.sampled_from([".txt", ".jsonl", ".jsonl.gz", ".json", ".csv", ".arrow", ".parquet"]),
 )
 def test_any_bytes_are_read_or_refused_with_the_file_name(tmp_path, data, suffix):
     path = tmp_path / f"fuzz{suffix}"
@@ -191,13 +191,14 @@ def test_any_bytes_are_read_or_refused_with_the_file_name(tmp_path, data, suffix
         if file.format == "text":
             assert "".join(p.text for p in readers.read_text(file)).encode() in (data, data[3:])
         else:
-            assert all(isinstance(row, dict) for _, row in readers.read_rows(file, "text"))
+            rows = readers.read_rows(file, str.isidentifier)
+            assert all(isinstance(row, dict | InputError) for _, row in rows)
     except InputError as error:
         assert file.name in str(error) and "\n" not in str(error)
 
 
 def as_format(suffix):
-    return {".txt": "text", ".parquet": "parquet"}.get(suffix, "jsonl")
+    return {".txt": "text", ".jsonl.gz": "jsonl"}.get(suffix, suffix[1:])
 
 
 def test_broken_compression_is_named(tmp_path):
@@ -210,7 +211,7 @@ def test_broken_compression_is_named(tmp_path):
         path = tmp_path / f"{name}.jsonl.gz"
         path.write_bytes(data)
         with pytest.raises(InputError, match=rf"{name}.jsonl.gz: cannot be read: \w+"):
-            list(readers.read_rows(as_source(path), "text"))
+            list(readers.read_rows(as_source(path), str.isidentifier))
 
 
 def test_a_named_file_of_blank_lines_is_empty(tmp_path):
@@ -228,7 +229,7 @@ def test_parquet_problems_are_named(tmp_path):
     path = tmp_path / "table.parquet"
     parquet.write_table(pyarrow.table({"body": ["a"], "text": [1]}), path)
     with pytest.raises(
-        InputError, match=r"table.parquet: no column 'story': its columns are 'body'"
+        InputError, match=r"table.parquet:1: no field 'story' .*: its fields are 'body', 'text'"
     ):
         open_text(path, tmp_path, text_field="story")
     with pytest.raises(InputError, match=r"table.parquet:1: field 'text' must be a string"):
@@ -256,7 +257,7 @@ def test_hub_data_sets_come_through_datasets(tmp_path, monkeypatch):
     data = open_text("someone/stories", tmp_path, **options)
     assert asked == [(("someone/stories", "plain"), {"split": "validation"})]
     assert "someone/stories[validation]:2" in data.describe(0)
-    with pytest.raises(InputError, match="no column 'text': its columns are 'body', 'id'"):
+    with pytest.raises(InputError, match="no field 'text' .*: its fields are 'body', 'id'"):
         open_text("someone/stories", tmp_path)
 
 

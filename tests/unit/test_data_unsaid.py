@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import open_dataset
-from megatrain.data.chat import ChatEncoder
+from megatrain.data.encoder import Encoder
+from megatrain.data.examples import Examples
+from megatrain.data.formats import Reading
 from megatrain.data.sources import find_files
 from megatrain.errors import InputError
 
@@ -30,9 +32,8 @@ def learnt(tmp_path, row, tokenizer="qwen"):
 
 
 @pytest.mark.parametrize(
-    "name", ["a.json", "a.csv", "a.tsv", "a.arrow", "a.jsonl.zst", "a.txt.gz", "a.parquet.gz",
-             "a.xlsx", "a.zip", "a.pdf", "a.jsonl.bz2", "A.JSON"],
-)  # fmt: skip
+    "name", ["a.feather", "a.parquet.gz", "a.arrow.zst", "a.xlsx", "a.zip", "a.pdf", "a.json.zip"]
+)
 @pytest.mark.parametrize("inside", ["file", "folder"])
 def test_files_of_rows_are_never_read_as_the_text_of_a_document(tmp_path, name, inside):
     path = tmp_path / "corpus" / name
@@ -43,7 +44,7 @@ def test_files_of_rows_are_never_read_as_the_text_of_a_document(tmp_path, name, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.log", "a", "a.jsonlines"])
+@pytest.mark.parametrize("name", ["a.txt", "a.log", "a"])
 @pytest.mark.parametrize("row", [{"text": "The sea"}, {"messages": TURNS}, {}])
 def test_rows_of_json_under_another_name_are_not_text(tmp_path, name, row):
     with pytest.raises(InputError, match=rf"{name}: rows of JSON .* \.jsonl"):
@@ -82,7 +83,6 @@ ROWS = {
     "image": ["a.png"],
     "videos": [["a.mp4"]],
     "audio": ["a.wav"],
-    "system": ["You are a pirate."],
     "functions": [[{"name": "weather"}]],
     "function_call": ["auto"],
     "chat_template": ["{{ messages }}"],
@@ -93,7 +93,7 @@ ROWS = {
 @pytest.mark.parametrize("field", ROWS)
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_a_row_that_says_what_is_not_heeded_is_refused(tmp_path, field, kind):
-    if kind == "text" and field in ("system", "functions", "function_call", "documents"):
+    if kind == "text" and field in ("functions", "function_call", "documents"):
         return  # they mean nothing for a text
     good = {"messages": TURNS, "text": "The sea was calm."}
     for value in ROWS[field]:
@@ -142,7 +142,7 @@ MESSAGES = {
     "train": ("assistant", [True, False]),
     "training": ("assistant", [False]),
     "loss": ("assistant", [False]),
-    "loss_weight": ("assistant", [0.0]),
+    "loss_weight": ("assistant", [0.5]),
     "mask": ("assistant", [True]),
     "label": ("assistant", [False]),
     "train_detail": ("assistant", [[{"begin_offset": 0}]]),
@@ -290,7 +290,8 @@ def test_every_schema_is_trained_right_or_refused_in_one_line(tmp_path, case, na
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
     tokenizer = chat_tokenizer(name)
     try:
-        (found,) = ChatEncoder(tokenizer, None).documents(find_files(path, "chat"))
+        examples = Examples(find_files(path, "chat"), Reading("auto", {}), "stop")
+        (found,) = Encoder(tokenizer, None).documents(examples)
     except InputError as error:
         assert str(error).startswith(f"{path}:1: ") and "\n" not in str(error)
         has_calls = any(message.get("tool_calls") for message in row["messages"])

@@ -1,0 +1,94 @@
+"""Sources as examples: each row in the format that its source's first row has."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from megatrain.data.conversation import Conversation
+from megatrain.data.formats import TEXT, Completion, Format, Reading
+from megatrain.data.readers import Piece, read_rows, read_text, split_text
+from megatrain.data.sources import Source, SourceFile
+from megatrain.data.tokenizer import check_encodable
+from megatrain.errors import InputError
+
+BadRows = Literal["stop", "skip"]
+_SHOWN = 20  # bad rows and unread fields that are listed
+
+
+class Found(NamedTuple):
+    """An example, or a piece of a text, and where it is."""
+
+    source: int
+    number: int
+    where: str
+    example: Piece | Conversation | Completion
+
+
+class Examples:
+    """All examples of some sources in order, and what was found on the way.
+
+    Attributes:
+        notes: what was found, as JSON keeps it. kind: text or chat. formats: a title -> [number of
+            sources, name of the first]. unread: fields that were passed over. num_bad, bad: rows
+            that were left out, and the first of them with the reason.
+    """
+
+    def __init__(self, sources: Sequence[Source], reading: Reading, bad_rows: BadRows) -> None:
+        self.sources = sources
+        self._reading = reading
+        self._bad_rows = bad_rows
+        self.notes: dict[str, Any] = {
+            "kind": None, "formats": {}, "unread": [], "num_bad": 0, "bad": []
+        }  # fmt: skip
+
+    def __iter__(self) -> Iterator[Found]:
+        for index, source in enumerate(self.sources):
+            if isinstance(source, SourceFile) and source.format == "text":
+                self._note("text files", TEXT, source)
+                for piece in read_text(source):
+                    yield Found(index, piece.line, f"{source.name}:{piece.line}", piece)
+            else:
+                yield from self._rows(index, source)
+
+    def _rows(self, index: int, source: Source) -> Iterator[Found]:
+        form: Format | None = None
+        for number, row in read_rows(source, self._reading.wanted):
+            where = f"{source.name}:{number}"
+            try:
+                if isinstance(row, InputError):
+                    raise row
+                if form is None:
+                    form = self._reading.find(row, where)
+                    self._note(form.title, form, source)
+                example, unread = self._reading.example(form, row, where)
+                if isinstance(example, str):
+                    check_encodable(example, where)
+            except InputError as error:
+                self.bad(error)
+                continue
+            known = self.notes["unread"]
+            known += [n for n in unread if n not in known][: _SHOWN - len(known)]
+            if isinstance(example, str):
+                for piece in split_text(example, number):
+                    yield Found(index, number, where, piece)
+            else:
+                yield Found(index, number, where, example)
+
+    def bad(self, error: InputError) -> None:
+        """Count a row that cannot be trained on; raises its error unless such rows are skipped."""
+        if self._bad_rows == "stop":
+            raise error
+        self.notes["num_bad"] += 1
+        if len(self.notes["bad"]) < _SHOWN:
+            self.notes["bad"].append(str(error))
+
+    def _note(self, title: str, form: Format, source: Source) -> None:
+        formats = self.notes["formats"]
+        if self.notes["kind"] not in (None, form.kind):
+            (first, (_, where)), *_ = formats.items()
+            raise InputError(
+                f"{source.name}: {title}, but {where} is {first}: train on one kind at a time, or "
+                "set data.kind"
+            )
+        self.notes["kind"] = form.kind
+        number, where = formats.get(title, (0, source.name))
+        formats[title] = [number + 1, where]

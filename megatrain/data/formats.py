@@ -1,0 +1,293 @@
+"""The formats that rows come in, found by their fields, and what a row of each says.
+
+A format is the names of its fields and a function; each field may go by several names. Their shapes
+are those of TRL's dataset formats, OpenAI's chat, Alpaca and ShareGPT (as LLaMA-Factory reads it).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from megatrain.data.conversation import Conversation, Message, from_json, messages, tools
+from megatrain.data.tables import Row
+from megatrain.data.unheeded import empty, refuse_unheeded, says_training
+from megatrain.errors import InputError
+
+Fields = Mapping[str, str | None]
+
+
+class Completion(NamedTuple):
+    """A text to continue, and how: without a chat template, and only the completion is learnt."""
+
+    prompt: str
+    completion: str
+
+
+Example = str | Conversation | Completion
+_SYSTEM = {"system": ("system", "system_prompt")}
+_KWARGS = {"chat_template_kwargs": ("chat_template_kwargs",)}
+
+
+@dataclass(frozen=True)
+class Format:
+    """Fields by our name, each with the names that it goes by in data.
+
+    Attributes:
+        title: what the user is told.
+        needs: fields without which a row has another format.
+        may: fields that a row may have besides.
+        read: an example of the fields found, by our names.
+    """
+
+    title: str
+    kind: Literal["text", "chat"]
+    needs: Mapping[str, tuple[str, ...]]
+    may: Mapping[str, tuple[str, ...]]
+    read: Callable[[Row, str], Example]
+
+    def names(self, row: Row, fields: Fields, where: str) -> dict[str, str] | None:
+        """Our name -> the row's, of each field it has; None where one is missing.
+
+        Raises:
+            InputError: two fields could be the same one of ours.
+        """
+        found: dict[str, str] = {}
+        for name, aliases in {**self.needs, **self.may}.items():
+            mapped = fields.get(name)
+            known = (mapped,) if mapped else tuple(a for a in aliases if a not in fields)
+            present = [a for a in known if a in row]
+            filled = [a for a in present if not empty(row[a])] or present[:1]
+            if len(filled) > 1:
+                first, second = filled[:2]
+                raise InputError(
+                    f"{where}: {first!r} and {second!r} could both be the {name}: say which with "
+                    f"data.fields: {{{name}: {first}}}"
+                )
+            if filled:
+                found[name] = filled[0]
+            elif name in self.needs:
+                return None
+        return found
+
+
+def _messages(row: Row, where: str) -> Conversation:
+    said, learnt = messages(row["messages"], "messages", where)
+    first = from_json(row["messages"], "messages", where)
+    shared = isinstance(first, Sequence) and "from" in first[0]
+    return _conversation(said, learnt, row, where, wrap=shared)
+
+
+def _prompt_completion(row: Row, where: str) -> Example:
+    parts = [from_json(row[name], name, where) for name in ("prompt", "completion")]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == 2:
+        refuse_unheeded({n: row.get(n) for n in ("system", "tools")}, where, text=False)
+        return Completion(*texts)
+    if texts:
+        raise InputError(
+            f"{where}: 'prompt' and 'completion' must both be strings, or both lists of messages"
+        )
+    prompt, _ = messages(parts[0], "prompt", where)
+    completion, learnt = messages(parts[1], "completion", where)
+    nothing = [False] * len(prompt)
+    return _conversation(prompt + completion, nothing + learnt, row, where)
+
+
+def _instruction(row: Row, where: str) -> Conversation:
+    texts = [_string(row, name, where) for name in ("instruction", "input")]
+    answer = _string(row, "output", where, needed=True)
+    return _turns(row, "\n".join(filter(None, texts)), answer, where)
+
+
+def _question(row: Row, where: str) -> Conversation:
+    question = _string(row, "question", where, needed=True)
+    return _turns(row, question, _string(row, "answer", where, needed=True), where)
+
+
+def _turns(row: Row, question: str, answer: str, where: str) -> Conversation:
+    turns = [*_history(row, where), question, answer]
+    if not question:
+        raise InputError(f"{where}: it asks nothing: fill its question in, or leave the row out")
+    roles = ("user", "assistant")
+    said: list[Message] = [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]
+    return _conversation(said, [m["role"] == "assistant" for m in said], row, where)
+
+
+def _history(row: Row, where: str) -> list[str]:
+    history = from_json(row.get("history"), "history", where)
+    if empty(history):
+        return []
+    texts: list[str] = []
+    for pair in history if isinstance(history, list) else [None]:
+        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
+            raise InputError(f"{where}: 'history' must be a list of pairs of question and answer")
+        texts += pair
+    return texts
+
+
+def _conversation(
+    said: list[Message], learnt: list[bool], row: Row, where: str, *, wrap: bool = False
+) -> Conversation:
+    """With what is said beside the messages: system prompt, tools, settings of the template."""
+    system = _string(row, "system", where)
+    if system and said[0]["role"] in ("system", "developer"):
+        if said[0].get("content") != system:
+            raise InputError(f"{where}: 'system' and a system message say two things: keep one")
+    elif system:
+        said, learnt = [{"role": "system", "content": system}, *said], [False, *learnt]
+    options = row.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict) or _RESERVED & set(options):
+        kept = ", ".join(sorted(_RESERVED))
+        raise InputError(f"{where}: 'chat_template_kwargs' must be an object without {kept}")
+    return Conversation(said, learnt, tools(row.get("tools"), where, wrap=wrap), options)
+
+
+_RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversations",
+             "documents", "messages", "return_assistant_tokens_mask", "tools"}  # fmt: skip
+
+
+def _text(row: Row, where: str) -> str:
+    return _string(row, "text", where, needed=True)
+
+
+def _string(row: Row, name: str, where: str, *, needed: bool = False) -> str:
+    value = row.get(name)
+    if value is None and not needed:
+        return ""
+    if not isinstance(value, str):
+        raise InputError(f"{where}: field {name!r} must be a string, not {type(value).__name__}")
+    return value
+
+
+_TALKS = {"messages": ("messages", "conversations", "conversation")}
+TEXT = Format("text", "text", {"text": ("text",)}, {}, _text)
+FORMATS = (
+    Format("conversations", "chat", _TALKS, {**_SYSTEM, "tools": ("tools",), **_KWARGS}, _messages),
+    Format(
+        "prompts and completions", "chat",
+        {"prompt": ("prompt",), "completion": ("completion",)},
+        {**_SYSTEM, "tools": ("tools",), **_KWARGS}, _prompt_completion,
+    ),
+    Format(
+        "instructions", "chat",
+        {"instruction": ("instruction",), "output": ("output", "response")},
+        {"input": ("input", "context"), "history": ("history",), **_SYSTEM}, _instruction,
+    ),
+    Format(
+        "questions and answers", "chat",
+        {"question": ("question", "prompt", "query", "problem", "input", "user"),
+         "answer": ("answer", "response", "solution", "output", "assistant")},
+        {"history": ("history",), **_SYSTEM}, _question,
+    ),
+    TEXT,
+    Format("text of the field content", "text", {"text": ("content",)}, {}, _text),
+)  # fmt: skip
+KNOWN = sorted({name for form in FORMATS for name in (*form.needs, *form.may)})
+_NAMES = {
+    a for form in FORMATS for names in (form.needs, form.may) for n in names.values() for a in n
+}
+_OF_MESSAGES = ("role", "content")
+# What a reply rests on: were it passed over, another conversation would be learnt.
+_BESIDE = ("instruction", "input", "context", "history")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read: which formats may be found, and which names fields have.
+
+    fields: our name -> the data's; null: a field of the data that is passed over on purpose.
+    """
+
+    kind: Literal["auto", "text", "chat"]
+    fields: Fields
+
+    def __post_init__(self) -> None:
+        """Raises InputError: a name of ours is none."""
+        for name, theirs in self.fields.items():
+            if theirs is not None and name not in (*KNOWN, *_OF_MESSAGES):
+                known = ", ".join((*KNOWN, *_OF_MESSAGES))
+                raise InputError(f"data.fields: {name!r:.40} is not a field; fields are {known}")
+
+    def wanted(self, column: str) -> bool:
+        """Whether a column of a table is to be read at all."""
+        mapped = column in self.fields.values()
+        return mapped or (column not in self.fields and (column in _NAMES or says_training(column)))
+
+    def find(self, row: Row, where: str) -> Format:
+        """The format of a row.
+
+        Raises:
+            InputError: none fits, or none that can be trained.
+        """
+        mapped = {name for name, theirs in self.fields.items() if theirs is not None}
+        mapped -= set(_OF_MESSAGES)
+        forms = [f for f in FORMATS if self.kind in ("auto", f.kind)]
+        for form in forms:
+            if mapped <= {*form.needs, *form.may} and form.names(row, self.fields, where):
+                return form
+        self._refuse_known(row, where)
+        names = [n for n in row if self.fields.get(n, n) is not None]
+        raise InputError(f"{where}: {self._missing(mapped)}: its fields are {listed(names)}")
+
+    def example(self, form: Format, row: Row, where: str) -> tuple[Example, list[str]]:
+        """What a row of this format says, and the names of its fields that are not read.
+
+        Raises:
+            InputError: it is malformed, of another format, or says what would not be heeded.
+        """
+        names = form.names(row, self.fields, where)
+        rest = {n: v for n, v in row.items()
+                if n not in (names or {}).values() and n not in self.fields}  # fmt: skip
+        refuse_unheeded(rest, where, text=form.kind == "text")
+        if names is None:
+            raise InputError(
+                f"{where}: not of the first row's format ({form.title}): its fields are "
+                f"{listed(row)}: keep formats in files of their own"
+            )
+        if form.kind == "chat" and form.needs is not _TALKS:
+            for name in _BESIDE:
+                if not empty(rest.get(name)):
+                    raise InputError(
+                        f"{where}: field {name!r} is not read beside {form.title}: name the fields "
+                        f"with data.fields (or {name}: null to pass it over)"
+                    )
+        given = {name: row[theirs] for name, theirs in names.items()}
+        unread = [n for n, v in rest.items() if not empty(v)]
+        if any(self.fields.get(name) for name in _OF_MESSAGES):
+            given = {name: self._renamed(from_json(v, name, where)) for name, v in given.items()}
+        return form.read(given, where), unread
+
+    def _renamed(self, value: Any) -> Any:
+        """Messages whose `role` and `content` have other names in the data."""
+        if not isinstance(value, list):
+            return value
+        ours = {theirs: name for name, theirs in self.fields.items() if name in _OF_MESSAGES}
+        return [
+            {ours.get(key, key): v for key, v in m.items()} if isinstance(m, dict) else m
+            for m in value
+        ]
+
+    def _missing(self, mapped: set[str]) -> str:
+        if self.kind == "text":
+            name = self.fields.get("text") or "text"
+            return f"no field {name!r} (name it with data.fields: {{text: ...}} or text_field)"
+        if mapped:
+            return f"no format has {listed(sorted(mapped))} of data.fields and these fields"
+        known = "messages; prompt, completion; instruction, output; question, answer"
+        known += "" if self.kind == "chat" else "; text"
+        return f"no format is known by these fields ({known}; data.fields maps others)"
+
+    def _refuse_known(self, row: Row, where: str) -> None:
+        """Raises InputError: the row is of a format that no loss here is for."""
+        rest = {n: v for n, v in row.items() if n not in self.fields}
+        refuse_unheeded(rest, where, text=self.kind == "text")
+        if "prompt" in rest and self.kind != "text":
+            raise InputError(
+                f"{where}: a prompt alone has no reply to learn: give a 'completion' (or train on "
+                "the prompts as text with data.fields: {text: prompt})"
+            )
+
+
+def listed(names: Sequence[str] | Row) -> str:
+    """The first names, on one line whatever is in them."""
+    return ", ".join(f"{name!r:.40}" for name in [*names][:12]) or "none"

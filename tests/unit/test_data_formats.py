@@ -1,0 +1,393 @@
+"""Data in each of the usual formats teaches what the same conversation does as messages."""
+
+import bz2
+import csv
+import gzip
+import json
+import logging
+import lzma
+
+import pytest
+from data_cases import chat_tokenizer, encode_row, make_tokenizer, talk, write_jsonl
+
+from megatrain.data import open_dataset, readers
+from megatrain.data.formats import Reading
+from megatrain.errors import InputError
+
+QWEN = chat_tokenizer("qwen")
+ASK, TELL = "What is 12 + 30?", "It is 42."
+CALL = {"name": "weather", "arguments": {"city": "Paris"}}
+TOOL = {"name": "weather", "description": "", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": TOOL}]
+WITH_TOOLS = {
+    "messages": [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "What is the weather in Paris?"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]},
+        {"role": "tool", "content": "21 degrees"},
+        {"role": "assistant", "content": "It is sunny."},
+    ],
+    "tools": TOOLS,
+}
+SHARED_WITH_TOOLS = {
+    "conversations": [
+        {"from": "human", "value": "What is the weather in Paris?"},
+        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": "21 degrees"},
+        {"from": "gpt", "value": "It is sunny."},
+    ],
+    "system": "You are a helpful assistant.",
+    "tools": json.dumps([TOOL]),
+}
+# A row, and the same said as messages.
+SAME = {
+    "Alpaca": ({"instruction": ASK, "input": "", "output": TELL}, talk(ASK, TELL)),
+    "Alpaca with input": (
+        {"instruction": "Add", "input": "12 and 30", "output": TELL, "text": "Add 12 and 30 ..."},
+        talk("Add\n12 and 30", TELL),
+    ),
+    "Alpaca with history": (
+        {"instruction": "Thanks!", "output": "You are welcome.", "history": [[ASK, TELL]],
+         "system": "You are a helpful assistant."},
+        talk(ASK, TELL, "Thanks!", "You are welcome.", system="You are a helpful assistant."),
+    ),
+    "Dolly": (
+        {"instruction": ASK, "context": "12, 30", "response": TELL, "category": "x"},
+        talk(ASK + "\n12, 30", TELL),
+    ),
+    "GSM8K": ({"question": ASK, "answer": TELL}, talk(ASK, TELL)),
+    "OpenOrca": (
+        {"id": "a", "system_prompt": "You are a helpful assistant.", "question": ASK,
+         "response": TELL},
+        talk(ASK, TELL, system="You are a helpful assistant."),
+    ),
+    "prompt and response": ({"prompt": ASK, "response": TELL}, talk(ASK, TELL)),
+    "problem and solution": ({"problem": ASK, "solution": TELL}, talk(ASK, TELL)),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": ASK}, {"from": "gpt", "value": TELL}]},
+        talk(ASK, TELL),
+    ),
+    "ShareGPT with system": (
+        {"conversations": [{"from": "system", "value": "sea"}, {"from": "human", "value": ASK},
+                           {"from": "gpt", "value": TELL, "weight": 1.0}], "system": ""},
+        talk(ASK, TELL, system="sea"),
+    ),
+    "ShareGPT with tools": (SHARED_WITH_TOOLS, WITH_TOOLS),
+    "conversation": ({"conversation": talk(ASK, TELL)}, talk(ASK, TELL)),
+    "messages as JSON": ({"messages": json.dumps(talk(ASK, TELL))}, talk(ASK, TELL)),
+    "messages beside what they are made of": (
+        {"prompt": ASK, "question": ASK, "answer": TELL, "messages": talk(ASK, TELL), "text": "x"},
+        talk(ASK, TELL),
+    ),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "value": ASK}]},
+                      {"role": "assistant", "content": [{"type": "text", "text": TELL}],
+                       "loss_weight": 1.0}]},
+        talk(ASK, TELL),
+    ),
+    "TRL prompt and completion": (
+        {"prompt": talk(ASK), "completion": [{"role": "assistant", "content": TELL}]},
+        talk(ASK, TELL),
+    ),
+    "calls without a function": (
+        {**WITH_TOOLS, "messages": [
+            m if "tool_calls" not in m else {"role": "assistant", "tool_calls": [CALL]}
+            for m in WITH_TOOLS["messages"]]},
+        WITH_TOOLS,
+    ),
+}  # fmt: skip
+
+
+def told(row):
+    row = row if isinstance(row, dict) else {"messages": row}
+    ids, targets = encode_row(QWEN, row)
+    return ids.tolist(), targets.tolist()
+
+
+def opened(path, tmp_path, tokenizer=QWEN, **options):
+    options = {"sequence_length": 256, "packing": False, **options}
+    return open_dataset(path, tokenizer=tokenizer, cache_dir=tmp_path / "cache", **options)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_format_is_found_by_its_fields_and_teaches_what_its_messages_do(name):
+    row, messages = SAME[name]
+    assert told(row) == told(messages)
+
+
+def test_prompts_of_messages_are_read_and_only_their_completion_is_learnt():
+    before, after = talk(ASK, TELL, "Thanks!"), [{"role": "assistant", "content": "42"}]
+    ids, targets = encode_row(QWEN, {"prompt": before, "completion": after})
+    assert ids.tolist() == told(talk(ASK, TELL, "Thanks!", "42"))[0]
+    assert QWEN.decode(ids[targets]) == "42<|im_end|>"
+
+
+@pytest.mark.parametrize("metaspace", [False, True])
+def test_completions_of_strings_are_learnt_with_their_end_and_no_template(tmp_path, metaspace):
+    tokenizer = make_tokenizer(metaspace=metaspace, bos_first=True)
+    rows = [{"prompt": "The sea was", "completion": " calm."}, {"prompt": "", "completion": "42"}]
+    data = opened(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path, tokenizer)
+    texts = set()
+    for row in range(len(data)):
+        batch = data.batch([row])
+        ids, labels = batch["input_ids"][0], batch["labels"][0]
+        kept = batch.get("attention_mask", ids.new_ones(1, len(ids)))[0].bool()
+        ids, labels = ids[kept], labels[kept]
+        whole = tokenizer("The sea was calm.")["input_ids"]
+        if len(ids) == len(whole) + 1:
+            assert ids.tolist() == [*whole, tokenizer.eos_token_id]
+        texts.add(tokenizer.decode(ids[labels != -100]).strip())
+    assert texts == {"calm.</s>", "42</s>"}
+
+
+def test_a_token_over_the_end_of_a_prompt_is_learnt(tmp_path):
+    tokenizer = make_tokenizer()
+    (path,) = [write_jsonl(tmp_path / "a.jsonl", [{"prompt": "The s", "completion": "ea"}])]
+    batch = opened(path, tmp_path, tokenizer).batch([0])
+    assert tokenizer.decode(batch["input_ids"][0][batch["labels"][0] != -100]).endswith("sea</s>")
+
+
+REFUSED = {
+    "prompt only": ({"prompt": ASK}, "a prompt alone has no reply to learn"),
+    "prompt only of messages": ({"prompt": talk(ASK)}, "a prompt alone has no reply"),
+    "preference": ({"prompt": ASK, "chosen": TELL, "rejected": "43"}, "'chosen': pairs of"),
+    "preference without prompt": ({"chosen": talk(ASK, TELL), "rejected": talk(ASK)}, "'chosen'"),
+    "ranking of LLaMA-Factory": (
+        {"conversations": [{"from": "human", "value": ASK}],
+         "chosen": {"from": "gpt", "value": TELL}, "rejected": {"from": "gpt", "value": "43"}},
+        "'chosen'",
+    ),
+    "KTO": ({"prompt": ASK, "completion": TELL, "label": False}, "'label': rows of good and bad"),
+    "KTO of messages": ({"messages": talk(ASK, TELL), "label": True}, "'label'"),
+    "KTO of text": ({"completion": TELL, "prompt": ASK, "kto_tag": "false"}, "'kto_tag'"),
+    "steps": ({"prompt": ASK, "completions": ["a"], "labels": [True]}, "'labels'"),
+    "tokens": ({"input_ids": [1, 2]}, "'input_ids': rows of tokens are not read"),
+    "two answers": (
+        {"problem": ASK, "solution": TELL, "answer": "42"},
+        "'answer' and 'solution' could both be the answer: say which with data.fields",
+    ),
+    "a question about something": ({"context": "12", "question": ASK, "answer": TELL}, "'context'"),
+    "a column of them": ({"question": [ASK], "answer": [TELL]}, "must be a string, not list"),
+    "half": ({"prompt": ASK, "completion": talk(ASK)}, "must both be strings, or both lists"),
+    "no question": ({"instruction": "", "input": "", "output": TELL}, "it asks nothing"),
+    "no answer": ({"instruction": ASK, "output": None}, "'output' must be a string"),
+    "history": ({"instruction": ASK, "output": TELL, "history": [["a"]]}, "list of pairs"),
+    "system": ({"prompt": ASK, "completion": TELL, "system": "sea"}, "'system'"),
+    "two systems": (
+        {"messages": talk(ASK, TELL, system="sea"), "system": "You are"}, "say two things"
+    ),
+    "speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "'from' is 'narrator'"),
+    "function call": (
+        {"conversations": [{"from": "function_call", "value": "x"}]},
+        "'tool_calls' must each have a function",
+    ),
+    "unknown": ({"title": "a", "body": "b"}, "no format is known by these fields.*'title', 'body'"),
+    "nothing": ({}, "its fields are none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_loss_is_for_or_is_ambiguous_is_refused_with_the_reason(tmp_path, name):
+    row, problem = REFUSED[name]
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(InputError, match=rf"a.jsonl:1: .*{problem}") as caught:
+        opened(path, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "row", "same"),
+    [
+        ({"text": "body"}, {"body": "The sea"}, None),
+        ({"answer": "solution"}, {"problem": ASK, "solution": TELL, "answer": "42"},
+         talk(ASK, TELL)),
+        ({"prompt": "q", "completion": "a"}, {"q": talk(ASK), "a": talk(ASK, TELL)[1:]},
+         talk(ASK, TELL)),
+        ({"question": "q", "answer": "a"}, {"q": ASK, "a": TELL, "text": "x"}, talk(ASK, TELL)),
+        ({"messages": "chosen", "rejected": None}, {"chosen": talk(ASK, TELL), "rejected": "x"},
+         talk(ASK, TELL)),
+        ({"messages": "dialog", "role": "who", "content": "said"},
+         {"dialog": [{"who": m["role"], "said": m["content"]} for m in talk(ASK, TELL)]},
+         talk(ASK, TELL)),
+        ({"label": None}, {"messages": talk(ASK, TELL), "label": True}, talk(ASK, TELL)),
+        ({"context": None}, {"context": "x", "question": ASK, "answer": TELL}, talk(ASK, TELL)),
+        ({"instruction": "question", "input": "context", "output": "answer"},
+         {"context": "x", "question": ASK, "answer": TELL}, talk(ASK + "\nx", TELL)),
+    ],
+)  # fmt: skip
+def test_fields_of_other_names_are_mapped(tmp_path, fields, row, same):
+    data = opened(write_jsonl(tmp_path / "a.jsonl", [row]), tmp_path, fields=fields)
+    ids = data.batch([0])["input_ids"][0].tolist()
+    if same is not None:
+        assert ids[: data.num_tokens] == told(same)[0]
+    with pytest.raises(InputError, match=r"a.jsonl:1: .*its fields are"):
+        other = {f"{name}_": value for name, value in row.items()}
+        opened(write_jsonl(tmp_path / "a.jsonl", [other]), tmp_path, fields=fields)
+
+
+def test_fields_that_are_none_of_ours_are_refused():
+    with pytest.raises(InputError, match="data.fields: 'respones' is not a field; fields are"):
+        Reading("auto", {"respones": "a"})
+
+
+ROWS = [{"id": i, "question": f"What is {i} + 1?", "answer": f'It is {i + 1}, "naïve" ☕.\n'}
+        for i in range(3)]  # fmt: skip
+
+
+def written(folder):
+    """The same rows in files of all kinds."""
+    import pyarrow
+    from pyarrow import feather, parquet
+
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    table = pyarrow.Table.from_pylist(ROWS)
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "a.json").write_text(json.dumps(ROWS, indent=1, ensure_ascii=False))
+    (folder / "lines.json").write_text(lines)
+    (folder / "spread.json").write_text(
+        "\ufeff\n" + "\n".join(json.dumps(r, indent=2) for r in ROWS)
+    )
+    parquet.write_table(table, folder / "a.parquet")
+    with pyarrow.ipc.new_stream(str(folder / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    feather.write_feather(table, folder / "file.arrow", compression="uncompressed")
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t")):
+        with (folder / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, ROWS[0], delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(ROWS)
+    for suffix, pack in {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.items():
+        for name in ("a.jsonl", "a.json", "a.csv"):
+            with pack(folder / f"{name}{suffix}", "wb") as file:
+                file.write((folder / name).read_bytes())
+    with pyarrow.output_stream(str(folder / "a.json.zst"), compression="zstd") as file:
+        file.write((folder / "a.json").read_bytes())
+    return [path for path in sorted(folder.iterdir()) if path.name != "a.jsonl"]
+
+
+def test_the_same_rows_from_files_of_all_kinds_are_the_same(tmp_path, monkeypatch):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    paths = written(folder)
+    expected = opened(folder / "a.jsonl", tmp_path)
+    for piece in (readers.PIECE_BYTES, 3):
+        monkeypatch.setattr(readers, "PIECE_BYTES", piece)
+        for path in paths:
+            assert opened(path, tmp_path / str(piece)).fingerprint == expected.fingerprint, path
+
+
+def test_data_that_datasets_has_saved_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    expected = opened(path, tmp_path)
+    assert opened(tmp_path / "saved", tmp_path).fingerprint == expected.fingerprint
+
+
+def test_nulls_that_tables_fill_in_are_not_arguments(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    def row(**arguments):
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        return {"messages": [*talk(ASK), {"role": "assistant", "tool_calls": [call]}]}
+
+    rows = [row(city="Paris"), row(days=3)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert (
+        opened(tmp_path / "a.parquet", tmp_path).fingerprint == opened(path, tmp_path).fingerprint
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.json", '[{"text": "a"}', "a.json:2: the list of rows is cut off"),
+        ("a.json", '[{"text": "a"}, {"text": ', "a.json:2: not JSON"),
+        ("a.json", '[{"text": "a"}] {"text": "b"}', "more after the list"),
+        ("a.json", '[{"text": "a"}, 3]', "a.json:2: a row must be a JSON object, this is a int"),
+        ("a.json", '"text"', "a.json:1: a row must be a JSON object"),
+        ("a.json", '{"data": [{"text": "a"}]}', "a.json:1: no format is known.*'data'"),
+        ("a.json", '{"text": "a", "text": "b"}', "a.json:1: .*there twice"),
+        ("a.json", "[]", "a.json: no rows in it"),
+        ("a.json", "[" * 10**5, "nested too deeply|must be a JSON object"),
+        ("a.json", b'[{"text": "caf\xe9"}]', "a.json: not UTF-8"),
+        ("a.csv", "text,text\na,b\n", "column 'text' is there twice"),
+        ("a.csv", "text,id\na,b\na\n", "a.csv:2: 1 values for 2 columns"),
+        ("a.csv", 'text,id\n"a,b\n', "a.csv:1: not CSV"),
+        ("a.csv", "text\n", "a.csv: no rows"),
+        ("a.csv", b"text\ncaf\xe9\n", "a.csv: not UTF-8"),
+        ("a.csv", "text;id\na;b\n", "no format is known.*'text;id'"),
+        ("a.arrow", "text", "a.arrow: not a readable Arrow file"),
+    ],
+)  # fmt: skip
+def test_malformed_files_are_refused_with_the_row(tmp_path, name, content, problem):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=problem) as caught:
+        opened(path, tmp_path, make_tokenizer())
+    assert "\n" not in str(caught.value)
+
+
+def test_an_endless_row_of_json_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 20)
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "' + "a" * (3 << 20))
+    with pytest.raises(InputError, match=r"a.json:1: the row is longer than 1 MiB"):
+        opened(path, tmp_path)
+
+
+def test_what_was_found_is_said_in_a_line_also_from_kept_tokens(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    rows = [{"instruction": ASK, "input": "", "output": TELL, "text": "x", "id": 3}]
+    for name in ("a.jsonl", "b.jsonl"):
+        write_jsonl(tmp_path / name, rows)
+    for _ in range(2):
+        caplog.clear()
+        opened([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path)
+        (message,) = (r.getMessage() for r in caplog.records)
+        assert message.startswith("data: 2 files (first: ") and ": instructions; " in message
+        assert message.endswith("not read: 'text', 'id'")
+
+
+def test_files_of_rows_go_before_text_beside_them(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "README.md").write_text("About the rows.")
+    write_jsonl(folder / "a.jsonl", ROWS)
+    assert len(opened(folder, tmp_path)) == 3
+    assert "left out 1 files beside those of rows (first: " in caplog.text
+    (folder / "a.jsonl").unlink()
+    assert len(opened(folder, tmp_path)) == 1
+
+
+def test_text_and_conversations_are_not_mixed(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "The sea"}])
+    with pytest.raises(InputError, match=r"b.jsonl: text, but .*a.jsonl is questions and answers"):
+        opened(f"{tmp_path}/*.jsonl", tmp_path)
+
+
+def test_bad_rows_are_left_out_counted_and_listed(tmp_path, caplog):
+    bad = [{"question": 3, "answer": "a"}, {"text": "b"}, {**ROWS[0], "label": False},
+           {"question": "a", "answer": "\ud800"}]  # fmt: skip
+    path = write_jsonl(tmp_path / "a.jsonl", [ROWS[0], *bad, ROWS[1]])
+    with path.open("a") as file:
+        file.write('{"question": \n')
+    with pytest.raises(InputError, match=r"a.jsonl:2: field 'question'"):
+        opened(path, tmp_path)
+    for _ in range(2):
+        caplog.clear()
+        data = opened(path, tmp_path, bad_rows="skip")
+        assert len(data) == 2
+        said = [r.getMessage() for r in caplog.records]
+        assert said[0] == "left out 5 bad rows:" and len(said) == 6
+        for number, line in zip((2, 3, 4, 5, 7), said[1:], strict=True):
+            assert f"a.jsonl:{number}: " in line
+    only_bad = write_jsonl(tmp_path / "b.jsonl", bad)
+    with pytest.raises(InputError, match=r"every row is bad: .*b.jsonl:1: field 'question'"):
+        opened(only_bad, tmp_path, fields={"question": "question"}, bad_rows="skip")
+    with pytest.raises(InputError, match="no chat template"):  # no row's fault
+        opened(path, tmp_path, make_tokenizer(None), bad_rows="skip")
