@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterator
 
+import pytest
 import typer
+import yaml
 
 import megatrain
 import megatrain.errors
@@ -26,9 +28,8 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):(?!=)", makefile, flags=re.MULTILINE))
 
 
-def readme_commands() -> Iterator[list[str]]:
-    """The words of every command line in the README's code blocks, and of every inline command."""
-    text = readme()
+def shown_commands(text: str) -> Iterator[list[str]]:
+    """The words of every command line in a document's code blocks, and of every inline command."""
     for block in re.findall(r"^```.*?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         for line in block.splitlines():
             yield line.removeprefix("$ ").split("#")[0].split()
@@ -60,9 +61,10 @@ def test_the_readme_is_short():
     assert len(readme().splitlines()) <= MAX_README_LINES
 
 
-def test_readme_commands_exist():
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_shown_commands_exist(document):
     wrong = []
-    for words in readme_commands():
+    for words in shown_commands((ROOT / document).read_text(encoding="utf-8")):
         if words[:1] == ["megatrain"] and words[1:2] and words[1] not in COMMANDS:
             wrong.append(" ".join(words))
         if words[:1] == ["make"]:
@@ -71,11 +73,25 @@ def test_readme_commands_exist():
 
 
 def test_every_command_is_in_the_readme():
-    shown = {tuple(words[:2]) for words in readme_commands()}
+    shown = {tuple(words[:2]) for words in shown_commands(readme())}
     missing = [name for name in COMMANDS if ("megatrain", name) not in shown]
     assert not missing, f"not in the README: {missing}"
     for target in ("demo", "test"):
         assert ("make", target) in shown
+
+
+@pytest.mark.parametrize("path", [".github/workflows/ci.yml", ".pre-commit-config.yaml"])
+def test_other_tools_run_what_anyone_can_run(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    yaml.safe_load(text)
+    commands = re.findall(r"(?:run|entry): (.+)", text)
+    assert commands
+    for command in commands:
+        program, *words = command.split()
+        if program == "make":
+            assert set(words) <= make_targets(), command
+        else:
+            assert (ROOT / program).is_file(), command
 
 
 def test_makefile_targets_say_what_they_do():

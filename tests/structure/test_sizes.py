@@ -38,7 +38,8 @@ def tracked_files() -> list[str]:
 
 
 def test_the_root_is_small():
-    entries = {name.split("/")[0] for name in tracked_files()}
+    """Hidden entries are other tools' files, whose place is not ours to choose."""
+    entries = {name.split("/")[0] for name in tracked_files() if name[0] != "."}
     assert len(entries) <= MAX_ROOT_ENTRIES, sorted(entries)
 
 
