@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
-from megatrain.model.given import refuse_weights, without_checkpointing
+from megatrain.model.given import refuse_changes, refuse_weights, without_checkpointing
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
 _LONGEST_REASON = 400
@@ -130,6 +130,7 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
     if any(buffer.is_meta for buffer in model.buffers()):
         with _weightless():
             copied = type(model)(copy.deepcopy(model.config))
+        refuse_changes(model, copied)
         copied.tie_weights()
         for name, parameter in copied.named_parameters():
             parameter.requires_grad_(parameters[name].requires_grad)

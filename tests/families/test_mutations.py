@@ -4,14 +4,25 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Placement
-from megatrain.errors import InputError
-from tests.families.mutations import LAYERS, MUTATIONS, NEUTRAL, OUTSIDE, STATES
+from megatrain.errors import InputError, RunFailed
+from megatrain.model.build import emptied
+from tests.families.mutations import (
+    LAYERS,
+    MUTATIONS,
+    NEUTRAL,
+    OUTSIDE,
+    STATES,
+    Change,
+    after,
+    extended,
+    method,
+)
 from tests.families.plain import EPS, LR, Step, Trained, make_steps, plain_training, train_in_place
-from tests.families.tiny import tiny_model
+from tests.families.tiny import tiny_config, tiny_model
 
 FAMILIES = ["llama", "qwen3_moe", "gpt2", "mamba", "gemma3_text", "deepseek_v3", "bamba"]
 LOSS_TOLERANCE, UPDATE_TOLERANCE = 1e-6, 1e-3
@@ -139,6 +150,50 @@ def test_a_change_is_refused_by_name(name: str) -> None:
     with pytest.raises(InputError, match=REFUSED[name]) as caught:
         Engine(changed("llama", name), optimizer=AdamW(), precision="fp32", device="cpu")
     assert "\n" not in str(caught.value)
+
+
+ON_META = {
+    "an attribute": lambda m: setattr(m.model.layers[1].self_attn, "scaling", 2.0),
+    "a hook": lambda m: after(m.model.layers[1]),
+    "a forward": lambda m: method(m.model.norm, lambda self, x: x),
+    "a class": lambda m: extended(m.model.layers[1], lambda self, output: output),
+    "a head": lambda m: setattr(m, "lm_head", nn.Linear(32, 200, bias=False, device="meta")),
+    "another part": lambda m: m.model.add_module("more", nn.Identity()),
+    "no part": lambda m: m.model.layers.__delitem__(2),
+}
+
+
+@pytest.mark.parametrize("change", ON_META.values(), ids=ON_META)
+def test_a_changed_model_without_memory_is_refused(change: Change) -> None:
+    """It is made anew of its configuration, which knows nothing of the change."""
+    with torch.device("meta"):
+        model = type(tiny_model("llama"))(tiny_config("llama"))
+    emptied(model)
+    change(model)
+    with pytest.raises(InputError, match="not as LlamaForCausalLM makes it") as caught:
+        emptied(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_number_that_is_read_later_breaks_the_step_off() -> None:
+    """The structure is found out on short rows; nothing may be guessed after that."""
+    model = tiny_model("llama")
+
+    def read(part: nn.Module, output: Tensor) -> Tensor:
+        return output * (1 + part.layer_idx) if output.shape[1] > 8 else output
+
+    for layer in model.model.layers:
+        extended(layer.mlp.down_proj, read)
+        layer.mlp.down_proj.layer_idx = 1
+    cls = type(model.model.layers[0].mlp.down_proj)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.__class__ = cls
+    ids = torch.arange(9)[None]
+    with (
+        Engine(model, optimizer=AdamW(), precision="fp32", device="cpu") as engine,
+        pytest.raises(RunFailed, match="reads its layer_idx, which it did not"),
+    ):
+        engine.step([{"input_ids": ids, "labels": ids}])
 
 
 @pytest.mark.exhaustive
