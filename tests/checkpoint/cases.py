@@ -94,7 +94,7 @@ class SlowWrites:
 
         def slow(file: files.NewFile, data: Any, offset: int) -> None:
             self.count += 1
-            self.may_go_on.wait(60)
+            assert self.may_go_on.wait(200), "nobody has let the writers go on"
             time.sleep(seconds)
             write(file, data, offset)
 

@@ -159,7 +159,6 @@ def test_spare_memory_takes_the_updates_place(choices, tmp_path, monkeypatch) ->
         saving.wait()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("blocks", [0, 3])
 def test_the_call_waits_for_no_disk(blocks, tmp_path, monkeypatch) -> None:
     """Not even where everything rests on the device and must leave it through little memory."""

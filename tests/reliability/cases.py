@@ -72,7 +72,7 @@ class Run:
         """What it has printed, on both streams."""
         return self._log.read_text() if self._log.exists() else ""
 
-    def until(self, text: str, seconds: float = 60) -> None:
+    def until(self, text: str, seconds: float = 240) -> None:
         """Wait until it has printed `text`."""
         end = time.monotonic() + seconds
         while text not in self.output:

@@ -1,7 +1,7 @@
 """Signals sent to a real run in each of its phases."""
 
 import signal
-import time
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +12,36 @@ CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every":
 
 # Makes a part of the run say its name and take long, so that a signal meets it.
 SLOW = """
-import time
+import pathlib, time
 from {module} import {owner}
 def slow(*args, whole={owner}.{name}, **kwargs):
-    print("{word}", flush=True)
-    time.sleep({seconds})
+    print("PHASE", flush=True)
+    said.append("{name}")
+    {wait}
     return whole(*args, **kwargs)
+said = []
 {owner}.{name} = slow
+"""
+
+# Has a step wait until a signal has met what goes on beside it.
+BESIDE = """
+from megatrain.api import Engine
+def beside(*args, step=Engine.step, **kwargs):
+    while said and not pathlib.Path({go!r}).exists():
+        time.sleep(0.01)
+    return step(*args, **kwargs)
+Engine.step = beside
+"""
+
+# The clock of `Signals`: stands still until a file is there, and says when it is looked at.
+CLOCK = """
+import itertools, os, pathlib, types
+import megatrain.train.stop as stop
+looks = itertools.count(1)
+def monotonic():
+    os.write(1, b"look %d\\n" % next(looks))
+    return 1.0 + pathlib.Path({later!r}).exists()
+stop.time = types.SimpleNamespace(monotonic=monotonic)
 """
 
 PHASES = {
@@ -31,9 +54,24 @@ PHASES = {
 }
 
 
-def slow(phase: str, seconds: float, word: str = "PHASE") -> str:
+def slow(phase: str, seconds: float) -> str:
+    return _slow(phase, f"time.sleep({seconds})")
+
+
+def held(phase: str, go: Path) -> str:
+    """The part waits until the file `go` is there: after a signal, however late that comes."""
+    return _slow(phase, f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)")
+
+
+def _slow(phase: str, wait: str) -> str:
     module, owner, name = PHASES[phase]
-    return SLOW.format(module=module, owner=owner, name=name, seconds=seconds, word=word)
+    return SLOW.format(module=module, owner=owner, name=name, wait=wait)
+
+
+@pytest.fixture
+def go(tmp_path: Path) -> Path:
+    """What `held` waits for; to be touched."""
+    return tmp_path / "go"
 
 
 @pytest.mark.parametrize(
@@ -49,14 +87,15 @@ def slow(phase: str, seconds: float, word: str = "PHASE") -> str:
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )
 def test_one_signal_ends_the_run_well_and_loses_nothing(
-    whole, run, tmp_path, zygote, phase, number
+    whole, run, tmp_path, zygote, phase, number, go
 ):
-    before = slow(phase, 0.4)
+    before = held(phase, go)
     if phase == "save":  # the steps beside it shall not be over before the signal
-        before += slow("step", 0.3, word="a step")
+        before += BESIDE.format(go=str(go))
     first = zygote.start("train", run, log=tmp_path / "1", before=before)
     first.until("PHASE")
     first.send(number)
+    go.touch()
     out = first.finish()
     folder = tmp_path / "run"
     if phase in ("reading", "loading"):
@@ -84,26 +123,29 @@ def test_a_second_signal_ends_it_at_once(run, tmp_path, zygote, phase):
     name = "_saved_engine" if phase == "loading" else None
     before = slow(phase, 60)
     before = before.replace("_engine", name) if name else before
+    before += CLOCK.format(later=str(tmp_path / "later"))
     process = zygote.start(*arguments, log=tmp_path / "1", before=before)
     process.until("PHASE")
     if phase != "loading":  # there the first one ends it
         process.send(signal.SIGINT)
         process.until("stopping after this step")
         process.send(signal.SIGINT)  # as timeout(1) does
-        time.sleep(0.6)
-    started, last = time.monotonic(), signal.SIGINT if phase == "step" else signal.SIGTERM
+        process.until("look 2")
+        (tmp_path / "later").touch()
+    last = signal.SIGINT if phase == "step" else signal.SIGTERM
     process.send(last)
     assert process.wait() == (0 if phase == "loading" else 128 + last)
-    assert time.monotonic() - started < 5
+    assert ("stopped at once" in process.output) == (phase != "loading")
     assert [verify(tmp_path / "run" / "checkpoints" / "step-00000003").step] == [3]
     assert checkpoint_steps(tmp_path / "run") == [3]
 
 
-def test_usr1_saves_now_and_the_run_goes_on(whole, run, tmp_path, zygote):
+def test_usr1_saves_now_and_the_run_goes_on(whole, run, tmp_path, zygote, go):
     arguments = ["train", run, *sets(checkpoint__every=None, checkpoint__at_end=False)]
-    process = zygote.start(*arguments, log=tmp_path / "1", before=slow("evaluation", 0.2))
+    process = zygote.start(*arguments, log=tmp_path / "1", before=held("evaluation", go))
     process.until("PHASE")  # after step 2
     process.send(signal.SIGUSR1)
+    go.touch()
     process.finish()
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert open_checkpoint(saved).extra["step"] == 3
@@ -125,12 +167,13 @@ loop.Steps.take = compiling
 """
 
 
-def test_usr1_is_heard_after_a_compiler_has_taken_it(run, tmp_path, zygote):
+def test_usr1_is_heard_after_a_compiler_has_taken_it(run, tmp_path, zygote, go):
     arguments = ["train", run, *sets(checkpoint__every=None, checkpoint__at_end=False)]
-    before = TAKEN + slow("evaluation", 0.2)
+    before = TAKEN + held("evaluation", go)
     process = zygote.start(*arguments, log=tmp_path / "1", before=before)
     process.until("PHASE")
     process.send(signal.SIGUSR1)
+    go.touch()
     process.finish()
     assert checkpoint_steps(tmp_path / "run") == [3]
 
@@ -154,13 +197,14 @@ loop.Steps.take = stopping
     assert logged(tmp_path / "run") == logged(whole)
 
 
-def test_a_signal_ends_a_long_evaluation(run, tmp_path, zygote):
+def test_a_signal_ends_a_long_evaluation(run, tmp_path, zygote, go):
     """It may be longer than a machine waits; the resumed run makes up for it."""
     choices = sets(data__eval_fraction=0.5)  # five parts
     process = zygote.start("train", run, *choices, log=tmp_path / "1",
-                           before=slow("evaluation", 0.4))  # fmt: skip
+                           before=held("evaluation", go))  # fmt: skip
     process.until("PHASE")
     process.send(signal.SIGTERM)
+    go.touch()
     out = process.finish()
     assert out.count("PHASE") == 1 and "stopped by SIGTERM after step 2 and saved" in out
     assert not any("eval_loss" in record for record in logged(tmp_path / "run"))
@@ -226,10 +270,10 @@ Engine.step = broken
     assert logged(tmp_path / "run") == logged(whole)
 
 
-def test_the_run_is_saved_before_pictures_are_drawn(run, tmp_path, zygote):
+def test_the_run_is_saved_before_pictures_are_drawn(run, tmp_path, zygote, go):
     """They take seconds that a machine may not give to a stopped run."""
     before = (
-        slow("step", 0.4)
+        held("step", go)
         + """
 import megatrain.train.loop as loop
 loop.draw_curve = lambda run: print("drawing", flush=True) or time.sleep(60)
@@ -238,6 +282,7 @@ loop.draw_curve = lambda run: print("drawing", flush=True) or time.sleep(60)
     process = zygote.start("train", run, log=tmp_path / "1", before=before)
     process.until("PHASE")
     process.send(signal.SIGTERM)
+    go.touch()
     process.until("drawing")
     process.send(signal.SIGKILL)
     process.wait()

@@ -319,7 +319,7 @@ def test_who_waits_for_the_tokens_of_another_run_is_told(tmp_path, caplog):
             waiting = pool.submit(
                 open_store, tmp_path / "tokens", ["a.txt"], lambda: [document], {}
             )
-            end = time.monotonic() + 30
+            end = time.monotonic() + 120
             while "another run is making these tokens" not in caplog.text:
                 assert time.monotonic() < end
                 time.sleep(0.01)
