@@ -132,7 +132,7 @@ class Engine(Continuing):
         self._given, self._max_grad_norm = optimizer, max_grad_norm
         sizes = tokens_per_step, sequence_length, micro_batch
         self._place(placement, layouts, precision, sizes)
-        self._packing = Packing(self.config.model_type, DTYPES[precision], self._trial_logits)
+        self._packing = Packing(self.config, DTYPES[precision], self._trial_losses)
         self._assemble(source, layouts, DTYPES[precision], max_grad_norm)
 
     def _assemble(
@@ -276,10 +276,8 @@ class Engine(Continuing):
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""
         prepared = self._prepare([batch], labelled=False)
-        return self._logits(prepared)[0]
-
-    def _logits(self, batch: Batch) -> list[Tensor]:
-        return self._forward_only(batch, lambda head, slot, h: head.logits(slot, batch, h))
+        made = self._forward_only(prepared, lambda head, slot, h: head.logits(slot, prepared, h))
+        return made[0]
 
     def _forward_only(self, batch: Batch, finish: Callable[[Head, Buffer, State], Any]) -> Any:
         with self._undisturbed():
@@ -312,10 +310,11 @@ class Engine(Continuing):
         self._program.train(train)
         return batch
 
-    def _trial_logits(self, micro_batches: MicroBatches) -> list[Tensor]:
+    def _trial_losses(self, micro_batches: MicroBatches) -> list[Tensor]:
         self._program.train(False)
+        batch = self._checked(micro_batches, labelled=True)
         with self._program.eager():
-            return self._logits(self._checked(micro_batches, labelled=False))
+            return self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
 
     def _checked(self, micro_batches: MicroBatches, *, labelled: bool) -> Batch:
         return prepare(

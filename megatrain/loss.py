@@ -50,6 +50,21 @@ def chunked_loss(
     return total
 
 
+def chunked_losses(
+    head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets_N: Tensor, tokens: int
+) -> Tensor:
+    """As `chunked_loss`, of each token `[N]`; 0 where there is no target."""
+    found = []
+    for start in range(0, len(hidden_ND), tokens):
+        logits, targets = (
+            head(hidden_ND[None, start : start + tokens]),
+            targets_N[start : start + tokens],
+        )
+        each = F.cross_entropy(logits[0].float(), targets, ignore_index=IGNORED, reduction="none")
+        found.append(each)
+    return torch.cat(found)
+
+
 def chunked_loss_gradients(
     head: Callable[[Tensor], Tensor],
     hidden_ND: Tensor,

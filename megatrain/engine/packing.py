@@ -1,26 +1,37 @@
 """Packed rows: documents one after the other in a row, told apart by positions that start anew.
 
 transformers hides one document from the next by the attention mask that it makes of the positions.
-Not every model has such a mask: states, convolutions and some attention run on across documents.
-So it is tried on the first such row: if what comes out for a document changes with the document
-before it, packing is refused.
+Not every model has such a mask: states, convolutions and some attention run on across documents,
+and some only in rows longer than a window, or in micro-batches of several rows. So it is tried on
+rows like those that come: if what comes out for a document changes with the document before it,
+packing is refused.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from megatrain.errors import InputError
+from megatrain.loss import IGNORED
 
-# Of the norm, in fp32 and bf16 alike: where documents are apart the difference is 0, or 3e-7 where
-# experts take tokens in another order; of 60 families that mix documents the least had 1e-4.
-TOLERANCE = 1e-5
+# Of how losses vary, in fp32 and bf16 alike: where documents are apart the difference is 0, or some
+# 1e-6 where experts take tokens in another order; in all families that mix documents it was above
+# 1e-2.
+TOLERANCE = 1e-4
 NOISES = 10  # times the noise of such other orders, which is measured
 # What changes more than this with the document after it has been seen by it, or sees it.
 MOST_NOISE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+# A document whose losses change less than this with its own beginning says nothing about others.
+LEAST_CONTEXT = 1e-3
 
-_TOKENS = 8  # of each of the two documents tried
+_SHORT = 5  # tokens of the short documents that are tried; less are no context
+Micro = Mapping[str, Tensor]
 
 
 class Packing:
@@ -28,16 +39,21 @@ class Packing:
 
     def __init__(
         self,
-        model_type: str,
+        config: PreTrainedConfig,
         dtype: torch.dtype,
-        logits: Callable[[list[dict[str, Tensor]]], list[Tensor]],
+        losses: Callable[[list[Micro]], list[Tensor]],
     ) -> None:
-        """Args: `logits` gives those of each micro-batch, `[B, T, V]`, computed in `dtype`."""
-        self._model_type, self._dtype, self._logits = model_type, dtype, logits
-        self._apart = False
+        """Args: `losses` gives those of micro-batches' tokens, each `[B, T]`, made in `dtype`."""
+        self._model_type, self._dtype, self._losses = config.model_type, dtype, losses
+        powers = (1 << exponent for exponent in range(1, 31))
+        self._limits = sorted({*powers, *_whole_numbers(config.to_dict())})
+        self._apart: set[tuple[bool, int]] = set()
 
-    def check(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """Try the first packed row that ever comes.
+    def check(self, micro_batches: Sequence[Micro]) -> None:
+        """Try packed rows of a kind that has not come before.
+
+        Of one kind are rows of lengths between the same two whole numbers of the configuration
+        (windows, kernels, rates, what else it has) or powers of two, alone or several at a time.
 
         Raises:
             InputError: the model's documents see each other, or packed rows have padding.
@@ -49,18 +65,134 @@ class Packing:
                 "attention_mask, where transformers ignores that documents begin; fill such rows "
                 "up with labels of -100 instead"
             )
-        tried = trial(packed[0]["input_ids"]) if packed and not self._apart else None
-        if tried is None:
-            return
-        if _mixed(self._logits(tried), MOST_NOISE[self._dtype]):
-            raise InputError(
-                f"{self._model_type} does not keep the documents of a packed row (position_ids "
-                "that start anew) apart; train it without packing (data.packing: false)"
-            )
-        self._apart = True
+        for micro in packed:
+            rows, tokens = micro["position_ids"].shape
+            kind = rows > 1, bisect(self._limits, tokens)
+            if kind not in self._apart and self._keeps_apart(micro, len(micro_batches)):
+                self._apart.add(kind)
+
+    def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
+        """False if what is before a token hardly changes its loss: then nothing has been tried."""
+        for seed in range(2):  # experts that are chosen otherwise by a rounding come once
+            tried = comparisons(micro, seed)
+            rows = [row for each in tried for row in each.micro_batches]
+            groups = [rows[at : at + at_once] for at in range(0, len(rows), at_once)]
+            losses = [each for group in groups for each in self._losses(group)]
+            if not all(bool(each.isfinite().all()) for each in losses):
+                return False  # the step itself tells
+            pairs = zip(tried, losses[::2], losses[1::2], strict=True)
+            found = [each.differences(*pair) for each, *pair in pairs]
+            noise, seen, context = (max(values) for values in zip(*found, strict=True))
+            if noise <= MOST_NOISE[self._dtype] and seen <= TOLERANCE + NOISES * noise:
+                return context > LEAST_CONTEXT or micro["position_ids"].shape[1] < _SHORT
+        raise InputError(
+            f"{self._model_type} does not keep the documents of a packed row (position_ids that "
+            "start anew) apart; train it without packing (data.packing: false)"
+        )
 
 
-def is_packed(micro: Mapping[str, Tensor]) -> bool:
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of documents of the same lengths, once with some tokens changed in each row.
+
+    Attributes:
+        lengths: of the documents.
+        changed_T: which tokens; of a document all, or the first ones.
+        pool: token ids that rows are made of; at least two.
+    """
+
+    lengths: list[int]
+    changed_T: Tensor
+    pool: Tensor
+    rows: int
+    seed: int
+
+    @property
+    def micro_batches(self) -> list[Micro]:
+        """The rows as they are, and with those tokens changed."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape, num = (self.rows, len(self.changed_T)), len(self.pool)
+        index_BT = torch.randint(num, shape, generator=generator)
+        other_BT = (index_BT + torch.randint(1, num, shape, generator=generator)) % num
+        positions_BT = torch.cat([torch.arange(n) for n in self.lengths]).expand(shape).contiguous()
+        made: list[Micro] = []
+        for chosen_BT in (index_BT, torch.where(self.changed_T, other_BT, index_BT)):
+            ids_BT = self.pool[chosen_BT]
+            labels_BT = ids_BT.masked_fill(positions_BT == 0, IGNORED)  # nothing predicts these
+            made.append({"input_ids": ids_BT, "labels": labels_BT, "position_ids": positions_BT})
+        return made
+
+    def differences(self, one_BT: Tensor, other_BT: Tensor) -> tuple[float, float, float]:
+        """How much losses change, by their spread: the root mean square of a document.
+
+        That of the most changed document before the changed tokens, of the most changed one after
+        them, and of what follows them in their own document.
+        """
+        spread = one_BT[one_BT != 0].std(correction=0) if one_BT.count_nonzero() > 1 else 0.0
+        change_BT = (one_BT - other_BT) / (float(spread) or 1.0)
+        first = int(self.changed_T.int().argmax())
+        before, after, same = 0.0, 0.0, 0.0
+        begin = 0
+        for end in accumulate(self.lengths):
+            kept_T = ~self.changed_T[begin:end]
+            size = float(change_BT[:, begin:end][:, kept_T].square().mean().sqrt())
+            if kept_T.all() and end <= first:
+                before = max(before, size)
+            elif kept_T.all():
+                after = max(after, size)
+            elif kept_T.any():
+                same = size
+            begin = end
+        return before, after, same
+
+
+def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
+    """Documents as they come, and short ones between long ones, in rows of the same length."""
+    rows, tokens = micro["position_ids"].shape
+    pool = torch.unique(micro["input_ids"])
+    if len(pool) == 1:  # any other token will do
+        pool = torch.cat([pool, pool - 1 if int(pool) else pool + 1])
+    made = []
+
+    def add(lengths: list[int], changed: list[int]) -> None:
+        """Change the first `changed[n]` tokens of document n."""
+        parts = [torch.arange(n) < m for n, m in zip(lengths, changed, strict=True)]
+        made.append(Comparison(lengths, torch.cat(parts), pool, min(rows, 2), seed))
+
+    def every_second(lengths: list[int]) -> None:
+        first = 1 if len(lengths) > 2 else 0
+        add(lengths, [n if at % 2 == first else 0 for at, n in enumerate(lengths)])
+
+    every_second(_lengths(micro))
+    short = min(_SHORT, tokens // 4)
+    if short:
+        every_second([short, short, tokens - 2 * short])
+        half = tokens // 2
+        add([half, tokens - half], [0, (tokens - half) // 2])
+    if 0 < 4 * short < tokens // 2:
+        every_second([short, tokens // 2, short + 1, short, tokens - tokens // 2 - 3 * short - 1])
+    return made
+
+
+def _lengths(micro: Micro) -> list[int]:
+    """Those of the documents in the row that has most of them."""
+    positions_BT = micro["position_ids"]
+    begins_BT = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
+    begins_T = begins_BT[int(begins_BT.sum(1).argmax())].nonzero()[:, 0] + 1
+    edges = [0, *begins_T.tolist(), positions_BT.shape[1]]
+    return [end - begin for begin, end in pairwise(edges)]
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """All that a configuration has, however deep."""
+    if type(value) is int:
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _whole_numbers(inner)
+
+
+def is_packed(micro: Micro) -> bool:
     """Whether positions `[B, T]` start anew after a token of the same row."""
     if "position_ids" not in micro:
         return False
@@ -70,34 +202,3 @@ def is_packed(micro: Mapping[str, Tensor]) -> bool:
         tokens = micro["attention_mask"].bool()
         breaks &= tokens[:, 1:] & tokens[:, :-1]
     return bool(breaks.any())
-
-
-def trial(ids_BT: Tensor) -> list[dict[str, Tensor]] | None:
-    """Four rows of two documents: a b, c b, b a and b c, where a and c differ in every token.
-
-    What comes out for b differs in the first two if b sees the document before it; in the last two
-    it differs by rounding only, if b does not see the document after it either. Made of tokens of
-    `ids_BT` alone; None if it has too few different ones.
-    """
-    unique, index_BT = torch.unique(ids_BT, return_inverse=True)
-    half = min(_TOKENS, ids_BT.shape[1] // 2)
-    if half == 0 or len(unique) == 1:
-        return None
-    a, b = ids_BT[0, :half], ids_BT[0, half : 2 * half]
-    c = unique.roll(1)[index_BT[0, :half]]
-    positions = torch.arange(half).repeat(2)[None]
-    return [
-        {"input_ids": torch.cat(row)[None], "position_ids": positions}
-        for row in ((a, b), (c, b), (b, a), (b, c))
-    ]
-
-
-def _mixed(logits: list[Tensor], most_noise: float) -> bool:
-    half = logits[0].shape[1] // 2
-    seen = _difference(*(each[:, half:] for each in logits[:2]))
-    noise = _difference(*(each[:, :half] for each in logits[2:]))
-    return noise > most_noise or seen > TOLERANCE + NOISES * noise
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / one.norm())

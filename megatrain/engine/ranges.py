@@ -87,10 +87,14 @@ class Rows:
         """All of them `[B, T, V]`, after the last range."""
         return torch.cat([values[ref] for ref in sorted(values) if ref >= self.first], -1)
 
+    def losses(self, micro: MicroBatch, values: Activations) -> Tensor:
+        """Each token's cross entropy `[N]`, after the last range; 0 where nothing is predicted."""
+        entropy_N = values[self.lse] - values[self.picked]
+        return torch.where(_targets(micro) != IGNORED, entropy_N, 0.0)
+
     def loss(self, micro: MicroBatch, values: Activations) -> Tensor:
         """Cross entropy summed over the labelled tokens, after the last range."""
-        entropy_N = values[self.lse] - values[self.picked]
-        return torch.where(_targets(micro) != IGNORED, entropy_N, 0.0).sum()
+        return self.losses(micro, values).sum()
 
     def gradients(self, values: Activations) -> Activations:
         """What `pull` adds to: the gradient of what is projected, fp32; and the log-sum-exp."""
@@ -233,6 +237,15 @@ class LastRange(Head):
 
         def work(micro: MicroBatch, values: Activations) -> Tensor:
             return self._rows.loss(micro, self._seen(slot, micro, values)) / batch.num_labelled
+
+        return self._each(slot, batch, h, work)
+
+    def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
+        """Each token's cross entropy `[B, T]`, fp32, on the CPU; 0 where nothing is predicted."""
+
+        def work(micro: MicroBatch, values: Activations) -> Tensor:
+            found = self._rows.losses(micro, self._seen(slot, micro, values))
+            return found.view(micro.rows.ids.shape).cpu()
 
         return self._each(slot, batch, h, work)
 

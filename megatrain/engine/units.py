@@ -18,7 +18,7 @@ from megatrain.engine.embedding import Embedding
 from megatrain.engine.graphs import add
 from megatrain.engine.portion import Portion
 from megatrain.engine.sink import Room
-from megatrain.loss import chunked_loss, chunked_loss_gradients, cross_entropy_sum
+from megatrain.loss import chunked_loss, chunked_loss_gradients, chunked_losses, cross_entropy_sum
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.model.skeleton import PROLOGUE, Ref, last_hidden, with_hidden
@@ -219,6 +219,25 @@ class Head(Unit):
                     self.cross_entropy,
                 )
             return total / batch.num_labelled
+
+        return self._each(slot, batch, h, work)
+
+    def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
+        """Each token's cross entropy `[B, T]`, fp32, on the CPU; 0 where nothing is predicted."""
+
+        def work(micro: MicroBatch, values: Activations) -> Tensor:
+            weights = self.weights(slot)
+            assert micro.targets is not None
+            with torch.no_grad():
+                output = self.program.epilogue(weights, micro, values)
+                hidden = last_hidden(output)
+                found = chunked_losses(
+                    lambda chunk: self.program.logits(weights, micro, with_hidden(output, chunk)),
+                    hidden.reshape(-1, hidden.shape[-1]),
+                    micro.targets.reshape(-1),
+                    self.tokens,
+                )
+            return found.view_as(micro.targets).cpu()
 
         return self._each(slot, batch, h, work)
 

@@ -1,13 +1,17 @@
 """Packed rows: each document as if it were alone, or the model is refused."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from megatrain import InputError
-from megatrain.engine.packing import is_packed, trial
+from megatrain.engine.packing import comparisons, is_packed
 from tests.families.tiny import tiny_model
 from tests.parity.cases import gradients, llama, make_engine, masters, relative_error, same
 
@@ -123,21 +127,102 @@ def test_packed_rows_are_told_by_their_positions(
     assert not is_packed(micro)
 
 
-@pytest.mark.parametrize("tokens", [2, 3, 9, 40])
-def test_a_trial_changes_every_token_of_the_first_document(tokens: int) -> None:
-    ids = torch.arange(tokens)[None] % 3
-    rows = trial(ids)
-    assert rows is not None
-    a, c, b_first, also_b_first = (row["input_ids"][0] for row in rows)
-    half = len(a) // 2
-    assert len(a) == 2 * half <= min(tokens, 16)
-    assert (a[:half] != c[:half]).all()
-    assert torch.equal(a[half:], c[half:])
-    assert torch.equal(b_first, torch.cat([a[half:], a[:half]]))
-    assert torch.equal(also_b_first, torch.cat([a[half:], c[:half]]))
-    assert set(torch.cat([a, c]).tolist()) <= set(ids[0].tolist())
+REFUSED = "does not keep the documents .* apart; .*packing"
 
 
-def test_rows_of_one_kind_of_token_try_nothing() -> None:
-    assert trial(torch.full((2, 8), 5)) is None
-    assert trial(torch.tensor([[3], [4]])) is None
+def row(*lengths: int, rows: int = 1) -> dict[str, Tensor]:
+    """Random documents of these lengths, the same lengths in each row."""
+    generator = torch.Generator().manual_seed(1)
+    made = [
+        packed([torch.randint(10, 110, (length,), generator=generator) for length in lengths])
+        for _ in range(rows)
+    ]
+    return {name: torch.cat([each[name] for each in made]) for name in made[0]}
+
+
+def forgetful(when: Callable[[Tensor], bool]) -> Any:
+    """A Llama whose attention sees all of a row before a token `when` its queries are so."""
+
+    def attention(
+        module: Any, query: Tensor, key: Any, value: Any, mask: Any, **options: Any
+    ) -> Any:
+        causal = torch.ones(query.shape[2], query.shape[2]).tril().bool()[None, None]
+        given = causal if when(query) else mask
+        return sdpa_attention_forward(module, query, key, value, given, **options)
+
+    AttentionInterface.register("forgetful", attention)
+    AttentionMaskInterface.register("forgetful", sdpa_mask)
+    model = llama(max_position_embeddings=512)
+    model.set_attn_implementation("forgetful")
+    return model
+
+
+def test_blocks_larger_than_the_first_documents_are_tried() -> None:
+    """Keys of 128 tokens in one: only in rows longer than that do documents see others' blocks."""
+    rates = {"compressed_sparse_attention": 128, "heavily_compressed_attention": 128}
+    changes = {"compress_rates": rates, "max_position_embeddings": 512}
+    engine = make_engine(tiny_model("deepseek_v4", changes=changes))
+    engine.step([row(20, 30)])
+    for lengths in ((100, 156), (60, 196), (130, 170), (3, 297)):
+        with pytest.raises(InputError, match=REFUSED):
+            make_engine(tiny_model("deepseek_v4", changes=changes)).step([row(*lengths)])
+        with pytest.raises(InputError, match=REFUSED):
+            engine.step([row(*lengths)])
+
+
+def test_rows_of_one_kind_of_token_hide_nothing() -> None:
+    engine, micro = make_engine(tiny_model("mamba")), packed(documents())
+    micro["input_ids"] = torch.full_like(micro["input_ids"], 12)
+    with pytest.raises(InputError, match=REFUSED):
+        engine.step([micro])
+
+
+def test_longer_rows_are_tried_anew() -> None:
+    engine = make_engine(forgetful(lambda query: query.shape[2] > 40))
+    engine.step([row(9, 20)])
+    with pytest.raises(InputError, match=REFUSED):
+        engine.step([row(9, 20), row(30, 15)])
+
+
+def test_several_rows_are_tried_apart_from_one() -> None:
+    """Attention by lengths knows documents only where a micro-batch has one row."""
+    engine = make_engine(forgetful(lambda query: query.shape[0] > 1))
+    engine.step([row(9, 20)])
+    with pytest.raises(InputError, match=REFUSED):
+        engine.step([row(9, 20, rows=2)])
+
+
+def test_weights_that_hide_what_is_before_a_token_are_tried_again() -> None:
+    """Attention that adds nothing yet mixes nothing; a step later it does."""
+    model = forgetful(lambda query: True)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    engine = make_engine(model)
+    engine.step([row(9, 20)])
+    with pytest.raises(InputError, match=REFUSED):
+        engine.step([row(9, 20)])
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (1, 2), (2, 5), (9, 1, 4), (17, 300), (50, 51, 52, 53)]
+)
+@pytest.mark.parametrize("token", [None, 0])
+def test_what_is_tried(lengths: tuple[int, ...], token: int | None) -> None:
+    """Rows of documents of which some change in every token, and others in none."""
+    micro = row(*lengths, rows=3)
+    if token is not None:
+        micro["input_ids"].fill_(token)
+    tried = comparisons(micro)
+    assert list(lengths) in [each.lengths for each in tried]
+    for each in tried:
+        assert sum(each.lengths) == sum(lengths)
+        assert min(each.lengths) > 0
+        one, other = each.micro_batches
+        for made in (one, other):
+            assert all(tensor.shape == (2, sum(lengths)) for tensor in made.values())
+            assert (made["labels"] == -100).sum() == 2 * len(each.lengths)
+            assert is_packed(made)
+        changed = one["input_ids"] != other["input_ids"]
+        assert torch.equal(changed, each.changed_T.expand_as(changed))
+        assert 0 < each.changed_T.sum() < sum(lengths)
