@@ -89,13 +89,13 @@ def example(kind: Kind, path: str, module: nn.Module, args: tuple, kwargs: dict)
     dice = Dice()
     with torch.no_grad():
         kind.example = kind.call(weights, args, kwargs)
-        for change in watch.changes():
+        changes = watch.changes()
+        for change in changes:
             if not change.spoil():
                 raise change.refusal()
-        again = kind.call(weights, args, kwargs) if watch.changes() else kind.example
-    for value in again:
-        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
-            raise watch.changes()[0].refusal()
+        again = kind.call(weights, args, kwargs) if changes else []
+    if any(_has_nan(value) for value in again):
+        raise changes[0].refusal()
     for (name, buffer), version in zip(buffers.items(), versions, strict=True):
         if weights[name] is not buffer or buffer._version != version:
             raise Unsupported(f"the forward of {path} changes its buffer {name}")
@@ -117,9 +117,13 @@ def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
         lasting = change.name not in change.module._non_persistent_buffers_set
         if not written or lasting or not change.spoil():
             raise change.refusal()
-    for value in again() if changes else ():
-        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
-            raise changes[0].refusal()
+    if changes and any(_has_nan(value) for value in again()):
+        raise changes[0].refusal()
+
+
+def _has_nan(value: Any) -> bool:
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return floats and bool(value.isnan().any())
 
 
 class Dice:

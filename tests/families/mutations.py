@@ -23,6 +23,11 @@ from megatrain.model.probe import find_stacks
 Change = Callable[[PreTrainedModel], Any]
 
 
+def tilted(x: Tensor, factor: Any = 1.5) -> Tensor:
+    """Multiplied by a factor on average, in a way that no norm undoes."""
+    return x * (1 + (factor - 1) * torch.linspace(0.5, 1.5, x.shape[-1]))
+
+
 def stack(model: PreTrainedModel) -> nn.ModuleList:
     return find_stacks(model)[0][1]
 
@@ -87,7 +92,7 @@ def scaled(read: Callable[[Any], Any], usual: Any, other: Any) -> Change:
             if base not in classes:
 
                 def forward(self: Any, x: Tensor, base: Any = base) -> Tensor:
-                    return base.forward(self, x) * read(self)
+                    return tilted(base.forward(self, x), read(self))
 
                 classes[base] = type(f"Scaled{base.__name__}", (base,), {"forward": forward})
             part.__class__ = classes[base]
@@ -226,23 +231,23 @@ def _own_config(model: PreTrainedModel) -> None:
 
 
 def _own_class(model: PreTrainedModel) -> None:
-    extended(stack(model)[1], lambda self, output: first(output, lambda h: h * 1.5))
+    extended(stack(model)[1], lambda self, output: first(output, tilted))
 
 
 def _own_method(model: PreTrainedModel) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return first(type(self).forward(self, *args, **kwargs), lambda h: h * 1.5)
+        return first(type(self).forward(self, *args, **kwargs), tilted)
 
     method(stack(model)[1], forward)
 
 
 def _own_method_inside(model: PreTrainedModel) -> None:
-    method(leaf(stack(model)[1]), lambda self, x: type(self).forward(self, x) * 1.5)
+    method(leaf(stack(model)[1]), lambda self, x: tilted(type(self).forward(self, x)))
 
 
 def _own_partial(model: PreTrainedModel) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return type(self).forward(self, x) * 1.5
+        return tilted(type(self).forward(self, x))
 
     part = leaf(stack(model)[1])
     part.forward = functools.partial(forward, part)
@@ -358,16 +363,16 @@ def _count_hook(module: nn.Module) -> None:
 
 
 def after(module: nn.Module, factor: float = 1.5) -> None:
-    module.register_forward_hook(lambda m, args, output: first(output, lambda h: h * factor))
+    module.register_forward_hook(lambda m, args, output: first(output, lambda h: tilted(h, factor)))
 
 
 def before(module: nn.Module) -> None:
-    module.register_forward_pre_hook(lambda m, args: (args[0] * 1.5, *args[1:]))
+    module.register_forward_pre_hook(lambda m, args: (tilted(args[0]), *args[1:]))
 
 
 def before_by_name(module: nn.Module) -> None:
     module.register_forward_pre_hook(
-        lambda m, args, kwargs: ((args[0] * 1.5, *args[1:]), kwargs), with_kwargs=True
+        lambda m, args, kwargs: ((tilted(args[0]), *args[1:]), kwargs), with_kwargs=True
     )
 
 
@@ -400,11 +405,9 @@ LAYERS: dict[str, Change] = {
     "a forward of its own inside": _own_method_inside,
     "a partial as forward": _own_partial,
     "a forward around its forward": lambda m: _around(
-        stack(m)[1], lambda output: first(output, lambda h: h * 1.5)
+        stack(m)[1], lambda output: first(output, tilted)
     ),
-    "a forward around that of a part": lambda m: _around(
-        leaf(stack(m)[1]), lambda output: output * 1.5
-    ),
+    "a forward around that of a part": lambda m: _around(leaf(stack(m)[1]), tilted),
     "the forward of another layer's part": _of_another,
     "another layer's part in a list": _borrowed,
     "a part that is not registered": _unregistered,
@@ -524,22 +527,20 @@ OUTSIDE: dict[str, Change] = {
     "a backward hook of the head": lambda m: before_backward(m.get_output_embeddings()),
     "a hook of the table's gradient": lambda m: _gradient(m.get_input_embeddings().weight),
     "a forward of the embedding's own": lambda m: method(
-        m.get_input_embeddings(), lambda self, ids: type(self).forward(self, ids) * 1.5
+        m.get_input_embeddings(), lambda self, ids: tilted(type(self).forward(self, ids))
     ),
     "a forward of the norm's own": lambda m: method(
-        norm(m), lambda self, x: type(self).forward(self, x) * 1.5
+        norm(m), lambda self, x: tilted(type(self).forward(self, x))
     ),
     "a forward of the head's own": lambda m: method(
-        m.get_output_embeddings(), lambda self, x: type(self).forward(self, x) * 1.5
+        m.get_output_embeddings(), lambda self, x: tilted(type(self).forward(self, x))
     ),
     "a forward of the trunk's own": lambda m: method(
         trunk(m),
         lambda self, *args, **rest: first_field(type(self).forward(self, *args, **rest)),
     ),
-    "a forward around the norm's": lambda m: _around(norm(m), lambda out: out * 1.5),
-    "a forward around the head's": lambda m: _around(
-        m.get_output_embeddings(), lambda out: out * 1.5
-    ),
+    "a forward around the norm's": lambda m: _around(norm(m), tilted),
+    "a forward around the head's": lambda m: _around(m.get_output_embeddings(), tilted),
     "a counter in the embedding": lambda m: _counting(m.get_input_embeddings(), _step_attribute),
     "a buffer that the embedding counts in": lambda m: _count_buffer(m.get_input_embeddings()),
     "a buffer that the norm counts in": lambda m: _count_buffer(norm(m)),
