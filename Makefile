@@ -9,10 +9,13 @@ NATIVE := megatrain/kernels/csrc
 LIBRARY := megatrain/kernels/_native.so
 NATIVE_SOURCES := $(wildcard $(NATIVE)/*)
 
+OLDEST := .venv-oldest
+OLDEST_VERSIONS := torch==2.10.0 transformers==5.6.0
+
 # Tests run side by side, so each takes one torch thread.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8
 
-.PHONY: help demo test test-all fuzz soak check format bench-cpu bench-regression native wheel models clean
+.PHONY: help demo test test-all compat fuzz soak check format bench-cpu bench-regression native wheel models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -25,6 +28,14 @@ test: check  ## lint, types, structure and the tests that need no GPU
 
 test-all: $(STAMP)  ## every model family and every exhaustive sweep
 	$(PYTEST) -m "exhaustive and not gpu"
+
+# The oldest supported torch and transformers, in an environment of their own; the newest are
+# those of `make test`.
+compat: $(OLDEST)/.installed native  ## the parity core with the oldest torch and transformers
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest \
+		-n auto --maxprocesses 8 -m "not gpu and not exhaustive" tests/parity tests/race \
+		tests/families tests/checkpoint tests/unit/test_weights_read.py \
+		tests/unit/test_weights_write.py tests/unit/test_probe.py
 
 fuzz: $(STAMP)  ## 100,000 hostile files to everything that reads; a quarter of an hour
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) tests.reliability.readers 10000
@@ -62,9 +73,21 @@ models: $(STAMP)  ## regenerate docs/models.md by trying every family
 	$(RUN) tests.families.report
 
 clean:  ## remove what was built, and the environment
-	rm -rf build dist $(VENV) $(LIBRARY)
+	rm -rf build dist $(VENV) $(OLDEST) $(LIBRARY)
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(RUN) pip install --quiet --editable '.[dev]'
+	touch $@
+
+# What pyproject.toml lists, with the two versions in the place of the constrained ones.
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	grep -vE '^(torch|transformers|tokenizers|huggingface_hub|hf-xet|httpx2|httpcore2)==' \
+		constraints.txt >$(OLDEST)/constraints.txt
+	$(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*p["dependencies"], *p["optional-dependencies"]["dev"], sep="\n")' \
+		>$(OLDEST)/requirements.txt
+	PIP_CONSTRAINT=$(OLDEST)/constraints.txt $(OLDEST)/bin/python -m pip install --quiet \
+		$(OLDEST_VERSIONS) -r $(OLDEST)/requirements.txt
 	touch $@

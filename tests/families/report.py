@@ -140,6 +140,11 @@ def _table(findings: list[Finding]) -> list[str]:
     return [f"{head}| notes |", "|---|---|---|---|---|---|---|---|---|---|---|", *rows]
 
 
+def documents_this_version() -> bool:
+    """Whether the document was written with the installed transformers."""
+    return f"transformers {transformers.__version__}." in DOCUMENT.read_text()
+
+
 def documented() -> dict[str, tuple[str, str]]:
     """Result and reason of every family and variant, as the document says."""
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|", DOCUMENT.read_text(), re.MULTILINE)

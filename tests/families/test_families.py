@@ -18,7 +18,7 @@ from tests.families.examine import (
 )
 from tests.families.parity import compare
 from tests.families.plain import Trained, make_steps, plain_training
-from tests.families.report import documented
+from tests.families.report import documented, documents_this_version
 from tests.families.sizes import VARIANTS
 from tests.families.tiny import NOT_TRAINABLE, families, tiny_model
 
@@ -75,7 +75,8 @@ def _check(family: str, changes: dict | None, name: str) -> None:
     found = examine(family, changes, name)
     assert found.result in (PASSES, REFUSED, NOT_TRAINED), found.reason
     assert "\n" not in found.reason
-    assert (found.result, found.reason) == documented()[name], "docs/models.md: run `make models`"
+    if documents_this_version():
+        assert (found.result, found.reason) == documented()[name], "docs/models.md: `make models`"
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVE)
@@ -124,6 +125,7 @@ def test_torch_cannot_train_these_either(family: str) -> None:
         plain_training(model, make_steps(model.config))
 
 
+@pytest.mark.skipif(not documents_this_version(), reason="docs/models.md is of another version")
 def test_the_document_names_every_family() -> None:
     results = {name: result for name, (result, _) in documented().items()}
     assert set(results) == {*families(), *VARIANTS}
