@@ -33,8 +33,10 @@ transformers {{version}}. **{{passing}} train as in plain PyTorch**, {{refused}}
 reason, and {{untrained}} cannot be trained on text by PyTorch itself.
 
 Older versions work from transformers 5.6 on. 5.6.0 knows 153 of these families: 146 come out as
-here, `cpmant` is refused, `ctrl` fails in bf16, the others fail in plain PyTorch, too. Versions
-before that do not say how they have converted the names of stored weights.
+here, `cpmant` (before 5.17) and `jamba` (before 5.15, unless its configuration has
+`use_mamba_kernels: false`) are refused, `ctrl` fails in bf16, the others fail in plain PyTorch,
+too. `make compat` runs the parity core with 5.6.0 and torch 2.10. Versions before that do not say
+how they have converted the names of stored weights.
 
 ## What "passes" means
 

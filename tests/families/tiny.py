@@ -41,8 +41,8 @@ NOT_TRAINABLE: dict[str, str] = {
 }
 
 
-# Versions of transformers from which on a family is as the tests expect it. Before, cpmant's head was
-# tied to a table of another size, and jamba changed its configuration in the first forward.
+# Versions of transformers from which on a family is as the tests expect it. Before, cpmant's head
+# was tied to a table of another size, and jamba changed its configuration in the first forward.
 SINCE = {"cpmant": "5.17", "jamba": "5.15"}
 
 
