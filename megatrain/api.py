@@ -33,7 +33,6 @@ from megatrain.engine.units import Head, State
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.forecast import Forecast
 from megatrain.forecast.needs import Question
-from megatrain.model.export import write_weights
 from megatrain.model.probe import outline
 from megatrain.model.program import Program
 from megatrain.optim import AdamW, StreamedOptimizer, is_number
@@ -152,6 +151,7 @@ class Engine(Continuing):
         self._saver = Saver(self.device, tiles, spare, limit, reverse=backward)
         with self._undisturbed():
             fill(source, self._outline, self._store, self._seed)
+        self._untrained = source.untrained
         self._program = Program(self._outline, self.device.torch_device, dtype)
         self._program.tile_epilogue(self.placement.head_tokens)
         assembly = Assembly(self.device, self._program, self._store, dtype, self.placement)
@@ -338,30 +338,11 @@ class Engine(Continuing):
         finally:
             spans.extend(self.device.stop())
 
-    def flush(self) -> None:
-        """Wait until every update that has been started is done."""
-        for tile in self._store.tiles:
-            self.device.synchronize(tile.updated, "version complete")
-
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Every distinct parameter: Hugging Face name and a copy of its fp32 master, on the CPU."""
         self.flush()
         for tile, entry in self._store.entries():
             yield entry.name, tile.read_master(entry)
-
-    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write a Hugging Face folder in `dtype` (None: that of the model's source).
-
-        Raises:
-            RunFailed: it cannot be written; nothing is left behind.
-        """
-        self.flush()
-        model = self._outline.skeleton.model
-        masters = {
-            entry.name: (lambda tile=tile, entry=entry: tile.read_master(entry))
-            for tile, entry in self._store.entries()
-        }
-        write_weights(Path(folder), model, masters, dtype=dtype or self._source_dtype)
 
     def memory(self) -> dict[str, int]:
         """Bytes by place: host planes, rows, gradients, boundaries; device memory and its peak."""

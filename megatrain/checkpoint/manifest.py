@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -88,6 +88,7 @@ class Settings:
         attn_implementation: of each configuration that the model's has inside, by its path; older
             checkpoints have one for all.
         frozen: parameters that do not require gradients.
+        frozen_dtypes: of those without an optimizer group that came in another dtype than `dtype`.
         optimizer: AdamW's settings; `groups`: torch's parameter groups as a schedule left them.
         num_steps: the optimizer's own count.
     """
@@ -106,6 +107,7 @@ class Settings:
     optimizer: dict[str, Any] | None
     groups: tuple[dict[str, Any], ...]
     num_steps: Count
+    frozen_dtypes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,17 @@ from megatrain.engine.graphs import RECOMPUTE, Policy
 from megatrain.engine.layer import Layer
 from megatrain.engine.portion import Portion, Ranges, Stages, ranges, stages
 from megatrain.engine.ranges import Rows, in_ranges
-from megatrain.engine.resume import open_model, read_buffers, saved_dtype
+from megatrain.engine.resume import open_model, read_untrained, saved_dtype
 from megatrain.engine.saved import HostSaved, Saved
 from megatrain.engine.sink import Sink
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.stream import Stream
 from megatrain.engine.units import Head, Prologue
+from megatrain.engine.untrained import Untrained, persistent_buffers
 from megatrain.engine.update import Update
 from megatrain.engine.workroom import WorkRoom
 from megatrain.errors import InputError
-from megatrain.model.build import emptied, empty_model, load_config
+from megatrain.model.build import emptied, empty_model, load_config, loaded_types
 from megatrain.model.init import initialise
 from megatrain.model.outline import Outline
 from megatrain.model.program import Program
@@ -52,6 +53,7 @@ class Source:
 
     Attributes:
         dtype: of the weights, in which exports are written.
+        untrained: see there; empty until `fill`.
     """
 
     model: PreTrainedModel
@@ -59,6 +61,7 @@ class Source:
     folder: Path | None = None
     given: PreTrainedModel | None = None
     saved: Checkpoint | None = None
+    untrained: Untrained = field(default_factory=Untrained)
 
 
 def open_source(
@@ -121,18 +124,21 @@ def fill(source: Source, outline: Outline, store: Store, seed: int) -> None:
     """Bring every weight and persistent buffer to its place: read, copied, or drawn.
 
     From a checkpoint, also the rest of a tile's state.
+
+    Raises:
+        InputError: float64 weights that a float32 master cannot hold.
     """
-    write = _writer(store, source.model, threads=1)  # one of many readers at a time
+    write = _writer(store, source, threads=1)  # one of many readers at a time
 
     def draw(only: Any = None) -> None:
         threads = update_threads()
-        wide = _writer(store, source.model, threads=threads)
+        wide = _writer(store, source, threads=threads)
         initialise(outline, seed, wide, only, threads=threads)
 
     if source.saved is not None:
         with offering_another(source.saved.folder):
             read_tiles(source.saved, store.tiles, update_threads())
-            read_buffers(source.saved, source.model)
+            source.untrained = read_untrained(source.saved, source.model)
     elif source.folder is not None:
         missing = read_weights(source.folder, source.model, write, threads=update_threads())
         if missing:
@@ -142,20 +148,42 @@ def fill(source: Source, outline: Outline, store: Store, seed: int) -> None:
     else:
         for name, parameter in source.given.named_parameters():
             write(name, parameter.detach().cpu())
+        for name, buffer in persistent_buffers(source.given).items():
+            if not buffer.is_meta:
+                write(name, buffer.detach().cpu().clone())
+    _note_drawn_buffers(source)
 
 
-def _writer(store: Store, model: PreTrainedModel, *, threads: int) -> Write:
+def _writer(store: Store, source: Source, *, threads: int) -> Write:
     places = {entry.name: (tile, entry) for tile, entry in store.entries()}
-    buffers = dict(model.named_buffers())
+    buffers, untrained = dict(source.model.named_buffers()), source.untrained
 
     def write(name: str, values: Tensor) -> None:
-        if name in places:
-            tile, entry = places[name]
-            tile.write_master(entry, values, threads)
-        else:
+        if name not in places:
+            untrained.buffers[name] = values
             buffers[name].copy_(values)
+            return
+        if values.dtype == torch.float64 and not torch.equal(values.float().double(), values):
+            raise InputError(
+                f"{name!r} has float64 values that a float32 master cannot hold; convert the "
+                "weights to float32 first"
+            )
+        tile, entry = places[name]
+        if entry.group is None:
+            untrained.dtypes[name] = values.dtype
+            narrow = tile.remainder is None and tile.weights.data.dtype == torch.bfloat16
+            untrained.rounded |= narrow and values.dtype != torch.bfloat16
+        tile.write_master(entry, values, threads)
 
     return write
+
+
+def _note_drawn_buffers(source: Source) -> None:
+    """Those that were neither read nor given are as the class makes them in the source's dtype."""
+    buffers, known = persistent_buffers(source.model), source.untrained.buffers
+    if missing := buffers.keys() - known.keys():
+        types = loaded_types(source.model, source.dtype)
+        known |= {name: buffers[name].to(types[name], copy=True) for name in missing}
 
 
 @dataclass

@@ -27,20 +27,24 @@ from megatrain.engine.resume import (
     settings_of,
 )
 from megatrain.engine.step import Parts, TrainingParts
+from megatrain.engine.untrained import Untrained
 from megatrain.errors import RunFailed
+from megatrain.model.export import write_weights
 from megatrain.model.outline import Outline
 from megatrain.optim import AdamW, StreamedOptimizer
 from megatrain.placement import Placement
+from megatrain.store import Store
 
 
 class Continuing:
-    """`save` and `load`; the engine sets the attributes."""
+    """`save`, `load` and `save_pretrained`; the engine sets the attributes."""
 
     device: Recording
     optimizer: StreamedOptimizer | None
     placement: Placement
     _outline: Outline
     _parts: Parts
+    _store: Store
     _saver: Saver
     _kept: KeptGraphs | None
     _given: AdamW | None
@@ -49,6 +53,7 @@ class Continuing:
     _seed: int
     _steps: int
     _source_dtype: torch.dtype
+    _untrained: Untrained
 
     def save(
         self,
@@ -84,7 +89,7 @@ class Continuing:
                 "save; go back to the last checkpoint"
             )
         model = self._outline.skeleton.model
-        written = documents(model, self._source_dtype)
+        written = documents(model, self._source_dtype, self._untrained.buffers)
         contents = Contents(self._described(), as_json(extra or {}), written, attach, keep)
         background = self.optimizer is not None and not wait
         saving = self._saver.begin(folder, contents, background=background)
@@ -97,6 +102,7 @@ class Continuing:
         return settings_of(
             self._outline.skeleton.model,
             self._source_dtype,
+            self._untrained,
             steps=self._steps,
             seed=self._seed,
             precision=self._precision,
@@ -108,6 +114,32 @@ class Continuing:
             groups=() if optimizer is None else tuple(optimizer.saved_groups()),
             num_steps=0 if optimizer is None else optimizer.num_steps,
         )
+
+    def flush(self) -> None:
+        """Wait until every update that has been started is done."""
+        for tile in self._store.tiles:
+            self.device.synchronize(tile.updated, "version complete")
+
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write a Hugging Face folder in `dtype` (None: that of the model's source).
+
+        What is not trained is written as it came, buffers in any case; parameters in `dtype` where
+        one is given.
+
+        Raises:
+            InputError: more bits are wanted than an engine without an optimizer has kept.
+            RunFailed: it cannot be written; nothing is left behind.
+        """
+        self._untrained.check_export(dtype)
+        self.flush()
+        model = self._outline.skeleton.model
+        masters = {
+            entry.name: (lambda tile=tile, entry=entry: tile.read_master(entry))
+            for tile, entry in self._store.entries()
+        }
+        values, as_came = masters | self._untrained.values, self._untrained.as_came(dtype)
+        chosen = dtype or self._source_dtype
+        write_weights(Path(folder), model, values, dtype=chosen, as_came=as_came)
 
     @property
     def saving(self) -> Saving | None:

@@ -1,14 +1,16 @@
 """What a checkpoint holds of an engine besides its tiles, and the way back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import BUFFERS, MODEL, Checkpoint, Settings
+from megatrain.engine.untrained import Untrained, persistent_buffers
 from megatrain.errors import InputError
 from megatrain.model.build import configs, empty_model, load_config
 from megatrain.model.export import write_configs
@@ -16,9 +18,13 @@ from megatrain.model.shards import Described, read_header, write_shard
 from megatrain.optim import AdamW
 from megatrain.placement import Placement
 
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 SOURCE_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    _name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
 
 
@@ -29,12 +35,13 @@ def describe_optimizer(settings: AdamW | None) -> dict[str, Any] | None:
     return asdict(settings) | {"betas": list(settings.betas), "no_decay": list(settings.no_decay)}
 
 
-def documents(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[Path], None]:
+def documents(
+    model: PreTrainedModel, dtype: torch.dtype, buffers: Mapping[str, Tensor]
+) -> Callable[[Path], None]:
     """Writes the model's configuration and its persistent buffers into a checkpoint."""
 
     def write(folder: Path) -> None:
         write_configs(folder / MODEL, model, dtype)
-        buffers = persistent_buffers(model)
         names = sorted(buffers, key=lambda name: -buffers[name].itemsize)
         if names:
             described = [Described(n, buffers[n].dtype, tuple(buffers[n].shape)) for n in names]
@@ -43,14 +50,8 @@ def documents(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[Path], No
     return write
 
 
-def persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the model's weights, by name."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
-
-
-def read_buffers(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """Give `model` the persistent buffers of a checkpoint.
+def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
+    """What of a checkpoint was not trained; `model` is given the persistent buffers.
 
     Raises:
         InputError: they are those of another model.
@@ -60,12 +61,19 @@ def read_buffers(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
     if BUFFERS in checkpoint.manifest.files:
         stored = {each.name: each for each in read_header(path)}
     buffers = persistent_buffers(model)
-    if {n: (each.dtype, each.shape) for n, each in stored.items()} != {
-        n: (each.dtype, tuple(each.shape)) for n, each in buffers.items()
+    if {n: (each.dtype.is_floating_point, each.shape) for n, each in stored.items()} != {
+        n: (each.is_floating_point(), tuple(each.shape)) for n, each in buffers.items()
     }:
         raise InputError(f"{path}: its buffers are not those of a {type(model).__name__}")
+    found = Untrained({name: each.read() for name, each in stored.items()})
     for name, buffer in buffers.items():
-        buffer.copy_(stored[name].read())
+        buffer.copy_(found.buffers[name])
+    usual, others = checkpoint.settings.dtype, checkpoint.settings.frozen_dtypes
+    for tile in checkpoint.manifest.tiles:
+        for each in tile.parameters:
+            if each.group is None:
+                found.dtypes[each.name] = _dtype(checkpoint, others.get(each.name, usual))
+    return found
 
 
 def open_model(
@@ -110,9 +118,13 @@ def _set_attention(config: PreTrainedConfig, saved: dict[str, str] | str | None)
 
 def saved_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of the model's source. Raises InputError."""
-    if checkpoint.settings.dtype not in SOURCE_DTYPES:
-        raise InputError(f"{checkpoint.folder}: its dtype {checkpoint.settings.dtype!r} is unknown")
-    return SOURCE_DTYPES[checkpoint.settings.dtype]
+    return _dtype(checkpoint, checkpoint.settings.dtype)
+
+
+def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
+    if name not in SOURCE_DTYPES:
+        raise InputError(f"{checkpoint.folder}: its dtype {name!r} is unknown")
+    return SOURCE_DTYPES[name]
 
 
 def saved_optimizer(checkpoint: Checkpoint) -> AdamW | None:
@@ -161,11 +173,18 @@ def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
     return saved
 
 
-def settings_of(model: PreTrainedModel, dtype: torch.dtype, **rest: Any) -> Settings:
+def settings_of(
+    model: PreTrainedModel, dtype: torch.dtype, untrained: Untrained, **rest: Any
+) -> Settings:
     """All that a checkpoint says of an engine; `dtype` is that of the model's source."""
     attention = {path: part._attn_implementation for path, part in configs(model.config)}
+    if untrained.rounded:
+        dtype = torch.bfloat16  # an export of the checkpoint claims no bits that are not there
+        untrained = Untrained()
+    others = {name: each for name, each in untrained.dtypes.items() if each != dtype}
     return Settings(
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name(dtype),
+        frozen_dtypes={name: _name(each) for name, each in others.items()},
         model_class=type(model).__name__,
         attn_implementation={path: name for path, name in attention.items() if name},
         frozen=tuple(n for n, p in model.named_parameters() if not p.requires_grad),

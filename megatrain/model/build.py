@@ -5,6 +5,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,17 @@ def empty_model(
 ) -> PreTrainedModel:
     """The causal-LM class of `config` with meta parameters and real buffers, in training mode.
 
+    It is made in float32, whatever `config.dtype`: stored buffers are read into it unrounded.
+
     Raises:
         InputError: transformers has no causal language model for this configuration, or it asks for
             code from the hub, which only `attn_implementation` may.
     """
     _refuse_endless(config)
     _refuse_code_of_others(config, chosen=attn_implementation is not None)
-    chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    chosen: dict[str, Any] = {"dtype": torch.float32}
+    if attn_implementation is not None:
+        chosen["attn_implementation"] = attn_implementation
     try:
         with _weightless():
             model = AutoModelForCausalLM.from_config(
@@ -146,16 +151,25 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
     return copied.train()
 
 
-def buffer_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Buffers that have another type in a model which transformers makes in `dtype`, and that type.
+def loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each parameter and buffer that `from_pretrained(folder, dtype=dtype)` makes.
 
-    Decay tables and masks must fit the weights that they meet; a rotary table stays in fp32.
+    Mostly `dtype`, but classes make some in fp32 (rotary tables, decay rates) and have transformers
+    load others so (`_keep_in_fp32_modules_strict`: routers and their biases).
     """
     with _weightless():
         twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    wide = re.compile("|".join(model._keep_in_fp32_modules_strict or ()) or "(?!)")
-    types = {n: torch.float32 if wide.search(n) else b.dtype for n, b in twin.named_buffers()}
-    return {n: types[n] for n, b in model.named_buffers() if n in types and types[n] != b.dtype}
+    plan = [re.compile(pattern.replace("*", ".*")) for pattern in twin._get_dtype_plan(dtype)]
+    stored = twin.state_dict().keys()
+    tensors = chain(twin.named_parameters(remove_duplicate=False), twin.named_buffers())
+    return {
+        name: torch.float32
+        if name in stored
+        and tensor.is_floating_point()
+        and any(pattern.search(name) for pattern in plan)
+        else tensor.dtype
+        for name, tensor in tensors
+    }
 
 
 @contextmanager

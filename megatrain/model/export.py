@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain.disk import flush
 from megatrain.errors import InputError, RunFailed
+from megatrain.model.build import loaded_types
 from megatrain.model.conversion import ExportBatch, plan_export
 from megatrain.model.shards import INDEX_FILE, SINGLE_FILE, Described, write_shard
 from megatrain.units import GIB, gib
@@ -35,6 +35,7 @@ def write_weights(
     tensors: Values,
     *,
     dtype: torch.dtype,
+    as_came: Mapping[str, torch.dtype] | None = None,
     max_shard_bytes: int = 5 * GIB,
 ) -> None:
     """Write config.json, generation_config.json and safetensors shards, as `save_pretrained` does.
@@ -51,6 +52,7 @@ def write_weights(
             on the CPU. Persistent buffers may be among them; others are taken from the model.
         dtype: of the model in the files. Parameters that its class keeps in float32 whatever
             the model's dtype stay so, and buffers keep their own.
+        as_came: dtypes of what is written in another one all the same, by first name.
         max_shard_bytes: a larger tensor gets a shard of its own.
 
     Raises:
@@ -62,7 +64,7 @@ def write_weights(
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; give a folder to export to")
     saved = _saved_names(model, tensors)
-    metas = _metas(model, saved, dtype)
+    metas = _metas(model, saved, dtype, as_came or {})
     batches = _in_file_order(plan_export(model, metas), metas)
     partial = folder.with_name(f".{folder.name}.partial")
     try:
@@ -104,31 +106,21 @@ def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
 
 
 def _metas(
-    model: PreTrainedModel, saved: Mapping[str, str], dtype: torch.dtype
+    model: PreTrainedModel,
+    saved: Mapping[str, str],
+    dtype: torch.dtype,
+    as_came: Mapping[str, torch.dtype],
 ) -> dict[str, Tensor]:
     """Shape and file dtype of all that is written."""
-    parameter_dtypes = _parameter_dtypes(model, dtype)
-    in_float32 = [re.compile(each.replace("*", ".*")) for each in model._get_dtype_plan(dtype)]
+    usual = loaded_types(model, dtype)
     metas = {}
-    for name in saved:
+    for name, first in saved.items():
         reference = model.get_parameter_or_buffer(name)
-        file_dtype = parameter_dtypes.get(name, reference.dtype)
-        if any(pattern.search(name) for pattern in in_float32):
-            file_dtype = torch.float32
+        is_parameter = isinstance(reference, nn.Parameter)
+        file_dtype = usual.get(name, dtype) if is_parameter else reference.dtype
+        file_dtype = as_came.get(first, file_dtype)
         metas[name] = torch.empty(reference.shape, dtype=file_dtype, device="meta")
     return metas
-
-
-def _parameter_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Each parameter's dtype where transformers holds this model in `dtype`.
-
-    Some classes make a few parameters (decay rates, routers) in float32 whatever the model's.
-    """
-    with init_empty_weights(include_buffers=True):
-        twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    made = {name: each.dtype for name, each in twin.named_parameters(remove_duplicate=False)}
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return {name: made.get(name, dtype) for name in names}
 
 
 def _in_file_order(batches: list[ExportBatch], metas: Mapping[str, Tensor]) -> list[ExportBatch]:

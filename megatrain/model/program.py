@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import RunFailed
-from megatrain.model.build import buffer_types
+from megatrain.model.build import loaded_types
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.kind import Arguments, Holds, move_buffers
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
@@ -59,9 +59,8 @@ class Program:
         self.outline, self.device, self.dtype = outline, device, dtype
         self.skeleton = outline.skeleton
         model = self.skeleton.model
-        types = buffer_types(model, dtype)
-        saved = model.state_dict(keep_vars=True).keys()
-        move_buffers(model, device, {n: t for n, t in types.items() if n not in saved})
+        types = loaded_types(model, dtype)
+        move_buffers(model, device, types)
         for kind in {id(layer.kind): layer.kind for layer in outline.layers}.values():
             move_buffers(kind.module, device)
         self.buffers = [_own_buffers(layer, types) for layer in outline.layers]

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatrain.checkpoint import Checkpoint, masters
-from megatrain.engine.resume import open_model, read_buffers, saved_dtype
+from megatrain.engine.resume import open_model, read_untrained, saved_dtype
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.export import REPLACED, write_weights
 from megatrain.train.folders import MODEL, require_empty, whole_folder
@@ -58,9 +58,9 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str | None) -> 
     """One parameter in memory at a time, and no engine."""
     require_empty(out)
     model = open_model(checkpoint)
-    read_buffers(checkpoint, model)
-    chosen = saved_dtype(checkpoint) if dtype is None else DTYPES[dtype]
-    values = masters(checkpoint)
+    untrained = read_untrained(checkpoint, model)
+    wanted = None if dtype is None else DTYPES[dtype]
+    values, as_came = masters(checkpoint) | untrained.values, untrained.as_came(wanted)
     with whole_folder(out) as folder:
         for name in checkpoint.manifest.files:
             first, *inner = name.split("/")
@@ -68,7 +68,8 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str | None) -> 
                 target = folder.joinpath(*inner)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(checkpoint.folder / name, target)
-        write_weights(folder, model, values, dtype=chosen)
+        chosen = wanted or saved_dtype(checkpoint)
+        write_weights(folder, model, values, dtype=chosen, as_came=as_came)
 
 
 def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatrain import AdamW, Engine
 from megatrain.errors import RunFailed
-from megatrain.model.build import buffer_types, emptied
+from megatrain.model.build import emptied, loaded_types
 from megatrain.model.limits import Unsupported
 from megatrain.model.probe import outline
 from megatrain.model.skeleton import with_hidden
@@ -117,17 +117,17 @@ class Tabled(LlamaForCausalLM):
         super().__init__(config)
         self.register_buffer("decay", torch.ones(2), persistent=False)
         self.register_buffer("angles", torch.ones(2).float(), persistent=False)
-        self.register_buffer("exact", torch.ones(2), persistent=False)
+        self.register_buffer("exact", torch.ones(2))
 
     _keep_in_fp32_modules_strict = ("exact",)
 
 
 def test_buffers_have_the_type_that_transformers_gives_them() -> None:
     model: PreTrainedModel = Tabled(tiny().config)
-    types = buffer_types(model, torch.bfloat16)
-    assert types.keys() & {"decay", "exact"} == {"decay"}
-    assert types["decay"] == torch.bfloat16
-    assert not buffer_types(model, torch.float32)
+    types = loaded_types(model, torch.bfloat16)
+    assert types["decay"] == types["lm_head.weight"] == torch.bfloat16
+    assert types["angles"] == types["exact"] == torch.float32
+    assert {*loaded_types(model, torch.float32).values()} == {torch.float32}
 
 
 def test_a_tied_head_is_given_its_table_and_no_call_looks_for_ties(

@@ -1,0 +1,55 @@
+"""What training leaves alone, kept as it came: exports give it back bit for bit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatrain.errors import InputError
+
+
+@dataclass
+class Untrained:
+    """The parts of a model's source that no step changes.
+
+    Attributes:
+        buffers: persistent buffers by name, on the CPU; the model computes with copies that have
+            the dtypes of the run's precision.
+        dtypes: of frozen parameters, by name, as they came; values rest in the tiles.
+        rounded: the tiles hold fewer bits of some of these than came.
+    """
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    rounded: bool = False
+
+    @property
+    def values(self) -> dict[str, Callable[[], Tensor]]:
+        """For each buffer a function that gives it, as exports take them."""
+        return {name: partial(Tensor.detach, buffer) for name, buffer in self.buffers.items()}
+
+    def as_came(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+        """Of what an export in `dtype` (None: in none other) writes as it came, the dtypes."""
+        parameters = self.dtypes if dtype is None else {}
+        return parameters | {name: buffer.dtype for name, buffer in self.buffers.items()}
+
+    def check_export(self, dtype: torch.dtype | None) -> None:
+        """Refuse an export of more bits than there are.
+
+        Raises:
+            InputError: says so, and how to get them.
+        """
+        if self.rounded and dtype != torch.bfloat16:
+            raise InputError(
+                "an engine without an optimizer in bf16 has rounded its weights; export with "
+                "dtype=torch.bfloat16, or open the model with precision='fp32'"
+            )
+
+
+def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The buffers that belong to the model's weights, by name."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
