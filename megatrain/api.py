@@ -151,7 +151,7 @@ class Engine(Continuing):
         self._saver = Saver(self.device, tiles, spare, limit, reverse=backward)
         with self._undisturbed():
             fill(source, self._outline, self._store, self._seed)
-        self._untrained = source.untrained
+        self._untrained, self._companions = source.untrained, source.companions
         self._program = Program(self._outline, self.device.torch_device, dtype)
         self._program.tile_epilogue(self.placement.head_tokens)
         assembly = Assembly(self.device, self._program, self._store, dtype, self.placement)

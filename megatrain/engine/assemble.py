@@ -19,7 +19,12 @@ from megatrain.engine.graphs import RECOMPUTE, Policy
 from megatrain.engine.layer import Layer
 from megatrain.engine.portion import Portion, Ranges, Stages, ranges, stages
 from megatrain.engine.ranges import Rows, in_ranges
-from megatrain.engine.resume import open_model, read_untrained, saved_dtype
+from megatrain.engine.resume import (
+    open_model,
+    read_untrained,
+    saved_companions,
+    saved_dtype,
+)
 from megatrain.engine.saved import HostSaved, Saved
 from megatrain.engine.sink import Sink
 from megatrain.engine.step import Parts, TrainingParts
@@ -30,6 +35,7 @@ from megatrain.engine.update import Update
 from megatrain.engine.workroom import WorkRoom
 from megatrain.errors import InputError
 from megatrain.model.build import emptied, empty_model, load_config, loaded_types
+from megatrain.model.companions import Companions, companions
 from megatrain.model.init import initialise
 from megatrain.model.outline import Outline
 from megatrain.model.program import Program
@@ -54,6 +60,7 @@ class Source:
     Attributes:
         dtype: of the weights, in which exports are written.
         untrained: see there; empty until `fill`.
+        companions: files of the folder or checkpoint that exports and checkpoints have as well.
     """
 
     model: PreTrainedModel
@@ -62,6 +69,7 @@ class Source:
     given: PreTrainedModel | None = None
     saved: Checkpoint | None = None
     untrained: Untrained = field(default_factory=Untrained)
+    companions: Companions = field(default_factory=dict)
 
 
 def open_source(
@@ -79,7 +87,8 @@ def open_source(
         empty = open_model(
             model, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
         )
-        return Source(empty, saved_dtype(model), saved=model)
+        beside = saved_companions(model)
+        return Source(empty, saved_dtype(model), saved=model, companions=beside)
     if isinstance(model, PreTrainedModel):
         empty = emptied(model, attn_implementation=attn_implementation)
         return Source(empty, next(model.parameters()).dtype, given=model)
@@ -93,8 +102,9 @@ def open_source(
     empty = empty_model(
         config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
     )
-    dtype = getattr(model, "dtype", None) or torch.float32
-    return Source(empty, dtype if folder is None else source_dtype(folder), folder)
+    if folder is None:
+        return Source(empty, getattr(model, "dtype", None) or torch.float32)
+    return Source(empty, source_dtype(folder), folder, companions=companions(folder))
 
 
 def tile_layouts(outline: Outline, groups: dict[str, int]) -> list[TileLayout]:

@@ -29,6 +29,7 @@ from megatrain.engine.resume import (
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.untrained import Untrained
 from megatrain.errors import RunFailed
+from megatrain.model.companions import Companions
 from megatrain.model.export import write_weights
 from megatrain.model.outline import Outline
 from megatrain.optim import AdamW, StreamedOptimizer
@@ -54,6 +55,7 @@ class Continuing:
     _steps: int
     _source_dtype: torch.dtype
     _untrained: Untrained
+    _companions: Companions
 
     def save(
         self,
@@ -89,7 +91,8 @@ class Continuing:
                 "save; go back to the last checkpoint"
             )
         model = self._outline.skeleton.model
-        written = documents(model, self._source_dtype, self._untrained.buffers)
+        buffers, beside = self._untrained.buffers, self._companions
+        written = documents(model, self._source_dtype, buffers, beside)
         contents = Contents(self._described(), as_json(extra or {}), written, attach, keep)
         background = self.optimizer is not None and not wait
         saving = self._saver.begin(folder, contents, background=background)
@@ -124,7 +127,8 @@ class Continuing:
         """Write a Hugging Face folder in `dtype` (None: that of the model's source).
 
         What is not trained is written as it came, buffers in any case; parameters in `dtype` where
-        one is given.
+        one is given. Files of the source folder that still hold go along (generation settings,
+        tokenizer, templates, code), where `folder` has none of that name.
 
         Raises:
             InputError: more bits are wanted than an engine without an optimizer has kept.
@@ -139,7 +143,8 @@ class Continuing:
         }
         values, as_came = masters | self._untrained.values, self._untrained.as_came(dtype)
         chosen = dtype or self._source_dtype
-        write_weights(Path(folder), model, values, dtype=chosen, as_came=as_came)
+        beside = self._companions
+        write_weights(Path(folder), model, values, dtype=chosen, as_came=as_came, beside=beside)
 
     @property
     def saving(self) -> Saving | None:

@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import BUFFERS, MODEL, Checkpoint, Settings
 from megatrain.engine.untrained import Untrained, persistent_buffers
 from megatrain.errors import InputError
 from megatrain.model.build import configs, empty_model, load_config
+from megatrain.model.companions import Companions, read_files, write_companions
 from megatrain.model.export import write_configs
 from megatrain.model.shards import Described, read_header, write_shard
 from megatrain.optim import AdamW
@@ -36,12 +37,16 @@ def describe_optimizer(settings: AdamW | None) -> dict[str, Any] | None:
 
 
 def documents(
-    model: PreTrainedModel, dtype: torch.dtype, buffers: Mapping[str, Tensor]
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    buffers: Mapping[str, Tensor],
+    beside: Companions,
 ) -> Callable[[Path], None]:
-    """Writes the model's configuration and its persistent buffers into a checkpoint."""
+    """Writes the model's configuration and companions and its buffers into a checkpoint."""
 
     def write(folder: Path) -> None:
         write_configs(folder / MODEL, model, dtype)
+        write_companions(folder / MODEL, beside)
         names = sorted(buffers, key=lambda name: -buffers[name].itemsize)
         if names:
             described = [Described(n, buffers[n].dtype, tuple(buffers[n].shape)) for n in names]
@@ -103,8 +108,6 @@ def open_model(
         raise InputError(f"{checkpoint.folder}: its frozen parameter {min(unknown)!r} is unknown")
     for name, parameter in parameters.items():
         parameter.requires_grad_(name not in frozen)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
@@ -114,6 +117,13 @@ def _set_attention(config: PreTrainedConfig, saved: dict[str, str] | str | None)
         return
     for path, part in configs(config):  # the outer ones first: they set those inside, too
         part._attn_implementation = saved.get(path)
+
+
+def saved_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """What a checkpoint has beside the model's configuration: all of it was checked."""
+    names = [name for name in checkpoint.manifest.files if name.startswith(f"{MODEL}/")]
+    inner = {name.removeprefix(f"{MODEL}/"): checkpoint.folder / name for name in names}
+    return read_files({n: path for n, path in inner.items() if n != "config.json"})
 
 
 def saved_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -136,6 +136,7 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
         with _weightless():
             copied = type(model)(copy.deepcopy(model.config))
         refuse_changes(model, copied)
+        copied.generation_config = copy.deepcopy(model.generation_config)
         copied.tie_weights()
         for name, parameter in copied.named_parameters():
             parameter.requires_grad_(parameters[name].requires_grad)

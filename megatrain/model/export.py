@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from megatrain.disk import flush
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.build import loaded_types
+from megatrain.model.companions import Companions, write_companions
 from megatrain.model.conversion import ExportBatch, plan_export
 from megatrain.model.shards import INDEX_FILE, SINGLE_FILE, Described, write_shard
 from megatrain.units import GIB, gib
@@ -36,6 +37,7 @@ def write_weights(
     *,
     dtype: torch.dtype,
     as_came: Mapping[str, torch.dtype] | None = None,
+    beside: Companions | None = None,
     max_shard_bytes: int = 5 * GIB,
 ) -> None:
     """Write config.json, generation_config.json and safetensors shards, as `save_pretrained` does.
@@ -53,6 +55,8 @@ def write_weights(
         dtype: of the model in the files. Parameters that its class keeps in float32 whatever
             the model's dtype stay so, and buffers keep their own.
         as_came: dtypes of what is written in another one all the same, by first name.
+        beside: more files, of the model's source. Its generation_config.json is taken for the
+            model's; of others, one that the folder has already stays.
         max_shard_bytes: a larger tensor gets a shard of its own.
 
     Raises:
@@ -74,6 +78,7 @@ def write_weights(
         values = _values(model, batches, lambda name: _value(model, tensors, saved[name]))
         _write_shards(partial, model, batches, values, max_shard_bytes)
         _keep_other_files(folder, partial)
+        _add(partial, beside or {})
         _publish(partial, folder)
     except OSError as error:
         raise RunFailed(
@@ -228,6 +233,11 @@ def _keep_other_files(folder: Path, partial: Path) -> None:
     shutil.copytree(
         folder, partial, symlinks=True, ignore=replaced, copy_function=_link, dirs_exist_ok=True
     )
+
+
+def _add(partial: Path, beside: Companions) -> None:
+    new = {n: d for n, d in beside.items() if REPLACED.fullmatch(n) or not (partial / n).exists()}
+    write_companions(partial, new)
 
 
 def _link(source: str, target: str) -> None:

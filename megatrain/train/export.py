@@ -9,10 +9,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatrain.checkpoint import Checkpoint, masters
-from megatrain.engine.resume import open_model, read_untrained, saved_dtype
+from megatrain.engine.resume import open_model, read_untrained, saved_companions, saved_dtype
 from megatrain.errors import InputError, RunFailed
+from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED, write_weights
-from megatrain.train.folders import MODEL, require_empty, whole_folder
+from megatrain.train.folders import require_empty, whole_folder
 from megatrain.train.trained import trained_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,8 +48,9 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
         for path in sorted(source.iterdir()):
             if path.suffix == ".safetensors" and dtype is not None:
                 total_bytes += _cast_shard(path, folder / path.name, DTYPES[dtype])
-            elif path.is_file():
+            elif REPLACED.fullmatch(path.name):
                 shutil.copyfile(path, folder / path.name)
+        write_companions(folder, companions(source))
         if dtype is not None:
             _name_dtype(folder / "config.json", dtype)
             _name_size(folder / "model.safetensors.index.json", total_bytes)
@@ -62,14 +64,8 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str | None) -> 
     wanted = None if dtype is None else DTYPES[dtype]
     values, as_came = masters(checkpoint) | untrained.values, untrained.as_came(wanted)
     with whole_folder(out) as folder:
-        for name in checkpoint.manifest.files:
-            first, *inner = name.split("/")
-            if first == MODEL and not REPLACED.fullmatch("/".join(inner)):
-                target = folder.joinpath(*inner)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(checkpoint.folder / name, target)
-        chosen = wanted or saved_dtype(checkpoint)
-        write_weights(folder, model, values, dtype=chosen, as_came=as_came)
+        chosen, beside = wanted or saved_dtype(checkpoint), saved_companions(checkpoint)
+        write_weights(folder, model, values, dtype=chosen, as_came=as_came, beside=beside)
 
 
 def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:

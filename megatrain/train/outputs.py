@@ -41,7 +41,7 @@ def write_model(job: Job, run: Path) -> None:
     """Write the model and its tokenizer, whole or not at all; an earlier one is replaced."""
     with whole_folder(run / MODEL, replace=True) as partial:
         job.engine.save_pretrained(partial)
-        job.tokenizer.save_pretrained(partial)
+        job.write_tokenizer(partial)
 
 
 def note_finished(run: Path, config: Config, steps: int) -> None:

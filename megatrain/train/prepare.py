@@ -22,6 +22,7 @@ from megatrain.config import Config, DataSection
 from megatrain.data import PackedDataset, Step, StepLoader, load_tokenizer, open_dataset
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.build import load_config
+from megatrain.model.companions import tokenizer_files
 from megatrain.optim import NO_DECAY, AdamW
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.model_config import check_sequence_length, model_config
@@ -34,15 +35,32 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Job:
-    """A run ready to start; whoever holds it closes it."""
+    """A run ready to start; whoever holds it closes it.
+
+    Attributes:
+        own_tokenizer: whether the tokenizer is another than that in the model's folder.
+    """
 
     tokenizer: PreTrainedTokenizerBase
+    own_tokenizer: bool
     engine: Engine
     loader: StepLoader
     evaluation: Step
     schedule: LRScheduler
     total_steps: int
     resumed: RunState | None
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """See to it that a folder with the engine's model has the run's tokenizer, and no other.
+
+        That of the model's source is there already, byte for byte.
+        """
+        there = list(tokenizer_files(folder))
+        if there and not self.own_tokenizer:
+            return
+        for path in there:
+            path.unlink()
+        self.tokenizer.save_pretrained(folder)
 
     def close(self) -> None:
         """Stop the loader's thread and give all memory back."""
@@ -97,6 +115,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     )
     return Job(
         tokenizer=tokenizer,
+        own_tokenizer=config.model.tokenizer not in (None, str(config.model.path)),
         engine=engine,
         loader=loader,
         evaluation=list(evaluation.batches(rows)) if evaluation else [],

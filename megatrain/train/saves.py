@@ -98,7 +98,7 @@ class Saves:
         return self._job.engine.save(
             checkpoint_folder(self._run, state.step),
             extra=state.as_dict(),
-            attach=self._job.tokenizer.save_pretrained,
+            attach=self._job.write_tokenizer,
             keep=self._stays_from is not None or self._is_marked(state.step),
             wait=False,
         )

@@ -49,3 +49,9 @@ def write_run_file(folder: Path, tokenizer: Path) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+def sets(**overrides) -> list[str]:
+    """`{"a__b": 1}` as `--set a.b=1`."""
+    pairs = [f"{key.replace('__', '.')}={json.dumps(v)}" for key, v in overrides.items()]
+    return [part for pair in pairs for part in ("--set", pair)]

@@ -16,13 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.checkpoint import open_checkpoint
 from megatrain.telemetry.metrics import read_metrics
-from tests.cli.cases import tiny_llama
-
-
-def sets(**overrides):
-    """`{"a__b": 1}` as `--set a.b=1`."""
-    pairs = [f"{key.replace('__', '.')}={json.dumps(v)}" for key, v in overrides.items()]
-    return [part for pair in pairs for part in ("--set", pair)]
+from tests.cli.cases import sets, tiny_llama
 
 
 def test_a_run_leaves_all_it_promises(trained):

@@ -1,0 +1,97 @@
+"""What goes along with a model's weights: tokenizer, templates, generation settings, code, licence.
+
+These files still hold when the weights have been trained. Other formats of the weights, their
+indices, what a trainer left behind and READMEs, which tell of the source, do not.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatrain.errors import InputError
+from megatrain.units import MIB
+
+Companions = Mapping[str, bytes]  # by path inside the folder
+
+_MOST_BYTES = 256 * MIB  # of all; the largest tokenizers that are known have 34 MB
+_TEMPLATES = "additional_chat_templates"
+
+_GO_ALONG = re.compile(
+    r"[^/]+\.(json|jinja|txt|model|tiktoken|bpe|spm|vocab|py)"
+    rf"|{_TEMPLATES}/[^/]+\.jinja"
+    r"|(licen[cs]e|notice|copying|copyright|use_policy|acceptable_use)[^/]*",
+    re.IGNORECASE,
+)
+_STAY = re.compile(
+    r"\..*|config\.json|.*\.index\.json|adapter_config\.json|quant\w*_config\.json|readme.*"
+    r"|requirements.*|trainer_state\.json|training_args.*|.*_results\.json",
+    re.IGNORECASE,
+)
+_TOKENIZER = re.compile(
+    r"tokenizer.*|vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|tekken\.json"
+    rf"|normalizer\.json|chat_template.*|{_TEMPLATES}/.*|.*\.(model|tiktoken|bpe|spm|vocab)"
+)
+
+log = logging.getLogger(__name__)
+
+
+def goes_along(name: str) -> bool:
+    """Whether a file of a model's folder goes along, by its path inside."""
+    plain = name.isprintable() and "\\" not in name  # or no checkpoint could hold it
+    return plain and bool(_GO_ALONG.fullmatch(name)) and not _STAY.fullmatch(name)
+
+
+def companions(folder: Path) -> dict[str, bytes]:
+    """The files of a model's folder that go along with its weights.
+
+    Python files are among them only where a configuration names them (`auto_map`).
+
+    Raises:
+        InputError: one cannot be read.
+    """
+    paths = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")]
+    named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
+    chosen = {name: path for name, path in named.items() if goes_along(name)}
+    code = {name: chosen.pop(name) for name in list(chosen) if name.endswith(".py")}
+    found, configuration = read_files(chosen), read_files({"config.json": folder / "config.json"})
+    needs_code = any(b'"auto_map"' in data for data in [*configuration.values(), *found.values()])
+    return found | (read_files(code) if needs_code else {})
+
+
+def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
+    """The bytes of files, by name; what is too large to be held is left out, and named in the log.
+
+    Raises:
+        InputError: one cannot be read.
+    """
+    found: dict[str, bytes] = {}
+    left = _MOST_BYTES
+    for name, path in paths.items():
+        if not path.is_file():
+            continue
+        try:
+            if (size := path.stat().st_size) <= left:
+                found[name] = path.read_bytes()
+                left -= size
+            else:
+                log.warning("%s: does not go along with the model: %d MiB", path, size // MIB)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return found
+
+
+def write_companions(folder: Path, given: Companions) -> None:
+    """Write all of `given` into a folder."""
+    for name, data in given.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # it may be a link to another folder's file
+        target.write_bytes(data)
+
+
+def tokenizer_files(folder: Path) -> Iterator[Path]:
+    """What of a model's folder belongs to its tokenizer, chat templates included."""
+    for path in sorted([*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")]):
+        if path.is_file() and _TOKENIZER.fullmatch(path.relative_to(folder).as_posix()):
+            yield path
