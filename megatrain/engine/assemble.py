@@ -37,6 +37,7 @@ from megatrain.errors import InputError
 from megatrain.model.build import emptied, empty_model, load_config, loaded_types
 from megatrain.model.companions import Companions, companions
 from megatrain.model.init import initialise
+from megatrain.model.limits import refuse_rounding
 from megatrain.model.outline import Outline
 from megatrain.model.program import Program
 from megatrain.model.weights import read_weights, resolve_model, source_dtype
@@ -59,7 +60,7 @@ class Source:
 
     Attributes:
         dtype: of the weights, in which exports are written.
-        untrained: see there; empty until `fill`.
+        untrained: see there; `fill` puts in what comes from the source.
         companions: files of the folder or checkpoint that exports and checkpoints have as well.
     """
 
@@ -91,7 +92,8 @@ def open_source(
         return Source(empty, saved_dtype(model), saved=model, companions=beside)
     if isinstance(model, PreTrainedModel):
         empty = emptied(model, attn_implementation=attn_implementation)
-        return Source(empty, next(model.parameters()).dtype, given=model)
+        dtype = next(model.parameters()).dtype
+        return Source(empty, dtype, given=model, untrained=_drawn_buffers(empty, dtype))
     if not isinstance(model, PreTrainedConfig | str | Path):
         raise InputError(
             f"the model is a {type(model).__name__}; give a transformers model or configuration, "
@@ -103,8 +105,10 @@ def open_source(
         config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
     )
     if folder is None:
-        return Source(empty, getattr(model, "dtype", None) or torch.float32)
-    return Source(empty, source_dtype(folder), folder, companions=companions(folder))
+        dtype, beside = getattr(model, "dtype", None) or torch.float32, {}
+    else:
+        dtype, beside = source_dtype(folder), companions(folder)
+    return Source(empty, dtype, folder, untrained=_drawn_buffers(empty, dtype), companions=beside)
 
 
 def tile_layouts(outline: Outline, groups: dict[str, int]) -> list[TileLayout]:
@@ -136,8 +140,11 @@ def fill(source: Source, outline: Outline, store: Store, seed: int) -> None:
     From a checkpoint, also the rest of a tile's state.
 
     Raises:
-        InputError: float64 weights that a float32 master cannot hold.
+        InputError: float64 weights that a float32 master cannot hold, or weights that would be
+            computed with in fewer bits than transformers keeps.
     """
+    dtype = store.tiles[0].weights.data.dtype
+    refuse_rounding(loaded_types(source.model, dtype), outline.computed, dtype)
     write = _writer(store, source, threads=1)  # one of many readers at a time
 
     def draw(only: Any = None) -> None:
@@ -161,7 +168,6 @@ def fill(source: Source, outline: Outline, store: Store, seed: int) -> None:
         for name, buffer in persistent_buffers(source.given).items():
             if not buffer.is_meta:
                 write(name, buffer.detach().cpu().clone())
-    _note_drawn_buffers(source)
 
 
 def _writer(store: Store, source: Source, *, threads: int) -> Write:
@@ -188,12 +194,11 @@ def _writer(store: Store, source: Source, *, threads: int) -> Write:
     return write
 
 
-def _note_drawn_buffers(source: Source) -> None:
-    """Those that were neither read nor given are as the class makes them in the source's dtype."""
-    buffers, known = persistent_buffers(source.model), source.untrained.buffers
-    if missing := buffers.keys() - known.keys():
-        types = loaded_types(source.model, source.dtype)
-        known |= {name: buffers[name].to(types[name], copy=True) for name in missing}
+def _drawn_buffers(model: PreTrainedModel, dtype: torch.dtype) -> Untrained:
+    """As the class makes them in `dtype`; most are replaced by those that are read or given."""
+    buffers = persistent_buffers(model)
+    types = loaded_types(model, dtype) if buffers else {}
+    return Untrained({name: buffer.to(types[name], copy=True) for name, buffer in buffers.items()})
 
 
 @dataclass

@@ -160,7 +160,7 @@ def loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.
     """
     with _weightless():
         twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    plan = [re.compile(pattern.replace("*", ".*")) for pattern in twin._get_dtype_plan(dtype)]
+    plan = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(dtype)]
     stored = twin.state_dict().keys()
     tensors = chain(twin.named_parameters(remove_duplicate=False), twin.named_buffers())
     return {

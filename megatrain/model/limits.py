@@ -1,6 +1,6 @@
 """What cannot be streamed, or would not be what the user's configuration asks for."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,27 @@ def draws_for_layers(config: PreTrainedConfig) -> bool:
     """Whether the forward draws Python's random numbers to choose layers; none are left out."""
     parts = (config, config.get_text_config(decoder=True))
     return any("layerdrop" in name for part in parts for name in vars(part))
+
+
+def refuse_rounding(
+    types: Mapping[str, torch.dtype], computed: Iterable[str], dtype: torch.dtype
+) -> None:
+    """Refuse to compute in `dtype` with parameters that transformers keeps in float32.
+
+    Args:
+        types: of all parameters, as `from_pretrained` gives them in `dtype`.
+        computed: names of those that the forward computes with.
+
+    Raises:
+        Unsupported: there are such; the message names one.
+    """
+    wide = sorted(name for name in computed if types.get(name, dtype).itemsize > dtype.itemsize)
+    if wide:
+        raise Unsupported(
+            f"transformers computes with {wide[0]} in float32 whatever the model's dtype "
+            f"({len(wide)} parameters in all), and here all weights would be bf16; set "
+            "precision to fp32"
+        )
 
 
 def _router_weight(config: PreTrainedConfig) -> float:

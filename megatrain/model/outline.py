@@ -82,6 +82,14 @@ class Outline:
         inputs = self.skeleton.inputs({"input_ids": ids})
         return self.skeleton.head(weights, with_hidden(self.trunk, hidden_BTD), inputs)
 
+    @property
+    def computed(self) -> list[str]:
+        """Parameters that the forward computes with."""
+        own = (
+            f"{each.name}.{n}" for each in self.layers for n, _ in each.module.named_parameters()
+        )
+        return [*self.gathered, *self.prologue, *own, *self.epilogue]
+
     @cached_property
     def projection(self) -> Projection:
         """How the head makes logits."""

@@ -17,6 +17,7 @@ from megatrain.errors import RunFailed
 from megatrain.model.build import loaded_types
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.kind import Arguments, Holds, move_buffers
+from megatrain.model.limits import refuse_rounding
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
 from megatrain.model.skeleton import (
     PROLOGUE,
@@ -60,6 +61,7 @@ class Program:
         self.skeleton = outline.skeleton
         model = self.skeleton.model
         types = loaded_types(model, dtype)
+        refuse_rounding(types, outline.computed, dtype)
         move_buffers(model, device, types)
         for kind in {id(layer.kind): layer.kind for layer in outline.layers}.values():
             move_buffers(kind.module, device)

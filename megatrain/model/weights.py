@@ -39,7 +39,7 @@ IN_FLIGHT_BYTES = GIB
 COMPARED_BYTES = 16 * MIB
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
-HUB_FILES += ["*.bpe", "*.spm", "*.vocab", "LICEN?E*", "NOTICE*", "USE_POLICY*"]
+HUB_FILES += ["*.bpe", "*.spm", "*.vocab", "LICENSE", "LICENSE.md", "NOTICE", "USE_POLICY.md"]
 HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

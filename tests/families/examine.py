@@ -1,7 +1,6 @@
 """Everything that docs/models.md says of a family, found out by trying it."""
 
 import copy
-import re
 from dataclasses import dataclass, field
 
 import torch
@@ -9,9 +8,11 @@ from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.errors import InputError
-from megatrain.model.build import emptied
+from megatrain.model.build import emptied, loaded_types
+from megatrain.model.limits import refuse_rounding
 from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
+from tests.families.folders import FromFolder
 from tests.families.parity import Errors, compare
 from tests.families.plain import accumulate, make_steps
 from tests.families.tiny import NOT_TRAINABLE, tiny_model
@@ -31,6 +32,7 @@ class Finding:
         result: one of the four above.
         reason: why it is refused or not trainable, or what is wrong.
         errors: against plain torch, in fp32.
+        folder: how it fares from folders; left to whoever tries that (`folders.py`).
         bf16: relative difference of a bf16 step's loss from the fp32 one's; None if transformers'
             own code for the model does not run in bf16.
         layers: where the streamed layers are, how many, and of how many kinds.
@@ -46,6 +48,7 @@ class Finding:
     layers: str = ""
     tied: bool = False
     notes: list[str] = field(default_factory=list)
+    folder: FromFolder = field(default_factory=FromFolder)
 
 
 def examine(family: str, changes: dict | None = None, name: str = "") -> Finding:
@@ -61,12 +64,17 @@ def examine(family: str, changes: dict | None = None, name: str = "") -> Finding
     found = outline(emptied(model))
     notes, problems = _notes(model, found), list(errors.failures)
     bf16 = None
-    if runs_in_bf16(model):
-        bf16 = bf16_loss_error(model)
-        if not bf16 <= BF16_TOLERANCE:
-            problems.append(f"bf16 loss off by {bf16:.1e}")
+    try:
+        refuse_rounding(loaded_types(model, torch.bfloat16), found.computed, torch.bfloat16)
+    except InputError as refusal:
+        notes.append(f"bf16 is refused: {refusal}")
     else:
-        notes.append("transformers' own code for it does not run in bf16")
+        if runs_in_bf16(model):
+            bf16 = bf16_loss_error(model)
+            if not bf16 <= BF16_TOLERANCE:
+                problems.append(f"bf16 loss off by {bf16:.1e}")
+        else:
+            notes.append("transformers' own code for it does not run in bf16")
     return Finding(
         name,
         WRONG if problems else PASSES,
@@ -115,21 +123,11 @@ def _notes(model: PreTrainedModel, found: Outline) -> list[str]:
         notes.append(f"{frozen} parameters frozen by the class")
     if found.label_shift == 0:
         notes.append("its own loss does not shift labels: give them shifted")
-    wide = kept_wide(model)
-    if wide:
-        notes.append(f"{len(wide)} parameters that transformers would compute in fp32")
     if len(found.prologue_outputs) > 1:
         notes.append("layers have arguments with gradients of their own")
     if any(ref.visit >= 0 and ref.leaf > 0 for layer in found.layers for ref in layer.inputs):
         notes.append("layers hand on more than the hidden state")
     return notes
-
-
-def kept_wide(model: PreTrainedModel) -> list[str]:
-    """Parameters that transformers keeps in fp32 when it loads the model in bf16."""
-    patterns = set(model._keep_in_fp32_modules_strict or ())
-    names = (name for name, _ in model.named_parameters())
-    return [n for n in names if any(re.search(rf"(^|\.){p}(\.|$)", n) for p in patterns)]
 
 
 def single_threaded() -> None:

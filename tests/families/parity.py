@@ -128,8 +128,8 @@ def compare(
         moved = dict(engine.named_masters())
     reference, errors = Reference(model, steps, max_grad_norm), Errors()
     _compare_own(errors, own, own_loss(model, steps[0][0]))
-    _compare_steps(errors, results, reference)
-    _compare_updates(errors, masters, reference)
+    compare_steps(errors, results, reference)
+    compare_updates(errors, masters, reference)
     _compare_gradients(errors, moved, reference)
     return errors
 
@@ -140,7 +140,7 @@ def _compare_own(errors: Errors, own: float, wanted: float) -> None:
         errors.failures.append(f"loss of the model's own forward off by {errors.own:.1e}")
 
 
-def _compare_steps(errors: Errors, results: list, reference: Reference) -> None:
+def compare_steps(errors: Errors, results: list, reference: Reference) -> None:
     trained = reference.trained
     for result, loss, norm in zip(results, trained.losses, trained.norms, strict=True):
         errors.loss = max(errors.loss, abs(result.loss - loss) / abs(loss))
@@ -153,7 +153,7 @@ def _compare_steps(errors: Errors, results: list, reference: Reference) -> None:
             errors.failures.append(f"gradient norm off by {errors.norm:.1e} (noise {noise:.1e})")
 
 
-def _compare_updates(errors: Errors, masters: dict[str, Tensor], reference: Reference) -> None:
+def compare_updates(errors: Errors, masters: dict[str, Tensor], reference: Reference) -> None:
     assert masters.keys() == reference.initial.keys()
     for name, target in reference.trained.parameters.items():
         error = _distance(masters[name], target)

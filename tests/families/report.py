@@ -3,8 +3,10 @@
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -14,10 +16,12 @@ from tests.families.examine import (
     NOT_TRAINED,
     PASSES,
     REFUSED,
+    WRONG,
     Finding,
     examine,
     single_threaded,
 )
+from tests.families.folders import from_folders
 from tests.families.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE
 from tests.families.sizes import VARIANTS
 from tests.families.tiny import families
@@ -58,16 +62,22 @@ the engine and once by plain torch, in fp32 on a CPU.
   change in their last bit (`tests/families/parity.py`).
 - **bf16**: the relative difference of a bf16 step's loss from the fp32 one's; at most
   {BF16_TOLERANCE:.0%} (a check that every operation of the model runs in bf16, not of accuracy);
-  *no* where transformers' own code fails in bf16.
+  *no* where transformers' own code fails in bf16, or the engine refuses it (see the notes).
+- **folder**: the largest relative error of the loss against `from_pretrained` in fp32, after the
+  model was saved as an fp32 and as a bf16 folder whose buffers have bits that bf16 lacks; at most
+  {LOSS_TOLERANCE:.0e}, and after a step the same limits for updates. Buffers are those of
+  `from_pretrained`, and an export equals the folder in all that is not trained
+  (`tests/families/folders.py`). **in bf16**: that of a step of the bf16 folder in bf16; the same
+  limit, because both round the same weights in the same places.
 
 Parameters without any gradient (the vision tower of a model that is given text) stay as they are,
 without weight decay, as in torch. Inside a layer that runs, a missing gradient counts as zero: an
 expert without tokens decays like any other weight, whichever experts the step happened to use.
 
 In bf16 *all* weights are computed in bf16; masters and moments are fp32. transformers keeps a few
-parameters of some families in fp32 (`_keep_in_fp32_modules_strict`, mostly of routers): their
-number is noted, and here they are rounded to bf16 where they are used. A buffer has the type that
-transformers gives it in a model of the same precision.
+parameters of some families in fp32 (`_keep_in_fp32_modules_strict`, or made so by the class; mostly
+of routers and decay rates): in bf16 such a model is refused, which its notes say. A buffer has the
+type that transformers gives it in a model of the same precision.
 
 The loss is that of the model's own forward: cross entropy of the next token, or, where it does not
 shift labels (decoders of models for pairs of texts), of the token in the same place. A class,
@@ -85,10 +95,19 @@ def find_all(names: list[str] | None = None) -> list[Finding]:
     chosen = [w for w in wanted if names is None or w[2] in names]
     with ProcessPoolExecutor(WORKERS, initializer=_start) as pool:
         found = []
-        for finding in pool.map(examine, *zip(*chosen, strict=True)):
+        for finding in pool.map(_try, *zip(*chosen, strict=True)):
             print(finding.name, finding.result, finding.reason, file=sys.stderr, flush=True)
             found.append(finding)
     return found
+
+
+def _try(family: str, changes: dict[str, Any] | None, name: str) -> Finding:
+    finding = examine(family, changes, name)
+    if finding.result == PASSES:
+        finding.folder = from_folders(family, changes)
+        if finding.folder.failures:
+            finding.result, finding.reason = WRONG, "; ".join(finding.folder.failures)
+    return finding
 
 
 def _start() -> None:
@@ -131,15 +150,30 @@ def _reasons(findings: list[Finding]) -> list[str]:
 
 
 def _table(findings: list[Finding]) -> list[str]:
-    head = "| name | result | loss | own loss | update | gradient | open | bf16 | layers | tied "
-    rows = [
-        f"| {f.name} | {f.result} | {f.errors.loss:.0e} | {f.errors.own:.0e} | "
-        f"{f.errors.update:.0e} | {f.errors.gradient:.0e} | {len(f.errors.noisy) or ''} | "
-        f"{'no' if f.bf16 is None else f'{f.bf16:.0e}'} | {f.layers} | "
-        f"{'yes' if f.tied else ''} | {'; '.join(f.notes)} |"
-        for f in findings
-    ]
-    return [f"{head}| notes |", "|---|---|---|---|---|---|---|---|---|---|---|", *rows]
+    rows = [[str(cell(finding)) for cell in COLUMNS.values()] for finding in findings]
+    return [f"| {' | '.join(row)} |" for row in [[*COLUMNS], ["---"] * len(COLUMNS), *rows]]
+
+
+def _error(value: float | None) -> str:
+    return "no" if value is None else f"{value:.0e}"
+
+
+# Of the tables of what passes, from left to right: name and what is said of a finding.
+COLUMNS: dict[str, Callable[[Finding], Any]] = {
+    "name": lambda f: f.name,
+    "result": lambda f: f.result,
+    "loss": lambda f: _error(f.errors.loss),
+    "own loss": lambda f: _error(f.errors.own),
+    "update": lambda f: _error(f.errors.update),
+    "gradient": lambda f: _error(f.errors.gradient),
+    "open": lambda f: len(f.errors.noisy) or "",
+    "bf16": lambda f: _error(f.bf16),
+    "folder": lambda f: _error(f.folder.loss),
+    "folder in bf16": lambda f: _error(f.folder.bf16),
+    "layers": lambda f: f.layers,
+    "tied": lambda f: "yes" if f.tied else "",
+    "notes": lambda f: "; ".join(f.notes),
+}
 
 
 def documents_this_version() -> bool:

@@ -1,0 +1,162 @@
+"""Families from folders: the engine against `from_pretrained` in the same dtype.
+
+A tiny model is saved as an fp32 and as a bf16 folder. Floating persistent buffers are random and
+stored in fp32 in both, with bits that bf16 does not have. From each folder both sides take one
+clipped AdamW step in fp32, to the tolerances of `parity`; of the bf16 folder the loss is computed
+in bf16 as well. The engine's buffers must be those of `from_pretrained`, and its export must equal
+the folder in all that was not trained.
+"""
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megatrain import AdamW, Engine
+from megatrain.errors import InputError
+from tests.families.parity import (
+    LOSS_TOLERANCE,
+    Errors,
+    Reference,
+    compare_steps,
+    compare_updates,
+)
+from tests.families.plain import EPS, LR, accumulate, make_steps
+from tests.families.tiny import tiny_model
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class FromFolder:
+    """How a family fares from folders.
+
+    Attributes:
+        loss: largest relative error of a loss computed in fp32, from either folder.
+        bf16: that of a loss computed in bf16; None if transformers or the engine does not.
+    """
+
+    loss: float = 0.0
+    bf16: float | None = None
+    failures: list[str] = field(default_factory=list)
+
+
+def from_folders(family: str, changes: dict[str, Any] | None = None) -> FromFolder:
+    """Try a family from an fp32 and from a bf16 folder.
+
+    Raises:
+        InputError: the engine refuses it.
+    """
+    found = FromFolder()
+    for stored in PRECISIONS:
+        with tempfile.TemporaryDirectory() as place:
+            model = tiny_model(family, changes=changes)
+            folder = Path(place) / "folder"
+            trained = _save(model, folder, PRECISIONS[stored])
+            _compare(found, folder, trained, "fp32", stored)
+            if stored == "bf16":
+                _compare_bf16(found, folder)
+    return found
+
+
+def _save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> set[str]:
+    """Save `model`, its parameters in `dtype`; returns which of them the class has trained."""
+    exact = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to(dtype)
+    for path, module in model.named_modules():
+        for name in module._buffers:
+            full = f"{path}.{name}".lstrip(".")
+            if full in exact:
+                module._buffers[name] = exact[full]
+    model.save_pretrained(folder)
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _loaded(folder: Path, precision: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=PRECISIONS[precision]).train()
+
+
+def _compare(
+    found: FromFolder, folder: Path, trained: set[str], precision: str, stored: str
+) -> None:
+    model = _loaded(folder, precision)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)  # from_pretrained does not keep it
+    steps, errors = make_steps(model.config)[:1], Errors()
+    settings = AdamW(lr=LR, eps=EPS)
+    with Engine(folder, optimizer=settings, precision=precision, device="cpu") as engine:
+        _compare_buffers(errors, engine, model)
+        results = [engine.step(step) for step in steps]
+        masters = dict(engine.named_masters())
+        engine.save_pretrained(folder.with_name("exported"))
+        still = set(engine._untrained.dtypes)
+    reference = Reference(model, steps, 1.0)
+    compare_steps(errors, results, reference)
+    compare_updates(errors, masters, reference)
+    _compare_export(errors, folder, still)
+    found.loss = max(found.loss, errors.loss)
+    found.failures += [f"{stored} folder: {failure}" for failure in errors.failures]
+
+
+def _compare_bf16(found: FromFolder, folder: Path) -> None:
+    model, errors = _loaded(folder, "bf16"), Errors()
+    [step, *_] = make_steps(model.config)
+    try:
+        engine = Engine(folder, optimizer=AdamW(), precision="bf16", device="cpu")
+    except InputError:  # some weights must be computed with in fp32: docs/models.md
+        return
+    with engine:
+        _compare_buffers(errors, engine, model)
+        loss = engine.step(step).loss
+    found.failures += [f"in bf16: {failure}" for failure in errors.failures]
+    try:
+        wanted = accumulate(model, step)
+    except RuntimeError:  # transformers' own code does not run in bf16
+        return
+    found.bf16 = abs(loss - wanted) / abs(wanted)
+    if not found.bf16 <= LOSS_TOLERANCE:
+        found.failures.append(f"loss in bf16 off by {found.bf16:.1e}")
+
+
+def _compare_buffers(errors: Errors, engine: Engine, model: PreTrainedModel) -> None:
+    got, wanted = dict(engine._outline.skeleton.model.named_buffers()), dict(model.named_buffers())
+    if got.keys() != wanted.keys():
+        errors.failures.append(f"buffers {sorted(got.keys() ^ wanted.keys())[:3]}")
+        return
+    errors.failures += [
+        f"buffer {name} is {got[name].dtype}, not {buffer.dtype}, or of other values"
+        for name, buffer in wanted.items()
+        if got[name].dtype != buffer.dtype or not torch.equal(got[name], buffer)
+    ]
+
+
+def _compare_export(errors: Errors, folder: Path, still: set[str]) -> None:
+    """Names, shapes and dtypes of all tensors; bits of what is not trained."""
+    before, after = _tensors(folder), _tensors(folder.with_name("exported"))
+    if {n: t.shape for n, t in before.items()} != {n: t.shape for n, t in after.items()}:
+        errors.failures.append(f"export has {sorted(before.keys() ^ after.keys())[:3]}")
+        return
+    old, new = _loaded(folder, "fp32"), _loaded(folder.with_name("exported"), "fp32")
+    kept = still | {name for name, _ in old.named_buffers()}
+    now = dict(new.named_parameters()) | dict(new.named_buffers())
+    both = dict(old.named_parameters()) | dict(old.named_buffers())
+    errors.failures += [
+        f"{name} has changed in the export"
+        for name in kept
+        if not torch.equal(both[name], now[name])
+    ]
+    # What is trained has the dtype of its class, which may be wider than the folder's.
+    errors.failures += [
+        f"{name} is {tensor.dtype} in the export, not {before[name].dtype}"
+        for name, tensor in after.items()
+        if tensor.dtype != before[name].dtype and (tensor.dtype != torch.float32 or name in kept)
+    ]
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
