@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from data_cases import QWEN, chat_tokenizer, encode_row, make_tokenizer, talk, write_jsonl
 
-from megatrain.data import chat, open_dataset
+from megatrain.data import open_dataset, template
 from megatrain.errors import InputError
 
 TWO_TURNS = talk("What is 12 + 30?", "It is 42.", "Thanks!", "You are welcome: naïve café ☕")
@@ -114,14 +114,6 @@ def test_tools_reach_the_template_and_tool_calls_are_learnt(tmp_path):
             '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call><|im_end|>'
             "The weather is sunny.<|im_end|>"
         )
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_remedy():
-    tokenizer = chat_tokenizer("thinking")
-    with pytest.raises(InputError, match=r"chat.jsonl:1.*message 2.*generation"):
-        encode(tokenizer, TWO_TURNS)
-    ids, targets = encode(tokenizer, TWO_TURNS[:2])  # a single reply is no problem
-    assert "It is 42.<|im_end|>" in spoken(tokenizer, ids, targets)[0]
 
 
 @pytest.mark.parametrize(
@@ -263,12 +255,12 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_refused_within_bounds(name, monkeypatch):
-    monkeypatch.setattr(chat, "_SECONDS", 2)
-    template, reason = HOSTILE[name]
+    monkeypatch.setattr(template, "_SECONDS", 2)
+    source, reason = HOSTILE[name]
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     started = time.process_time()
     with pytest.raises(InputError, match=f"chat template.*{reason}"):
-        encode(make_tokenizer(template), TWO_TURNS)
+        encode(make_tokenizer(source), TWO_TURNS)
     assert time.process_time() - started < 10
     assert resource.getrlimit(resource.RLIMIT_DATA) == limits
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB

@@ -1,0 +1,174 @@
+"""Templates that write a turn otherwise when more follows, and that take messages in other shapes.
+
+Each is a small one of our own with a habit of a well-known model's.
+"""
+
+import itertools
+
+import pytest
+from data_cases import encode_row, make_tokenizer, talk
+
+from megatrain.errors import InputError
+
+SPECIAL = ("<s>", "</s>", "<pad>", "<|a|>", "<|u|>", "<|end|>", "<|stop|>", "<think>", "</think>",
+           "<|call|>", "<|tool|>")  # fmt: skip
+FOR = "{%- for m in messages %}"
+END = "{%- endfor %}{%- if add_generation_prompt %}{{- '<|a|>' }}{%- endif %}"
+OTHERS = "{%- if m.role != 'assistant' %}{{- '<|u|>' + m.role + ' ' + m.content + '<|end|>' }}"
+CALL = (
+    "{%- for c in m.tool_calls or [] %}{{- '<|call|>' + c.function.name + ' ' + (ARGS) }}"
+    "{%- endfor %}"
+)
+REPLY = "{%- else %}{{- '<|a|>' + m.content + '<|end|>' }}{%- endif %}"
+
+TEMPLATES = {
+    "drops reasoning of earlier replies": FOR + OTHERS + (
+        "{%- else %}{{- '<|a|>' }}{%- if loop.last %}{{- '<think>' + (m.reasoning_content or '')"
+        " + '</think>' }}{%- endif %}{{- m.content.split('</think>')[-1] + '<|end|>' }}{%- endif %}"
+    ) + END,
+    "asks with the beginning of reasoning": FOR + OTHERS + (
+        "{%- else %}{{- '<|a|>' + ('<think></think>' if loop.last else '') + m.content }}"
+        "{{- '<|end|>' }}{%- endif %}"
+    ) + END.replace("<|a|>", "<|a|><think>"),
+    "ends the last reply otherwise": FOR + OTHERS + (
+        "{%- else %}{{- '<|a|>' + m.content + ('<|stop|>' if loop.last else '<|end|>') }}"
+        "{%- endif %}"
+    ) + END,
+    "ends the text once more": FOR + OTHERS + REPLY + "{{- '\n' }}" + END.replace(
+        "{%- endif %}", "{%- else %}{{- '\n</s>' }}{%- endif %}"
+    ),
+    "puts the system prompt into the last question": FOR + (
+        "{%- if m.role == 'system' %}{%- elif m.role == 'user' %}"
+        "{%- set last = (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}"
+        "{{- '<|u|>' }}{%- if m == last and messages[0].role == 'system' %}"
+        "{{- messages[0].content + '\n' }}{%- endif %}{{- m.content + '<|end|>' }}"
+    ) + REPLY.replace("<|a|>", "") + "{%- endfor %}",
+    "has no end of turn": FOR + OTHERS.replace("<|end|>", "") + REPLY.replace("<|end|>", "") + END,
+    "takes parts only": FOR + (
+        "{{- '<|u|>' if m.role != 'assistant' else '<|a|>' }}{%- for p in m.content %}"
+        "{%- if p.type == 'text' %}{{- p.text }}{%- endif %}{%- endfor %}{{- '<|end|>' }}"
+    ) + END,
+}  # fmt: skip
+
+
+def spoken(template, row, tokenizer=None):
+    """The whole text, and the runs of it that are learnt."""
+    tokenizer = tokenizer or make_tokenizer(template, special=SPECIAL)
+    ids, targets = encode_row(tokenizer, row)
+    runs = itertools.groupby(zip(ids.tolist(), targets.tolist(), strict=True), key=lambda t: t[1])
+    return tokenizer.decode(ids), [tokenizer.decode([i for i, _ in r]) for on, r in runs if on]
+
+
+TURNS = talk("ask 1", "tell 2", "ask 3", "tell 4", system="be 0")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("white", ["", "\n", "  "])
+def test_replies_with_their_end_are_found_and_the_text_is_the_templates(name, white):
+    turns = [{**m, "content": m["content"] + white} for m in TURNS]
+    tokenizer = make_tokenizer(TEMPLATES[name], special=SPECIAL)
+    whole, (first, last) = spoken(TEMPLATES[name], {"messages": turns}, tokenizer)
+    if "parts" not in name:
+        assert whole == tokenizer.apply_chat_template(turns, tokenize=False)
+    end = "" if "no end" in name else "<|end|>"
+    assert first.strip() == ("tell 2" + white).strip() + white * bool(end) + end
+    begin = {"drops": "<think></think>", "asks": "</think>"}.get(name.split()[0], "")
+    end = "<|stop|>" if "otherwise" in name else end
+    assert last.strip() == (begin + "tell 4" + white).strip() + white * bool(end) + end
+
+
+def test_reasoning_is_learnt_under_whatever_name_the_template_has_for_it():
+    template = TEMPLATES["drops reasoning of earlier replies"]
+    for theirs in ("reasoning_content", "reasoning", "thinking"):
+        for name in ("reasoning_content", "reasoning", "thinking"):
+            turns = [dict(m) for m in TURNS]
+            turns[-1][name] = "hm"
+            _, runs = spoken(template.replace("reasoning_content", theirs), {"messages": turns})
+            assert runs == ["tell 2<|end|>", "<think>hm</think>tell 4<|end|>"]
+    turns[-1]["content"], turns[-1]["thinking"] = "<think>hm</think>tell 4", None
+    assert "tell 4<|end|>" in spoken(template, {"messages": turns})[1][1]
+
+
+def test_reasoning_that_a_template_only_names_is_refused():
+    """As one that has a switch of that name."""
+    turns = [*TURNS[:-1], {**TURNS[-1], "reasoning_content": "hm"}]
+    template = FOR + OTHERS + REPLY + END + "{%- if thinking %}{%- endif %}"
+    with pytest.raises(InputError, match=r"message 5: .* no place for 'reasoning_content'"):
+        spoken(template, {"messages": turns})
+
+
+def with_calls(**arguments):
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [*TURNS[:2], {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "warm", "name": "weather"}, *TURNS[2:]]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ("c.function.arguments | tojson", '{"city": "Paris"}'),
+        ("c.function.arguments", '{"city": "Paris"}'),  # a string in its place
+        ("c.function.arguments ~ ''", '{"city": "Paris"}'),  # Python's way to write an object
+        ("(c.function.arguments.values() | list)[0]", "Paris"),
+    ],
+)
+@pytest.mark.parametrize("content", ["(m.content or '')", "m.content"])
+def test_calls_are_written_as_the_template_takes_them(arguments, written, content):
+    reply = "{%- else %}{{- '<|a|>' + " + content + " }}" + CALL.replace("ARGS", arguments)
+    template = FOR + OTHERS.replace("m.content", "(m.name or '') + m.content")
+    template += reply + "{{- '<|end|>' }}{%- endif %}" + END
+    _, runs = spoken(template, {"messages": with_calls(city="Paris")})
+    assert runs == [f"<|call|>weather {written}<|end|>", "tell 2<|end|>", "tell 4<|end|>"]
+
+
+def test_calls_are_learnt_where_their_turn_is_written_otherwise_later():
+    template = TEMPLATES["ends the last reply otherwise"].replace(
+        "m.content + ('<|stop|>'", "(m.content or '') + calls(m) + ('<|stop|>'"
+    )
+    macro = "{%- macro calls(m) %}" + CALL.replace("ARGS", "c.function.arguments | tojson")
+    _, runs = spoken(macro + "{%- endmacro %}" + template, {"messages": with_calls(city="Paris")})
+    call = '<|call|>weather {"city": "Paris"}'
+    assert runs[0].startswith(call) and runs[1:] == ["tell 2<|end|>", "tell 4<|stop|>"]
+
+
+def test_turns_after_a_tool_are_found_where_its_result_is_closed_otherwise():
+    """The text that asks for a reply lacks what ends the tool's turn."""
+    tool = (
+        "{%- if m.role == 'tool' %}{{- '<|tool|>' + m.content }}"
+        "{%- if not loop.last %}{{- '<|end|>' }}{%- endif %}"
+    )
+    reply = REPLY.replace("m.content", "(m.content or '') + calls(m)")
+    macro = "{%- macro calls(m) %}" + CALL.replace("ARGS", "c.function.arguments | tojson")
+    template = FOR + tool + OTHERS.replace("{%- if", "{%- elif") + reply + END
+    _, runs = spoken(macro + "{%- endmacro %}" + template, {"messages": with_calls(city="a")})
+    assert runs[1:] == ["tell 2<|end|>", "tell 4<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (FOR + "{%- if m.role != 'system' %}" + OTHERS + REPLY + "{%- endif %}" + END,
+         "chat template leaves out message 1"),
+        (FOR + "{{- '<|u|>' ~ (m.content | upper) }}{%- endfor %}{{- messages | length }}",
+         "leaves out message 1|cannot be told apart"),
+        (FOR + OTHERS + REPLY + "{%- endfor %}{{- '<|u|><|a|>' }}", "cannot be told apart"),
+        ("{{- messages | length }}" + FOR + OTHERS + REPLY + "{{- messages | length }}" + END, ""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_told_is_refused(template, problem):
+    try:
+        _, runs = spoken(template, {"messages": TURNS})
+    except InputError as error:
+        assert str(error).startswith("rows.jsonl:1: ") and "\n" not in str(error)
+        assert problem.split("|")[0] in str(error) or problem.split("|")[-1] in str(error)
+    else:
+        assert not problem and [run[:6] for run in runs] == ["tell 2", "tell 4"]
+
+
+def test_settings_of_the_template_come_from_the_row():
+    template = FOR + OTHERS + REPLY + END + "{%- if loud %}{{- '!' }}{%- endif %}"
+    row = {"messages": TURNS, "chat_template_kwargs": {"loud": True}}
+    assert spoken(template, row)[0].endswith("!")
+    for bad in ({"messages": []}, {"add_generation_prompt": True}, [1]):
+        with pytest.raises(InputError, match="'chat_template_kwargs' must be an object without"):
+            spoken(template, {**row, "chat_template_kwargs": bad})
