@@ -26,7 +26,7 @@ from tests.families.parity import (
     compare_steps,
     compare_updates,
 )
-from tests.families.plain import EPS, LR, accumulate, make_steps
+from tests.families.plain import EPS, LR, accumulate, make_steps, shares
 from tests.families.tiny import tiny_model
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,11 +37,12 @@ class FromFolder:
     """How a family fares from folders.
 
     Attributes:
-        loss: largest relative error of a loss computed in fp32, from either folder.
+        loss: largest relative error of a loss computed in fp32, from either folder; None if
+            transformers does not load what it has saved, and the engine refuses it, too.
         bf16: that of a loss computed in bf16; None if transformers or the engine does not.
     """
 
-    loss: float = 0.0
+    loss: float | None = 0.0
     bf16: float | None = None
     failures: list[str] = field(default_factory=list)
 
@@ -58,6 +59,8 @@ def from_folders(family: str, changes: dict[str, Any] | None = None) -> FromFold
             model = tiny_model(family, changes=changes)
             folder = Path(place) / "folder"
             trained = _save(model, folder, PRECISIONS[stored])
+            if not _loads(folder):
+                return _refused(folder)
             _compare(found, folder, trained, "fp32", stored)
             if stored == "bf16":
                 _compare_bf16(found, folder)
@@ -67,6 +70,9 @@ def from_folders(family: str, changes: dict[str, Any] | None = None) -> FromFold
 def _save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> set[str]:
     """Save `model`, its parameters in `dtype`; returns which of them the class has trained."""
     exact = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, buffer in exact.items():
+        if name.endswith("balancing_biases"):  # zaya's `_init_weights` writes over what was loaded
+            buffer[-1] = -1
     model.to(dtype)
     for path, module in model.named_modules():
         for name in module._buffers:
@@ -75,6 +81,22 @@ def _save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> set[str]:
                 module._buffers[name] = exact[full]
     model.save_pretrained(folder)
     return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _loads(folder: Path) -> bool:
+    try:
+        _loaded(folder, "fp32")
+    except ValueError:  # a part of a larger model, of whose configuration no causal model is made
+        return False
+    return True
+
+
+def _refused(folder: Path) -> FromFolder:
+    try:
+        Engine(folder, precision="fp32", device="cpu").close()
+    except InputError:
+        return FromFolder(None)
+    return FromFolder(None, failures=["the engine opens what transformers does not"])
 
 
 def _loaded(folder: Path, precision: str) -> PreTrainedModel:
@@ -99,7 +121,7 @@ def _compare(
     compare_steps(errors, results, reference)
     compare_updates(errors, masters, reference)
     _compare_export(errors, folder, still)
-    found.loss = max(found.loss, errors.loss)
+    found.loss = max(found.loss or 0.0, errors.loss)
     found.failures += [f"{stored} folder: {failure}" for failure in errors.failures]
 
 
@@ -112,13 +134,17 @@ def _compare_bf16(found: FromFolder, folder: Path) -> None:
         return
     with engine:
         _compare_buffers(errors, engine, model)
+        found.failures += [f"in bf16: {failure}" for failure in errors.failures]
+        try:
+            wanted = [accumulate(model, step)]
+        except RuntimeError:  # transformers' own code does not run in bf16
+            return
         loss = engine.step(step).loss
-    found.failures += [f"in bf16: {failure}" for failure in errors.failures]
-    try:
-        wanted = accumulate(model, step)
-    except RuntimeError:  # transformers' own code does not run in bf16
-        return
-    found.bf16 = abs(loss - wanted) / abs(wanted)
+    # Without a graph, as the engine's first forward runs, attention may be computed by another
+    # kernel: where its mask needs a gradient (doge).
+    with torch.no_grad():
+        wanted.append(sum(share.item() for share in shares(model, step)))
+    found.bf16 = min(abs(loss - each) / abs(each) for each in wanted)
     if not found.bf16 <= LOSS_TOLERANCE:
         found.failures.append(f"loss in bf16 off by {found.bf16:.1e}")
 

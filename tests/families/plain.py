@@ -7,6 +7,7 @@ int64 tensors [B, T].
 import copy
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -146,16 +147,21 @@ def _layer(name: str) -> str | None:
 
 def accumulate(model: PreTrainedModel, step: Step) -> float:
     """Gradients of the mean loss over all labelled tokens of the step; returns that loss."""
-    shift = label_shift(model)
-    tokens = sum(int((batch["labels"][:, shift:] != -100).sum()) for batch in step)
     total = 0.0
-    for batch in step:
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits_BTV = model(**inputs, use_cache=False).logits.float()
-        loss = token_loss(logits_BTV, batch["labels"], shift) / tokens
+    for loss in shares(model, step):
         loss.backward()
         total += loss.item()
     return total
+
+
+def shares(model: PreTrainedModel, step: Step) -> Iterator[Tensor]:
+    """Each micro-batch's share of the mean loss over all labelled tokens of the step."""
+    shift = label_shift(model)
+    tokens = sum(int((batch["labels"][:, shift:] != -100).sum()) for batch in step)
+    for batch in step:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits_BTV = model(**inputs, use_cache=False).logits.float()
+        yield token_loss(logits_BTV, batch["labels"], shift) / tokens
 
 
 def label_shift(model: PreTrainedModel) -> int:
