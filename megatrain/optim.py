@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_pt_utils import get_parameter_names
 
+from megatrain.compat.transformers import get_parameter_names
 from megatrain.errors import InputError
 
 # Patterns of parameter names without weight decay: those of transformers.Trainer (5.23).

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatrain.api import Engine
 from megatrain.cli.shapes import qwen2_config
+from megatrain.compat.torch import num_compilations
 from megatrain.machine import present_machine
-from megatrain.model.compiled import num_compilations
 from megatrain.optim import AdamW
 from megatrain.placement import Placement
 from megatrain.telemetry.environment import commit, environment

@@ -97,7 +97,7 @@ class Template:
         return text, marks
 
     def _rendered(self, talk: Conversation, **options: bool) -> tuple[str, list[tuple[int, int]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from megatrain.compat.transformers import render_jinja_template
 
         given = {**self._tokenizer.special_tokens_map, **talk.options, **options}
         with bounded(_SECONDS, _NUM_BYTES):

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
+from megatrain.compat.torch import FakeTensor, memory_of, pytree
 from megatrain.engine.sink import Room
 from megatrain.model.program import Activations
 from megatrain.model.skeleton import Ref
@@ -115,7 +114,7 @@ class Leaving:
 
     def view(self, tensor: Tensor) -> _View:
         """Where the tensor will be found."""
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         if memory not in self._numbers:
             self._numbers[memory] = len(self.memory)
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -128,11 +127,6 @@ def _view(tensor: Tensor, source: Any, begin: int) -> _View:
     return _View(source, start, tensor.dtype, tensor.size(), tensor.stride())
 
 
-def _memory(tensor: Tensor) -> int:
-    """Equal for tensors in the same allocation."""
-    return tensor.untyped_storage()._cdata
-
-
 class Held:
     """What a kept graph saved. The graph is made within `saving()`."""
 
@@ -143,9 +137,9 @@ class Held:
         self._weights, self._inputs, self._leaving = weights, inputs, leaving
         self._returned: list[Tensor] = []
         found = {ref: value for ref, value in inputs.items() if value.is_contiguous()}
-        self._known: dict[int, Any] = {_memory(value): ref for ref, value in found.items()}
-        self._known[_memory(weights)] = None
-        self._outside = {_memory(leaf) for leaf in outside if isinstance(leaf, Tensor)}
+        self._known: dict[int, Any] = {memory_of(value): ref for ref, value in found.items()}
+        self._known[memory_of(weights)] = None
+        self._outside = {memory_of(leaf) for leaf in outside if isinstance(leaf, Tensor)}
 
     def saving(self) -> saved_tensors_hooks:
         """Within this context a graph hands over what it saves."""
@@ -162,7 +156,7 @@ class Held:
     def _pack(self, tensor: Tensor) -> Any:
         if isinstance(tensor, FakeTensor):  # a compiler at work
             return tensor
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         if memory in self._known:
             source = self._known[memory]
             base = self._weights if source is None else self._inputs[source]

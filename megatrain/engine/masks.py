@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatrain.compat.transformers import attention_of
 from megatrain.errors import DoesNotFit
 from megatrain.units import gib
 
@@ -26,7 +27,7 @@ def check_masks(
     Raises:
         DoesNotFit: with what the mask is for.
     """
-    if getattr(config, "_attn_implementation", "sdpa") not in _WITH_MASKS:
+    if attention_of(config) not in _WITH_MASKS:
         return
     for index, micro in enumerate(micro_batches):
         rows, tokens = micro["input_ids"].shape

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import BUFFERS, MODEL, Checkpoint, Settings
+from megatrain.compat.transformers import attention_of, set_attention
 from megatrain.engine.untrained import Untrained, persistent_buffers
 from megatrain.errors import InputError
 from megatrain.model.build import configs, empty_model, load_config
@@ -113,10 +114,10 @@ def open_model(
 
 def _set_attention(config: PreTrainedConfig, saved: dict[str, str] | str | None) -> None:
     if not isinstance(saved, dict):
-        config._attn_implementation = saved
+        set_attention(config, saved)
         return
     for path, part in configs(config):  # the outer ones first: they set those inside, too
-        part._attn_implementation = saved.get(path)
+        set_attention(part, saved.get(path))
 
 
 def saved_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -187,7 +188,7 @@ def settings_of(
     model: PreTrainedModel, dtype: torch.dtype, untrained: Untrained, **rest: Any
 ) -> Settings:
     """All that a checkpoint says of an engine; `dtype` is that of the model's source."""
-    attention = {path: part._attn_implementation for path, part in configs(model.config)}
+    attention = {path: attention_of(part) for path, part in configs(model.config)}
     if untrained.rounded:
         dtype = torch.bfloat16  # an export of the checkpoint claims no bits that are not there
         untrained = Untrained()

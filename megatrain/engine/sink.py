@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.compat.torch import add_each
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT
 from megatrain.engine.portion import Portion
@@ -39,7 +40,7 @@ class Room:
         pairs = [(self.views[n], g) for n, g in zip(names, gradients, strict=True) if g is not None]
         if pairs:
             totals, parts = zip(*pairs, strict=True)
-            torch._foreach_add_(totals, parts)
+            add_each(totals, parts)
 
 
 @dataclass

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain.compat.torch import TorchDispatchMode, memory_of, schema_of
 from megatrain.forecast.tally import Work, added, is_view, tensors, work_of
 
 # A reduction's result that is so much smaller than what it reads is kept, not computed again.
@@ -74,8 +74,7 @@ class Recorder(TorchDispatchMode):
 
     def number(self, tensor: Tensor) -> int:
         """The storage of a tensor."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        storage, key = tensor.untyped_storage(), memory_of(tensor)
         if key not in self._numbers:
             self._numbers[key] = len(self.sizes)
             self.sizes.append(storage.nbytes())
@@ -95,7 +94,7 @@ class Recorder(TorchDispatchMode):
         made = tuple(sorted(n for n in self.numbers(out) if n >= known))
         if not is_view(func):
             work, scratch = work_of(func, args, kwargs, out)
-            reads = () if func._schema.name.startswith(_SHAPED_LIKE) else tuple(sorted(given))
+            reads = () if schema_of(func).name.startswith(_SHAPED_LIKE) else tuple(sorted(given))
             self.ops.append(Op(work, reads, made, scratch))
         return out
 

@@ -9,14 +9,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.utils._python_dispatch import _disable_current_modes
 
+from megatrain.compat.torch import FakeTensorMode, without_modes
+from megatrain.compat.transformers import unpacked
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.batch import Batch, prepare
 from megatrain.engine.sink import Room
@@ -361,15 +360,11 @@ def _anew(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def fakes() -> Iterator[None]:
-    """Tensors made within this context have no data.
-
-    transformers looks for packed rows in the positions' values, which such tensors do not have.
-    """
+    """Tensors made within this context have no data."""
     # A forecast may be in the middle of its own counting.
-    packed = "transformers.masking_utils.find_packed_sequence_indices"
     with (
-        _disable_current_modes(),
-        mock.patch(packed, lambda position_ids: None),
+        without_modes(),
+        unpacked(),
         FakeTensorMode(allow_non_fake_inputs=True),
         OneAttention(),
     ):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from megatrain.compat.torch import current_mode
 from megatrain.device import Buffer, Device
 from megatrain.engine.experts import GIVEN, RESULT
 from megatrain.engine.ranges import HIDDEN, Rows
@@ -108,7 +108,7 @@ class OpaqueProgram(Program):
 
     def _attention(self, work: Work) -> Work:
         """What of a layer's forward is left where attention's results are kept, or known."""
-        mode, size = _get_current_dispatch_mode(), work.attention_bytes
+        mode, size = current_mode(), work.attention_bytes
         if isinstance(mode, attention.Keep):
             with self._tally.placing(KEPT_ATTENTION):
                 mode.results.append(torch.empty(size, dtype=torch.uint8, device="meta"))

@@ -10,11 +10,10 @@ from weakref import finalize
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from megatrain.compat.torch import UNSAFE_VIEW, FakeTensor, TorchDispatchMode, memory_of, packet_of
 from megatrain.errors import MegatrainError
 
 # A layer has some hundred; a recurrence that goes token by token would take minutes to count.
@@ -107,7 +106,7 @@ def _pull(ctx: Any, gradient: Tensor, _: Tensor) -> tuple:
 _attention.register_autograd(_pull, setup_context=_keep_for_backward)
 
 ATTENTION = torch.ops.megatrain.attention.default
-_LOOKS = (torch.ops.aten._unsafe_view.default,)
+_LOOKS = (UNSAFE_VIEW,)
 _OVERWRITES = (
     torch.ops.aten.zero_.default,
     torch.ops.aten.fill_.Scalar,
@@ -163,7 +162,7 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
         # Five products where the forward has two; the gradient of the queries is summed in fp32.
         flops = _attention_flops(query, key, value, mask, causal) * 5 // 2
         return Work(attention_backward_flops=flops, kernels=1), query.numel() * 4
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(packet_of(func))
     if count is not None:
         return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0
     given, made = tensors((args[1:] if func in _OVERWRITES else args, kwargs)), tensors(out)
@@ -230,7 +229,7 @@ class Tally(TorchDispatchMode):
 
     def ignore(self, values: Any) -> None:
         """Do not count the storages of some tensors."""
-        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors(values))
+        self._known.update(memory_of(tensor) for tensor in tensors(values))
 
     def add(self, work: Work) -> None:
         """Count work that was measured before; its peak lies on top of what is alive now."""
@@ -258,8 +257,7 @@ class Tally(TorchDispatchMode):
         return out
 
     def _found(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        storage, key = tensor.untyped_storage(), memory_of(tensor)
         if key in self._known:
             return
         self._known.add(key)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from megatrain.compat.torch import current_mode
 from megatrain.forecast.tally import Tally, Work, added
 from megatrain.model.kind import Kind, template
 from megatrain.model.tiles import Tiled, acts_on_tokens_alone, parts
@@ -159,7 +159,7 @@ class _Opaque(torch.autograd.Function):
 
 
 def _add(work: Work, peak_bytes: int) -> None:
-    tally = _get_current_dispatch_mode()
+    tally = current_mode()
     assert isinstance(tally, Tally), "parts in tiles are measured under a tally"
     tally.add(replace(work, peak_bytes=peak_bytes))
 

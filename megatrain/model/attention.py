@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatrain.compat.torch import TorchDispatchMode, pytree, schema_of
 
 _OPERATIONS = {
     "aten::_scaled_dot_product_flash_attention",
@@ -27,9 +27,9 @@ _OPERATIONS = {
 
 def _is_attention(func: Any, args: tuple, kwargs: dict) -> bool:
     """Attention without dropout: that one draws random numbers, which must be drawn again."""
-    if func._schema.name not in _OPERATIONS:
+    if schema_of(func).name not in _OPERATIONS:
         return False
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return not given.get("dropout_p")
 

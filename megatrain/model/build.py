@@ -16,9 +16,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from megatrain.compat.transformers import in_fp32, model_of, without_checkpointing
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
-from megatrain.model.given import refuse_changes, refuse_weights, without_checkpointing
+from megatrain.model.given import refuse_changes, refuse_weights
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
 _LONGEST_REASON = 400
@@ -159,8 +160,8 @@ def loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.
     load others so (`_keep_in_fp32_modules_strict`: routers and their biases).
     """
     with _weightless():
-        twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    plan = [re.compile(pattern.replace("*", ".*")) for pattern in model._get_dtype_plan(dtype)]
+        twin = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
+    plan = [re.compile(pattern.replace("*", ".*")) for pattern in in_fp32(model, dtype)]
     stored = twin.state_dict().keys()
     tensors = chain(twin.named_parameters(remove_duplicate=False), twin.named_buffers())
     return {

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatrain.compat.torch import let_triton_launch
+
 _log = logging.getLogger(__name__)
 
 
@@ -33,9 +35,7 @@ def _launch_without_the_lock() -> None:
     needs the lock: an update, or one that an update waits for (a save's writers). Nothing moved any
     more then (torch 2.11, H200; torch/csrc/inductor/static_launcher/cuda.cpp).
     """
-    import torch._inductor.config as inductor
-
-    inductor.use_static_cuda_launcher = False
+    let_triton_launch()
 
 
 def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -46,10 +46,3 @@ def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """
     code = function.__code__.replace(co_name=name)
     return FunctionType(code, function.__globals__, name)
-
-
-def num_compilations() -> int:
-    """Graphs that torch.compile has made in this process; one made anew counts again."""
-    import torch._dynamo.utils  # takes a second where nothing has been compiled
-
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -14,15 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
+
+from megatrain.compat.transformers import (
     WeightConverter,
     WeightRenaming,
+    conversions_of,
     dot_natural_key,
+    get_model_conversion_mapping,
     rename_source_key,
     revert_weight_conversion,
+    set_conversions,
 )
-
 from megatrain.errors import RunFailed
 from megatrain.model.shards import Described, Stored
 
@@ -95,7 +97,7 @@ def plan_load(model: PreTrainedModel, stored: Mapping[str, Stored]) -> LoadPlan:
                 repeated.append(stored[name])
             else:
                 recipe.sources.append((pattern or "", stored[name]))
-    model._weight_conversions = [each for each in conversions if each.was_used()]
+    set_conversions(model, [each for each in conversions if each.was_used()])
     return LoadPlan(list(recipes.values()), unexpected, repeated)
 
 
@@ -166,7 +168,7 @@ def _converted_batch(
 
 def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
     """Names that one converter takes together."""
-    conversions = getattr(model, "_weight_conversions", None)
+    conversions = conversions_of(model)
     if conversions is None:  # transformers' rule for a model that was never loaded
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     converters = [

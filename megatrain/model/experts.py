@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import _disable_current_modes
 
+from megatrain.compat.torch import without_modes
 from megatrain.errors import RunFailed
 from megatrain.model.tiles import behaves
 
@@ -88,7 +88,7 @@ class Experts:
 
 def find_experts(layer: nn.Module) -> Experts | None:
     """The experts of a layer; None: it has none, or none that can be taken some at a time."""
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), without_modes():
         modules = layer.named_modules()
         found = [Experts(path, *made) for path, module in modules if (made := _experts(module))]
         return found[0] if len(found) == 1 and _can_be_split(found[0]) else None

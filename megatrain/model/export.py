@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megatrain.compat.transformers import not_saved
 from megatrain.disk import flush
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.build import loaded_types
@@ -103,7 +104,7 @@ def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
         raise ValueError(f"names do not match: {sorted(needed ^ (tensors.keys() - known))[:3]}")
     # The name that transformers expects is the one that others are tied to.
     tied = model.all_tied_weights_keys
-    ignored = set(model._keys_to_ignore_on_save or ())
+    ignored = not_saved(model)
     saved = {
         next((n for n in names if n not in tied), names[0]): names[0] for names in aliases.values()
     }

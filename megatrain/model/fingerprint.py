@@ -16,20 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatrain.compat.torch import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    HOOK_MARKS,
+    buffers_of,
+    children_of,
+    parameters_of,
+    version_of,
+)
+from megatrain.compat.transformers import MODULE_MARKS
+
 # transformers numbers its layers for the key-value cache, which training does not use. The number
 # is no part of a kind unless the layer's forward reads it (`probe` tries it without).
 INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
 
-BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_HOOK_MARKS = (
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
-OWN_BEHAVIOUR = (*FORWARD_HOOKS, *_HOOK_MARKS)
+OWN_BEHAVIOUR = (*FORWARD_HOOKS, *HOOK_MARKS)
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), "_is_hf_initialized"}
+_OF_EVERY_MODULE = {*vars(nn.Module()), *MODULE_MARKS}
 _VALUES = (int, str, bool, bytes, type(None))
 _ATOMS = (
     type,
@@ -143,19 +147,19 @@ class Reader:
         if isinstance(tensor, nn.Parameter):
             self.strays.append(tensor)
         if self._by_identity:
-            return Is(tensor), None if tensor.is_inference() else tensor._version
+            return Is(tensor), None if tensor.is_inference() else version_of(tensor)
         return value_of(tensor)
 
     def _module(self, module: nn.Module) -> tuple:
-        for parameter in module._parameters.values():
+        for parameter in parameters_of(module).values():
             if parameter is not None and id(parameter) not in self._own:
                 self.strays.append(parameter)
         weights = [
             (name, None if tensor is None else self._weight(tensor))
-            for held in (module._parameters, module._buffers)
+            for held in (parameters_of(module), buffers_of(module))
             for name, tensor in held.items()
         ]
-        children = tuple((name, self.of(child)) for name, child in module._modules.items())
+        children = tuple((name, self.of(child)) for name, child in children_of(module).items())
         return tuple(self.attributes(module)), tuple(weights), children
 
     def _weight(self, tensor: Tensor) -> Any:
@@ -182,7 +186,7 @@ class Reader:
 
     def _hook(self, module: nn.Module, item: tuple[int, Any]) -> tuple:
         number, function = item
-        marks = tuple(number in vars(module).get(name, ()) for name in _HOOK_MARKS)
+        marks = tuple(number in vars(module).get(name, ()) for name in HOOK_MARKS)
         return self.of(function), marks
 
 

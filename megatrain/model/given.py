@@ -7,15 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.model.fingerprint import BACKWARD_HOOKS, FORWARD_HOOKS, Reader
+from megatrain.compat.torch import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    buffers_of,
+    has_global_hooks,
+    has_gradient_hooks,
+    parameters_of,
+)
+from megatrain.model.fingerprint import Reader
 from megatrain.model.limits import Unsupported
 
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
 _TABLE_SETTINGS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 
 
@@ -26,7 +28,7 @@ def refuse_weights(model: nn.Module) -> None:
         Unsupported: hooks of gradients, other types than torch's, fp64, memory that is shared.
     """
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if has_gradient_hooks(parameter):
             raise Unsupported(
                 f"{name} has a hook of its gradient, which would not be run; remove it"
             )
@@ -62,7 +64,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
-        for name, value in {**vars(module), **module._buffers}.items():
+        for name, value in {**vars(module), **buffers_of(module)}.items():
             if isinstance(value, Tensor):
                 yield f"{path}.{name}".lstrip("."), value
 
@@ -80,7 +82,7 @@ def refuse_behaviour(model: nn.Module) -> None:
     Raises:
         Unsupported: names the module.
     """
-    if any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS):
+    if has_global_hooks():
         raise Unsupported("a hook of every module is registered with torch; remove it")
     reader = Reader(model)
     for path, module in model.named_modules():
@@ -146,25 +148,6 @@ def _facts(module: nn.Module) -> tuple:
     held = vars(module)
     simple = {k: v for k, v in held.items() if type(v) in (int, float, str, bool)}
     own = "forward" in held or any(held.get(name) for name in FORWARD_HOOKS)
-    shapes = {name: p if p is None else p.shape for name, p in module._parameters.items()}
+    shapes = {name: p if p is None else p.shape for name, p in parameters_of(module).items()}
     ignored = dict.fromkeys(("training", "gradient_checkpointing", "_is_hf_initialized"))
     return type(module), own, shapes, {**simple, **ignored}
-
-
-def without_checkpointing(model: nn.Module) -> None:
-    """Turn off what transformers adds for its users' own training, in place.
-
-    Layers are computed again in the backward in any case; recording hooks do nothing here.
-    """
-    for module in model.modules():
-        held = vars(module)
-        held.pop("_gradient_checkpointing_func", None)
-        if hasattr(type(module), "gradient_checkpointing"):
-            held.pop("gradient_checkpointing", None)
-        elif "gradient_checkpointing" in held:
-            held["gradient_checkpointing"] = False
-        held.pop("_output_capturing_hooks_installed", None)
-        for hooks in (held.get(name, {}) for name in FORWARD_HOOKS):
-            for number, hook in list(hooks.items()):
-                if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
-                    del hooks[number]

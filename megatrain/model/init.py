@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
+from megatrain.compat.torch import TorchDispatchMode, parameters_of, version_of
+from megatrain.compat.transformers import initialise as initialise_module
 from megatrain.model.outline import Outline
 from megatrain.seeds import derived_seed
 
@@ -64,7 +66,7 @@ def initialise(
         with _seeded(seed, index, threads):
             _draw(part, owners)
         for module, name, parameter, full in shells:
-            values, module._parameters[name] = module._parameters[name], parameter
+            values, parameters_of(module)[name] = parameters_of(module)[name], parameter
             assert values is not None
             # A minimum is NaN if anything is; `isnan` would take a byte for each value.
             if full in wanted and values.numel() and values.amin().isnan():
@@ -140,9 +142,9 @@ def _parts(model: PreTrainedModel, outline: Outline) -> Iterator[list[nn.Module]
 def _reaches(module: nn.Module, below: list[nn.Module], owners: Owners) -> bool:
     """Whether initialising `module` writes to parameters of its descendants (tried on meta)."""
     parameters = [p for m in below for p in m.parameters(recurse=False)]
-    before = [p._version for p in parameters]
-    owners[id(module)]._init_weights(module)
-    return before != [p._version for p in parameters]
+    before = [version_of(p) for p in parameters]
+    initialise_module(owners[id(module)], module)
+    return before != [version_of(p) for p in parameters]
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -167,9 +169,9 @@ def _draw(part: list[nn.Module], owners: Owners) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             # Tied ones are drawn apart, as transformers ties them after it has initialised them.
             values = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
-            module._parameters[name] = nn.Parameter(values)
+            parameters_of(module)[name] = nn.Parameter(values)
     for module in part:
-        owners[id(module)]._init_weights(module)
+        initialise_module(owners[id(module)], module)
 
 
 def _constructed(model: PreTrainedModel, places: Collection[Place]) -> PreTrainedModel:
@@ -181,15 +183,14 @@ def _constructed(model: PreTrainedModel, places: Collection[Place]) -> PreTraine
 @contextmanager
 def _without_values(places: Collection[Place]) -> Iterator[None]:
     """Parameters registered within the block, but for those at `places`, go to the meta device."""
-    register = nn.Module.register_parameter
 
-    def selective(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and (type(module), name) not in places:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def selective(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        if (type(module), name) in places:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    nn.Module.register_parameter = selective  # type: ignore[method-assign, assignment]
+    hook = register_module_parameter_registration_hook(selective)
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch._functorch.config
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
+from megatrain.compat.torch import buffers_of, pytree, recomputing
 from megatrain.errors import RunFailed
 from megatrain.model.chance import draws
 from megatrain.model.compiled import compile_and_tell, own_code
@@ -167,7 +166,7 @@ def _make_node(cls: type) -> None:
 def _within_budget(function: Callable[..., Any], share: float) -> Callable[..., Any]:
     # Read by torch's partitioner when the function is compiled, at the first call of a shape. Made
     # once: each one is a class of its own, which a call would leave to the garbage collector.
-    budget = torch._functorch.config.patch(activation_memory_budget=share)
+    budget = recomputing(share)
 
     def budgeted(*args: Any) -> Any:
         with budget:
@@ -185,11 +184,11 @@ def move_buffers(
         types: new types of some of them, by name.
     """
     for path, child in module.named_modules():
-        for name, buffer in child._buffers.items():
+        for name, buffer in buffers_of(child).items():
             if buffer is not None:
                 full = f"{path}.{name}" if path else name
                 dtype = (types or {}).get(full, buffer.dtype)
-                child._buffers[name] = buffer.to(device=device, dtype=dtype)
+                buffers_of(child)[name] = buffer.to(device=device, dtype=dtype)
 
 
 def template(layer: nn.Module, own: Mapping[str, Any] | None = None) -> nn.Module:

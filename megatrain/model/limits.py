@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from megatrain.compat.torch import buffers_of
 from megatrain.errors import InputError
 from megatrain.model.fingerprint import Reader
 
@@ -121,5 +122,5 @@ class Watch:
                 continue
             for name, value in reader.attributes(module):
                 yield (path, name), value
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffers_of(module).items():
                 yield (path, name), reader.of(buffer)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from megatrain.compat.transformers import CAUSAL_LM_CLASSES
 from megatrain.loss import IGNORED, targets_of
 from megatrain.model.limits import Unsupported
 from megatrain.model.outline import Outline
@@ -45,7 +45,7 @@ def label_shift(outline: Outline) -> int:
             " its head is not a language model's; give a model with one (...ForCausalLM)"
         )
     shift = _tried(outline, name)
-    if shift == 0 and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if shift == 0 and name not in CAUSAL_LM_CLASSES:
         raise Unsupported(
             f"{name} predicts each token at its own place, not the next one: it is not a causal "
             "language model; load it with AutoModelForCausalLM"

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 from transformers import Cache, PreTrainedModel
 
+from megatrain.compat.torch import pytree
 from megatrain.model.fingerprint import Reader
 from megatrain.model.given import refuse_behaviour
 from megatrain.model.kind import Kind, NumberRead, without_index

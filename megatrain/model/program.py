@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from megatrain.compat.torch import pytree, without_torch_function
 from megatrain.errors import RunFailed
 from megatrain.model.build import loaded_types
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
@@ -294,7 +294,7 @@ class Program:
         outer = {**self._outer, **{k: w for k, w in weights.items() if k in self._outer}}
 
         def unwatched(*given: Any) -> Any:
-            with torch._C.DisableTorchFunction():  # only the model's own lookups are of interest
+            with without_torch_function():  # only the model's own lookups are of interest
                 return handler(*given)
 
         return self.skeleton.forward(unwatched, outer, self.skeleton.inputs(inputs), rows)

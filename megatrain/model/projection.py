@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from megatrain.compat.torch import without_modes
 from megatrain.model.zeros import zero_pages
 
 _TOKENS, _ROWS, _FIRST = 3, 6, 2  # of a trial, and rows of the first of its two parts
@@ -53,7 +53,7 @@ def find_projection(head: Head, shapes: dict[str, torch.Size], num_logits: int) 
     others = [name for name in shapes if name not in names]
     if others:
         return Projection(names, num, f"which computes with {others[0]} before its table")
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), without_modes():
         alone = _acts_on_rows_alone(head, names, shapes[names[0]][1])
     return Projection(names, num, "" if alone else "whose logits depend on each other")
 
@@ -74,7 +74,7 @@ def mixes_tokens(head: Head, shapes: dict[str, torch.Size], num_logits: int, wid
     """
     names = _names(shapes, num_logits)
     few = {n: torch.Size((_ROWS, *s[1:])) if n in names else s for n, s in shapes.items()}
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), without_modes():
         tried = [_knows_the_place(head, sizes, width) for sizes in (few, shapes)]
         zeros = {name: zero_pages(shape) for name, shape in shapes.items()}
         hidden = torch.zeros(2, _TOKENS, width)

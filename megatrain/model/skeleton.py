@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from megatrain.compat.torch import memory_of, pytree
 from megatrain.errors import InputError
 from megatrain.model.given import refuse_lookup
 from megatrain.model.kind import containers, lay_aside, put_back, template
@@ -57,7 +57,7 @@ def identity(tensor: Tensor) -> Hashable:
 
 def _memory(tensor: Tensor) -> tuple:
     """Where a tensor begins, also of one without data."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return memory_of(tensor), tensor.storage_offset()
 
 
 class Reached(Exception):

@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from megatrain.compat.torch import buffers_of, is_saved, version_of
 from megatrain.model.fingerprint import value_of
 from megatrain.model.kind import Kind
 from megatrain.model.limits import Change, Unsupported, Watch
@@ -31,7 +32,7 @@ def settle(skeleton: Skeleton, stack: nn.ModuleList, shapes: Mapping[str, torch.
     outer = [module for module in skeleton.model.modules() if id(module) not in inside]
     watch, before = (
         Watch(skeleton.model, "", [*stack]),
-        [(vars(m).copy(), m._buffers.copy()) for m in outer],
+        [(vars(m).copy(), buffers_of(m).copy()) for m in outer],
     )
     _run_to_the_layers(skeleton, shapes, 0.0)
     changes = watch.changes()
@@ -41,12 +42,12 @@ def settle(skeleton: Skeleton, stack: nn.ModuleList, shapes: Mapping[str, torch.
     for module, (held, buffers) in zip(outer, before, strict=True):
         vars(module).clear()
         vars(module).update(held)
-        module._buffers.clear()
-        module._buffers.update(buffers)
+        buffers_of(module).clear()
+        buffers_of(module).update(buffers)
     kept = [_value(change) for change in changes]
     _run_to_the_layers(skeleton, shapes, torch.nan)
     for change, old, one in zip(changes, kept, made, strict=True):
-        is_new = old is None or change.name in change.module._buffers
+        is_new = old is None or change.name in buffers_of(change.module)
         if not is_new or one is None or _value(change) != one:
             raise change.refusal()
 
@@ -85,7 +86,7 @@ def example(kind: Kind, path: str, module: nn.Module, args: tuple, kwargs: dict)
     """Run a kind once, on zeros: what it returns, and whether it keeps anything to itself."""
     buffers = dict(module.named_buffers())
     weights = {name: zero_pages(p.shape) for name, p in module.named_parameters()} | buffers
-    watch, versions = Watch(kind.module, path), [b._version for b in buffers.values()]
+    watch, versions = Watch(kind.module, path), [version_of(b) for b in buffers.values()]
     dice = Dice()
     with torch.no_grad():
         kind.example = kind.call(weights, args, kwargs)
@@ -97,7 +98,7 @@ def example(kind: Kind, path: str, module: nn.Module, args: tuple, kwargs: dict)
     if any(_has_nan(value) for value in again):
         raise changes[0].refusal()
     for (name, buffer), version in zip(buffers.items(), versions, strict=True):
-        if weights[name] is not buffer or buffer._version != version:
+        if weights[name] is not buffer or version_of(buffer) != version:
             raise Unsupported(f"the forward of {path} changes its buffer {name}")
     dice.refuse()
 
@@ -113,8 +114,8 @@ def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
     """
     changes = watch.changes()
     for change in changes:
-        written = change.name in change.module._buffers
-        lasting = change.name not in change.module._non_persistent_buffers_set
+        written = change.name in buffers_of(change.module)
+        lasting = is_saved(change.module, change.name)
         if not written or lasting or not change.spoil():
             raise change.refusal()
     if changes and any(_has_nan(value) for value in again()):

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from megatrain.compat.torch import FORWARD_HOOKS, TorchDispatchMode, without_modes
 from megatrain.model.chance import draws
 from megatrain.model.compiled import own_code
-from megatrain.model.fingerprint import FORWARD_HOOKS
 
 Run = Callable[[dict[str, Tensor], Tensor], Tensor]
 Compiler = Callable[[Callable[..., Any], str], Callable[..., Any]]
@@ -107,7 +106,7 @@ class Tiled:
         key = (self._part.training, x.shape[-1], x.dtype)
         if key not in self._taken:
             self._alone.train(self._part.training)
-            with _disable_current_modes():
+            with without_modes():
                 self._taken[key] = self._trial(self._bound(), x)
         return self._taken[key]
 
@@ -146,7 +145,7 @@ class _Tiles(torch.autograd.Function):
         bound = {name: value.detach() for name, value in zip(names, values, strict=True)}
         x_ND = x_BTD.detach().reshape(-1, x_BTD.shape[-1])
         out_NE: Tensor | None = None
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             for rows in _tiles(len(x_ND), tokens):
                 made_CE = run(bound, x_ND[rows][None].detach())[0]
                 if out_NE is None:

@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatrain.compat.transformers import drop_ignorable
 from megatrain.errors import InputError, first_line
 from megatrain.json_yaml import read_json
 from megatrain.model.conversion import Recipe, plan_load
@@ -244,7 +245,7 @@ def _check_complete(
 ) -> tuple[str, ...]:
     """Refuse what the class does not declare ignorable; returns the missing that it does."""
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
-    model._adjust_missing_and_unexpected_keys(report)
+    drop_ignorable(model, report)
     if report.missing_keys:
         raise InputError(
             f"{folder}: {_some(report.missing_keys)} missing from the checkpoint of a "

@@ -9,7 +9,7 @@ PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
     {"disk", "errors", "seeds", "units"},
-    {"json_yaml"},
+    {"compat", "json_yaml"},
     {"loss", "placement", "tile", "telemetry", "kernels"},
     {"machine"},
     {"config", "device"},

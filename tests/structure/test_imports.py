@@ -83,6 +83,79 @@ def walk(path):
     return ast.walk(parse(path))
 
 
+LIBRARIES = ("torch", "transformers", "accelerate")
+OTHERS_PRIVATE = {"_exit", "_fingerprint"}  # of Python's os and of datasets
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_private_names() -> set[str]:
+    """Names with an underscore that the package itself defines."""
+    found = set()
+    for path in MODULES.values():
+        for node in walk(path):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+                found |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+    return {name for name in found if is_private(name)}
+
+
+def internals(node: ast.AST, own: set[str]) -> list[str]:
+    """Names of libraries' internals that a piece of code uses."""
+    if isinstance(node, ast.Attribute):
+        names = [node.attr]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        given = node.args[1:2] if node.func.id in ("getattr", "hasattr", "setattr") else []
+        names = [str(each.value) for each in given if isinstance(each, ast.Constant)]
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+        if module == "unittest" or module.startswith(("unittest.", "transformers.")):
+            return [module]
+        library = module.split(".")[0] in LIBRARIES
+        return [
+            f"{module}.{alias.name}"
+            for alias in node.names
+            if library and any(map(is_private, f"{module}.{alias.name}".split(".")))
+        ]
+    else:
+        return []
+    return [name for name in names if is_private(name) and name not in own | OTHERS_PRIVATE]
+
+
+def test_internals_of_libraries_stay_in_compat():
+    own = own_private_names()
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {name}"
+        for module, path in MODULES.items()
+        if not module.startswith("megatrain.compat.")
+        for node in walk(path)
+        for name in internals(node, own)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "tensor._cdata",
+        "torch._C.f()",
+        "getattr(config, '_attn_implementation')",
+        "from torch.utils import _pytree as pytree",
+        "from torch._subclasses import FakeTensor",
+        "import torch._dynamo",
+        "from transformers.models.auto.modeling_auto import NAMES",
+        "from unittest import mock",
+    ],
+)
+def test_internals_are_seen(code):
+    assert any(internals(node, set()) for node in ast.walk(ast.parse(code)))
+
+
 def test_optional_packages_stay_in_their_parts():
     wrong = []
     for name, path in MODULES.items():

@@ -10,7 +10,8 @@ from torch._dynamo.backends.common import aot_autograd
 from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine, Placement
-from megatrain.model.compiled import compile_and_tell, num_compilations
+from megatrain.compat.torch import num_compilations
+from megatrain.model.compiled import compile_and_tell
 
 
 @pytest.fixture

@@ -1,0 +1,107 @@
+"""What the package takes of torch beneath its public names."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
+
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "pytree"]
+
+BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HOOK_MARKS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""Attributes of a module."""
+
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
+without_modes = _disable_current_modes
+current_mode = _get_current_dispatch_mode
+add_each = torch._foreach_add_
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Equal for tensors in the same allocation, also without data."""
+    return tensor.untyped_storage()._cdata
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor has been written to."""
+    return tensor._version
+
+
+def schema_of(operation: Any) -> Any:
+    """Name and arguments of an operation that a dispatch mode sees."""
+    return operation._schema
+
+
+def packet_of(operation: Any) -> Any:
+    """An operation without its overload."""
+    return operation._overloadpacket
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters, to be read and replaced, whatever is put there."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers, to be read and replaced."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's children, one that stands under two names twice."""
+    return module._modules
+
+
+def is_saved(module: nn.Module, buffer: str) -> bool:
+    """Whether a module's buffer is part of its state dict."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether anything runs when a gradient arrives."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def has_global_hooks() -> bool:
+    """Whether a hook of every module is registered."""
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return any(getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Within this context torch functions are not handed to modes and subclasses."""
+    return torch._C.DisableTorchFunction()
+
+
+def recomputing(share: float) -> AbstractContextManager[None]:
+    """What is compiled within keeps `share` of its activations for the backward; may be reused."""
+    return torch._functorch.config.patch(activation_memory_budget=share)
+
+
+def let_triton_launch() -> None:
+    """Have compiled kernels launched by Triton instead of by torch's own launcher."""
+    import torch._inductor.config as inductor
+
+    inductor.use_static_cuda_launcher = False
+
+
+def num_compilations() -> int:
+    """Graphs that torch.compile has made in this process; one made anew counts again."""
+    import torch._dynamo.utils  # takes a second where nothing has been compiled
+
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

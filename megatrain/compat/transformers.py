@@ -1,0 +1,121 @@
+"""What the package takes of transformers beneath its public names."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import get_parameter_names
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatrain.compat.torch import FORWARD_HOOKS
+
+__all__ = [
+    "WeightConverter",
+    "WeightRenaming",
+    "dot_natural_key",
+    "get_model_conversion_mapping",
+    "get_parameter_names",
+    "rename_source_key",
+    "render_jinja_template",
+    "revert_weight_conversion",
+]
+
+CAUSAL_LM_CLASSES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+"""Names of transformers' classes of causal language models."""
+
+MODULE_MARKS = frozenset({"_is_hf_initialized"})
+"""Attributes that transformers leaves on modules, without a meaning for their forward."""
+
+
+def attention_of(config: PreTrainedConfig) -> str | None:
+    """The implementation of attention that a configuration names."""
+    return config._attn_implementation
+
+
+def set_attention(config: PreTrainedConfig, name: Any) -> None:
+    """Name the implementation of attention, of a wrapper in the configurations inside, too."""
+    config._attn_implementation = name
+
+
+def model_of(kind: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> Any:
+    """A new model of a class, in the dtype that the options name."""
+    return kind._from_config(config, **options)
+
+
+def initialise(owner: PreTrainedModel, module: nn.Module) -> None:
+    """Give a module's parameters their random values, as the model that it belongs to does."""
+    owner._init_weights(module)
+
+
+def drop_ignorable(model: PreTrainedModel, report: Any) -> None:
+    """Take from `report.missing_keys`, `.unexpected_keys` what the class declares ignorable."""
+    model._adjust_missing_and_unexpected_keys(report)
+
+
+def not_saved(model: PreTrainedModel) -> set[str]:
+    """Names that the class leaves out of its checkpoints."""
+    return set(model._keys_to_ignore_on_save or ())
+
+
+def always_in_fp32(model: PreTrainedModel) -> list[str]:
+    """Patterns of names that stay in fp32, whatever the model's dtype."""
+    return list(model._keep_in_fp32_modules_strict or ())
+
+
+def in_fp32(model: PreTrainedModel, dtype: Any) -> list[str]:
+    """Patterns of names that are in fp32 in a model of this dtype."""
+    return list(model._get_dtype_plan(dtype))
+
+
+def conversions_of(model: PreTrainedModel) -> list[Any] | None:
+    """The conversions that were used when the model was loaded; None: it never was."""
+    return getattr(model, "_weight_conversions", None)
+
+
+def set_conversions(model: PreTrainedModel, used: list[Any]) -> None:
+    """Note them where transformers looks, to give a checkpoint its own layout back."""
+    model._weight_conversions = used
+
+
+def without_checkpointing(model: nn.Module) -> None:
+    """Turn off what transformers adds for its users' own training, in place.
+
+    Layers are computed again in the backward in any case; recording hooks do nothing here.
+    """
+    for module in model.modules():
+        held = vars(module)
+        held.pop("_gradient_checkpointing_func", None)
+        if hasattr(type(module), "gradient_checkpointing"):
+            held.pop("gradient_checkpointing", None)
+        elif "gradient_checkpointing" in held:
+            held["gradient_checkpointing"] = False
+        held.pop("_output_capturing_hooks_installed", None)
+        for hooks in (held.get(name, {}) for name in FORWARD_HOOKS):
+            for number, hook in list(hooks.items()):
+                if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+                    del hooks[number]
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Within this context masks are made as for rows of one document each.
+
+    transformers looks for packed rows in the positions' values, which fake tensors do not have.
+    """
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
