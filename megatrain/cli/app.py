@@ -119,6 +119,25 @@ def train(
 
 
 @app.command()
+def data(
+    run: Annotated[Path, typer.Argument(help="The run file (YAML).")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Override a key; may be repeated."),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 2,
+    html: Annotated[Path | None, typer.Option(help="Also write it as a page, with more.")] = None,
+) -> None:
+    """Show the data of a run as it will be trained on; the model's weights are not needed.
+
+    What is learnt is coloured. The tokens are kept for `megatrain train`.
+    """
+    from megatrain.cli.data import show_data
+
+    show_data(run, overrides or [], rows, html)
+
+
+@app.command()
 def export(
     run: Annotated[str, typer.Argument(help="A run's folder, a checkpoint, or a model folder.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty.")],

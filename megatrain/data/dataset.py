@@ -52,11 +52,14 @@ class PackedDataset:
 
     Row order is fixed by the data and the seed. `fingerprint` is equal exactly when the rows are:
     it follows from the tokens and settings, not from paths or times.
+
+    Attributes:
+        store: the tokens. documents: which of it are learnt from.
     """
 
     def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
-        self._store = store
-        self._documents = documents
+        self.store = store
+        self.documents = documents
         self._layout = layout
         self._part = part
         self._rows = layout.arrange(documents)
@@ -70,6 +73,11 @@ class PackedDataset:
         return len(self._rows)
 
     @property
+    def sequence_length(self) -> int:
+        """Tokens in a row, at most."""
+        return self._layout.sequence_length
+
+    @property
     def packing(self) -> bool:
         """Whether rows may hold several documents (and all have the same length)."""
         return self._layout.packing
@@ -78,7 +86,7 @@ class PackedDataset:
     def fingerprint(self) -> str:
         """Hex digest of everything that decides what the rows hold."""
         layout = self._layout
-        parts = [self._store.digest, layout.kind, layout.sequence_length, layout.packing,
+        parts = [self.store.digest, layout.kind, layout.sequence_length, layout.packing,
                  layout.overlong, self._part]  # fmt: skip
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
@@ -108,7 +116,7 @@ class PackedDataset:
         """
         if not 0 < fraction < 1:
             raise InputError(f"the held-out fraction is {fraction}: it must be between 0 and 1")
-        documents = self._documents
+        documents = self.documents
         if self._layout.kind == "text":
             place = int(documents.lengths.sum() * (1 - fraction))
             documents = documents.cut(np.array([place]))
@@ -144,7 +152,7 @@ class PackedDataset:
             start = 0
             for begin, end in self._ranges(row):
                 stop = start + end - begin
-                input_ids[line, start:stop], labels[line, start:stop] = self._store.read(begin, end)
+                input_ids[line, start:stop], labels[line, start:stop] = self.store.read(begin, end)
                 labels[line, start] = -100
                 positions[line, stop:] = np.arange(width - stop)
                 start = stop
@@ -158,16 +166,25 @@ class PackedDataset:
 
     def describe(self, row: int) -> str:
         """Where the tokens of a row come from: `file:line`, and the token where a piece begins."""
-        segments = self._segments(row)
-        places = [
-            self._store.place(document) + (f" (from token {begin})" if begin else "")
-            for document, begin in zip(segments.document, segments.begin, strict=True)
-        ]
+        places = self.places(row)
         more = len(places) - _MAX_PLACES
         return ", ".join(places[:_MAX_PLACES]) + (f" and {more} more" if more > 0 else "")
 
+    def places(self, row: int) -> list[str]:
+        """`file:line` of each segment of a row, and the token where a piece begins."""
+        segments = self._segments(row)
+        return [
+            self.store.place(document) + (f" (from token {begin})" if begin else "")
+            for document, begin in zip(segments.document, segments.begin, strict=True)
+        ]
+
+    def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
+        """Ids and labels (-100: only read) of each segment of a row; its first is not predicted."""
+        for begin, end in self._ranges(row):
+            yield self.store.read(begin, end)
+
     def _piece(self, documents: Segments, part: str) -> "PackedDataset":
-        return PackedDataset(self._store, documents, self._layout, f"{self._part}, {part}")
+        return PackedDataset(self.store, documents, self._layout, f"{self._part}, {part}")
 
     def _segments(self, row: int) -> Segments:
         return self._rows.segments[slice(self._rows.first[row], self._rows.first[row + 1])]
@@ -178,7 +195,7 @@ class PackedDataset:
         for document, begin, end in zip(
             segments.document.tolist(), segments.begin.tolist(), segments.end.tolist(), strict=True
         ):
-            origin = self._store.begin(document)
+            origin = self.store.begin(document)
             yield origin + begin, origin + end
 
     def _width(self, rows: Sequence[int]) -> int:

@@ -34,14 +34,19 @@ def write_report(path: Path, output: Path | None = None, timeline: Path | None =
     source = read_source(path, timeline)
     if output is None:
         output = path / "report.html" if path.is_dir() else path.with_suffix(".html")
+    write_page(output, page(source))
+    return output
+
+
+def write_page(output: Path, content: str) -> None:
+    """Write a page, whole or not at all."""
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial")
     try:
-        partial.write_text(page(source), encoding="utf-8")
+        partial.write_text(content, encoding="utf-8")
         os.replace(partial, output)
     finally:
         partial.unlink(missing_ok=True)
-    return output
 
 
 def page(source: Source) -> str:
@@ -61,10 +66,10 @@ def page(source: Source) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{title}</title>\n<style>\n{_own('page.css')}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{title}</title>\n<style>\n{own('page.css')}</style>\n</head>\n<body>\n<main>\n"
         f"<header><h1>{text(source.name)}</h1><p>{text(source.status)}</p>{_notes(source)}</header>"
         + "\n".join(part for part in body if part)
-        + f"\n</main>\n<script>\n{_own('page.js')}</script>\n</body>\n</html>\n"
+        + f"\n</main>\n<script>\n{own('page.js')}</script>\n</body>\n</html>\n"
     )
 
 
@@ -87,5 +92,6 @@ def _timeline(source: Source) -> str:
     return f"<section><h2>Timeline of step{step}</h2>{draw_lanes(source.spans)}</section>"
 
 
-def _own(name: str) -> str:
+def own(name: str) -> str:
+    """The text of a file of this part."""
     return resources.files("megatrain.report").joinpath(name).read_text(encoding="utf-8")

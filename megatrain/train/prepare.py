@@ -2,10 +2,7 @@
 
 import logging
 import math
-import os
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +15,16 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_schedule
 from megatrain.api import Engine
 from megatrain.autoplace.fit import usual_micro_batch
 from megatrain.checkpoint import MODEL
-from megatrain.config import Config, DataSection
-from megatrain.data import PackedDataset, Step, StepLoader, load_tokenizer, open_dataset
+from megatrain.config import Config
+from megatrain.data import Step, StepLoader, load_tokenizer
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.build import load_config
 from megatrain.model.companions import tokenizer_files
 from megatrain.optim import NO_DECAY, AdamW
 from megatrain.telemetry.gpu import find_gpu
+from megatrain.train.data import open_data
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.resume import Damaged, RunState, Start, is_whole
-
-SECONDS_BETWEEN_NEWS = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +81,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     hf_config = _model_config(config, tokenizer, start)
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
-    training, evaluation = _datasets(config, tokenizer, vocab_size)
+    training, evaluation = open_data(config, tokenizer, vocab_size)
     log.info(
         "data: %s tokens in %s rows, %.0f%% full",
         f"{training.num_tokens:,}",
@@ -133,72 +129,6 @@ def _model_config(
         return model_config(config.model, tokenizer)
     trusted = config.model.trust_remote_code
     return load_config(start.checkpoint / MODEL, trust_remote_code=trusted)
-
-
-def _datasets(
-    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> tuple[PackedDataset, PackedDataset | None]:
-    """Training and evaluation rows, the latter from their own files or held out."""
-    data = config.data
-    seed = config.training.seed
-    training = _open(data, data.path, tokenizer, vocab_size, seed)
-    if data.eval_path is not None:
-        return training, _open(data, data.eval_path, tokenizer, vocab_size, seed)
-    if not data.eval_fraction:
-        if (every := config.training.eval_every) is not None:
-            log.warning(
-                "training.eval_every is %d, but there is nothing to evaluate: set %s",
-                every,
-                "data.eval_path or data.eval_fraction",
-            )
-        return training, None
-    return training.hold_out(data.eval_fraction)
-
-
-def _open(
-    data: DataSection,
-    path: str | list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    seed: int,
-) -> PackedDataset:
-    return open_dataset(
-        path,
-        kind=data.kind,
-        tokenizer=tokenizer,
-        sequence_length=data.sequence_length,
-        cache_dir=data.cache_dir or _default_cache(),
-        packing=data.packing,
-        text_field=data.text_field,
-        fields=data.fields,
-        bad_rows=data.bad_rows,
-        seed=seed,
-        vocab_size=vocab_size,
-        overlong=data.overlong,
-        hub_config=data.hub_config,
-        hub_split=data.hub_split,
-        progress=_tokenising_progress(),
-    )
-
-
-def _tokenising_progress() -> Callable[[int, int], None]:
-    """Says now and then how far the tokenising of long data has come."""
-    due = math.inf  # the first call only starts the clock: short data needs no news
-
-    def progress(documents: int, tokens: int) -> None:
-        nonlocal due
-        now = time.monotonic()
-        if now >= due:
-            log.info("tokenised %s documents, %s tokens", f"{documents:,}", f"{tokens:,}")
-        if now >= due or due == math.inf:
-            due = now + SECONDS_BETWEEN_NEWS
-
-    return progress
-
-
-def _default_cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "megatrain" / "tokens"
 
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:

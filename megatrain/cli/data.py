@@ -1,0 +1,90 @@
+"""`megatrain data`: what a run file's data is, and rows of it as they are trained."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from megatrain import config
+from megatrain.data import PackedDataset
+from megatrain.data.preview import Piece, Summary, shown, summarise
+
+_BAR = 40  # characters of the longest bar
+_LONGEST = 3000  # characters of a document that are shown
+_PAGE_ROWS = 50
+_SOURCES = 20
+
+
+def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None) -> None:
+    """Print the data of a run file, and write its page if asked for.
+
+    Raises:
+        InputError: the run file or its data cannot be used.
+    """
+    loaded = config.load(run, overrides)
+    from megatrain.train.data import data_alone
+
+    tokenizer, training, evaluation = data_alone(loaded)
+    console = Console(highlight=False, soft_wrap=True)
+    summary = summarise(training)
+    _print_summary(console, "training", summary)
+    if evaluation is not None:
+        print(f"evaluation: {evaluation.num_tokens:,} tokens in {len(evaluation):,} rows")
+    for row in range(min(rows, len(training))):
+        _print_row(console, row, shown(training, row, tokenizer))
+    if html is not None:
+        _write_page(html, run.stem, summary, training, tokenizer)
+        print(f"\n{html}")
+
+
+def _write_page(
+    path: Path, name: str, summary: Summary, training: PackedDataset, tokenizer: object
+) -> None:
+    from megatrain.report.data_page import write_data_page
+
+    count = min(_PAGE_ROWS, len(training))
+    write_data_page(path, name, summary, [shown(training, r, tokenizer) for r in range(count)])
+
+
+def _print_summary(console: Console, name: str, summary: Summary) -> None:
+    what = "conversations" if summary.kind == "chat" else "documents"
+    print(
+        f"{name}: {len(summary.lengths):,} {what} ({', '.join(summary.formats)}) in "
+        f"{summary.num_rows:,} rows of {summary.sequence_length:,} tokens, {summary.fill:.0%} full"
+    )
+    share = summary.num_learnt / summary.num_tokens
+    print(f"tokens: {summary.num_tokens:,}, of which {summary.num_learnt:,} ({share:.0%}) learnt")
+    print("\ntokens by source")
+    widest = sorted(summary.sources, key=lambda source: -source.tokens)
+    for source in widest[:_SOURCES]:
+        print(f"  {source.tokens:>14,}  {source.documents:>10,} {what}  {source.name}")
+    if (more := len(widest) - _SOURCES) > 0:
+        print(f"  {sum(s.tokens for s in widest[_SOURCES:]):>14,}  in {more:,} more")
+    print(f"\nlengths of {what} in tokens")
+    histogram = summary.histogram()
+    most = max(count for *_, count in histogram)
+    for shortest, longest, count in histogram:
+        bar = "█" * max(round(_BAR * count / most), bool(count))
+        print(f"  {shortest:>8,} - {longest:<8,} {count:>10,} {bar}")
+    if summary.repeated is not None:
+        first, earlier = summary.repeated
+        print(f"\n{summary.num_repeated:,} {what} repeat another: {first} is {earlier}")
+
+
+def _print_row(console: Console, row: int, pieces: Sequence[Piece]) -> None:
+    """What is learnt in colour; in brackets of its own where there are no colours."""
+    coloured = console.color_system is not None
+    legend = "green: learnt" if coloured else "⟦ ⟧: learnt"
+    console.print(Text(f"\nrow {row + 1} ({legend})", style="bold"))
+    for piece in pieces:
+        console.print(Text(f"-- {piece.place}: {piece.num_tokens:,} tokens", style="cyan"))
+        text, room = Text(), _LONGEST
+        for run in piece.runs:
+            part = run.text[: max(room, 0)]
+            room -= len(run.text)
+            part = f"⟦{part}⟧" if run.learnt and not coloured and part else part
+            text.append(part, style="green" if run.learnt else "dim")
+        if room < 0:
+            text.append(f" ... {-room:,} more characters", style="cyan")
+        console.print(text)

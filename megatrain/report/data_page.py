@@ -1,0 +1,91 @@
+"""The data of a run as one HTML page: counts, lengths, and rows with what is learnt marked."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatrain.data.preview import Piece, Summary
+from megatrain.report.markup import table, text
+from megatrain.report.page import POLICY, own, write_page
+
+_LONGEST = 20_000  # characters of a document
+_STYLE = """
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); padding: .75rem;
+  border: 1px solid var(--rule); border-radius: 6px; color: var(--soft); margin: .25rem 0 1rem; }
+mark { background: none; color: var(--s0); font-weight: 600;
+  box-shadow: inset 0 -2px var(--s0); }
+.bar { background: var(--s0); height: .8rem; border-radius: 2px; min-width: 1px; }
+td.wide { width: 50%; }
+"""
+
+
+def write_data_page(
+    path: Path, name: str, summary: Summary, rows: Sequence[Sequence[Piece]]
+) -> None:
+    """Write the page to `path`, whole or not at all."""
+    what = "conversations" if summary.kind == "chat" else "documents"
+    share = summary.num_learnt / summary.num_tokens
+    facts = (
+        f"{len(summary.lengths):,} {what} ({', '.join(summary.formats)}) in {summary.num_rows:,} "
+        f"rows of {summary.sequence_length:,} tokens, {summary.fill:.0%} full. "
+        f"{summary.num_tokens:,} tokens, of which {summary.num_learnt:,} ({share:.0%}) are learnt."
+    )
+    repeated = ""
+    if summary.repeated is not None:
+        first, earlier = summary.repeated
+        repeated = (
+            f"<p>{summary.num_repeated:,} {what} repeat another: {text(first)} is "
+            f"{text(earlier)}.</p>"
+        )
+    sources = [[text(s.name), f"{s.documents:,}", f"{s.tokens:,}"] for s in summary.sources]
+    body = [
+        f"<header><h1>{text(name)}: data</h1><p>{text(facts)}</p>{repeated}</header>",
+        "<section><h2>Sources</h2>"
+        + table(["source", what, "tokens"], sources, label="sources", numbers=2)
+        + "</section>",
+        f"<section><h2>Lengths of {what} in tokens</h2>{_histogram(summary)}</section>",
+        f"<section><h2>The first {len(rows)} rows</h2><p>Marked: what is learnt.</p>"
+        + "".join(_row(number, row) for number, row in enumerate(rows, start=1))
+        + "</section>",
+    ]
+    write_page(
+        path,
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{text(name)} - MegaTrain data</title>\n"
+        f"<style>\n{own('page.css')}{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(body)
+        + "\n</main>\n</body>\n</html>\n",
+    )
+
+
+def _histogram(summary: Summary) -> str:
+    histogram = summary.histogram()
+    most = max(count for *_, count in histogram)
+    rows = [
+        [
+            f'<div class="bar" style="width:{100 * count / most:.1f}%"></div>',
+            f"{shortest:,} - {longest:,}",
+            f"{count:,}",
+        ]
+        for shortest, longest, count in histogram
+    ]
+    return table(["", "tokens", "count"], rows, label="lengths", numbers=2)
+
+
+def _row(number: int, pieces: Sequence[Piece]) -> str:
+    parts = [f"<h3>Row {number}</h3>"]
+    for piece in pieces:
+        shown, room = [], _LONGEST
+        for run in piece.runs:
+            part = text(run.text[: max(room, 0)])
+            room -= len(run.text)
+            shown.append(f"<mark>{part}</mark>" if run.learnt and part else part)
+        if room < 0:
+            shown.append(f" ... {-room:,} more characters")
+        parts.append(
+            f'<p class="note">{text(piece.place)}: {piece.num_tokens:,} tokens</p>'
+            f"<pre>{''.join(shown)}</pre>"
+        )
+    return "".join(parts)

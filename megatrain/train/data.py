@@ -1,0 +1,109 @@
+"""The data of a run file, tokenised."""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from megatrain.config import Config, DataSection
+from megatrain.data import PackedDataset, load_tokenizer, open_dataset
+from megatrain.model.build import load_config
+from megatrain.train.model_config import check_sequence_length, model_config
+
+SECONDS_BETWEEN_NEWS = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def open_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> tuple[PackedDataset, PackedDataset | None]:
+    """Training and evaluation rows, the latter from their own files or held out.
+
+    Raises:
+        InputError: the data cannot be used.
+    """
+    data = config.data
+    seed = config.training.seed
+    training = _open(data, data.path, tokenizer, vocab_size, seed)
+    if data.eval_path is not None:
+        return training, _open(data, data.eval_path, tokenizer, vocab_size, seed)
+    if not data.eval_fraction:
+        if (every := config.training.eval_every) is not None:
+            log.warning(
+                "training.eval_every is %d, but there is nothing to evaluate: set %s",
+                every,
+                "data.eval_path or data.eval_fraction",
+            )
+        return training, None
+    return training.hold_out(data.eval_fraction)
+
+
+def data_alone(
+    config: Config,
+) -> tuple[PreTrainedTokenizerBase, PackedDataset, PackedDataset | None]:
+    """Tokenizer, training and evaluation rows of a run, without the model's weights.
+
+    Raises:
+        InputError: the tokenizer, the model's configuration or the data cannot be used.
+    """
+    model = config.model
+    trusted = model.trust_remote_code
+    tokenizer = load_tokenizer(model.tokenizer or str(model.path), trust_remote_code=trusted)
+    if model.path is None:
+        hf_config = model_config(model, tokenizer)
+    else:
+        hf_config = load_config(Path(model.path).expanduser(), trust_remote_code=trusted)
+    check_sequence_length(hf_config, config.data.sequence_length)
+    vocab_size = hf_config.get_text_config(decoder=True).vocab_size
+    return tokenizer, *open_data(config, tokenizer, vocab_size)
+
+
+def _open(
+    data: DataSection,
+    path: str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    seed: int,
+) -> PackedDataset:
+    return open_dataset(
+        path,
+        kind=data.kind,
+        tokenizer=tokenizer,
+        sequence_length=data.sequence_length,
+        cache_dir=data.cache_dir or _default_cache(),
+        packing=data.packing,
+        text_field=data.text_field,
+        fields=data.fields,
+        bad_rows=data.bad_rows,
+        seed=seed,
+        vocab_size=vocab_size,
+        overlong=data.overlong,
+        hub_config=data.hub_config,
+        hub_split=data.hub_split,
+        progress=_tokenising_progress(),
+    )
+
+
+def _tokenising_progress() -> Callable[[int, int], None]:
+    """Says now and then how far the tokenising of long data has come."""
+    due = math.inf  # the first call only starts the clock: short data needs no news
+
+    def progress(documents: int, tokens: int) -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now >= due:
+            log.info("tokenised %s documents, %s tokens", f"{documents:,}", f"{tokens:,}")
+        if now >= due or due == math.inf:
+            due = now + SECONDS_BETWEEN_NEWS
+
+    return progress
+
+
+def _default_cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "megatrain" / "tokens"

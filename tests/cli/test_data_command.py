@@ -1,0 +1,103 @@
+"""`megatrain data`: a person sees what will be trained, without the model's weights."""
+
+import json
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from megatrain.data import load_tokenizer, open_dataset
+from megatrain.data.preview import summarise
+from tests.cli.cases import sets, tiny_llama
+from tests.unit.report_cases import Page
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}|\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chats(tmp_path, tokenizer_folder, run_file):
+    """The run file of a model folder without weights, on questions, one of them twice."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.chat_template = TEMPLATE
+    model = tmp_path / "model"
+    tokenizer.save_pretrained(model)
+    AutoConfig.for_model(**tiny_llama(vocab_size=len(tokenizer))).save_pretrained(model)
+    rows = [{"question": f"the cat {i % 4}", "answer": f"a <dog> {i % 4}"} for i in range(5)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    tree = yaml.safe_load(run_file.read_text())
+    tree["model"] = {"path": str(model)}
+    tree["data"] |= {"path": str(tmp_path / "rows.json"), "eval_fraction": 0.0, "packing": False}
+    del tree["data"]["kind"]
+    run_file.write_text(yaml.safe_dump(tree))
+    return run_file
+
+
+def test_counts_lengths_and_rows_are_shown(megatrain, chats, tmp_path):
+    result = megatrain("data", chats, "--rows", 5)
+    assert result.exit_code == 0, result.output
+    said = result.stdout
+    assert "training: 5 conversations (questions and answers) in 5 rows of 32 tokens" in said
+    assert "1 conversations repeat another: " in said
+    for i in range(4):
+        assert f"<user>the cat {i}|\n<assistant>⟦a <dog> {i}|\n⟧" in said
+    assert f"{tmp_path / 'rows.json'}:1: " in said and "row 5 (" in said
+    assert "row 2 (" not in megatrain("data", chats, "--rows", 1).stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_page_marks_what_is_learnt(megatrain, chats, tmp_path):
+    path = tmp_path / "pages" / "data.html"
+    result = megatrain("data", chats, "--html", path)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.rstrip().endswith(str(path))
+    page = Page(path.read_text())
+    for part in (
+        "5 conversations (questions and answers)",
+        "Lengths of",
+        "Row 5",
+        "repeat another",
+    ):
+        assert part in page.text, part
+    assert "<mark>a &lt;dog&gt; 3|\n</mark>" in path.read_text()
+    assert "<dog>" not in path.read_text()
+
+
+def test_mistakes_are_one_line(megatrain, chats, tmp_path):
+    (tmp_path / "rows.json").write_text('[{"title": "a"}]')
+    result = megatrain("data", chats)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1 and "rows.json:1: no format is known" in result.stderr
+    result = megatrain("data", chats, *sets(data__fields={"answr": "a"}))
+    assert result.exit_code == 2 and "data.fields: 'answr' is not a field" in result.stderr
+
+
+def test_text_is_shown_with_its_evaluation(megatrain, run_file):
+    result = megatrain("data", run_file, "--rows", 1)
+    assert result.exit_code == 0, result.output
+    assert "documents (text) in" in result.stdout and "evaluation: " in result.stdout
+    assert "the cat sat on the mat" in result.stdout.replace("⟦", "").replace("⟧", "")
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_summary_counts_what_the_batches_have(tmp_path, tokenizer_folder, packing):
+    texts = ["the cat sat", "a dog ran to the cat " * 20, "the cat sat", "mat"]
+    for name, part in {"a": texts[:2], "b": texts[2:]}.items():
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    data = open_dataset(f"{tmp_path}/*.jsonl", tokenizer=load_tokenizer(tokenizer_folder),
+                        sequence_length=16, cache_dir=tmp_path, packing=packing)  # fmt: skip
+    found = summarise(data)
+    batches = list(data.batches(4))
+    assert found.num_learnt == sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    assert (found.num_tokens, found.num_rows) == (data.num_tokens, len(data))
+    assert sum(source.tokens for source in found.sources) == sum(found.lengths.tolist())
+    assert [source.documents for source in found.sources] == [2, 2]
+    assert found.num_repeated == 1 and {place[-7:] for place in found.repeated} == {
+        "a.jsonl:1"[-7:], "b.jsonl:1"[-7:]}  # fmt: skip
+    histogram = found.histogram()
+    assert sum(count for *_, count in histogram) == 4
+    for shortest, longest, count in histogram:
+        assert count == sum(shortest <= n <= longest for n in found.lengths.tolist())
