@@ -158,7 +158,7 @@ DRAWN: dict[str, dict] = {
     "apertus": {},
     "modernbert-decoder": {},
     "youtu": {},
-    "mamba2": {},
+    "mamba2": {"head_dim": 2, "num_heads": 32},  # 32 values of dt_bias, of which 4 may be unlucky
     "jamba": {},
     "qwen3_moe": {},
 }
