@@ -15,7 +15,8 @@ from typing import Any
 from megatrain.cli.shapes import qwen2_config
 from megatrain.engine.assemble import open_source
 from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
 from megatrain.model.probe import outline
 from megatrain.placement import Placement
@@ -85,7 +86,7 @@ def predict(result: dict[str, Any]) -> Prediction:
     case = result["case"]
     placement = placement_of(result)
     forecasts = model_forecasts(case["shape"], case["layers"], case["sequence_length"])
-    task = Task(
+    workload = Workload(
         result["tokens_per_step"],
         case["sequence_length"],
         case["micro_batch"],
@@ -94,7 +95,7 @@ def predict(result: dict[str, Any]) -> Prediction:
         placement.compile,
     )
     return Prediction(
-        result, forecasts.of(machine_of(result), placement, task, case["micro_batch"])
+        result, forecasts.of(machine_of(result), placement, workload, case["micro_batch"])
     )
 
 

@@ -7,12 +7,17 @@ forecast/forecast.py, and a step that runs out of memory ends in one line, too.
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
+
 from megatrain.device import Device
+from megatrain.engine.opened import Model
+from megatrain.engine.portion import least_split
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.needs import Question
+from megatrain.forecast.needs import needs_of
 from megatrain.machine import mapping_bytes
 from megatrain.placement import Placement
 from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes, process_bytes
@@ -42,20 +47,26 @@ def smallest(placement: Placement) -> Placement:
 
 def check_fits(
     device: Device,
-    question: Question,
+    model: Model,
     placement: Placement,
+    dtype: torch.dtype,
     host_memory: int | None,
+    *,
+    clip: bool,
+    tokens: int | None = None,
     foretold: Forecast | None = None,
 ) -> None:
     """Refuse what cannot fit.
 
     Args:
+        tokens: of a step, if they are known.
         foretold: a whole step where the device is the CPU, all of which is in host memory.
 
     Raises:
         DoesNotFit: names what is missing and the least that would do.
     """
-    needs = question.needs(placement)
+    needs_in = partial(needs_of, model, dtype=dtype, clip=clip, tokens=tokens)
+    needs = needs_in(placement)
     memory = device.memory()
     has_memory = device.kind == "cuda"
     if has_memory:
@@ -63,9 +74,9 @@ def check_fits(
         allowed = memory["device_free_bytes"] + memory["device_bytes"] - mapping
         context = memory["device_context_bytes"] + mapping
         if sum(needs.device.values()) > allowed:
-            split = question.least_split()
+            split = _least_split(model, dtype)
             frugal = replace(smallest(placement), split_bytes=split)
-            least = align(sum(question.needs(frugal).device.values()) + context, GIB // 10)
+            least = align(sum(needs_in(frugal).device.values()) + context, GIB // 10)
             raise DoesNotFit(
                 _refusal("device", needs.device, context, allowed + context)
                 + f"; the least for this model, with a few tokens a step, is {gib(least)} "
@@ -80,6 +91,14 @@ def check_fits(
     if sum(planes.values()) + grows > host_available_bytes(host_memory):
         planes["the process itself"] += process_bytes() + grows
         raise DoesNotFit(_host_refusal(planes, host_memory, has_memory, foretold is not None))
+
+
+def _least_split(model: Model, dtype: torch.dtype) -> int | None:
+    """The least `split_bytes`; None: nothing is larger."""
+    least = least_split(model.outline, model.layouts, dtype.itemsize)
+    split = ("layer", "head")
+    largest = max(layout.numel for layout in model.layouts if layout.name.startswith(split))
+    return least if least < largest * dtype.itemsize else None
 
 
 def _host_refusal(

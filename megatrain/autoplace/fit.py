@@ -1,162 +1,156 @@
-"""`placement="auto"`: what a device's spare memory is used for.
+"""`placement="auto"`: the fastest placement by forecast (autoplace/search.py), and whether it fits.
 
-Where the size of a step is known, the fastest placement by forecast (autoplace/search.py). Where
-it is not, or the machine or model cannot be foreseen, by rule: tiles rest on the device whose
-update would keep it waiting (the embedding and the first layer, which a step begins with; with few
-tokens a step as many layers as half the memory holds; everything, if that takes no more than half).
-Then layers at the end of the stack keep their graphs; how many is measured in the first steps
-(engine/kept_graphs.py).
+Where the machine or the model cannot be foreseen, everything is streamed and nothing kept.
 """
 
 import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-
+from megatrain.autoplace.budget import check_fits
 from megatrain.autoplace.search import Search
-from megatrain.device import Device
+from megatrain.device import available_bytes
+from megatrain.engine.hostroom import Planned
+from megatrain.engine.opened import Opened
 from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.forecasts import Forecasts, Task
-from megatrain.forecast.needs import Question
+from megatrain.forecast.forecasts import Forecasts
 from megatrain.forecast.tally import NotForeseeable
+from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Workload
 from megatrain.machine import Machine, present_cpu, present_machine
 from megatrain.model.outline import Outline
 from megatrain.placement import CPU_PLACEMENT, Placement
-from megatrain.tile import TileLayout
 from megatrain.units import gib
 
 _log = logging.getLogger(__name__)
 
-# Shares of the device's memory.
-_RESIDENT = 0.5  # tiles may take this much
-_FIRST_RESIDENT = 0.15  # the tiles a step begins with, when the others are better streamed
-
-_USUAL_TOKENS = 16384  # of a micro-batch
-
-# Updates hide behind the next forward from about this many tokens on: 26 bytes a parameter at
-# 145 GB/s against 2 FLOP a parameter and token at 450 TFLOPS.
-_HIDING_TOKENS = 40_000
-
-# Bytes per parameter of a resident tile: weights, remainder, moments, gradient.
-_BF16_BYTES, _FP32_BYTES = 14, 16
+# Of the device's memory: so much may a model take that is only run, to rest there as a whole.
+_RESIDENT = 0.5
 
 
-def initial_placement(
-    device: Device,
-    layouts: Sequence[TileLayout],
-    *,
-    train: bool,
-    bf16: bool,
+@dataclass(frozen=True)
+class Settled:
+    """A placement, and what it was chosen for.
+
+    Attributes:
+        micro_batch: rows that micro-batches should have; None: nobody knows.
+        planned: None: nothing was foreseen.
+    """
+
+    placement: Placement
+    micro_batch: int | None
+    planned: Planned | None = None
+
+
+def settle(
+    opened: Opened,
+    placement: Placement | Literal["auto"],
     tokens_per_step: int | None,
-) -> Placement:
-    """The placement that a run starts with; without `tokens_per_step`, for large steps."""
-    if device.kind != "cuda":
-        return CPU_PLACEMENT
-    if not can_compile():
-        _log.warning("Without Triton and a C compiler layers stay eager and nothing is resident")
-        return Placement(slots=3)
-    total = available_bytes(device)
-    size = (_BF16_BYTES if bf16 else _FP32_BYTES) if train else (2 if bf16 else 4)
-    tiles = [layout for layout in layouts if layout.name != "unused"]
-    needed = sum(layout.numel for layout in tiles) * size
-    everything = needed <= _RESIDENT * total
-    hidden = tokens_per_step is None or tokens_per_step >= _HIDING_TOKENS
-    first = {"embedding", "prologue", "layer 0"}
-    room = (_RESIDENT if everything or not hidden else _FIRST_RESIDENT) * total
-    resident: list[str] = []
-    for layout in tiles:
-        room -= layout.numel * size
-        if room < 0 or not (everything or not hidden or layout.name in first):
-            break
-        resident.append(layout.name)
-    # Sampling makes each pass a token longer: compiled, every token would compile all kinds anew.
-    placement = Placement(slots=3, compile=train, head_tokens=8192, resident=tuple(resident))
-    _log.info("placement: on the device rest %s", ", ".join(resident) or "no tiles")
-    return placement
-
-
-def foreseen_placement(
-    outline: Outline,
-    device: Device,
-    *,
-    tokens_per_step: int,
-    sequence_length: int,
+    sequence_length: int | None,
     micro_batch: int | None,
-    clip: bool,
-    precision: Literal["bf16", "fp32"],
-    host_limit: int | None = None,
-) -> Forecast | None:
-    """What `choose` finds for this device as it is now, with the reasons in the log.
-
-    Args:
-        host_limit: bytes that this process may have on the host; None: what the machine allows.
-
-    None: nothing is known of the machine, or what the model computes cannot be foreseen.
+) -> Settled:
+    """The placement of an engine to come, given or chosen; what is None is as `Workload` says.
 
     Raises:
-        DoesNotFit: nothing fits.
+        DoesNotFit: nothing does, or what was given does not.
     """
-    machine = present_machine(str(device.torch_device), precision=precision)
+    length = sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, _longest(opened))
+    clip = opened.max_grad_norm is not None
+    workload = Workload(tokens_per_step or TOKENS, length, micro_batch, clip, opened.precision)
+    settled = (
+        Settled(placement, micro_batch)
+        if isinstance(placement, Placement)
+        else _chosen(opened, workload)
+    )
+    known = tokens_per_step is not None and sequence_length is not None
+    trained = opened.model.optimizer is not None
+    told = None
+    if known and trained and opened.device.kind == "cpu":
+        told = foretold_on_cpu(opened.model.outline, settled.placement, workload)
+    check_fits(
+        opened.device,
+        opened.model,
+        settled.placement,
+        opened.dtype,
+        opened.host_limit,
+        clip=clip,
+        tokens=tokens_per_step,
+        foretold=told,
+    )
+    return settled
+
+
+def _longest(opened: Opened) -> int:
+    """Tokens of the longest row that the model is made for."""
+    text = opened.source.model.config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None) or SEQUENCE_LENGTH
+
+
+def _chosen(opened: Opened, workload: Workload) -> Settled:
+    if opened.device.kind != "cuda":
+        return Settled(CPU_PLACEMENT, workload.micro_batch)
+    if opened.model.optimizer is None:
+        return Settled(_to_run(opened), workload.micro_batch)
+    found = _foreseen(opened, workload)
+    if found is None:
+        placement = Placement(slots=3, head_tokens=8192, compile=can_compile())
+        return Settled(placement, workload.micro_batch)
+    rows = found.micro_batch
+    planned = Planned(found.tokens_per_step, rows * found.sequence_length, found.host_bytes)
+    return Settled(found.placement, rows, planned)
+
+
+def _to_run(opened: Opened) -> Placement:
+    """Of a model that is only run: it rests on the device, or is streamed.
+
+    Sampling makes each pass a token longer: compiled, every token would compile all kinds anew.
+    """
+    tiles = [layout for layout in opened.model.layouts if layout.name != "unused"]
+    needed = sum(layout.numel for layout in tiles) * opened.dtype.itemsize
+    rests = needed <= _RESIDENT * available_bytes(opened.device)
+    names = tuple(layout.name for layout in tiles) if rests else ()
+    return Placement(slots=3, head_tokens=8192, resident=names)
+
+
+def _foreseen(opened: Opened, workload: Workload) -> Forecast | None:
+    """What `choose` finds for this device as it is now, with the reasons in the log.
+
+    None: nothing is known of the machine, or what the model computes cannot be foreseen.
+    """
+    device = opened.device
+    machine = present_machine(str(device.torch_device), precision=workload.precision)
     if machine is None:
+        _log.info("placement: all is streamed, since this GPU is neither measured nor listed")
         return None
     # What the process has of its context is in neither free nor taken bytes.
     there = available_bytes(device) + machine.device_context_bytes
     memory = min(there, device.memory()["device_total_bytes"])
-    host = min(machine.host_memory_bytes, host_limit or machine.host_memory_bytes)
+    host = min(machine.host_memory_bytes, opened.host_limit or machine.host_memory_bytes)
     try:
         found = choose(
-            outline,
+            opened.model.outline,
             replace(machine, device_memory_bytes=memory, host_memory_bytes=host),
-            tokens_per_step=tokens_per_step,
-            sequence_length=sequence_length,
-            micro_batch=micro_batch,
-            clip=clip,
-            precision=precision,
-            compile=can_compile(),
+            replace(workload, compile=can_compile()),
         )
     except NotForeseeable as error:
-        _log.info("placement: by rule, since %s", error)
+        _log.info("placement: all is streamed, since %s", error)
         return None
     for line in reasons(found):
         _log.info("placement: %s", line)
     return found
 
 
-def usual_micro_batch(sequence_length: int) -> int:
-    """Rows taken together where neither the user nor a forecast says how many.
-
-    Enough to keep a large GPU busy, few enough for the activations of one layer on a small one.
-    """
-    return max(1, _USUAL_TOKENS // sequence_length)
-
-
-def foretold_on_cpu(
-    device: Device,
-    asked: Question,
-    placement: Placement,
-    sequence_length: int | None,
-    micro_batch: int | None,
-) -> Forecast | None:
+def foretold_on_cpu(outline: Outline, placement: Placement, workload: Workload) -> Forecast | None:
     """What a step takes of the host's memory where the device is the CPU; nothing of its time.
 
-    None: on another device, for inference, where the step's size is not known, or what the model
-    computes cannot be foreseen.
+    None: what the model computes cannot be foreseen.
     """
-    if device.kind != "cpu" or asked.optimizer is None:
-        return None
-    if asked.tokens is None or sequence_length is None:
-        return None
-    precision: Literal["bf16", "fp32"] = "bf16" if asked.dtype == torch.bfloat16 else "fp32"
-    clip = asked.max_grad_norm is not None
-    task = Task(asked.tokens, sequence_length, micro_batch, clip, precision, placement.compile)
-    rows = min(task.rows, micro_batch or usual_micro_batch(sequence_length))
+    workload = replace(workload, compile=placement.compile)
+    rows = workload.usual_micro_batch
     try:
-        return Forecasts(asked.outline).of(present_cpu(), placement, task, rows)
+        return Forecasts(outline).of(present_cpu(), placement, workload, rows)
     except NotForeseeable as error:
         _log.info("the memory of a step is not counted beforehand, since %s", error)
         return None
@@ -188,12 +182,6 @@ def reasons(found: Forecast) -> list[str]:
     ]
 
 
-def available_bytes(device: Device) -> int:
-    """Device memory that is this process's or nobody's."""
-    memory = device.memory()
-    return memory["device_free_bytes"] + memory["device_bytes"]
-
-
 def can_compile() -> bool:
     """Whether Triton can build its kernels here: it is installed, and there is a C compiler."""
     compilers = (os.environ.get("CC"), "gcc", "clang")
@@ -202,16 +190,7 @@ def can_compile() -> bool:
 
 
 def choose(
-    outline: Outline,
-    machine: Machine,
-    *,
-    tokens_per_step: int,
-    sequence_length: int,
-    micro_batch: int | None = None,
-    clip: bool = True,
-    precision: Literal["bf16", "fp32"] = "bf16",
-    compile: bool = True,
-    forecasts: Forecasts | None = None,
+    outline: Outline, machine: Machine, workload: Workload, *, forecasts: Forecasts | None = None
 ) -> Forecast:
     """The fastest placement (and rows of a micro-batch, if None) that fits the machine's memory.
 
@@ -223,5 +202,4 @@ def choose(
         DoesNotFit: nothing fits; names the least memory that would do.
         NotForeseeable: what the model computes depends on its values.
     """
-    task = Task(tokens_per_step, sequence_length, micro_batch, clip, precision, compile)
-    return Search(forecasts or Forecasts(outline), machine, task).best()
+    return Search(forecasts or Forecasts(outline), machine, workload).best()

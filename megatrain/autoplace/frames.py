@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from megatrain.engine.portion import least_split
 from megatrain.forecast.forecast import PROCESS_BYTES, Forecast
-from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.forecasts import Forecasts
 from megatrain.forecast.needs import UNSUMMED
 from megatrain.forecast.tally import Work
+from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
 from megatrain.units import GIB
@@ -56,20 +57,22 @@ _CHUNKS = 64  # of a micro-batch in the head, at most: forecasts count each oper
 
 @dataclass(frozen=True)
 class Frames:
-    """The frames of a task."""
+    """The frames of a workload."""
 
     forecasts: Forecasts
     machine: Machine
-    task: Task
+    workload: Workload
 
     def sizes(self) -> list[int]:
         """Rows that a micro-batch may have, largest first."""
-        task = self.task
-        if task.micro_batch is not None:
-            return [task.micro_batch]
-        most = (max(1, tokens // task.sequence_length) for tokens in _TOKENS)
+        workload = self.workload
+        if workload.micro_batch is not None:
+            return [workload.micro_batch]
+        most = (max(1, tokens // workload.sequence_length) for tokens in _TOKENS)
         # As few micro-batches as hold all rows, and as even as they can be.
-        return sorted({-(-task.rows // -(-task.rows // rows)) for rows in most}, reverse=True)
+        return sorted(
+            {-(-workload.rows // -(-workload.rows // rows)) for rows in most}, reverse=True
+        )
 
     def families(self, rows: int, *, split: bool = False) -> list[list[Placement]]:
         """Frames, from the fastest to the most frugal: of whole layers; for long rows, in tiles.
@@ -80,12 +83,12 @@ class Frames:
         portions = self.portions if split else None
         if split and portions is None:
             return []
-        least = -(-rows * self.task.sequence_length // _CHUNKS)
-        frames = [Placement(**frame, compile=self.task.compile) for frame in _FRAMES]
+        least = -(-rows * self.workload.sequence_length // _CHUNKS)
+        frames = [Placement(**frame, compile=self.workload.compile) for frame in _FRAMES]
         whole = [
             replace(f, head_tokens=max(least, f.head_tokens), split_bytes=portions) for f in frames
         ]
-        long = self.task.sequence_length >= _LONG
+        long = self.workload.sequence_length >= _LONG
         if long:
             lanes = [f.boundary_lanes // (1 if f.slots == MOST_SLOTS else 2) for f in whole]
             whole = [replace(f, boundary_lanes=n) for f, n in zip(whole, lanes, strict=True)]
@@ -102,7 +105,7 @@ class Frames:
     @cached_property
     def portions(self) -> int | None:
         """Bytes of the portions that layers and head can be streamed in; None: none is so large."""
-        layouts, itemsize = self.forecasts.layouts, self.task.dtype.itemsize
+        layouts, itemsize = self.forecasts.layouts, self.workload.dtype.itemsize
         head = next(t.numel for t in layouts if t.name == "head") * itemsize
         least = least_split(self.forecasts.outline, layouts, itemsize)
         portions = max(least, min(_PORTION, self._layer_bytes))
@@ -112,7 +115,7 @@ class Frames:
     def _layer_bytes(self) -> int:
         """Of the largest layer."""
         layers = [t.numel for t in self.forecasts.layouts if t.name.startswith("layer")]
-        return max(layers) * self.task.dtype.itemsize
+        return max(layers) * self.workload.dtype.itemsize
 
     def whole(self, split_bytes: int | None) -> bool:
         """Whether no layer is split."""
@@ -120,14 +123,14 @@ class Frames:
 
     def of(self, placement: Placement, rows: int) -> Forecast:
         """The forecast of a frame."""
-        return self.forecasts.of(self.machine, placement, self.task, rows)
+        return self.forecasts.of(self.machine, placement, self.workload, rows)
 
     def lasting(self, placement: Placement) -> tuple[int, int]:
         """Bytes on device and host without which a frame cannot be, told at once.
 
         What a layer or the head computes with is left out.
         """
-        needs = self.forecasts.needs(self.task, placement)
+        needs = self.forecasts.needs(self.workload, placement)
         device, host = sum(needs.device.values()), sum(needs.host.values())
         device += self.machine.device_context_bytes + mapping_bytes(host)
         return device, host + PROCESS_BYTES
@@ -136,14 +139,14 @@ class Frames:
         """The same with what they compute with."""
         device, host = self.lasting(placement)
         # Gradients that are not summed yet are among what is worked with.
-        unsummed = self.forecasts.needs(self.task, placement).device[UNSUMMED]
+        unsummed = self.forecasts.needs(self.workload, placement).device[UNSUMMED]
         return device + max(0, self._working_bytes(placement, rows) - unsummed), host
 
     def estimate(self, placement: Placement, rows: int) -> tuple[int, int]:
         """The same from the forecast of a step of few micro-batches, closer to the truth."""
-        taken = self.task.rows if self.task.rows <= _FEW * rows else 2 * rows
-        tokens = taken * self.task.sequence_length
-        few = replace(self, task=replace(self.task, tokens_per_step=tokens))
+        taken = self.workload.rows if self.workload.rows <= _FEW * rows else 2 * rows
+        tokens = taken * self.workload.sequence_length
+        few = replace(self, workload=replace(self.workload, tokens_per_step=tokens))
         found = few.of(placement, rows)
         more = zip(self.lasting(placement), few.lasting(placement), strict=True)
         device, host = (full - part for full, part in more)
@@ -151,15 +154,15 @@ class Frames:
         sizes = found.host_bytes
         waiting = sizes["host_boundaries_bytes"] + sizes["host_kept_bytes"]
         if placement.boundaries == "host":
-            waiting -= self.forecasts.needs(few.task, placement).host["boundaries"]
-        host += waiting * (self.task.rows - taken) // taken
+            waiting -= self.forecasts.needs(few.workload, placement).host["boundaries"]
+        host += waiting * (self.workload.rows - taken) // taken
         return found.device_peak_bytes + device, found.host_peak_bytes + host
 
     def _working_bytes(self, placement: Placement, rows: int) -> int:
         """What a layer or the head computes with, and one activation of every token."""
-        measured = self.forecasts.measured(self.task, placement.tile_tokens)
+        measured = self.forecasts.measured(self.workload, placement.tile_tokens)
         layout = next(each for each in self.forecasts.layouts if each.name == "head")
-        chunk = min(rows, -(-placement.head_tokens // self.task.sequence_length))
+        chunk = min(rows, -(-placement.head_tokens // self.workload.sequence_length))
         for visit in range(len(self.forecasts.outline.layers)):
             measured.layer(visit, chunk)  # whose results the head is given
         works: list[Work] = []
@@ -169,4 +172,4 @@ class Frames:
             works += measured.layer(0, rows).computed_twice
         working = max((work.peak_bytes for work in works), default=0)
         entering = measured.entering(rows).values()
-        return working + sum(s.empty("meta").nbytes for s in entering) * self.task.rows // rows
+        return working + sum(s.empty("meta").nbytes for s in entering) * self.workload.rows // rows

@@ -52,7 +52,7 @@ class Frugal:
     def __init__(self, frames: Frames, budget: Budget) -> None:
         self._frames, self._budget = frames, budget
         self._looks = (frames.floor, frames.estimate)
-        self._tiles = FirstTiles(frames.forecasts.layouts, frames.task)
+        self._tiles = FirstTiles(frames.forecasts.layouts, frames.workload)
 
     def could_fit(self) -> bool:
         """Whether there likely is a way; quicker to tell than what is fastest."""
@@ -95,7 +95,7 @@ class Frugal:
                 heappush(queue, ranked(closer))
 
     def _worth_a_look(self) -> list[_Way]:
-        ways, rows = list(self._ways()), self._frames.task.rows
+        ways, rows = list(self._ways()), self._frames.workload.rows
         few = [way for way in ways if way.rows * _MANY >= rows]
         looked = filter(None, map(self._looked_at, reversed(few)))
         return few if any(way.device <= self._budget.device for way in looked) else ways

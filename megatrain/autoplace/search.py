@@ -13,7 +13,8 @@ from megatrain.autoplace.frugal import Frugal
 from megatrain.autoplace.ways import Budget, FirstTiles, Ways
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.placement import Placement
 from megatrain.units import gib, size
@@ -27,17 +28,17 @@ _MANY = 12  # micro-batches from which on a forecast takes so long that little i
 
 
 class Search:
-    """Finds the placement of a task on a machine, whose memory sizes are the budgets."""
+    """Finds the placement of a workload on a machine, whose memory sizes are the budgets."""
 
     def __init__(
-        self, forecasts: Forecasts, machine: Machine, task: Task, *, thorough: bool = True
+        self, forecasts: Forecasts, machine: Machine, workload: Workload, *, thorough: bool = True
     ) -> None:
         """Args: not `thorough`, it stops at the first frame and its most promising way."""
-        self._forecasts, self._task = forecasts, task
+        self._forecasts, self._workload = forecasts, workload
         self._thorough = thorough
-        self._frames = Frames(forecasts, machine, task)
+        self._frames = Frames(forecasts, machine, workload)
         self._budget = Budget(machine)
-        self._tiles = FirstTiles(forecasts.layouts, task)
+        self._tiles = FirstTiles(forecasts.layouts, workload)
         self._frugal = Frugal(self._frames, self._budget)
 
     def best(self) -> Forecast:
@@ -58,7 +59,7 @@ class Search:
     def _fastest(self, frames: list[Forecast]) -> Forecast | None:
         """The fastest forecast of a way to spend what the frames leave; None: nothing fits."""
         spending = [
-            Ways(self._forecasts, self._task, frame, self._budget)
+            Ways(self._forecasts, self._workload, frame, self._budget)
             for frame in frames
             if self._frames.whole(frame.placement.split_bytes)
         ]
@@ -122,7 +123,7 @@ class Search:
         return found
 
     def _many(self, rows: int) -> bool:
-        return -(-self._task.rows // rows) >= _MANY
+        return -(-self._workload.rows // rows) >= _MANY
 
     def _first_fitting(self, family: list[Placement], rows: int) -> list[Forecast]:
         hopeful = (each for each in family if self._frugal.hopeful(each, rows))

@@ -13,8 +13,9 @@ from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.engine.assemble import LEAVING, RETURNING
 from megatrain.forecast.costs import MachineCosts
 from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.forecasts import Forecasts
 from megatrain.forecast.tally import Tally
+from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.placement import Placement
 from megatrain.tile import TileLayout
@@ -30,13 +31,13 @@ _LIBRARIES = 0.08
 class FirstTiles:
     """A model's tiles from the first one on, in which order they come to rest on the device."""
 
-    def __init__(self, layouts: Sequence[TileLayout], task: Task) -> None:
+    def __init__(self, layouts: Sequence[TileLayout], workload: Workload) -> None:
         self.tiles = [each for each in layouts if each.name != "unused"]
         self._sums = [0, *accumulate(each.numel for each in self.tiles)]
         # Of a parameter: weight, remainder, moments, gradient.
-        self._on_device = 14 if task.precision == "bf16" else 16
+        self._on_device = 14 if workload.precision == "bf16" else 16
         # Without clipping the host holds only those gradients that are in flight.
-        self._on_host = self._on_device - (0 if task.clip else task.dtype.itemsize)
+        self._on_host = self._on_device - (0 if workload.clip else workload.dtype.itemsize)
 
     def names(self, count: int) -> tuple[str, ...]:
         """Of the first `count`."""
@@ -130,14 +131,16 @@ class Way:
 class Ways:
     """The ways of one frame."""
 
-    def __init__(self, forecasts: Forecasts, task: Task, frame: Forecast, budget: Budget) -> None:
-        self._forecasts, self._task, self._frame = forecasts, task, frame
+    def __init__(
+        self, forecasts: Forecasts, workload: Workload, frame: Forecast, budget: Budget
+    ) -> None:
+        self._forecasts, self._workload, self._frame = forecasts, workload, frame
         self._budget = budget
         self._layers = len(forecasts.outline.layers)
-        self._micro = -(-task.rows // frame.micro_batch)
-        measured = forecasts.measured(task, frame.placement.tile_tokens)
+        self._micro = -(-workload.rows // frame.micro_batch)
+        measured = forecasts.measured(workload, frame.placement.tile_tokens)
         self._work = measured.layer(0, frame.micro_batch)
-        self._first = FirstTiles(forecasts.layouts, task)
+        self._first = FirstTiles(forecasts.layouts, workload)
         self._tiles = self._first.tiles
         self._costs = MachineCosts(budget.machine, Tally())
 
@@ -240,7 +243,7 @@ class Ways:
         for _ in range(3):
             placement = way.placement(keep, offload)
             found = self._forecasts.of(
-                self._budget.machine, placement, self._task, way.frame.micro_batch
+                self._budget.machine, placement, self._workload, way.frame.micro_batch
             )
             if self._budget.fits(found) and (best is None or found.seconds < best.seconds):
                 best = found

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatrain.cli.models import named_config
 from megatrain.cli.plan_table import missing, show
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.forecast.workload import SEQUENCE_LENGTH, Workload
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.machine.listed import update_gbps
 from megatrain.placement import CPU_PLACEMENT, Placement
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from megatrain.config import Config
 
 DEVICE = "cuda"
-TOKENS, SEQUENCE_LENGTH = 96 * 1024, 1024
 _PICTURES = (".png", ".svg", ".pdf")
 # What the driver keeps for itself, and a desktop's windows.
 _USUAL_BYTES = GIB
@@ -48,7 +48,7 @@ class Options:
     device_memory: str | None
     host_memory: str | None
     cores: int | None
-    tokens: int | None
+    tokens_per_step: int | None
     sequence_length: int | None
     micro_batch: int | None
     total_tokens: int | None
@@ -63,11 +63,7 @@ class Subject:
 
     name: str
     config: "PreTrainedConfig"
-    tokens: int = TOKENS
-    sequence_length: int = SEQUENCE_LENGTH
-    micro_batch: int | None = None
-    clip: bool = True
-    precision: Literal["bf16", "fp32"] = "bf16"
+    workload: Workload
     placement: Placement | None = None
     total_tokens: int | None = None
     device_memory: str | int | None = None
@@ -119,17 +115,19 @@ def _subject(options: Options) -> Subject:
     else:
         length = options.sequence_length or SEQUENCE_LENGTH
         config = named_config(str(options.model), max_positions=length)
-        subject = Subject(str(options.model), config)
-    for name in (
-        *("tokens", "sequence_length", "micro_batch", "clip", "precision", "total_tokens"),
-        *("device_memory", "host_memory"),
-    ):
-        value = getattr(options, name)
-        if value is not None:
-            setattr(subject, name, value)
+        subject = Subject(str(options.model), config, Workload())
+    names = ("tokens_per_step", "sequence_length", "micro_batch", "clip", "precision")
+    subject.workload = replace(subject.workload, **_given(options, names))
+    for name, value in _given(options, ("total_tokens", "device_memory", "host_memory")).items():
+        setattr(subject, name, value)
     _check_length(subject)
     _note_quantised(subject, is_run=options.run is not None)
     return subject
+
+
+def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _of_run_file(run: Path, overrides: Sequence[str]) -> Subject:
@@ -142,11 +140,13 @@ def _of_run_file(run: Path, overrides: Sequence[str]) -> Subject:
     return Subject(
         name=run.name,
         config=_model_of(loaded),
-        tokens=tokens,
-        sequence_length=length,
-        micro_batch=training.micro_batch_size,
-        clip=training.max_grad_norm is not None,
-        precision=loaded.engine.precision,
+        workload=Workload(
+            tokens_per_step=tokens,
+            sequence_length=length,
+            micro_batch=training.micro_batch_size,
+            clip=training.max_grad_norm is not None,
+            precision=loaded.engine.precision,
+        ),
         placement=placement if isinstance(placement, Placement) else None,
         total_tokens=None if training.steps is None else training.steps * tokens,
         device_memory=loaded.engine.device_memory,
@@ -195,9 +195,9 @@ def missing_data(paths: str | list[str]) -> str | None:
 def _check_length(subject: Subject) -> None:
     text = subject.config.get_text_config(decoder=True)
     allowed = getattr(text, "max_position_embeddings", None)
-    if isinstance(allowed, int) and 0 < allowed < subject.sequence_length:
+    if isinstance(allowed, int) and 0 < allowed < (length := subject.workload.sequence_length):
         raise InputError(
-            f"sequences of {subject.sequence_length} tokens are longer than {subject.name} allows "
+            f"sequences of {length} tokens are longer than {subject.name} allows "
             f"({allowed}, its max_position_embeddings)"
         )
 
@@ -212,7 +212,7 @@ def _machine(options: Options, subject: Subject) -> Machine:
     if asked is None and subject.device == "cpu":
         return _cpu(options, subject, host, device)
     if asked is None or (here is not None and by_driver_name(here.name) == asked):
-        machine = present_machine(subject.gpu, precision=subject.precision)
+        machine = present_machine(subject.gpu, precision=subject.workload.precision)
         if machine is not None:
             host = _within(options.host_memory, host, machine.host_memory_bytes)
             device = _within(options.device_memory, device, machine.device_memory_bytes)
@@ -231,7 +231,7 @@ def _machine(options: Options, subject: Subject) -> Machine:
         subject.warnings.append(f"--host-memory is not given: this machine's {gib(host)} are taken")
     if options.cores is None:
         subject.warnings.append(f"--cores is not given: this machine's {cores} are taken")
-    return machine_for(asked.name, host or 0, cores, device, precision=subject.precision)
+    return machine_for(asked.name, host or 0, cores, device, precision=subject.workload.precision)
 
 
 def _within(option: str | None, limit: int | None, there: int) -> int | None:
@@ -252,7 +252,7 @@ def _cpu(options: Options, subject: Subject, host: int | None, device: int | Non
         )
     subject.placement = subject.placement or CPU_PLACEMENT
     subject.warnings.append("the times are rough: rates of this CPU were measured for seconds only")
-    machine = measured_cpu(subject.precision)
+    machine = measured_cpu(subject.workload.precision)
     host = _within(options.host_memory, host, machine.host_memory_bytes)
     return machine if host is None else replace(machine, host_memory_bytes=host)
 
@@ -298,13 +298,7 @@ def _bytes(text: str | int | None, option: str) -> int | None:
 
 def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
     ask = Ask(  # before the model is built, so that nonsense is refused at once
-        machine=machine,
-        tokens_per_step=subject.tokens,
-        sequence_length=subject.sequence_length,
-        micro_batch=subject.micro_batch,
-        clip=subject.clip,
-        precision=subject.precision,
-        placement=subject.placement,
+        machine=machine, placement=subject.placement, **vars(subject.workload)
     )
     from megatrain.engine.assemble import open_source
     from megatrain.forecast.tally import NotForeseeable
@@ -325,8 +319,8 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
         )
     except NotForeseeable as error:
         raise InputError(
-            f"{subject.name} cannot be planned: {error}; megatrain train places it by simpler "
-            "rules, and fewer tokens in a row may help"
+            f"{subject.name} cannot be planned: {error}; megatrain train streams all of it, "
+            "and fewer tokens in a row may help"
         ) from error
 
 

@@ -67,7 +67,7 @@ def plan(
         device_memory=device_memory,
         host_memory=host_memory,
         cores=cores,
-        tokens=tokens,
+        tokens_per_step=tokens,
         sequence_length=sequence_length,
         micro_batch=micro_batch,
         total_tokens=None if total_tokens is None else int(total_tokens),

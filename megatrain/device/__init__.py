@@ -2,13 +2,21 @@
 
 import torch
 
-from megatrain.device.base import Buffer, Device
+from megatrain.device.base import Buffer, Device, available_bytes
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.recording import Recording
 from megatrain.device.trace import TraceDevice
 from megatrain.errors import InputError
 
-__all__ = ["Buffer", "CpuDevice", "Device", "Recording", "TraceDevice", "open_device"]
+__all__ = [
+    "Buffer",
+    "CpuDevice",
+    "Device",
+    "Recording",
+    "TraceDevice",
+    "available_bytes",
+    "open_device",
+]
 
 
 def open_device(name: str | None = None) -> Device:

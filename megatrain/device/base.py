@@ -128,3 +128,9 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Finish all streams and give the memory back."""
+
+
+def available_bytes(device: Device) -> int:
+    """Device memory that is this process's or nobody's."""
+    memory = device.memory()
+    return memory["device_free_bytes"] + memory["device_bytes"]

@@ -7,9 +7,11 @@ that is too large for them goes without.
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from megatrain.engine.assemble import host_bytes, kept_ferry
+from megatrain.engine.batch import Batch
 from megatrain.engine.ferry import Ferry
 from megatrain.engine.step import Parts
 from megatrain.store import Store
@@ -25,6 +27,26 @@ _OTHERS = ("host_rows_bytes", "host_boundaries_bytes")  # which a step cannot do
 _CAUTION = 1.05
 
 
+@dataclass(frozen=True)
+class Planned:
+    """The step that a placement was chosen for.
+
+    Attributes:
+        micro_batch_tokens: of one micro-batch.
+        host_bytes: that it holds, as `Engine.memory()` names them.
+    """
+
+    tokens_per_step: int
+    micro_batch_tokens: int
+    host_bytes: Mapping[str, int]
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether a step is no larger."""
+        largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
+        within = batch.num_tokens <= self.tokens_per_step
+        return within and largest <= self.micro_batch_tokens
+
+
 class HostRoom:
     """Says before each step whether what could wait on the host may, and gives it up if not."""
 
@@ -33,19 +55,18 @@ class HostRoom:
         store: Store,
         parts: Parts,
         limit_bytes: int | None,
-        planned: tuple[Mapping[str, int], int] | None,
+        planned: Planned | None,
     ) -> None:
         """Args:
         limit_bytes: that the process may take in all; None: what the machine allows.
-        planned: host bytes and tokens of a step for which there is room; None: the first one
-            shows what steps take.
+        planned: a step for which there is room; None: the first one shows what steps take.
         """
         self._held, self._limit = partial(host_bytes, store, parts), limit_bytes
         self._ferry = kept_ferry(parts)
         self._seen: dict[str, tuple[int, int]] = {}  # bytes, for so many tokens
         self._most_tokens, self._told = 0, False
         if planned is not None:
-            self._note(*planned, (_KEPT, *_OTHERS))
+            self._note(planned.host_bytes, planned.tokens_per_step, (_KEPT, *_OTHERS))
 
     @contextmanager
     def of(self, num_tokens: int) -> Iterator[None]:

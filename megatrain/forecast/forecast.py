@@ -6,7 +6,7 @@ The one cost model, of `placement="auto"` (autoplace/fit.py) and of `megatrain p
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.device.clock import ClockDevice
-from megatrain.engine.assemble import Assembly, host_bytes, tile_layouts
+from megatrain.engine.assemble import Assembly, host_bytes
+from megatrain.engine.opened import Model
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.forecast.costs import MachineCosts
 from megatrain.forecast.measure import Measured
@@ -30,9 +31,7 @@ from megatrain.forecast.opaque import (
 from megatrain.forecast.tally import Tally
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
-from megatrain.model.outline import Outline
 from megatrain.model.weights import IN_FLIGHT_BYTES
-from megatrain.optim import AdamW, StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
@@ -175,35 +174,8 @@ class Forecast:
         }
 
 
-@dataclass(frozen=True)
-class Trainee:
-    """A model (`probe.outline(open_source(config).model)`), with what all forecasts of it share."""
-
-    outline: Outline
-
-    @cached_property
-    def optimizer(self) -> StreamedOptimizer:
-        """One whose groups are as usual."""
-        return StreamedOptimizer(AdamW(), self.outline.skeleton.model)
-
-    @cached_property
-    def layouts(self) -> list[TileLayout]:
-        """The model's tiles."""
-        return tile_layouts(self.outline, self.optimizer.group_of())
-
-    @cached_property
-    def drawn_bytes(self) -> int:
-        """Host memory for weights that are drawn, on their way to the planes."""
-        return 4 * most_drawn_at_once(self.outline)
-
-    @property
-    def read_bytes(self) -> int:
-        """The same for weights of a file, whatever their type."""
-        return min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in self.layouts))
-
-
 def forecast(
-    trainee: Trainee,
+    model: Model,
     machine: Machine,
     placement: Placement,
     measured: Measured,
@@ -225,10 +197,10 @@ def forecast(
     Raises:
         NotForeseeable: what the model computes depends on its values.
     """
-    run = _run(trainee, machine, placement, measured, rows, micro_batch, clip=clip)
+    run = _run(model, machine, placement, measured, rows, micro_batch, clip=clip)
     device, host = _memory(run, machine, in_tiles=placement.tile_tokens is not None)
     later = sum(host.values()) - run.planes_bytes - host.get("host_resident_tiles_bytes", 0)
-    host["host_process_bytes"] = _process_bytes(trainee, machine, placement, later)
+    host["host_process_bytes"] = _process_bytes(model, machine, placement, later)
     return Forecast(
         placement=placement,
         machine=machine,
@@ -280,7 +252,7 @@ class _Run:
 
 
 def _run(
-    trainee: Trainee,
+    model: Model,
     machine: Machine,
     placement: Placement,
     measured: Measured,
@@ -295,7 +267,7 @@ def _run(
     device = ClockDevice(costs)
     batch = measured.batch(rows, micro_batch)
     with torch.enable_grad(), tally:
-        store, parts = _assemble(device, measured, trainee, placement, tally, clip)
+        store, parts = _assemble(device, measured, model, placement, tally, clip)
         end = device.now
         for _ in range(_STEPS):
             begin = end
@@ -308,16 +280,18 @@ def _run(
     return _Run(end - begin, spans, tally.peak_live, host, planes, parameters)
 
 
-def _process_bytes(trainee: Trainee, machine: Machine, placement: Placement, later: int) -> int:
+def _process_bytes(model: Model, machine: Machine, placement: Placement, later: int) -> int:
     """Of the process itself when it runs; or when weights arrive, if it takes more then.
 
     Then `later` bytes are still to come. On their way to the planes are a layer or a table that is
     drawn, in fp32 (of what rests on the device a parameter goes by way of two more of half its
     size), or as much as is read at once.
     """
-    resident = [layout for layout in trainee.layouts if layout.name in placement.resident]
+    resident = [layout for layout in model.layouts if layout.name in placement.resident]
     split = max((prod(e.shape) for layout in resident for e in layout.entries), default=0)
-    arriving = max(trainee.drawn_bytes + 4 * split, trainee.read_bytes)
+    drawn = 4 * most_drawn_at_once(model.outline)
+    read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
+    arriving = max(drawn + 4 * split, read)
     if machine.unified:
         return CPU_PROCESS_BYTES + max(0, arriving - later)
     return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + arriving - later)
@@ -326,20 +300,21 @@ def _process_bytes(trainee: Trainee, machine: Machine, placement: Placement, lat
 def _assemble(
     device: ClockDevice,
     measured: Measured,
-    trainee: Trainee,
+    model: Model,
     placement: Placement,
     tally: Tally,
     clip: bool,
 ) -> tuple[Store, TrainingParts]:
     """The parts of a step as the engine makes them, around a program that computes nothing."""
     resident = placement.resident
-    joined = [_joined(each, measured.dtype, placement) for each in trainee.layouts]
+    joined = [_joined(each, measured.dtype, placement) for each in model.layouts]
     store = Store(device, joined, measured.dtype, train=True, resident=resident)
     program = OpaqueProgram(measured, tally, placement.head_tokens)
     assembly = Assembly(device, program, store, measured.dtype, placement)
     tile, tokens = assembly.tiles["head"], placement.head_tokens
     assembly.rows = OpaqueRows(program, tokens, measured, tally)
-    parts = assembly.training(trainee.optimizer, 1.0 if clip else None)
+    assert model.optimizer is not None
+    parts = assembly.training(model.optimizer, 1.0 if clip else None)
     if assembly.ranges is None:
         work = partial(measured.head, tile.layout, head_tokens=tokens)
         parts.head = OpaqueHead(device, program, tile, tokens, work, tally)

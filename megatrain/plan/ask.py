@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
-from megatrain.autoplace.fit import usual_micro_batch
 from megatrain.autoplace.search import Search
 from megatrain.device.base import COMPUTE
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
 from megatrain.placement import Placement
@@ -19,47 +19,32 @@ from megatrain.units import gib, size
 # The step's schedule is followed piece by piece; beyond, a step is planned as well by a part of it.
 _MOST_TOKENS = 1 << 24
 
-Precision = Literal["bf16", "fp32"]
 
-
-@dataclass(frozen=True)
-class Ask:
+@dataclass(frozen=True, kw_only=True)
+class Ask(Workload):
     """What somebody wants to know. `machine.*_memory_bytes` are the budgets.
 
     Attributes:
-        micro_batch: rows; None: to be chosen.
         placement: None: to be chosen.
     """
 
     machine: Machine
-    tokens_per_step: int
-    sequence_length: int
-    micro_batch: int | None = None
-    clip: bool = True
-    precision: Precision = "bf16"
     placement: Placement | None = None
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 2:
-            raise InputError(f"sequences of {self.sequence_length} tokens teach nothing; take 2")
-        if self.tokens_per_step < self.sequence_length:
-            raise InputError(
-                f"a step of {self.tokens_per_step:,} tokens holds no sequence of "
-                f"{self.sequence_length:,}; take more tokens or shorter sequences"
-            )
+        self.check()
         if self.tokens_per_step > _MOST_TOKENS:
             raise InputError(
                 f"{self.tokens_per_step:,} tokens a step are more than can be planned "
                 f"({_MOST_TOKENS:,}); from there on time grows with the tokens"
             )
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise InputError(f"a micro-batch of {self.micro_batch} rows is empty")
-        rows = self.tokens_per_step // self.sequence_length
-        if self.micro_batch is not None and self.micro_batch > rows:
-            raise InputError(
-                f"a micro-batch of {self.micro_batch:,} rows is more than a step has ({rows:,}); "
-                "take fewer, or more tokens a step"
-            )
+
+    @property
+    def workload(self) -> Workload:
+        """The same without machine and placement."""
+        own = {field.name: getattr(self, field.name) for field in fields(Workload)}
+        compiled = self.placement is None or self.placement.compile
+        return Workload(**own | {"compile": compiled})
 
     def on(self, **machine: Any) -> "Ask":
         """The same question about a machine that is changed so."""
@@ -114,30 +99,11 @@ class Planner:
         return True
 
     def _search(self, ask: Ask, *, thorough: bool = True) -> Search:
-        task = _task(ask, compile=True)
-        return Search(self._forecasts, ask.machine, task, thorough=thorough)
+        return Search(self._forecasts, ask.machine, ask.workload, thorough=thorough)
 
     def _placed(self, ask: Ask, placement: Placement) -> Forecast:
-        rows = ask.micro_batch or default_micro_batch(ask)
-        task = _task(ask, compile=placement.compile)
-        return self._forecasts.of(ask.machine, placement, task, rows)
-
-
-def _task(ask: Ask, *, compile: bool) -> Task:
-    return Task(
-        ask.tokens_per_step,
-        ask.sequence_length,
-        ask.micro_batch,
-        ask.clip,
-        ask.precision,
-        compile,
-    )
-
-
-def default_micro_batch(ask: Ask) -> int:
-    """Rows that are taken together where neither the user nor the planner chooses."""
-    rows = ask.tokens_per_step // ask.sequence_length
-    return min(rows, usual_micro_batch(ask.sequence_length))
+        workload = ask.workload
+        return self._forecasts.of(ask.machine, placement, workload, workload.usual_micro_batch)
 
 
 def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:

@@ -13,11 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
 
 from megatrain.api import Engine
-from megatrain.autoplace.fit import usual_micro_batch
 from megatrain.checkpoint import MODEL
 from megatrain.config import Config
 from megatrain.data import Step, StepLoader, load_tokenizer
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.forecast.workload import usual_micro_batch
 from megatrain.model.build import load_config
 from megatrain.model.companions import tokenizer_files
 from megatrain.optim import NO_DECAY, AdamW

@@ -323,7 +323,7 @@ def test_a_model_that_cannot_be_followed_cannot_be_planned(
         monkeypatch.setattr("megatrain.forecast.measure.Measured._layer", too_deep)
     result = megatrain("plan", "--model", model_file, "--sequence-length", 32, *HERE)
     refused(result, "cannot be planned: ")
-    assert reason in result.stderr and "train places it by simpler rules" in result.stderr
+    assert reason in result.stderr and "train streams all of it" in result.stderr
 
 
 def test_a_run_file_that_names_one_of_several_gpus_is_planned_on_that(

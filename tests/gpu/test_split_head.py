@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.engine.assemble import open_source
-from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
 from megatrain.model.probe import outline
 from megatrain.units import GIB, MIB
@@ -83,8 +84,8 @@ def test_what_it_takes_is_foretold() -> None:
     found = outline(open_source(LlamaConfig(**CONFIG)).model)
     rows, length = 8, 1024
     placement = replace(SPLIT, compile=True, boundaries="host", head_tokens=2048)
-    task = Task(rows * length, length, 2, True, "bf16", True)
-    told = Forecasts(found).of(machine, placement, task, 2)
+    workload = Workload(rows * length, length, 2, True, "bf16", True)
+    told = Forecasts(found).of(machine, placement, workload, 2)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (rows, length), generator=generator)
     step = [{"input_ids": part, "labels": part} for part in ids.split(2)]

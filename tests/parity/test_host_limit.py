@@ -12,16 +12,13 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine, Placement
-from megatrain.api import DTYPES
-from megatrain.autoplace.fit import foretold_on_cpu, usual_micro_batch
+from megatrain.autoplace.fit import foretold_on_cpu
 from megatrain.device import CpuDevice
-from megatrain.engine.assemble import tile_layouts
 from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.needs import Question
+from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.machine import present_cpu
 from megatrain.model.build import empty_model
 from megatrain.model.probe import outline
-from megatrain.optim import StreamedOptimizer
 from megatrain.telemetry.memory import peak_process_bytes, process_bytes
 from megatrain.units import MIB
 
@@ -41,13 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def foretold(precision: str, placement: Placement, rows: int | None = ROWS) -> Forecast:
-    model = empty_model(CONFIG)
-    optimizer, dtype = StreamedOptimizer(AdamW(), model), DTYPES[precision]
-    found = outline(model)
-    layouts = tile_layouts(found, optimizer.group_of())
-    asked = Question(found, layouts, dtype, optimizer, 1.0, ROWS * TOKENS)
-    told = foretold_on_cpu(CpuDevice(), asked, placement, TOKENS, rows)
+def foretold(precision: Any, placement: Placement, rows: int | None = ROWS) -> Forecast:
+    workload = Workload(ROWS * TOKENS, TOKENS, rows, precision=precision)
+    told = foretold_on_cpu(outline(empty_model(CONFIG)), placement, workload)
     assert told is not None
     return told
 

@@ -4,16 +4,16 @@ import gc
 import logging
 import re
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatrain import DoesNotFit, Engine, Placement
+from megatrain import DoesNotFit, Placement
+from megatrain.autoplace import fit
 from megatrain.device import CpuDevice
 from megatrain.engine import hostroom
-from megatrain.engine.hostroom import HostRoom
+from megatrain.engine.hostroom import HostRoom, Planned
 from megatrain.telemetry.memory import process_bytes
 from megatrain.units import MIB
 from tests.families.plain import Step
@@ -126,14 +126,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` plans for steps of 125 tokens, in rows of 25."""
     names = ("host_kept_bytes", "host_rows_bytes", "host_boundaries_bytes")
     host_bytes = dict.fromkeys(names, 50_000)
-    plan = SimpleNamespace(
-        host_bytes=host_bytes, tokens_per_step=125, micro_batch=5, sequence_length=25
-    )
-
-    def choose(engine: Any, *arguments: Any) -> None:
-        engine.placement, engine._plan = Placement(offload_layers=2, keep_layers=1), plan
-
-    monkeypatch.setattr(Engine, "_choose", choose)
+    placement = Placement(offload_layers=2, keep_layers=1)
+    settled = fit.Settled(placement, 5, Planned(125, 5 * 25, host_bytes))
+    monkeypatch.setattr(fit, "_chosen", lambda opened, workload: settled)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ from transformers import LlamaConfig
 from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
 from megatrain.autoplace.budget import check_fits, smallest
 from megatrain.device import Buffer, CpuDevice
-from megatrain.engine.assemble import open_source, tile_layouts
-from megatrain.forecast.forecasts import Forecasts, Task
-from megatrain.forecast.needs import UNSUMMED, Question
+from megatrain.engine.assemble import open_source
+from megatrain.engine.opened import Model
+from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast.needs import UNSUMMED, Needs, needs_of
+from megatrain.forecast.workload import Workload
 from megatrain.machine import mapping_bytes
 from megatrain.model.probe import outline
-from megatrain.optim import StreamedOptimizer
 from megatrain.telemetry.memory import process_bytes
 from megatrain.units import GIB, MIB, parse_bytes
 from tests.parity.cases import llama, make_engine
@@ -49,12 +50,17 @@ class Card(CpuDevice):
         return {**super().memory(), "device_free_bytes": free, "device_context_bytes": MIB}
 
 
-def question(tokens: int | None = None, config: Any = MID) -> Question:
-    model = open_source(config).model
-    optimizer = StreamedOptimizer(AdamW(), model)
-    found = outline(model)
-    layouts = tile_layouts(found, optimizer.group_of())
-    return Question(found, layouts, torch.bfloat16, optimizer, 1.0, tokens)
+class Asked:
+    """A model to be trained in bf16 with clipping, in steps of so many tokens."""
+
+    def __init__(self, tokens: int | None = None, config: Any = MID) -> None:
+        self.tokens, self.model = tokens, Model.trained(outline(open_source(config).model))
+
+    def needs(self, placement: Placement) -> Needs:
+        return needs_of(self.model, placement, torch.bfloat16, clip=True, tokens=self.tokens)
+
+    def check(self, card: "Card", placement: Placement) -> None:
+        check_fits(card, self.model, placement, torch.bfloat16, None, clip=True)
 
 
 def open_engine(
@@ -79,7 +85,7 @@ def test_what_is_counted_is_what_is_taken() -> None:
     device.kind = "cpu"  # there is no GPU to draw weights on
     placement = Placement(slots=3)
     engine = open_engine(device)
-    needs = question().needs(placement)
+    needs = Asked().needs(placement)
     temporary = needs.device.pop(UNSUMMED)
     assert temporary == 2 * 16384 * 384  # of the head; a layer has 1.6 M parameters
     assert device.taken == sum(needs.device.values())
@@ -88,7 +94,7 @@ def test_what_is_counted_is_what_is_taken() -> None:
 
 
 def test_rows_and_boundaries_count_where_the_tokens_are_known() -> None:
-    unknown, known = question().needs(Placement()), question(4096).needs(Placement())
+    unknown, known = Asked().needs(Placement()), Asked(4096).needs(Placement())
     assert sum(known.host.values()) - sum(unknown.host.values()) == 2 * 4096 * 384  # staged rows
     assert known.device["boundaries"] == 2 * 4096 * 384 * 5
 
@@ -99,7 +105,7 @@ def test_the_least_for_a_model_with_experts_is_with_split_layers() -> None:
     with pytest.raises(DoesNotFit) as whole:
         open_engine(Card(8 * GIB), experts_config(), frugal, device_memory="10MiB")
     split = int(str(whole.value).rpartition("split_bytes: ")[2].removesuffix(")"))
-    asked = question(None, experts_config())
+    asked = Asked(None, experts_config())
     assert sum(asked.needs(frugal).device.values()) > 10 * MIB
     assert sum(asked.needs(replace(frugal, split_bytes=split)).device.values()) < 4 * MIB
 
@@ -110,7 +116,7 @@ def test_the_least_for_a_model_with_a_large_head_is_with_it_in_ranges() -> None:
     with pytest.raises(DoesNotFit) as whole:
         open_engine(Card(8 * GIB), wide_config(), frugal, device_memory="10MiB")
     split = int(str(whole.value).rpartition("split_bytes: ")[2].removesuffix(")"))
-    needs = question(None, wide_config()).needs(replace(frugal, split_bytes=split))
+    needs = Asked(None, wide_config()).needs(replace(frugal, split_bytes=split))
     assert sum(needs.device.values()) < 9 * MIB
     layer = 256 * (4 * 256 - 2 * 128 + 3 * 768 + 2)
     assert split == needs.device[UNSUMMED] == 2 * layer
@@ -151,10 +157,10 @@ SPLIT: dict[str, Any] = {"slots": 1, "gradient_lanes": 1, "split_bytes": 600_000
 def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(
     model: str, choices: dict[str, Any]
 ) -> None:
-    asked, placement = question(None, MODELS[model]), Placement(**choices)
+    asked, placement = Asked(None, MODELS[model]), Placement(**choices)
     machine = replace(H200, device_context_bytes=0)  # then that is to map the host's memory
-    task = Task(2, 2, 1, True, "bf16", placement.compile)
-    told = Forecasts(asked.outline).of(machine, placement, task, 1)
+    workload = Workload(2, 2, 1, True, "bf16", placement.compile)
+    told = Forecasts(asked.model.outline).of(machine, placement, workload, 1)
     # A share that the allocator may take, and may not.
     besides = told.device_bytes["allocator"] + told.device_bytes["context"]
     foretold = told.device_peak_bytes - besides
@@ -164,26 +170,26 @@ def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_least_is_enough_and_less_is_refused(model: str) -> None:
-    asked, placement = question(None, MODELS[model]), Placement(slots=2)
+    asked, placement = Asked(None, MODELS[model]), Placement(slots=2)
     needs = asked.needs(placement)
     least = sum(needs.device.values()) + mapping_bytes(sum(needs.host.values()))
-    check_fits(Card(least + MIB), asked, placement, None)
+    asked.check(Card(least + MIB), placement)
     with pytest.raises(DoesNotFit, match="the least for this model"):
-        check_fits(Card(least + MIB - 1), asked, placement, None)
+        asked.check(Card(least + MIB - 1), placement)
 
 
 def test_the_least_that_is_named_is_enough() -> None:
-    asked = question(None, LlamaConfig(**WIDE | {"hidden_size": 2048}))
+    asked = Asked(None, LlamaConfig(**WIDE | {"hidden_size": 2048}))
     with pytest.raises(DoesNotFit) as told:
-        check_fits(Card(20 * MIB), asked, Placement(slots=6), None)
+        asked.check(Card(20 * MIB), Placement(slots=6))
     named = str(told.value).partition("with a few tokens a step, is ")[2].partition(" (")[0]
-    check_fits(Card(parse_bytes(named)), asked, smallest(Placement()), None)
+    asked.check(Card(parse_bytes(named)), smallest(Placement()))
     with pytest.raises(DoesNotFit):
-        check_fits(Card(parse_bytes(named) - GIB // 10), asked, smallest(Placement()), None)
+        asked.check(Card(parse_bytes(named) - GIB // 10), smallest(Placement()))
 
 
 def test_the_smallest_placement_takes_the_least() -> None:
-    asked = question(4096)
+    asked = Asked(4096)
     least = sum(asked.needs(smallest(Placement(slots=6))).device.values())
     for placement in (Placement(slots=1), Placement(slots=2, keep_rows=False), Placement(slots=6)):
         assert least < sum(asked.needs(placement).device.values())

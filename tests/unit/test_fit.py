@@ -1,14 +1,21 @@
-"""What `placement="auto"` does with a device's memory."""
+"""What `placement="auto"` takes on a GPU: by forecast, or where nothing can be foreseen."""
+
+import logging
+from typing import Any
 
 import pytest
-import torch
+from transformers import PreTrainedModel
 
 from megatrain.autoplace import fit
 from megatrain.device import CpuDevice
-from megatrain.engine import kept_graphs
+from megatrain.engine.assemble import open_source
+from megatrain.engine.opened import Model, Opened
+from megatrain.forecast.workload import Workload
+from megatrain.model.probe import outline
 from megatrain.placement import Placement
-from megatrain.tile import TileLayout
-from megatrain.units import GIB
+from tests.unit.forecast_cases import small_machine, tiny_config
+
+FREE = 20 << 20
 
 
 class Gpu(CpuDevice):
@@ -16,79 +23,77 @@ class Gpu(CpuDevice):
 
     kind = "cuda"
 
-    def __init__(self, free_bytes: int) -> None:
-        self.free_bytes = free_bytes
-
     def memory(self) -> dict[str, int]:
-        return {"device_free_bytes": self.free_bytes, "device_bytes": 0}
+        return {"device_free_bytes": FREE, "device_bytes": 0, "device_total_bytes": 1 << 40}
 
 
-def layouts(layers: int = 10, numel: int = 1 << 20) -> list[TileLayout]:
-    """Tiles of 14 MiB of state each (bf16)."""
-    names = ["embedding", "prologue", *(f"layer {i}" for i in range(layers)), "head", "unused"]
-    return [
-        TileLayout(name, [("w", torch.Size([0 if name == "prologue" else numel]), 0)])
-        for name in names
-    ]
+def opened(layers: int = 2, *, train: bool = True) -> Opened:
+    source = open_source(tiny_config(layers))
+    found = outline(source.model)
+    model = Model.trained(found) if train else Model(found, None)
+    return Opened(source, model, None, 1.0, "bf16", Gpu(), None, 0)  # type: ignore[arg-type]
 
 
-def auto(free: int, tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> Placement:
-    monkeypatch.setattr(fit, "can_compile", lambda: True)
-    return fit.initial_placement(
-        Gpu(free), layouts(), train=True, bf16=True, tokens_per_step=tokens
-    )
+def settled(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: Opened,
+    tokens: int | None = 512,
+    length: int | None = 64,
+    *,
+    machine: Any = None,
+    compiler: bool = True,
+) -> fit.Settled:
+    monkeypatch.setattr(fit, "present_machine", lambda device, precision: machine)
+    monkeypatch.setattr(fit, "can_compile", lambda: compiler)
+    monkeypatch.setattr(fit, "check_fits", lambda *given, **named: None)
+    return fit.settle(asked, "auto", tokens, length, None)
 
 
-def test_everything_rests_on_a_device_with_twice_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = auto(2 * 12 * 14 << 20, 98_304, monkeypatch)
-    assert len(placement.resident) == 13 and "unused" not in placement.resident
+def test_auto_takes_the_memory_that_is_free_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        found = settled(monkeypatch, opened(), machine=small_machine(1e6))
+    assert found.planned is not None and found.planned.tokens_per_step == 512
+    assert found.planned.micro_batch_tokens == 64 * found.micro_batch  # type: ignore[operator]
+    text = caplog.text
+    assert "micro-batches of" in text and "s a step expected" in text and "is busy" in text
 
 
-def test_large_steps_start_on_resident_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = auto(20 * 14 << 20, 98_304, monkeypatch)
-    assert placement.resident == ("embedding", "prologue", "layer 0")
+@pytest.mark.parametrize(("tokens", "length", "wanted"), [
+    (None, None, (98_304, 1024)), (512, None, (512, 512)), (None, 64, (98_304, 64)),
+])  # fmt: skip
+def test_sizes_that_nobody_gives_are_stated_ones(
+    monkeypatch: pytest.MonkeyPatch, tokens: Any, length: Any, wanted: tuple[int, int]
+) -> None:
+    seen: list[Workload] = []
+    monkeypatch.setattr(fit, "_foreseen", lambda opened, workload: seen.append(workload))
+    settled(monkeypatch, opened(), tokens, length)
+    assert [(each.tokens_per_step, each.sequence_length) for each in seen] == [wanted]
 
 
-def test_small_steps_hold_half_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = auto(20 * 14 << 20, 4096, monkeypatch)
-    assert placement.resident == ("embedding", "prologue", *(f"layer {i}" for i in range(9)))
+def test_rows_are_no_longer_than_the_model_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, seen = opened(), []
+    config: PreTrainedModel | Any = asked.source.model.config
+    config.max_position_embeddings = 128
+    monkeypatch.setattr(fit, "_foreseen", lambda opened, workload: seen.append(workload))
+    settled(monkeypatch, asked, None, None)
+    assert seen[0].sequence_length == 128
 
 
-def test_a_small_card_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert auto(2 * 14 << 20, None, monkeypatch).resident == ()
+@pytest.mark.parametrize("compiler", [True, False])
+def test_on_an_unknown_machine_all_is_streamed(
+    monkeypatch: pytest.MonkeyPatch, compiler: bool
+) -> None:
+    found = settled(monkeypatch, opened(), compiler=compiler)
+    assert found.planned is None and found.placement.resident == ()
+    assert found.placement.compile == compiler
 
 
-def test_without_a_compiler_nothing_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "can_compile", lambda: False)
-    placement = fit.initial_placement(
-        Gpu(1 << 40), layouts(), train=True, bf16=True, tokens_per_step=None
-    )
-    assert not placement.compile and placement.resident == ()
-
-
-def kept(spare: float) -> kept_graphs.KeptGraphs:
-    """After two steps of 1000 tokens: 50 GiB without kept graphs, 2 GiB a graph."""
-    graphs = kept_graphs.KeptGraphs(28, int((50 * GIB + spare * GIB) / kept_graphs._USABLE))
-    assert graphs.choose(1000) == 0
-    graphs.note(1000, 50 * GIB)
-    assert graphs.choose(1000) == 1
-    graphs.note(1000, 52 * GIB)
-    return graphs
-
-
-def test_as_many_graphs_are_kept_as_fit() -> None:
-    assert kept(40.5).choose(1000) == 20
-
-
-def test_larger_steps_keep_fewer_and_smaller_ones_no_more_than_there_are() -> None:
-    graphs = kept(40.5)
-    assert graphs.choose(1500) == 5  # 75 GiB without, 3 GiB a graph
-    assert graphs.choose(10_000) == 0
-    assert graphs.choose(10) == 28
-
-
-def test_no_graph_is_tried_without_room() -> None:
-    graphs = kept_graphs.KeptGraphs(28, 80 * GIB)
-    graphs.choose(1000)
-    graphs.note(1000, 70 * GIB)
-    assert graphs.choose(1000) == 0
+def test_a_model_that_is_run_rests_on_a_device_with_twice_the_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large = opened(2, train=False), opened(8, train=False)
+    rests = settled(monkeypatch, small).placement.resident
+    assert {"embedding", "layer 0", "layer 1", "head"} <= set(rests) and "unused" not in rests
+    assert settled(monkeypatch, large).placement == Placement(slots=3, head_tokens=8192)

@@ -12,13 +12,15 @@ from transformers import MambaConfig
 
 from benchmarks.predictions import RESULTS, Prediction, predict
 from megatrain import AdamW, Engine, Placement
-from megatrain.autoplace.search import Forecasts, Task
 from megatrain.device import CpuDevice
 from megatrain.engine.assemble import open_source
+from megatrain.engine.opened import Model
 from megatrain.forecast import forecast as forecast_module
 from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.forecasts import Forecasts
 from megatrain.forecast.measure import Measured
 from megatrain.forecast.tally import NotForeseeable, Tally
+from megatrain.forecast.workload import Workload
 from megatrain.model.probe import outline
 from megatrain.units import MIB
 from tests.parity.cases import Noting
@@ -51,8 +53,8 @@ def forecasts(tied: bool = False) -> Forecasts:
 def told(
     placement: Placement, *, clip: bool = True, precision: str = "bf16", tied: bool = False
 ) -> Forecast:
-    task = Task(ROWS * TOKENS, TOKENS, None, clip, precision, placement.compile)  # type: ignore[arg-type]
-    return forecasts(tied).of(small_machine(), placement, task, 4)
+    workload = Workload(ROWS * TOKENS, TOKENS, None, clip, precision, placement.compile)  # type: ignore[arg-type]
+    return forecasts(tied).of(small_machine(), placement, workload, 4)
 
 
 CASES = {
@@ -89,8 +91,8 @@ def test_host_memory_is_the_engines_to_the_byte(name: str) -> None:
 def test_memory_of_layers_in_portions_is_the_engines() -> None:
     """On the host to the byte; on the device, slots and sums to the byte."""
     placement = Placement(split_bytes=900_000, boundaries="host")
-    task = Task(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
-    found = Forecasts(experts_outline()).of(small_machine(), placement, task, 4)
+    workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
+    found = Forecasts(experts_outline()).of(small_machine(), placement, workload, 4)
     ids = torch.randint(512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
     step = [{"input_ids": part, "labels": part} for part in ids.split(4)]
     device = Noting()
@@ -252,8 +254,8 @@ def test_a_layer_taken_as_one_parameter_takes_what_its_parameters_do(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def foretold() -> Forecast:
-        task = Task(ROWS * TOKENS, TOKENS, None, True, "bf16", PLACEMENTS[name].compile)
-        return Forecasts(tiny_outline()).of(small_machine(), PLACEMENTS[name], task, 4)
+        workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", PLACEMENTS[name].compile)
+        return Forecasts(tiny_outline()).of(small_machine(), PLACEMENTS[name], workload, 4)
 
     with monkeypatch.context() as apart:
         apart.setattr("megatrain.forecast.forecast._joined", lambda layout, *given: layout)
@@ -266,10 +268,10 @@ def test_tiles_and_optimizer_are_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     layouts = forecast_module.tile_layouts
     monkeypatch.setattr(forecast_module, "tile_layouts", lambda *a: made.append(a) or layouts(*a))
     several = Forecasts(tiny_outline())
-    task = Task(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
+    workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
     for placement in (Placement(), Placement(slots=3)):
-        several.needs(task, placement)
-        several.of(small_machine(), placement, task, 4)
+        several.needs(workload, placement)
+        several.of(small_machine(), placement, workload, 4)
     assert len(made) == 1
 
 
@@ -278,9 +280,8 @@ def test_weights_on_their_way_count_where_little_follows_them() -> None:
     config = tiny_config(layers=2)
     config.intermediate_size = 1 << 19  # 403 M parameters a layer
     model = outline(open_source(config).model)
-    trainee = forecast_module.Trainee(model)
+    trainee = Model.trained(model)
     layer = max(sum(p.numel() for p in each.module.parameters()) for each in model.layers)
-    assert trainee.drawn_bytes == 4 * layer
     machine, placement = small_machine(), Placement()
 
     def process(later: int) -> int:

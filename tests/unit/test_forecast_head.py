@@ -11,7 +11,8 @@ from megatrain import AdamW, Engine, Placement
 from megatrain.autoplace.search import Search
 from megatrain.device import Buffer
 from megatrain.forecast import tally
-from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.units import GIB, MIB
 from tests.parity.cases import Noting
@@ -47,8 +48,8 @@ def drawn(tokens: int, micro: int) -> list[dict[str, Tensor]]:
 def test_memory_of_a_head_in_ranges_is_the_engines(tied: bool) -> None:
     """On the host to the byte; on the device, slots and sums to the byte."""
     placement = Placement(split_bytes=SPLIT, boundaries="host", keep_layers=1)
-    task = Task(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
-    found = Forecasts(wide_outline(tied)).of(small_machine(), placement, task, 4)
+    workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
+    found = Forecasts(wide_outline(tied)).of(small_machine(), placement, workload, 4)
     step = drawn(TOKENS, 4)
     device = Noting()
     config = wide_config(tied)
@@ -67,10 +68,10 @@ def test_memory_of_a_head_in_ranges_is_the_engines(tied: bool) -> None:
 
 def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one() -> None:
     """Against the same head as a whole."""
-    machine, task = small_machine(), Task(ROWS * TOKENS, TOKENS, None, True, "bf16", True)
+    machine, workload = small_machine(), Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", True)
     forecasts = Forecasts(wide_outline())
     whole, split = (
-        forecasts.of(machine, Placement(slots=3, split_bytes=size, compile=True), task, 4)
+        forecasts.of(machine, Placement(slots=3, split_bytes=size, compile=True), workload, 4)
         for size in (None, SPLIT)
     )
     product = 2 * ROWS * TOKENS * 256 * 8192 / (machine.matmul_tflops * 1e12)
@@ -100,8 +101,8 @@ def test_what_a_step_works_with_is_foretold(
 ) -> None:
     """All device memory at the peak of a real step, but for its long-lived buffers."""
     placement = Placement(split_bytes=split_bytes, boundaries=boundaries, head_tokens=100)  # type: ignore[arg-type]
-    task = Task(ROWS * tokens, tokens, 2, True, "fp32", False)
-    found = Forecasts(wide_outline()).of(small_machine(), placement, task, 2)
+    workload = Workload(ROWS * tokens, tokens, 2, True, "fp32", False)
+    found = Forecasts(wide_outline()).of(small_machine(), placement, workload, 2)
     told = sum(found.device_bytes.get(p, 0) for p in ("activations", "working set"))
     told += found.device_bytes["layer arguments"]
     options = {"optimizer": AdamW(), "precision": "fp32", "placement": placement}
@@ -117,6 +118,6 @@ def test_what_a_step_works_with_is_foretold(
 def test_where_memory_is_short_it_goes_to_larger_pieces() -> None:
     """0.5B, 16 x 1024 in 1920 MiB: half as many launches are worth two lanes of the host."""
     machine = replace(machine_for("H200", 60 * GIB, 16), device_memory_bytes=1920 * MIB)
-    task = Task(16 * 1024, 1024, None, True, "bf16", True)
-    found = Search(model_forecasts("0.5b", None, 1024), machine, task).best()
+    workload = Workload(16 * 1024, 1024, None, True, "bf16", True)
+    found = Search(model_forecasts("0.5b", None, 1024), machine, workload).best()
     assert (found.micro_batch, found.placement.boundary_lanes) == (8, 2)

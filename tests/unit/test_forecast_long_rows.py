@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW, Placement
-from megatrain.autoplace.search import Task
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.assemble import open_source, tile_layouts
 from megatrain.engine.batch import Batch
@@ -19,6 +18,7 @@ from megatrain.forecast import tally
 from megatrain.forecast.forecast import Forecast
 from megatrain.forecast.measure import LayerWork, Measured, eager_work
 from megatrain.forecast.tiling import acts_alone
+from megatrain.forecast.workload import Workload
 from megatrain.model import tiles
 from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
@@ -155,8 +155,8 @@ def test_parts_that_run_in_tiles_are_known_without_weights(family: str) -> None:
 def long(keep_attention: Literal["none", "device", "host"]) -> Forecast:
     """6 rows of 32 tokens, in tiles of 16."""
     placement = Placement(tile_tokens=16, boundaries="host", keep_attention=keep_attention)
-    task = Task(6 * 32, 32, None, True, "bf16", False)
-    return forecasts().of(small_machine(), placement, task, 6)
+    workload = Workload(6 * 32, 32, None, True, "bf16", False)
+    return forecasts().of(small_machine(), placement, workload, 6)
 
 
 def test_attention_that_waits_is_not_computed_again() -> None:

@@ -11,13 +11,14 @@ from megatrain.autoplace.search import Search
 from megatrain.errors import DoesNotFit
 from megatrain.forecast import forecast
 from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
 from tests.unit.forecast_cases import experts_outline, small_machine, tiny_outline, wide_outline
 
 MIB = 2**20
-TASK = Task(512, 64, None, True, "bf16", True)
+WORKLOAD = Workload(512, 64, None, True, "bf16", True)
 PLENTY = 1e6
 
 
@@ -42,11 +43,11 @@ def few_layers() -> Outline:
     return tiny_outline(3)
 
 
-def checked(forecasts: Forecasts, there: Machine, task: Task) -> Machine:
+def checked(forecasts: Forecasts, there: Machine, workload: Workload) -> Machine:
     """The machine with the least memory, tried out."""
 
     def search(on: Machine) -> Search:
-        return Search(forecasts, on, task)
+        return Search(forecasts, on, workload)
 
     assert not search(there).could_fit()
     told = search(there).least()
@@ -65,13 +66,13 @@ def checked(forecasts: Forecasts, there: Machine, task: Task) -> Machine:
 
 @dataclass(frozen=True)
 class Case:
-    """Memory in MiB, which of it is too little, and what differs from the usual task."""
+    """Memory in MiB, which of it is too little, and what differs from the usual workload."""
 
     device: float
     host: float
     short: str
     model: Callable[[], Outline] = few_layers
-    task: Task = TASK
+    workload: Workload = WORKLOAD
 
 
 CASES = {
@@ -81,12 +82,12 @@ CASES = {
     "device": Case(4, PLENTY, "device"),
     "device, host for boundaries that wait on the device": Case(4, 72, "device"),
     "both": Case(4, 30, "device and host"),
-    "no clipping": Case(24, 30, "host", task=replace(TASK, clip=False)),
-    "no clipping, device": Case(4, PLENTY, "device", task=replace(TASK, clip=False)),
-    "fp32": Case(50, 30, "host", task=replace(TASK, precision="fp32")),
-    "micro-batch": Case(24, 30, "host", task=replace(TASK, micro_batch=8)),
-    "micro-batch, device": Case(8, PLENTY, "device", task=replace(TASK, micro_batch=8)),
-    "many micro-batches": Case(24, 30, "host", task=replace(TASK, micro_batch=1)),
+    "no clipping": Case(24, 30, "host", workload=replace(WORKLOAD, clip=False)),
+    "no clipping, device": Case(4, PLENTY, "device", workload=replace(WORKLOAD, clip=False)),
+    "fp32": Case(50, 30, "host", workload=replace(WORKLOAD, precision="fp32")),
+    "micro-batch": Case(24, 30, "host", workload=replace(WORKLOAD, micro_batch=8)),
+    "micro-batch, device": Case(8, PLENTY, "device", workload=replace(WORKLOAD, micro_batch=8)),
+    "many micro-batches": Case(24, 30, "host", workload=replace(WORKLOAD, micro_batch=1)),
     "a large head": Case(30, 40, "host", wide_outline),
     "a large head, device": Case(10, PLENTY, "device", wide_outline),
 }
@@ -96,7 +97,7 @@ CASES = {
 def test_the_least_is_enough_and_no_less_is(name: str) -> None:
     case = CASES[name]
     there = machine(case.device, case.host)
-    enough = checked(forecasts_of(case.model), there, case.task)
+    enough = checked(forecasts_of(case.model), there, case.workload)
     assert (enough.device_memory_bytes > there.device_memory_bytes) == ("device" in case.short)
     assert (enough.host_memory_bytes > there.host_memory_bytes) == ("host" in case.short)
 
@@ -105,7 +106,7 @@ def test_tiles_on_the_device_need_not_be_on_the_host() -> None:
     forecasts = forecasts_of(few_layers)
 
     def told(device_mib: float) -> Forecast:
-        return Search(forecasts, machine(device_mib, 30), TASK).least()
+        return Search(forecasts, machine(device_mib, 30), WORKLOAD).least()
 
     without, some, many = (told(device) for device in (12, 24, 50))
     assert not without.placement.resident
@@ -118,7 +119,7 @@ def test_tiles_on_the_device_need_not_be_on_the_host() -> None:
 def test_layers_in_portions_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "_PORTION", 1)
     forecasts = Forecasts(experts_outline())
-    few = replace(TASK, tokens_per_step=128)
+    few = replace(WORKLOAD, tokens_per_step=128)
     for device, host in ((3, PLENTY), (50, 40)):
         checked(forecasts, machine(device, host), few)
 
@@ -126,7 +127,7 @@ def test_layers_in_portions_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> 
 def test_long_rows_in_tiles_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "_LONG", 1024)
     monkeypatch.setattr(frames, "_TILE", 128)
-    long = replace(TASK, tokens_per_step=2048, sequence_length=2048)
+    long = replace(WORKLOAD, tokens_per_step=2048, sequence_length=2048)
     forecasts = Forecasts(tiny_outline(2))
     for device, host in ((8, PLENTY), (40, 30)):
         checked(forecasts, machine(device, host), long)

@@ -13,7 +13,7 @@ from megatrain.machine import machine_for
 from megatrain.model.probe import outline
 from megatrain.placement import Placement
 from megatrain.plan import planner
-from megatrain.plan.ask import Ask, Planner, check_budgets, default_micro_batch
+from megatrain.plan.ask import Ask, Planner, check_budgets
 from megatrain.plan.remedies import fitting, remedies, shortage
 from megatrain.plan.tiles import by_tier, tile_bytes
 from megatrain.telemetry.pictures import draw_memory
@@ -23,7 +23,7 @@ from tests.parity.cases import llama, qwen2
 
 MACHINE = machine_for("H200", 64 * GIB, 16)
 PLACED = Placement(slots=2)
-ASK = Ask(MACHINE, tokens_per_step=4096, sequence_length=256)
+ASK = Ask(machine=MACHINE, tokens_per_step=4096, sequence_length=256)
 
 
 def toy_forecast(ask: Ask, device: int, host: int) -> Forecast:
@@ -344,9 +344,10 @@ def test_nonsense_is_refused(changes, message):
 
 
 def test_the_usual_micro_batch_holds_sixteen_thousand_tokens():
-    assert default_micro_batch(replace(ASK, tokens_per_step=1 << 20)) == 64
-    assert default_micro_batch(ASK) == 16
-    assert default_micro_batch(replace(ASK, tokens_per_step=1 << 20, sequence_length=1 << 19)) == 1
+    assert replace(ASK, tokens_per_step=1 << 20).usual_micro_batch == 64
+    assert ASK.usual_micro_batch == 16
+    long = replace(ASK, tokens_per_step=1 << 20, sequence_length=1 << 19)
+    assert long.usual_micro_batch == 1
 
 
 def test_arithmetic_binds_from_where_it_takes_as_long_as_the_rest():
@@ -411,7 +412,12 @@ def test_frozen_parameters_have_neither_moments_nor_gradients():
 
 def test_a_given_placement_is_planned_as_it_is():
     found = outline(open_source(qwen2()).model)
-    ask = Ask(MACHINE, 256, 16, placement=Placement(slots=2, boundaries="host"))
+    ask = Ask(
+        machine=MACHINE,
+        tokens_per_step=256,
+        sequence_length=16,
+        placement=Placement(slots=2, boundaries="host"),
+    )
     plan = planner.make_plan(found, ask, total_tokens=1000, gpus=2)
     assert plan.fits and plan.remedies == [] and plan.forecast.placement == ask.placement
     assert plan.run_seconds == pytest.approx(1000 / plan.several.tokens_per_second)

@@ -1,7 +1,6 @@
 """The search: it stays within the budgets, uses what there is, and says what it did."""
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -19,8 +18,9 @@ from megatrain.device import CpuDevice
 from megatrain.engine.assemble import Assembly, open_source
 from megatrain.engine.step import TrainingParts
 from megatrain.errors import DoesNotFit
-from megatrain.forecast.forecasts import Forecasts, Task
+from megatrain.forecast.forecasts import Forecasts
 from megatrain.forecast.tally import NotForeseeable
+from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.probe import outline
 from tests.unit.forecast_cases import (
@@ -34,18 +34,20 @@ from tests.unit.forecast_cases import (
 
 FORECASTS = Forecasts(tiny_outline(4))
 FEW_LAYERS = Forecasts(tiny_outline(2))
-TASK = Task(512, 64, None, True, "bf16", True)
+WORKLOAD = Workload(512, 64, None, True, "bf16", True)
 
 
 def choose(device_mib: float, host_gib: float = 1e6, **given: object) -> fit.Forecast:
-    arguments = {"tokens_per_step": 512, "sequence_length": 64, "forecasts": FORECASTS} | given
-    return fit.choose(tiny_outline(), small_machine(device_mib, host_gib), **arguments)  # type: ignore[arg-type]
+    forecasts = given.pop("forecasts", FORECASTS)
+    workload = replace(WORKLOAD, **given)  # type: ignore[arg-type]
+    machine = small_machine(device_mib, host_gib)
+    return fit.choose(tiny_outline(), machine, workload, forecasts=forecasts)  # type: ignore[arg-type]
 
 
 @cache
 def least_mib(forecasts: Forecasts = FORECASTS) -> float:
     """Device memory that the most frugal way needs."""
-    least = Search(forecasts, small_machine(1.0), TASK).least()
+    least = Search(forecasts, small_machine(1.0), WORKLOAD).least()
     return least.machine.device_memory_bytes / 2**20
 
 
@@ -84,13 +86,8 @@ def test_layers_are_streamed_in_portions_only_where_nothing_else_fits(
     forecasts = Forecasts(experts_outline())
 
     def found(device_mib: float) -> fit.Forecast:
-        return fit.choose(
-            experts_outline(),
-            small_machine(device_mib),
-            tokens_per_step=512,
-            sequence_length=64,
-            forecasts=forecasts,
-        )
+        machine = small_machine(device_mib)
+        return fit.choose(experts_outline(), machine, WORKLOAD, forecasts=forecasts)
 
     assert found(40).placement.split_bytes is None
     split = found(20)
@@ -109,8 +106,8 @@ def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
         assert chosen.device_peak_bytes <= 0.95 * device_mib * 2**20
         return chosen
 
-    whole = Search(forecasts, small_machine(1.0), TASK)._frames.families(1)[0]
-    frames = [forecasts.of(small_machine(), frame, TASK, 1) for frame in whole]
+    whole = Search(forecasts, small_machine(1.0), WORKLOAD)._frames.families(1)[0]
+    frames = [forecasts.of(small_machine(), frame, WORKLOAD, 1) for frame in whole]
     least_whole = min(frame.device_peak_bytes for frame in frames) / 0.95 / 2**20
     assert found(1.3 * least_whole).placement.split_bytes is None
     split = found(0.95 * least_whole)
@@ -124,10 +121,10 @@ def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
 def test_micro_batches_are_even_and_a_given_one_is_kept() -> None:
     assert choose(1e4, tokens_per_step=64 * 9, forecasts=FEW_LAYERS).micro_batch == 9
     assert choose(1e4, micro_batch=3, forecasts=FEW_LAYERS).micro_batch == 3
-    sizes = fit.Search(FORECASTS, H200, TASK)._frames.sizes()
+    sizes = fit.Search(FORECASTS, H200, WORKLOAD)._frames.sizes()
     assert sizes == [8, 4, 2, 1]  # of short rows, too
-    task = Task(96 * 1024, 1024, None, True, "bf16", True)
-    sizes = fit.Search(FORECASTS, H200, task)._frames.sizes()
+    workload = Workload(96 * 1024, 1024, None, True, "bf16", True)
+    sizes = fit.Search(FORECASTS, H200, workload)._frames.sizes()
     assert sizes == [48, 32, 16, 8, 4, 2, 1]
 
 
@@ -161,7 +158,7 @@ class Grid:
                     keep_layers=keep,
                     offload_layers=offload,
                 ),
-                TASK,
+                WORKLOAD,
                 rows,
             )
             for rows, (slots, boundaries), count, (keep, offload) in every
@@ -190,7 +187,7 @@ MANY = Grid(
 def just_mib() -> float:
     """Host memory that is enough where nothing rests on the device and nothing is kept."""
     plain = Placement(slots=3, compile=True)
-    found = FORECASTS.of(small_machine(), plain, TASK, 8)
+    found = FORECASTS.of(small_machine(), plain, WORKLOAD, 8)
     return found.host_peak_bytes / 0.95 / 2**20
 
 
@@ -217,20 +214,14 @@ def fast_bus(device_mib: float, host_gib: float) -> Machine:
 
 def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room() -> None:
     def with_host(mib: float) -> fit.Forecast:
-        return fit.choose(
-            tiny_outline(),
-            fast_bus(16.0, mib / 1024),
-            tokens_per_step=512,
-            sequence_length=64,
-            micro_batch=2,
-            forecasts=FORECASTS,
-        )
+        machine, workload = fast_bus(16.0, mib / 1024), replace(WORKLOAD, micro_batch=2)
+        return fit.choose(tiny_outline(), machine, workload, forecasts=FORECASTS)
 
     much, little = with_host(1e6), with_host(just_mib() + 5)
     assert much.placement.offload_layers >= 3
     assert much.host_bytes["host_kept_bytes"] > 0
     plain = replace(much.placement, offload_layers=0)
-    assert much.seconds < 0.99 * FORECASTS.of(fast_bus(16.0, 1e6), plain, TASK, 2).seconds
+    assert much.seconds < 0.99 * FORECASTS.of(fast_bus(16.0, 1e6), plain, WORKLOAD, 2).seconds
     assert little.placement.offload_layers < much.placement.offload_layers
 
 
@@ -245,7 +236,7 @@ def test_tiles_rest_on_the_device_where_the_host_lacks_room() -> None:
 
 @pytest.mark.parametrize("clip", [True, False])
 def test_what_is_told_without_a_forecast_is_never_too_much(clip: bool) -> None:
-    asked = Search(FORECASTS, small_machine(), replace(TASK, clip=clip))
+    asked = Search(FORECASTS, small_machine(), replace(WORKLOAD, clip=clip))
     for placement in asked._frames.families(8)[0]:
         device, host = asked._frames.floor(placement, 8)
         told = asked._frames.of(placement, 8)
@@ -255,7 +246,7 @@ def test_what_is_told_without_a_forecast_is_never_too_much(clip: bool) -> None:
 
 @pytest.mark.parametrize("number", range(7))
 def test_a_step_of_two_micro_batches_tells_more_of_one_of_many(number: int) -> None:
-    asked = Search(FORECASTS, small_machine(), TASK)
+    asked = Search(FORECASTS, small_machine(), WORKLOAD)
     placement = asked._frames.families(1)[0][number]
     closer, told = asked._frames.estimate(placement, 1), asked._frames.of(placement, 1)
     assert 0.95 * told.device_peak_bytes < closer[0] <= told.device_peak_bytes
@@ -271,13 +262,13 @@ def test_a_machine_without_room_for_the_planes_is_told_before_anything_is_measur
         raise AssertionError("a layer was measured")
 
     monkeypatch.setattr("megatrain.forecast.measure.Measured.layer", measure)
-    assert not Search(FORECASTS, machine, TASK).could_fit()
+    assert not Search(FORECASTS, machine, WORKLOAD).could_fit()
 
 
 def test_a_large_head_s_gradient_is_counted_once() -> None:
     config = LlamaConfig(**tiny_config().to_dict() | {"vocab_size": 32768})
     large = Forecasts(outline(open_source(config).model))
-    asked = Search(large, small_machine(), replace(TASK, tokens_per_step=128))
+    asked = Search(large, small_machine(), replace(WORKLOAD, tokens_per_step=128))
     [fastest, *_] = asked._frames.families(2)[0]
     told = asked._frames.of(fastest, 2).device_peak_bytes
     assert 0.9 * told < asked._frames.floor(fastest, 2)[0] <= told
@@ -295,9 +286,7 @@ def long_row(device_mib: float, attention_tflops: float, host_gib: float = 1e6) 
         attention_forward_tflops=attention_tflops,
         attention_backward_tflops=attention_tflops,
     )
-    return fit.choose(
-        tiny_outline(), machine, tokens_per_step=2048, sequence_length=2048, forecasts=FEW_LAYERS
-    )
+    return fit.choose(tiny_outline(), machine, Workload(2048, 2048), forecasts=FEW_LAYERS)
 
 
 def test_a_long_row_runs_in_tiles_where_attention_is_most_of_it(soon_long: None) -> None:
@@ -309,8 +298,8 @@ def test_a_long_row_runs_in_tiles_where_attention_is_most_of_it(soon_long: None)
 def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(
     soon_long: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = Task(2048, 2048, None, True, "bf16", True)
-    least = Search(FEW_LAYERS, fast_bus(1.0, 1e6), task).least().machine
+    workload = Workload(2048, 2048, None, True, "bf16", True)
+    least = Search(FEW_LAYERS, fast_bus(1.0, 1e6), workload).least().machine
     budget = least.device_memory_bytes / 2**20
     assert long_row(budget, 20.0).placement.tile_tokens == 128
     monkeypatch.setattr(frames, "_LONG", 1 << 20)
@@ -319,8 +308,8 @@ def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(
 
 
 def long_search(device_mib: float, host_mib: float = 1e9) -> Search:
-    task = Task(2048, 2048, None, True, "bf16", True)
-    return Search(FORECASTS, fast_bus(device_mib, host_mib / 1024), task)
+    workload = Workload(2048, 2048, None, True, "bf16", True)
+    return Search(FORECASTS, fast_bus(device_mib, host_mib / 1024), workload)
 
 
 def hand_made(**choices: object) -> fit.Forecast:
@@ -362,12 +351,9 @@ def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
         raise NotForeseeable("not in tiles")
 
     monkeypatch.setattr("megatrain.forecast.measure.tiled", refuse)
+    forecasts = Forecasts(tiny_outline(2))
     found = fit.choose(
-        tiny_outline(),
-        small_machine(64.0),
-        tokens_per_step=2048,
-        sequence_length=2048,
-        forecasts=Forecasts(tiny_outline(2)),
+        tiny_outline(), small_machine(64.0), Workload(2048, 2048), forecasts=forecasts
     )
     assert found.placement.tile_tokens is None
 
@@ -388,44 +374,6 @@ def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_
     assert kept(offload_layers=99, keep_layers=1) == ([0, 1, 2, 3, 4, 5], [])
     assert kept(offload_layers=2, keep_layers=6) == ([0, 3], [1, 2, 4, 5])
     assert kept(keep_layers=2) == ([], [4, 5])
-
-
-class Gpu(CpuDevice):
-    """A GPU as far as its memory goes."""
-
-    kind = "cuda"
-
-    def memory(self) -> dict[str, int]:
-        free = 20 << 20
-        return {"device_free_bytes": free, "device_bytes": 0, "device_total_bytes": 1 << 40}
-
-
-def foreseen(monkeypatch: pytest.MonkeyPatch, machine: object) -> fit.Forecast | None:
-    monkeypatch.setattr(fit, "present_machine", lambda device, precision: machine)
-    monkeypatch.setattr(fit, "can_compile", lambda: True)
-    return fit.foreseen_placement(
-        tiny_outline(2),
-        Gpu(),
-        tokens_per_step=512,
-        sequence_length=64,
-        micro_batch=None,
-        clip=True,
-        precision="bf16",
-    )
-
-
-def test_auto_takes_the_memory_that_is_free_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        found = foreseen(monkeypatch, small_machine(1e6))
-    assert found is not None and found.device_peak_bytes <= 20 << 20
-    text = caplog.text
-    assert "micro-batches of" in text and "s a step expected" in text and "is busy" in text
-
-
-def test_an_unknown_machine_is_left_to_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert foreseen(monkeypatch, None) is None
 
 
 def test_a_forecast_is_plain_data() -> None:

@@ -1,0 +1,363 @@
+"""An engine whose placement is settled: steps, evaluations, what comes out of it, and saves."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
+from megatrain.device import Buffer, available_bytes
+from megatrain.engine.assemble import Assembly, fill, host_bytes
+from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.hostroom import HostRoom, Planned
+from megatrain.engine.masks import check_masks
+from megatrain.engine.opened import Opened
+from megatrain.engine.packing import Packing
+from megatrain.engine.resume import describe_optimizer, documents, settings_of
+from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
+from megatrain.engine.units import Head, State
+from megatrain.errors import DoesNotFit, InputError, RunFailed
+from megatrain.model.export import write_weights
+from megatrain.model.program import Program
+from megatrain.optim import StreamedOptimizer
+from megatrain.placement import Placement
+from megatrain.seeds import derived_seed
+from megatrain.store import Store
+from megatrain.telemetry.timeline import Span
+
+MicroBatches = Sequence[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        loss: mean cross entropy over all labelled tokens of the step, before the update.
+        grad_norm: global 2-norm of the gradient, before clipping.
+        tokens: positions computed, padding included.
+        seconds: from the call to the end of the backward (the update may still be running).
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+
+
+class PlacedEngine:
+    """Trains a causal language model, or runs it, in a placement that is settled.
+
+    Attributes:
+        config: the model's transformers configuration.
+        optimizer: a `torch.optim.Optimizer` whose groups can be scheduled; None for inference.
+        num_parameters: distinct parameters, frozen ones included.
+        label_shift: how many tokens after its logits a label is; 1, unless the model's own is 0.
+        placement: where state rests and how it is streamed; it never changes.
+    """
+
+    def __init__(self, opened: Opened, placement: Placement, planned: Planned | None) -> None:
+        """Bring the weights to their place, and build the parts of a step on them.
+
+        Args:
+            planned: the step that the placement was chosen for; None: any.
+
+        Raises:
+            DoesNotFit: the memory is not to be had.
+            InputError: the placement has choices that this model cannot have.
+        """
+        self._opened, self._outline, self._dtype = opened, opened.model.outline, opened.dtype
+        self.device, self.placement, self._planned = opened.device, placement, planned
+        self._frugal = replace(placement, keep_layers=0)
+        self.config: PreTrainedConfig = opened.source.model.config
+        self.optimizer: StreamedOptimizer | None = opened.model.optimizer
+        self._steps, self.label_shift = 0, self._outline.label_shift
+        train, layouts = self.optimizer is not None, opened.model.layouts
+        self._store = Store(
+            self.device, layouts, self._dtype, train=train, resident=placement.resident
+        )
+        self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
+        # Without clipping, updates follow the backward: the last tile is the first.
+        self._saver = Saver(
+            self.device,
+            self._store.tiles,
+            placement.save_bytes,
+            opened.host_limit,
+            reverse=opened.max_grad_norm is None,
+        )
+        with self._undisturbed():
+            fill(opened.source, self._outline, self._store, opened.seed)
+        # What the weights came from is not held.
+        self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
+        self._program = Program(self._outline, self.device.torch_device, self._dtype)
+        self._program.tile_epilogue(placement.head_tokens)
+        assembly = Assembly(self.device, self._program, self._store, self._dtype, placement)
+        self._parts: Parts = (
+            assembly.inference()
+            if self.optimizer is None
+            else assembly.training(self.optimizer, opened.max_grad_norm)
+        )
+        self._host = HostRoom(self._store, self._parts, opened.host_limit, planned)
+        self._packing = Packing(self.config, self._dtype, self._trial_losses)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids must be below this."""
+        return int(self.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def _max_tokens(self) -> int | None:
+        """Tokens of the longest row that the model is made for; None: any number."""
+        text = self.config.get_text_config(decoder=True)
+        given = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+        return next((n for n in given if isinstance(n, int) and n > 0), None)
+
+    def step(self, micro_batches: MicroBatches, *, norm_limit: float = math.inf) -> StepResult:
+        """One optimizer step over all of `micro_batches`.
+
+        Args:
+            micro_batches: dictionaries of CPU int64 tensors `[B, T]`: `input_ids`, `labels` (-100:
+                none; shifted by `label_shift`), and optionally `attention_mask` (1: token, 0:
+                padding) and `position_ids`. B and T may differ between them.
+            norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
+
+        Raises:
+            InputError: bad micro-batches or settings of the optimizer, or an engine without one.
+            StepRefused: loss or gradient norm is not finite, or the norm above the limit; says
+                whether a weight has been changed (never, with `max_grad_norm`).
+            RunFailed: a host thread failed.
+        """
+        if not isinstance(self._parts, TrainingParts) or self.optimizer is None:
+            raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
+        self.optimizer.check()
+        start = time.perf_counter()
+        batch = self._prepare(micro_batches, labelled=True, train=True)
+        self._parts.update.norm_limit = norm_limit
+        self._parts.keep_graphs(self._placement_for(batch).keep_layers)
+        with self._undisturbed(), self._host.of(batch.num_tokens):
+            report = train_step(self._parts, batch)
+        self._steps += 1
+        self.optimizer.took_step()
+        seconds = time.perf_counter() - start
+        return StepResult(report.loss, report.grad_norm, batch.num_tokens, seconds)
+
+    def _placement_for(self, batch: Batch) -> Placement:
+        """The placement; where it was chosen for smaller batches than this, a frugal one."""
+        larger = self._planned is not None and not self._planned.holds(batch)
+        return self._frugal if larger else self.placement
+
+    def evaluate(self, micro_batches: MicroBatches) -> float:
+        """Mean cross entropy over all labelled tokens; changes no state, dropout is off."""
+        batch = self._prepare(micro_batches, labelled=True)
+        losses = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
+        return float(torch.stack(losses).sum())
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""
+        prepared = self._prepare([batch], labelled=False)
+        made = self._forward_only(prepared, lambda head, slot, h: head.logits(slot, prepared, h))
+        return made[0]
+
+    def _forward_only(self, batch: Batch, finish: Callable[[Head, Buffer, State], Any]) -> Any:
+        with self._undisturbed():
+            return forward_only(self._parts, batch, finish)
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """The caller's random numbers and autograd modes neither disturb nor are disturbed."""
+        gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=gpus), torch.inference_mode(False):
+                yield
+        except torch.OutOfMemoryError as error:
+            reason = str(error).split(". ")[0]
+            raise DoesNotFit(
+                f"the device has no memory left ({reason}); use smaller micro-batches, "
+                "placement.boundaries: host, fewer resident tiles or slots, less other torch work"
+                + (
+                    " (no weight has been changed)"
+                    if self._opened.max_grad_norm is not None
+                    else ""
+                )
+            ) from error
+
+    def _prepare(
+        self, micro_batches: MicroBatches, *, labelled: bool, train: bool = False
+    ) -> Batch:
+        with torch.inference_mode(False):
+            batch = self._checked(micro_batches, labelled=labelled)
+            if self.device.kind == "cuda":
+                text = self.config.get_text_config(decoder=True)
+                check_masks(micro_batches, text, self._dtype.itemsize, available_bytes(self.device))
+            self._packing.check(micro_batches)
+        self._program.train(train)
+        return batch
+
+    def _trial_losses(self, micro_batches: MicroBatches) -> list[Tensor]:
+        self._program.train(False)
+        batch = self._checked(micro_batches, labelled=True)
+        with self._program.eager():
+            return self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
+
+    def _checked(self, micro_batches: MicroBatches, *, labelled: bool) -> Batch:
+        return prepare(
+            micro_batches,
+            self.device.torch_device,
+            self.vocab_size,
+            labelled=labelled,
+            label_shift=self.label_shift,
+            seed=derived_seed(self._opened.seed, self._steps),
+            constants=self._outline.constants,
+            max_tokens=self._max_tokens,
+        )
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Span]]:
+        """Take times of all work put on the device within the block; the list is filled after."""
+        spans: list[Span] = []
+        self.device.start()
+        try:
+            yield spans
+        finally:
+            spans.extend(self.device.stop())
+
+    def flush(self) -> None:
+        """Wait until every update that has been started is done."""
+        for tile in self._store.tiles:
+            self.device.synchronize(tile.updated, "version complete")
+
+    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every distinct parameter: Hugging Face name and a copy of its fp32 master, on the CPU."""
+        self.flush()
+        for tile, entry in self._store.entries():
+            yield entry.name, tile.read_master(entry)
+
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write a Hugging Face folder in `dtype` (None: that of the model's source).
+
+        What is not trained is written as it came, buffers in any case; parameters in `dtype` where
+        one is given. Files of the source folder that still hold go along (generation settings,
+        tokenizer, templates, code), where `folder` has none of that name.
+
+        Raises:
+            InputError: more bits are wanted than an engine without an optimizer has kept.
+            RunFailed: it cannot be written; nothing is left behind.
+        """
+        source = self._opened.source
+        source.untrained.check_export(dtype)
+        self.flush()
+        masters = {
+            entry.name: (lambda tile=tile, entry=entry: tile.read_master(entry))
+            for tile, entry in self._store.entries()
+        }
+        write_weights(
+            Path(folder),
+            source.model,
+            masters | source.untrained.values,
+            dtype=dtype or source.dtype,
+            as_came=source.untrained.as_came(dtype),
+            beside=source.companions,
+        )
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        extra: dict[str, Any] | None = None,
+        attach: Callable[[Path], None] | None = None,
+        keep: bool = False,
+        wait: bool = True,
+    ) -> Saving:
+        """Save the exact state after the last step, so that `load` goes on bit for bit.
+
+        The folder appears, or is replaced, when all of it is on the disk. A save waits for the one
+        before it: whoever would rather skip one looks at `saving` first.
+
+        Args:
+            extra: JSON values of the caller, which `open_checkpoint(folder).extra` gives back.
+            attach: writes more files (a tokenizer) into the folder given, the checkpoint's
+                `model`; runs on another thread.
+            keep: mark it, so that `checkpoint.rotate` never removes it.
+            wait: return when it is on the disk; else at once, and steps may be taken meanwhile.
+
+        Raises:
+            InputError: `extra` is not JSON, or `folder` is a file or holds more than a checkpoint.
+            RunFailed: it could not be written (with `wait`; else the Saving says so), or a step
+                was broken off when updates had begun. Older checkpoints stay as they are.
+        """
+        folder = Path(os.path.abspath(folder))
+        require_replaceable(folder)
+        if isinstance(self._parts, TrainingParts) and self._parts.update.torn:
+            raise RunFailed(
+                "a step was broken off when updates had begun, so there is no step's state to "
+                "save; go back to the last checkpoint"
+            )
+        source = self._opened.source
+        buffers, beside = source.untrained.buffers, source.companions
+        written = documents(source.model, source.dtype, buffers, beside)
+        contents = Contents(self._described(), as_json(extra or {}), written, attach, keep)
+        background = self.optimizer is not None and not wait
+        saving = self._saver.begin(folder, contents, background=background)
+        if wait:
+            saving.wait()
+        return saving
+
+    def _described(self) -> Settings:
+        optimizer, source = self.optimizer, self._opened.source
+        return settings_of(
+            source.model,
+            source.dtype,
+            source.untrained,
+            steps=self._steps,
+            seed=self._opened.seed,
+            precision=self._opened.precision,
+            max_grad_norm=self._opened.max_grad_norm,
+            device=self.device.kind,
+            placement=self.placement.as_dict(),
+            kept_graphs=None,
+            optimizer=describe_optimizer(self._opened.given),
+            groups=() if optimizer is None else tuple(optimizer.saved_groups()),
+            num_steps=0 if optimizer is None else optimizer.num_steps,
+        )
+
+    @property
+    def saving(self) -> Saving | None:
+        """The save that is going on; None if there is none."""
+        last = self._saver.last
+        return None if last is None or last.done else last
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done, those before a `load` included."""
+        return self._steps
+
+    def _resume(self, settings: Settings) -> None:
+        """Go on as a checkpoint says, whose weights and states are here."""
+        self._steps = settings.steps
+        if self.optimizer is not None:
+            self.optimizer.restore(settings.groups, settings.num_steps)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by place: host planes, rows, gradients, boundaries; device memory and its peak."""
+        sizes = host_bytes(self._store, self._parts)
+        sizes["host_checkpoint_bytes"] = self._saver.host_bytes
+        return {**sizes, "host_bytes": sum(sizes.values()), **self.device.memory()}
+
+    def close(self) -> None:
+        """Finish what runs, a save included, and give back pinned memory; the engine is done."""
+        self._saver.close()
+        self.device.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()

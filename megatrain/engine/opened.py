@@ -1,0 +1,64 @@
+"""What is known of a model and its training before a placement is."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from megatrain.device import Recording
+from megatrain.engine.assemble import Source, tile_layouts
+from megatrain.model.outline import Outline
+from megatrain.optim import AdamW, StreamedOptimizer
+from megatrain.tile import TileLayout
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's structure, what of it is trained, and its tiles.
+
+    Attributes:
+        optimizer: None: it is only run.
+    """
+
+    outline: Outline
+    optimizer: StreamedOptimizer | None
+
+    @classmethod
+    def trained(cls, outline: Outline) -> "Model":
+        """With an optimizer whose groups are as usual."""
+        return cls(outline, StreamedOptimizer(AdamW(), outline.skeleton.model))
+
+    @cached_property
+    def layouts(self) -> list[TileLayout]:
+        """The model's tiles, in the order in which a forward needs them."""
+        groups = {} if self.optimizer is None else self.optimizer.group_of()
+        return tile_layouts(self.outline, groups)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """All that an engine is made of but its placement.
+
+    Attributes:
+        given: the optimizer's settings.
+        device: on which its limits are set.
+        host_limit: bytes that the process may have; None: what the machine allows.
+        seed: of weights that are drawn, and of dropout.
+    """
+
+    source: Source
+    model: Model
+    given: AdamW | None
+    max_grad_norm: float | None
+    precision: Literal["bf16", "fp32"]
+    device: Recording
+    host_limit: int | None
+    seed: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What layers are computed in."""
+        return DTYPES[self.precision]
