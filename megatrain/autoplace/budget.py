@@ -19,6 +19,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.forecast import Forecast
 from megatrain.forecast.needs import needs_of
 from megatrain.machine import mapping_bytes
+from megatrain.model.program import ModelProgram
 from megatrain.placement import Placement
 from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes, process_bytes
 from megatrain.units import GIB, MIB, align, gib, parse_bytes, size
@@ -65,7 +66,8 @@ def check_fits(
     Raises:
         DoesNotFit: names what is missing and the least that would do.
     """
-    needs_in = partial(needs_of, model, dtype=dtype, clip=clip, tokens=tokens)
+    program = ModelProgram(model.outline, torch.device("cpu"), dtype)
+    needs_in = partial(needs_of, model, program, clip=clip, tokens=tokens)
     needs = needs_in(placement)
     memory = device.memory()
     has_memory = device.kind == "cuda"

@@ -16,9 +16,10 @@ from megatrain.engine.embedding import Embedding
 from megatrain.engine.experts import staged
 from megatrain.engine.ferry import Ferry
 from megatrain.engine.graphs import RECOMPUTE, Policy
+from megatrain.engine.heads import Heads
 from megatrain.engine.layer import Layer
 from megatrain.engine.portion import Portion, Ranges, Stages, ranges, stages
-from megatrain.engine.ranges import Rows, in_ranges
+from megatrain.engine.ranges import in_ranges
 from megatrain.engine.resume import (
     open_model,
     read_untrained,
@@ -210,6 +211,7 @@ class Assembly:
     store: Store
     dtype: torch.dtype
     placement: Placement
+    heads: Heads
 
     @cached_property
     def stages(self) -> dict[int, Stages]:
@@ -254,12 +256,6 @@ class Assembly:
         layers = [t.layout.numel * size for t in self._layers if not t.resident]
         slot = max(layers, default=most)
         return ranges(tile, self.program.outline.projection, most, slot, size)
-
-    @cached_property
-    def rows(self) -> Rows:
-        """What is computed with the rows of a head in ranges."""
-        tokens, compiled = self.placement.head_tokens, self.placement.compile
-        return Rows(self.program, tokens, compiled=compiled)
 
     @property
     def _layers(self) -> list[Tile | Portion]:
@@ -317,11 +313,11 @@ class Assembly:
                 tile = tiles[f"layer {visit}"]
                 trunk.append(Layer(device, program, tile, visit, policy, ferry))
         if self.ranges is not None:
-            stages, last = in_ranges(device, program, self.ranges, self.rows)
+            rows = self.heads.rows(self.placement)
+            stages, last = in_ranges(device, program, self.ranges, rows)
             return [*trunk, *stages], last
-        tokens, compiled = self.placement.head_tokens, self.placement.compile
-        head = Head(device, program, tiles["head"], tokens, compiled=compiled)
-        return trunk, head
+        whole = self.heads.whole(self.placement)
+        return trunk, Head(device, program, tiles["head"], whole)
 
     def policy(self, visit: int) -> Policy:
         """What of a layer's forward waits for its backward."""

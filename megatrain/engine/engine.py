@@ -17,6 +17,7 @@ from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, req
 from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, fill, host_bytes
 from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.heads import TorchHeads
 from megatrain.engine.hostroom import HostRoom, Planned
 from megatrain.engine.masks import check_masks
 from megatrain.engine.opened import Opened
@@ -26,7 +27,7 @@ from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.units import Head, State
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.model.export import write_weights
-from megatrain.model.program import Program
+from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.seeds import derived_seed
@@ -97,9 +98,10 @@ class PlacedEngine:
             fill(opened.source, self._outline, self._store, opened.seed)
         # What the weights came from is not held.
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
-        self._program = Program(self._outline, self.device.torch_device, self._dtype)
+        self._program = ModelProgram(self._outline, self.device.torch_device, self._dtype)
         self._program.tile_epilogue(placement.head_tokens)
-        assembly = Assembly(self.device, self._program, self._store, self._dtype, placement)
+        heads = TorchHeads(self._program)
+        assembly = Assembly(self.device, self._program, self._store, self._dtype, placement, heads)
         self._parts: Parts = (
             assembly.inference()
             if self.optimizer is None

@@ -9,7 +9,7 @@ next is an activation.
 Legend: N tokens of a micro-batch, C tokens of a chunk, D width, R rows of a range.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,14 +22,16 @@ from megatrain.engine.portion import Portion, Ranges
 from megatrain.engine.sink import Room
 from megatrain.engine.units import Head, State
 from megatrain.loss import IGNORED, range_gradient, range_statistics
-from megatrain.model.compiled import compile_and_tell
 from megatrain.model.kind import Holds
-from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.model.program import Activations, MicroBatch, ModelProgram, Program
 from megatrain.model.skeleton import Ref
 
 # Leaves of the head: what is projected `[B, T, D]`, the log-sum-exp and the targets' logits so far
 # `[N]`; where logits are asked for, those of a range have the number of its first row after these.
 HIDDEN, LSE, PICKED, LOGITS = range(4)
+
+Statistics = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def in_ranges(
@@ -41,18 +43,23 @@ def in_ranges(
     for stage in firsts[:1]:
         stage.fresh = stage.inputs
     epilogue = Epilogue(device, program, ranges.rest)
-    return [epilogue, *firsts], LastRange(device, program, *last, rows)
+    portion, start = last
+    return [epilogue, *firsts], Head(device, program, portion, LastRows(rows, start))
 
 
 class Rows:
     """What is computed with some rows of the head's table, in chunks of `tokens`."""
 
-    def __init__(self, program: Program, tokens: int, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        program: ModelProgram,
+        tokens: int,
+        statistics: Statistics = range_statistics,
+        gradient: Gradient = range_gradient,
+    ) -> None:
+        """Args: `statistics`, `gradient` of a chunk's logits; compiled, or as they are."""
         self._program, self._tokens = program, tokens
-        self.statistics, self.gradient = range_statistics, range_gradient
-        if compiled:
-            self.statistics = compile_and_tell(range_statistics, "the loss of some rows")
-            self.gradient = compile_and_tell(range_gradient, "the gradient of some rows")
+        self._statistics_of, self._gradient_of = statistics, gradient
         visit = len(program.outline.layers)
         self.hidden, self.lse, self.picked, self.first = (Ref(visit, leaf) for leaf in range(4))
 
@@ -75,7 +82,7 @@ class Rows:
     ) -> tuple[Tensor, Tensor]:
         hidden_ND, places_N = _flat(hidden_BTD), _targets(micro) - start
         found = [
-            self.statistics(
+            self._statistics_of(
                 self._program.projection(weights, micro, hidden_ND[None, chunk])[0], places_N[chunk]
             )
             for chunk in self._chunks(len(hidden_ND))
@@ -128,7 +135,9 @@ class Rows:
                 logits = self._program.projection(weights, micro, hidden_CD)[0]
             given = logits.detach(), targets_N[chunk] - start, lse_N[chunk], weights_N[chunk]
             sources = [hidden_CD, *(weights[name] for name in names)]
-            grads = torch.autograd.grad(logits, sources, self.gradient(*given), allow_unused=True)
+            grads = torch.autograd.grad(
+                logits, sources, self._gradient_of(*given), allow_unused=True
+            )
             total_ND[chunk] += grads[0][0]
             room.add(names, grads[1:])
 
@@ -211,48 +220,32 @@ class Range(_AfterLayers):
         return dh
 
 
-class LastRange(Head):
-    """The last rows of the table: with them the loss is known."""
+class LastRows:
+    """What is computed with the last rows of the table, from `start` on: the loss is known."""
 
-    def __init__(
-        self, device: Device, program: Program, portion: Portion, start: int, rows: Rows
-    ) -> None:
-        super().__init__(device, program, portion, 0, compiled=False)
+    def __init__(self, rows: Rows, start: int) -> None:
         self._rows, self._start = rows, start
 
-    def _pull(
-        self, slot: Buffer, micro: MicroBatch, values: Activations, count: int, room: Room
+    def gradients_of(
+        self,
+        weights: dict[str, Tensor],
+        names: list[str],
+        micro: MicroBatch,
+        values: Activations,
+        count: int,
+        room: Room,
     ) -> tuple[Tensor, Activations]:
-        (weights, names), rows = self.leaves(slot), self._rows
-        values = self._seen(slot, micro, values)
+        rows = self._rows
+        values = rows.see(weights, self._start, micro, values)
         gradients = rows.gradients(values)
         rows.pull(weights, self._start, micro, values, gradients, count, names, room)
         return rows.loss(micro, values) / count, gradients
 
-    def _seen(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Activations:
-        return self._rows.see(self.weights(slot), self._start, micro, values)
+    def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        return self._rows.loss(micro, self._rows.see(weights, self._start, micro, values))
 
-    def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each micro-batch's share of the mean loss, without gradients."""
+    def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        return self._rows.losses(micro, self._rows.see(weights, self._start, micro, values))
 
-        def work(micro: MicroBatch, values: Activations) -> Tensor:
-            return self._rows.loss(micro, self._seen(slot, micro, values)) / batch.num_labelled
-
-        return self._each(slot, batch, h, work)
-
-    def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each token's cross entropy `[B, T]`, fp32, on the CPU; 0 where nothing is predicted."""
-
-        def work(micro: MicroBatch, values: Activations) -> Tensor:
-            found = self._rows.losses(micro, self._seen(slot, micro, values))
-            return found.view(micro.rows.ids.shape).cpu()
-
-        return self._each(slot, batch, h, work)
-
-    def logits(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""
-
-        def work(micro: MicroBatch, values: Activations) -> Tensor:
-            return self._rows.logits(self._seen(slot, micro, values))
-
-        return self._each(slot, batch, h, work)
+    def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        return self._rows.logits(self._rows.see(weights, self._start, micro, values))

@@ -15,13 +15,11 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE
 from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
-from megatrain.engine.graphs import add
+from megatrain.engine.head import HeadMath
 from megatrain.engine.portion import Portion
 from megatrain.engine.sink import Room
-from megatrain.loss import chunked_loss, chunked_loss_gradients, chunked_losses, cross_entropy_sum
-from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import Activations, MicroBatch, Program
-from megatrain.model.skeleton import PROLOGUE, Ref, last_hidden, with_hidden
+from megatrain.model.skeleton import PROLOGUE, Ref
 from megatrain.seeds import derived_seed
 from megatrain.store import Tile
 
@@ -137,20 +135,10 @@ class Head(Unit):
     """Epilogue and language-model head: from the last activations to loss or logits."""
 
     def __init__(
-        self,
-        device: Device,
-        program: Program,
-        tile: Tile | Portion,
-        tokens: int,
-        *,
-        compiled: bool,
+        self, device: Device, program: Program, tile: Tile | Portion, computed: HeadMath
     ) -> None:
-        """Args: `tokens` whose logits exist at once."""
         super().__init__(device, program, tile)
-        self.tokens = tokens
-        self.cross_entropy = cross_entropy_sum
-        if compiled:
-            self.cross_entropy = compile_and_tell(cross_entropy_sum, "the loss")
+        self.computed = computed
 
     def loss_and_vjp(
         self, slot: Buffer, batch: Batch, h: State, room: Room
@@ -164,7 +152,9 @@ class Head(Unit):
         for index, micro in enumerate(batch.micro):
 
             def work(index: int = index, micro: MicroBatch = micro) -> tuple[Tensor, Activations]:
-                return self._pull(slot, micro, h[index], batch.num_labelled, room)
+                weights, names = self.leaves(slot)
+                count = batch.num_labelled
+                return self.computed.gradients_of(weights, names, micro, h[index], count, room)
 
             result = self.device.run(COMPUTE, "head", work, [slot], [room.sums])
             loss, gradients = result if result is not None else (None, None)
@@ -173,52 +163,11 @@ class Head(Unit):
             h[index] = {}  # nobody reads it any more: it would stay until the backward's end
         return losses, dh
 
-    def _pull(
-        self, slot: Buffer, micro: MicroBatch, values: Activations, count: int, room: Room
-    ) -> tuple[Tensor, Activations]:
-        weights, names = self.leaves(slot)
-        parameters = [weights[name] for name in names]
-        inputs = {
-            ref: value.detach().requires_grad_(value.is_floating_point())
-            for ref, value in values.items()
-        }
-        pulled = [ref for ref in inputs if inputs[ref].requires_grad]
-        with torch.enable_grad():
-            output = self.program.epilogue(weights, micro, inputs)
-        hidden = last_hidden(output)
-        assert micro.targets is not None
-        loss, gradient = chunked_loss_gradients(
-            lambda chunk: self.program.logits(weights, micro, with_hidden(output, chunk)),
-            hidden.detach().reshape(-1, hidden.shape[-1]),
-            micro.targets.reshape(-1),
-            count,
-            self.tokens,
-            self.cross_entropy,
-            parameters,
-            lambda gradients: room.add(names, gradients),
-        )
-        sources = [*(inputs[ref] for ref in pulled), *parameters]
-        grads = torch.autograd.grad(hidden, sources, gradient.view_as(hidden), allow_unused=True)
-        room.add(names, grads[len(pulled) :])
-        return loss / count, add({}, pulled, grads)
-
     def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's share of the mean loss, without gradients."""
 
         def work(micro: MicroBatch, values: Activations) -> Tensor:
-            weights = self.weights(slot)
-            with torch.no_grad():
-                output = self.program.epilogue(weights, micro, values)
-                hidden = last_hidden(output)
-                assert micro.targets is not None
-                total = chunked_loss(
-                    lambda chunk: self.program.logits(weights, micro, with_hidden(output, chunk)),
-                    hidden.reshape(-1, hidden.shape[-1]),
-                    micro.targets.reshape(-1),
-                    self.tokens,
-                    self.cross_entropy,
-                )
-            return total / batch.num_labelled
+            return self.computed.loss(self.weights(slot), micro, values) / batch.num_labelled
 
         return self._each(slot, batch, h, work)
 
@@ -226,18 +175,8 @@ class Head(Unit):
         """Each token's cross entropy `[B, T]`, fp32, on the CPU; 0 where nothing is predicted."""
 
         def work(micro: MicroBatch, values: Activations) -> Tensor:
-            weights = self.weights(slot)
-            assert micro.targets is not None
-            with torch.no_grad():
-                output = self.program.epilogue(weights, micro, values)
-                hidden = last_hidden(output)
-                found = chunked_losses(
-                    lambda chunk: self.program.logits(weights, micro, with_hidden(output, chunk)),
-                    hidden.reshape(-1, hidden.shape[-1]),
-                    micro.targets.reshape(-1),
-                    self.tokens,
-                )
-            return found.view_as(micro.targets).cpu()
+            found = self.computed.losses(self.weights(slot), micro, values)
+            return found.view(micro.rows.ids.shape).cpu()
 
         return self._each(slot, batch, h, work)
 
@@ -245,10 +184,7 @@ class Head(Unit):
         """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""
 
         def work(micro: MicroBatch, values: Activations) -> Tensor:
-            weights = self.weights(slot)
-            with torch.no_grad():
-                output = self.program.epilogue(weights, micro, values)
-                return self.program.logits(weights, micro, output).float().cpu()
+            return self.computed.logits(self.weights(slot), micro, values)
 
         return self._each(slot, batch, h, work)
 

@@ -6,7 +6,6 @@ The one cost model, of `placement="auto"` (autoplace/fit.py) and of `megatrain p
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -24,9 +23,8 @@ from megatrain.forecast.opaque import (
     KEPT_ATTENTION,
     KEPT_GRAPHS,
     WORKING_SET,
-    OpaqueHead,
+    OpaqueHeads,
     OpaqueProgram,
-    OpaqueRows,
 )
 from megatrain.forecast.tally import Tally
 from megatrain.machine import Machine, mapping_bytes
@@ -310,14 +308,10 @@ def _assemble(
     joined = [_joined(each, measured.dtype, placement) for each in model.layouts]
     store = Store(device, joined, measured.dtype, train=True, resident=resident)
     program = OpaqueProgram(measured, tally, placement.head_tokens)
-    assembly = Assembly(device, program, store, measured.dtype, placement)
-    tile, tokens = assembly.tiles["head"], placement.head_tokens
-    assembly.rows = OpaqueRows(program, tokens, measured, tally)
+    heads = OpaqueHeads(measured, next(e for e in joined if e.name == "head"), tally)
+    assembly = Assembly(device, program, store, measured.dtype, placement, heads)
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if clip else None)
-    if assembly.ranges is None:
-        work = partial(measured.head, tile.layout, head_tokens=tokens)
-        parts.head = OpaqueHead(device, program, tile, tokens, work, tally)
     return store, parts
 
 

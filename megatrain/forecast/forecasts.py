@@ -31,11 +31,12 @@ class Forecasts:
         """What lives as long as an engine for the workload."""
         key = (workload, replace(placement, head_tokens=1))  # no buffer depends on them
         if key not in self._needs:
-            distinct = self.measured(workload).batch(workload.rows, workload.rows).unique_U
+            measured = self.measured(workload)
+            distinct = measured.batch(workload.rows, workload.rows).unique_U
             self._needs[key] = needs_of(
                 self._model,
+                measured.program,
                 placement,
-                workload.dtype,
                 clip=workload.clip,
                 tokens=workload.rows * workload.sequence_length,
                 distinct=len(distinct),

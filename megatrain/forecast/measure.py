@@ -4,11 +4,11 @@ Each kind of layer, and the head, runs once on fake tensors (shapes without data
 its operations: FLOPs, bytes touched, and bytes alive. That takes tenths of a second, for any size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,23 @@ from megatrain.compat.torch import FakeTensorMode, without_modes
 from megatrain.compat.transformers import unpacked
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.head import WholeHead
 from megatrain.engine.sink import Room
 from megatrain.engine.units import Head
-from megatrain.errors import MegatrainError, first_line
 from megatrain.forecast.footprint import Compiled, Recorder, Traced
-from megatrain.forecast.tally import NotForeseeable, OneAttention, Tally, Work
+from megatrain.forecast.tally import OneAttention, Tally, Work, foreseeing
 from megatrain.forecast.tiling import TileWork, foretold, tiled
+from megatrain.loss import cross_entropy_sum
 from megatrain.model.kind import KEPT_SHARE, Kind
 from megatrain.model.outline import Outline
-from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.skeleton import Call, Ref, Rows, stand_in
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
 
 _CPU = torch.device("cpu")
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -119,25 +122,27 @@ class Measured:
         """Args: with `tile_tokens`, layers are eager but for the parts that run in tiles."""
         self.outline, self.dtype, self.tokens = outline, dtype, sequence_length
         self.compiled, self.tile_tokens = compiled, tile_tokens
-        self.program = Program(outline, _CPU, dtype)
+        self.program = ModelProgram(outline, _CPU, dtype)
         self.program.train(True)
-        self._kinds: dict[tuple[int, int], LayerWork] = {}
-        # Of split layers (forecast/measure_experts.py) and heads (forecast/measure_head.py).
-        self.stages: dict[tuple, LayerWork] = {}
-        self.ranges: dict[tuple, tuple[Work, Work]] = {}
+        self._known: dict[Hashable, Any] = {}
         self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}
-        self._batches: dict[tuple[int, int], Batch] = {}
-        self._heads: dict[tuple[int, int], Work] = {}
+
+    def once(self, key: Hashable, measure: Callable[[], Found]) -> Found:
+        """What `measure` has found when it was first asked for `key`: of parts of layers, heads."""
+        if key not in self._known:
+            self._known[key] = measure()
+        return self._known[key]
 
     def batch(self, rows: int, micro_batch: int) -> Batch:
         """A step of random tokens: their embedding rows are as many as they can be on average."""
-        if (rows, micro_batch) not in self._batches:
+
+        def made() -> Batch:
             config = self.outline.skeleton.model.config.get_text_config(decoder=True)
             generator = torch.Generator().manual_seed(0)
             shape = (rows, self.tokens)
             ids_BT = torch.randint(config.vocab_size, shape, generator=generator)
             micro = [{"input_ids": part, "labels": part} for part in ids_BT.split(micro_batch)]
-            self._batches[rows, micro_batch] = prepare(
+            return prepare(
                 micro,
                 _CPU,
                 config.vocab_size,
@@ -145,7 +150,8 @@ class Measured:
                 seed=0,
                 constants=self.outline.constants,
             )
-        return self._batches[rows, micro_batch]
+
+        return self.once(("batch", rows, micro_batch), made)
 
     def entering(self, rows: int) -> dict[Ref, Shape]:
         """What the prologue makes of a micro-batch."""
@@ -158,17 +164,21 @@ class Measured:
     def layer(self, visit: int, rows: int) -> LayerWork:
         """The work of a layer, from that of its kind."""
         kind = self.outline.layers[visit].kind
-        if (id(kind), rows) not in self._kinds:
+
+        def measure() -> LayerWork:
             with foreseeing(self.outline.layers[visit].name):
-                self._kinds[id(kind), rows] = self._layer(visit, rows, kind)
-        return self._kinds[id(kind), rows]
+                return self._layer(visit, rows, kind)
+
+        return self.once(("layer", id(kind), rows), measure)
 
     def head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
         """The work of epilogue, logits, loss and their gradients."""
-        if (rows, head_tokens) not in self._heads:
+
+        def measure() -> Work:
             with foreseeing("the head"):
-                self._heads[rows, head_tokens] = self._head(layout, rows, head_tokens)
-        return self._heads[rows, head_tokens]
+                return self._head(layout, rows, head_tokens)
+
+        return self.once(("head", rows, head_tokens), measure)
 
     def shape(self, ref: Ref, rows: int) -> Shape:
         """Of an activation."""
@@ -265,9 +275,9 @@ class Measured:
             refs = self.outline.epilogue_inputs
             h = [{ref: self.shape(ref, rows).empty("cpu") for ref in refs}]
             batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)
-            head = Head(CpuDevice(), self.program, tile, head_tokens, compiled=False)
-            if self.compiled:
-                head.cross_entropy = _cross_entropy
+            loss = _cross_entropy if self.compiled else cross_entropy_sum
+            whole = WholeHead(self.program, head_tokens, loss)
+            head = Head(CpuDevice(), self.program, tile, whole)
             tally.ignore((slot.data, sums.data, h, micro.inputs, micro.targets))
             with tally:
                 result = head.loss_and_vjp(slot, batch, h, Room(tile, sums, views))
@@ -369,22 +379,3 @@ def fakes() -> Iterator[None]:
         OneAttention(),
     ):
         yield
-
-
-@contextmanager
-def foreseeing(what: str) -> Iterator[None]:
-    """Failures within this context are NotForeseeable."""
-    try:
-        yield
-    except MegatrainError:
-        raise
-    except RecursionError as error:
-        raise NotForeseeable(
-            f"{what} has too many operations one after the other (a recurrence without a kernel of "
-            "its own)"
-        ) from error
-    except Exception as error:
-        raise NotForeseeable(
-            f"what {what} takes depends on the values it computes with ({type(error).__name__}: "
-            f"{first_line(error)})"
-        ) from error

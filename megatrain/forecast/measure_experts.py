@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from megatrain.engine.experts import GIVEN, RESULT
-from megatrain.forecast.measure import LayerWork, Measured, eager_work, fakes, foreseeing
-from megatrain.forecast.tally import NotForeseeable
+from megatrain.forecast.measure import LayerWork, Measured, eager_work, fakes
+from megatrain.forecast.tally import NotForeseeable, foreseeing
 from megatrain.model.program import Activations, Weights
 from megatrain.model.skeleton import Ref
 
@@ -20,8 +20,8 @@ def around_experts(measured: Measured, visit: int, rows: int) -> LayerWork:
     layer = measured.outline.layers[visit]
     if measured.tile_tokens is not None:
         raise NotForeseeable("what split layers take with tile_tokens is not foreseen")
-    key = (id(layer.kind), rows)
-    if key not in measured.stages:
+
+    def measure() -> LayerWork:
         with foreseeing(layer.name), fakes(), torch.enable_grad(), measured.program.eager():
             micro, weights, values = measured.called(visit, rows)
             call = partial(measured.program.around_experts, visit, weights, micro, values)
@@ -33,8 +33,9 @@ def around_experts(measured: Measured, visit: int, rows: int) -> LayerWork:
                 return {**made, **{Ref(visit, leaf): value for leaf, value in named}}
 
             given = [*values.values(), *weights.values(), result, *micro.calls[visit].leaves]
-            measured.stages[key] = eager_work(run, given)
-    return measured.stages[key]
+            return eager_work(run, given)
+
+    return measured.once(("around experts", id(layer.kind), rows), measure)
 
 
 def some_experts(measured: Measured, visit: int, count: int, weights: Weights) -> LayerWork:
@@ -45,8 +46,8 @@ def some_experts(measured: Measured, visit: int, count: int, weights: Weights) -
     """
     layer = measured.outline.layers[visit]
     shapes = {name: weight.shape for name, weight in weights.items()}
-    key = (id(layer.kind), count, *shapes.values())
-    if key not in measured.stages:
+
+    def measure() -> LayerWork:
         width = around_experts(measured, visit, 1).outputs[GIVEN[0]].sizes[1]
         with foreseeing(layer.name), fakes(), torch.enable_grad():
             rows_SD = torch.empty(count, width, dtype=measured.dtype, requires_grad=True)
@@ -61,5 +62,6 @@ def some_experts(measured: Measured, visit: int, count: int, weights: Weights) -
                 made = measured.program.experts(visit, some, (rows_SD, index_S, share_S))
                 return {Ref(visit, RESULT): made}
 
-            measured.stages[key] = eager_work(run, [rows_SD, share_S, index_S, *some.values()])
-    return measured.stages[key]
+            return eager_work(run, [rows_SD, share_S, index_S, *some.values()])
+
+    return measured.once(("experts", id(layer.kind), count, *shapes.values()), measure)

@@ -8,8 +8,8 @@ from torch import Tensor
 from megatrain.device import Buffer
 from megatrain.engine.ranges import HIDDEN, Rows
 from megatrain.engine.sink import Room
-from megatrain.forecast.measure import LayerWork, Measured, Shape, eager_work, fakes, foreseeing
-from megatrain.forecast.tally import Tally, Work
+from megatrain.forecast.measure import LayerWork, Measured, Shape, eager_work, fakes
+from megatrain.forecast.tally import Tally, Work, foreseeing
 from megatrain.model.program import Activations, Weights
 from megatrain.model.skeleton import Ref
 from megatrain.store import Tile
@@ -39,8 +39,9 @@ def _(logits_CR: Tensor, places_C: Tensor, lse_C: Tensor, weights_C: Tensor) -> 
 
 def projected(measured: Measured, rows: int, head_tokens: int) -> LayerWork:
     """The work of what comes before the projection."""
-    outline, key = measured.outline, ("projected", rows, head_tokens)
-    if key not in measured.stages:
+    outline = measured.outline
+
+    def measure() -> LayerWork:
         tiles = measured.tiles_of_head(head_tokens)
         with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
             micro = measured.micro_batch(rows)
@@ -57,8 +58,9 @@ def projected(measured: Measured, rows: int, head_tokens: int) -> LayerWork:
                 made = measured.program.projected(weights, micro, values)
                 return {Ref(len(outline.layers), HIDDEN): made}
 
-            measured.stages[key] = eager_work(run, [*values.values(), *weights.values()])
-    return measured.stages[key]
+            return eager_work(run, [*values.values(), *weights.values()])
+
+    return measured.once(("projected", rows, head_tokens), measure)
 
 
 def some_rows(
@@ -66,15 +68,15 @@ def some_rows(
 ) -> tuple[Work, Work]:
     """The work of as many rows of the table as `weights` has: of `Rows.see`, and of `Rows.pull`."""
     shapes = {name: weight.shape for name, weight in weights.items()}
-    key = (*shapes.values(), rows, head_tokens)
-    if key not in measured.ranges:
+
+    def measure() -> tuple[Work, Work]:
         hidden = projected(measured, rows, head_tokens).outputs[HIDDEN]
         with foreseeing("the head"), fakes():
-            computed = Rows(measured.program, head_tokens, compiled=False)
-            if measured.compiled:
-                computed.statistics, computed.gradient = _statistics, _gradient
-            measured.ranges[key] = _both(measured, computed, shapes, rows, hidden)
-    return measured.ranges[key]
+            kernels = (_statistics, _gradient) if measured.compiled else ()
+            computed = Rows(measured.program, head_tokens, *kernels)
+            return _both(measured, computed, shapes, rows, hidden)
+
+    return measured.once(("rows", *shapes.values(), rows, head_tokens), measure)
 
 
 def _both(

@@ -8,19 +8,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from types import SimpleNamespace
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, TraceDevice
 from megatrain.engine.assemble import Assembly
+from megatrain.engine.heads import TorchHeads
 from megatrain.engine.opened import Model
 from megatrain.engine.portion import Portion
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.model.outline import PROBE_SHAPE, Outline
-from megatrain.model.program import Program
+from megatrain.model.program import ModelProgram
 from megatrain.placement import Placement
 from megatrain.store import Store, Tile
 
@@ -58,8 +57,8 @@ def _what(name: str) -> str:
 
 def needs_of(
     model: Model,
+    program: ModelProgram,
     placement: Placement,
-    dtype: torch.dtype,
     *,
     clip: bool,
     tokens: int | None = None,
@@ -71,12 +70,11 @@ def needs_of(
         tokens: of a step; None where they are not known, then what grows with them is left out.
         distinct: of these, that differ; None: they may all.
     """
-    device = _Counting()
+    device, dtype = _Counting(), program.dtype
     train, resident = model.optimizer is not None, placement.resident
     store = Store(device, model.layouts, dtype, train=train, resident=resident)
-    program = cast(Program, SimpleNamespace(outline=model.outline))
     eager = replace(placement, compile=False, tile_tokens=None)
-    assembly = Assembly(device, program, store, dtype, eager)
+    assembly = Assembly(device, program, store, dtype, eager, TorchHeads(program))
     parts: Parts = (
         assembly.inference()
         if model.optimizer is None

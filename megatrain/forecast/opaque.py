@@ -4,28 +4,30 @@ without data that gradients flow through.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.compat.torch import current_mode
-from megatrain.device import Buffer, Device
 from megatrain.engine.experts import GIVEN, RESULT
+from megatrain.engine.head import HeadMath, WholeHead
 from megatrain.engine.ranges import HIDDEN, Rows
 from megatrain.engine.sink import Room
-from megatrain.engine.units import Head
 from megatrain.forecast.measure import LayerWork, Measured, Shape
 from megatrain.forecast.measure_experts import around_experts, some_experts
 from megatrain.forecast.measure_head import projected, some_rows
 from megatrain.forecast.tally import Tally, Work
+from megatrain.loss import cross_entropy_sum
 from megatrain.model import attention
 from megatrain.model.experts import Chosen, ExpertRows
 from megatrain.model.kind import Holds
 from megatrain.model.program import Activations, MicroBatch, Program, Weights
 from megatrain.model.skeleton import Call, Ref
-from megatrain.store import Tile
+from megatrain.placement import Placement
+from megatrain.tile import TileLayout
 
 ACTIVATIONS, WORKING_SET, KEPT_GRAPHS = "activations", "working set", "kept graphs"
 KEPT_ATTENTION = "kept attention"
@@ -35,8 +37,7 @@ class OpaqueProgram(Program):
     """A program of which only works and shapes are known."""
 
     def __init__(self, measured: Measured, tally: Tally, head_tokens: int) -> None:
-        self.outline, self.dtype = measured.outline, measured.dtype
-        self.skeleton = measured.outline.skeleton
+        self.outline = measured.outline
         self._measured, self._tally, self._head_tokens = measured, tally, head_tokens
 
     def compile(self) -> None:
@@ -151,10 +152,8 @@ class OpaqueProgram(Program):
 class OpaqueRows(Rows):
     """Rows of the head's table of which only works and shapes are known."""
 
-    def __init__(
-        self, program: OpaqueProgram, tokens: int, measured: Measured, tally: Tally
-    ) -> None:
-        super().__init__(program, tokens, compiled=False)
+    def __init__(self, tokens: int, measured: Measured, tally: Tally) -> None:
+        super().__init__(measured.program, tokens)
         self._measured, self._tally = measured, tally
 
     def see(
@@ -190,23 +189,42 @@ class OpaqueRows(Rows):
         return some_rows(self._measured, weights, len(micro.inputs["input_ids"]), self._tokens)
 
 
-class OpaqueHead(Head):
+class OpaqueHead(WholeHead):
     """A head of which only works and shapes are known."""
 
-    def __init__(
-        self, device: Device, program: Program, tile: Tile, tokens: int, work: Any, tally: Tally
-    ) -> None:
-        """Args: `work` gives, for rows of a micro-batch, what it takes."""
-        super().__init__(device, program, tile, tokens, compiled=False)
-        self._work, self._tally = work, tally
+    def __init__(self, tokens: int, measured: Measured, layout: TileLayout, tally: Tally) -> None:
+        super().__init__(measured.program, tokens, cross_entropy_sum)
+        self._work = partial(measured.head, layout, head_tokens=tokens)
+        self._tally = tally
 
-    def _pull(
-        self, slot: Buffer, micro: MicroBatch, values: Activations, count: int, room: Room
+    def gradients_of(
+        self,
+        weights: dict[str, Tensor],
+        names: list[str],
+        micro: MicroBatch,
+        values: Activations,
+        count: int,
+        room: Room,
     ) -> tuple[Tensor, Activations]:
         self._tally.add(self._work(len(micro.inputs["input_ids"])))
         with self._tally.placing(ACTIVATIONS):
             gradients = {ref: _like(v) for ref, v in values.items() if v.is_floating_point()}
             return torch.empty((), device="meta"), gradients
+
+
+@dataclass(frozen=True)
+class OpaqueHeads:
+    """Makes them, of the model with the head of a `layout`."""
+
+    measured: Measured
+    layout: TileLayout
+    tally: Tally
+
+    def whole(self, placement: Placement) -> HeadMath:
+        return OpaqueHead(placement.head_tokens, self.measured, self.layout, self.tally)
+
+    def rows(self, placement: Placement) -> Rows:
+        return OpaqueRows(placement.head_tokens, self.measured, self.tally)
 
 
 def _results(tally: Tally, shapes: Mapping[Ref, Shape]) -> Activations:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from megatrain.compat.torch import UNSAFE_VIEW, FakeTensor, TorchDispatchMode, memory_of, packet_of
-from megatrain.errors import MegatrainError
+from megatrain.errors import MegatrainError, first_line
 
 # A layer has some hundred; a recurrence that goes token by token would take minutes to count.
 MOST_OPERATIONS = 10_000
@@ -22,6 +22,25 @@ MOST_OPERATIONS = 10_000
 
 class NotForeseeable(MegatrainError):
     """Nothing can be said beforehand of what a model computes."""
+
+
+@contextmanager
+def foreseeing(what: str) -> Iterator[None]:
+    """Failures within this context are NotForeseeable."""
+    try:
+        yield
+    except MegatrainError:
+        raise
+    except RecursionError as error:
+        raise NotForeseeable(
+            f"{what} has too many operations one after the other (a recurrence without a kernel of "
+            "its own)"
+        ) from error
+    except Exception as error:
+        raise NotForeseeable(
+            f"what {what} takes depends on the values it computes with ({type(error).__name__}: "
+            f"{first_line(error)})"
+        ) from error
 
 
 @dataclass(frozen=True)

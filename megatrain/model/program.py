@@ -7,7 +7,7 @@ Legend: B rows, T tokens of a row, D width, V vocabulary.
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,71 @@ class MicroBatch:
     calls: list[Call] = field(default_factory=list)
 
 
-class Program:
+class Program(Protocol):
+    """A model's computations as a step asks for them, one micro-batch at a time."""
+
+    outline: Outline
+
+    def compile(self) -> None:
+        """Compile the layers, once per kind; layers of a kind share the code."""
+
+    def tile(self, tokens: int, *, compiled: bool) -> None:
+        """Run what acts on every token alone over tiles of `tokens`; the rest stays eager."""
+
+    def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
+        """What enters the layers as activations; records every layer's arguments in `batch`.
+
+        Outputs carry a graph if any of `weights` or `batch.rows.tables` requires gradients. Where
+        the arguments are known already, the forward ends with the last of the outputs.
+        """
+
+    def layer(
+        self,
+        visit: int,
+        weights: Weights,
+        batch: MicroBatch,
+        values: Activations,
+        holds: Holds | None = None,
+    ) -> Activations:
+        """The activations that layer `visit` makes of its inputs in `values`; see `Kind.call`."""
+
+    def repeats(
+        self,
+        visit: int,
+        weights: Callable[[], Weights],
+        batch: MicroBatch,
+        values: Activations,
+    ) -> bool:
+        """Whether a graph of layer `visit` may wait that holds nothing; see `Kind.repeats`."""
+
+    def around_experts(
+        self,
+        visit: int,
+        weights: Weights,
+        batch: MicroBatch,
+        values: Activations,
+        result: Tensor | None,
+    ) -> tuple[Activations, tuple[Tensor, ...]]:
+        """As `layer`, with `result` in place of what the layer's experts make; never compiled.
+
+        Args:
+            result: `[N, D]`; None: nothing is computed after them, and no activation returned.
+
+        Returns:
+            The activations, and what the experts are given.
+        """
+
+    def chosen(self, visit: int, index_NK: Tensor, start: int, stop: int) -> Chosen:
+        """Which tokens chose the experts of layer `visit` from `start` to before `stop`."""
+
+    def experts(self, visit: int, weights: Weights, rows: ExpertRows) -> Tensor:
+        """What some experts of layer `visit` make of their rows; see `Experts.run`."""
+
+    def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
+        """What the head projects `[B, T, D]`, contiguous."""
+
+
+class ModelProgram:
     """A model's outline on one device in one compute dtype."""
 
     def __init__(self, outline: Outline, device: torch.device, dtype: torch.dtype) -> None:
@@ -83,13 +147,11 @@ class Program:
             layer.kind.module.train(mode)
 
     def compile(self) -> None:
-        """Compile the templates (torch.compile), once per kind; layers of a kind share the code."""
         kinds = {id(layer.kind): layer.kind for layer in self.outline.layers}.values()
         for number, kind in enumerate(kinds, 1):
             kind.compile(f"layer kind {number} of {len(kinds)}")
 
     def tile(self, tokens: int, *, compiled: bool) -> None:
-        """Run what acts on every token alone over tiles of `tokens`; the rest stays eager."""
         kinds = list({id(layer.kind): layer.kind for layer in self.outline.layers}.values())
         for number, kind in enumerate(kinds, 1):
             kind.tile(tokens, f"layer kind {number} of {len(kinds)}", compiled=compiled)
@@ -122,11 +184,6 @@ class Program:
                 kind.compiled = functions
 
     def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
-        """What enters the layers as activations; records every layer's arguments in `batch`.
-
-        Outputs carry a graph if any of `weights` or `batch.rows.tables` requires gradients. Where
-        the arguments are known already, the forward ends with the last of the outputs.
-        """
         origin: dict[Hashable, Ref] = {}
         values: Activations = {}
         calls: list[Call] = []
@@ -169,7 +226,6 @@ class Program:
         values: Activations,
         holds: Holds | None = None,
     ) -> Activations:
-        """The activations that layer `visit` makes of its inputs in `values`; see `Kind.call`."""
         args, kwargs = batch.calls[visit].arguments(values)
         layer = self.outline.layers[visit]
         bound = {**self.buffers[visit], **weights}
@@ -183,8 +239,6 @@ class Program:
         batch: MicroBatch,
         values: Activations,
     ) -> bool:
-        """Whether a graph of layer `visit` may wait that holds nothing; see `Kind.repeats`."""
-
         def given() -> Arguments:
             args, kwargs = batch.calls[visit].arguments(values)
             return {**self.buffers[visit], **weights()}, args, kwargs
@@ -199,14 +253,6 @@ class Program:
         values: Activations,
         result: Tensor | None,
     ) -> tuple[Activations, tuple[Tensor, ...]]:
-        """As `layer`, with `result` in place of what the layer's experts make; never compiled.
-
-        Args:
-            result: `[N, D]`; None: nothing is computed after them, and no activation returned.
-
-        Returns:
-            The activations, and what the experts are given.
-        """
         kind = self.outline.layers[visit].kind
         assert kind.experts is not None
         stand_in = StandIn(kind.experts, result)
@@ -222,11 +268,9 @@ class Program:
         return made, stand_in.given
 
     def chosen(self, visit: int, index_NK: Tensor, start: int, stop: int) -> Chosen:
-        """Which tokens chose the experts of layer `visit` from `start` to before `stop`."""
         return Chosen.among(index_NK, start, stop)
 
     def experts(self, visit: int, weights: Weights, rows: ExpertRows) -> Tensor:
-        """What some experts of layer `visit` make of their rows; see `Experts.run`."""
         experts = self.outline.layers[visit].kind.experts
         assert experts is not None
         return experts.run(weights, *rows)
@@ -245,7 +289,6 @@ class Program:
         return self.skeleton.head({**self._outer, **weights}, output, inputs)
 
     def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
-        """What the head projects `[B, T, D]`, contiguous."""
         return last_hidden(self.epilogue(weights, batch, values)).contiguous()
 
     def projection(self, weights: Weights, batch: MicroBatch, hidden_BTD: Tensor) -> Tensor:

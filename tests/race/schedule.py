@@ -16,9 +16,10 @@ from megatrain.device import TraceDevice
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, kept_ferry, open_source, tile_layouts
 from megatrain.engine.batch import prepare
+from megatrain.engine.heads import TorchHeads
 from megatrain.engine.step import forward_only, train_step
 from megatrain.model.probe import outline
-from megatrain.model.program import Program
+from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.store import Store
 
@@ -39,14 +40,14 @@ WIDE = 500  # tokens: with so many the head of the model without experts has fou
 STEPS = 3  # enough for every slot, lane and slab to be used again
 
 
-def _program(config: PreTrainedConfig) -> tuple[Program, StreamedOptimizer]:
+def _program(config: PreTrainedConfig) -> tuple[ModelProgram, StreamedOptimizer]:
     model = open_source(config, trust_remote_code=False).model
-    program = Program(outline(model), torch.device("cpu"), torch.bfloat16)
+    program = ModelProgram(outline(model), torch.device("cpu"), torch.bfloat16)
     return program, StreamedOptimizer(AdamW(), model)
 
 
 @functools.cache
-def tiny_program(tied: bool, vocab_size: int = VOCAB) -> tuple[Program, StreamedOptimizer]:
+def tiny_program(tied: bool, vocab_size: int = VOCAB) -> tuple[ModelProgram, StreamedOptimizer]:
     """Five layers: more than any number of slots tried."""
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -60,7 +61,7 @@ def tiny_program(tied: bool, vocab_size: int = VOCAB) -> tuple[Program, Streamed
 
 
 @functools.cache
-def tiny_program_with_experts(tied: bool) -> tuple[Program, StreamedOptimizer]:
+def tiny_program_with_experts(tied: bool) -> tuple[ModelProgram, StreamedOptimizer]:
     """Five layers of six experts."""
     config = MixtralConfig(
         vocab_size=VOCAB,
@@ -158,7 +159,7 @@ def trace(
         program, optimizer = tiny_program(tied, WIDE if placement.split_bytes else VOCAB)
     layouts = tile_layouts(program.outline, optimizer.group_of())
     store = Store(device, layouts, dtype, train=True, resident=placement.resident)
-    assembly = Assembly(device, program, store, dtype, placement)
+    assembly = Assembly(device, program, store, dtype, placement, TorchHeads(program))
     with mock.patch.object(sink, "PIECE", PIECE):
         parts = assembly.training(optimizer, max_grad_norm)
     micro_batches = [

@@ -18,6 +18,7 @@ from megatrain.forecast.needs import UNSUMMED, Needs, needs_of
 from megatrain.forecast.workload import Workload
 from megatrain.machine import mapping_bytes
 from megatrain.model.probe import outline
+from megatrain.model.program import ModelProgram
 from megatrain.telemetry.memory import process_bytes
 from megatrain.units import GIB, MIB, parse_bytes
 from tests.parity.cases import llama, make_engine
@@ -57,7 +58,8 @@ class Asked:
         self.tokens, self.model = tokens, Model.trained(outline(open_source(config).model))
 
     def needs(self, placement: Placement) -> Needs:
-        return needs_of(self.model, placement, torch.bfloat16, clip=True, tokens=self.tokens)
+        program = ModelProgram(self.model.outline, torch.device("cpu"), torch.bfloat16)
+        return needs_of(self.model, program, placement, clip=True, tokens=self.tokens)
 
     def check(self, card: "Card", placement: Placement) -> None:
         check_fits(card, self.model, placement, torch.bfloat16, None, clip=True)

@@ -13,6 +13,7 @@ from transformers import MambaConfig
 from benchmarks.predictions import RESULTS, Prediction, predict
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import CpuDevice
+from megatrain.engine import opened
 from megatrain.engine.assemble import open_source
 from megatrain.engine.opened import Model
 from megatrain.forecast import forecast as forecast_module
@@ -265,8 +266,8 @@ def test_a_layer_taken_as_one_parameter_takes_what_its_parameters_do(
 
 def test_tiles_and_optimizer_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    layouts = forecast_module.tile_layouts
-    monkeypatch.setattr(forecast_module, "tile_layouts", lambda *a: made.append(a) or layouts(*a))
+    layouts = opened.tile_layouts
+    monkeypatch.setattr(opened, "tile_layouts", lambda *a: made.append(a) or layouts(*a))
     several = Forecasts(tiny_outline())
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
     for placement in (Placement(), Placement(slots=3)):

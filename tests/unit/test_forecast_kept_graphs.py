@@ -16,7 +16,7 @@ from megatrain.engine.graphs import Held, Leaving
 from megatrain.forecast.measure import Measured
 from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
-from megatrain.model.program import Program
+from megatrain.model.program import ModelProgram
 from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH = 2, 512, 256
@@ -59,7 +59,7 @@ def model_of(intermediate: int, kv_heads: int) -> Outline:
 
 def held_bytes(model: Outline) -> int:
     """What the compiled graph of a layer holds besides its weights and arguments."""
-    program = Program(model, torch.device("cpu"), torch.float32)
+    program = ModelProgram(model, torch.device("cpu"), torch.float32)
     program.train(True)
     program.compile()
     flat, weights, micro, values = layer_call(program, 1, (ROWS, TOKENS))

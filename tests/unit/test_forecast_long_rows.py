@@ -12,6 +12,7 @@ from megatrain import AdamW, Placement
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.assemble import open_source, tile_layouts
 from megatrain.engine.batch import Batch
+from megatrain.engine.head import WholeHead
 from megatrain.engine.sink import Room
 from megatrain.engine.units import Head
 from megatrain.forecast import tally
@@ -19,10 +20,11 @@ from megatrain.forecast.forecast import Forecast
 from megatrain.forecast.measure import LayerWork, Measured, eager_work
 from megatrain.forecast.tiling import acts_alone
 from megatrain.forecast.workload import Workload
+from megatrain.loss import cross_entropy_sum
 from megatrain.model import tiles
 from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
-from megatrain.model.program import MicroBatch, Program
+from megatrain.model.program import MicroBatch, ModelProgram
 from megatrain.model.skeleton import Rows
 from megatrain.optim import StreamedOptimizer
 from megatrain.store import Tile
@@ -54,7 +56,7 @@ def tallied() -> Iterator[None]:
 def real_work(tile_tokens: int | None) -> LayerWork:
     """A layer run on the CPU, under a tally."""
     model = outline(open_source(tiny_config()).model)
-    program, layer = Program(model, torch.device("cpu"), torch.float32), model.layers[1]
+    program, layer = ModelProgram(model, torch.device("cpu"), torch.float32), model.layers[1]
     program.train(True)
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
     table = {name: torch.randn(1, WIDTH, requires_grad=True) for name in model.gathered}
@@ -96,7 +98,7 @@ def head_layout(model: Outline) -> TileLayout:
 def real_head_bytes(head_tokens: int) -> int:
     """At the peak of a head run on the CPU, under a tally."""
     model = outline(open_source(tiny_config()).model)
-    program, layout = Program(model, torch.device("cpu"), torch.float32), head_layout(model)
+    program, layout = ModelProgram(model, torch.device("cpu"), torch.float32), head_layout(model)
     program.train(True)
     program.tile_epilogue(head_tokens)
     slot = Buffer("slot", torch.randn(layout.numel) / 16)
@@ -107,7 +109,8 @@ def real_head_bytes(head_tokens: int) -> int:
     micro = MicroBatch({"input_ids": ids}, ids, Rows(ids, ids, table, torch.zeros(1).long()))
     h = [{ref: torch.randn(ROWS, TOKENS, WIDTH) for ref in model.epilogue_inputs}]
     batch = Batch([micro], 1, ROWS * TOKENS, torch.zeros(1), 0)
-    head = Head(CpuDevice(), program, tile, head_tokens, compiled=False)
+    whole = WholeHead(program, head_tokens, cross_entropy_sum)
+    head = Head(CpuDevice(), program, tile, whole)
     room = Room(tile, sums, layout.views(sums.data))
     head.loss_and_vjp(slot, batch, [*h], room)  # parts are tried at the first call
     with tallied(), tally.Tally() as counts:

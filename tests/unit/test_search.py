@@ -330,7 +330,7 @@ def test_what_a_graph_spares_and_takes_beside_kept_attention_is_known(
 ) -> None:
     frame, kept = (hand_made(keep_attention=where, keep_layers=count) for count in (0, 4))
     asked = long_search(1e4)
-    ways = Ways(FORECASTS, asked._task, frame, asked._budget)
+    ways = Ways(FORECASTS, asked._workload, frame, asked._budget)
     assert ways._compute(4, 0) == pytest.approx(kept.bounds["compute"], rel=0.02)
     graphs = kept.device_bytes["kept graphs"] - frame.device_bytes.get("kept attention", 0)
     assert 4 * ways._more("device") == pytest.approx(graphs, rel=0.06)
@@ -361,7 +361,7 @@ def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
 def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_theirs() -> None:
     def kept(**choices: int) -> tuple[list[int], list[int]]:
         program = SimpleNamespace(outline=tiny_outline())
-        assembly = Assembly(CpuDevice(), program, None, None, Placement(**choices))  # type: ignore[arg-type]
+        assembly = Assembly(CpuDevice(), program, None, None, Placement(**choices), None)  # type: ignore[arg-type]
         policies = [assembly.policy(visit) for visit in range(6)]
         trunk = [SimpleNamespace(can_keep=policy.keeps != "graph") for policy in policies]
         TrainingParts.keep_graphs(SimpleNamespace(trunk=trunk), choices.get("keep_layers", 0))  # type: ignore[arg-type]

@@ -1,0 +1,113 @@
+"""What a head computes, given its weights: from the last activations to a loss or logits."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.graphs import add
+from megatrain.engine.sink import Room
+from megatrain.loss import CrossEntropy, chunked_loss, chunked_loss_gradients, chunked_losses
+from megatrain.model.program import Activations, MicroBatch, ModelProgram
+from megatrain.model.skeleton import last_hidden, with_hidden
+
+
+class HeadMath(Protocol):
+    """What is computed with a head, or with the last rows of one; one micro-batch at a time."""
+
+    def gradients_of(
+        self,
+        weights: dict[str, Tensor],
+        names: list[str],
+        micro: MicroBatch,
+        values: Activations,
+        count: int,
+        room: Room,
+    ) -> tuple[Tensor, Activations]:
+        """A share of the step's mean loss, and the gradients of `values`; the weights' into `room`.
+
+        Args:
+            weights: as autograd leaves.
+            names: of those that have gradients.
+            count: labelled tokens of the step.
+        """
+
+    def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        """Summed over the labelled tokens, without gradients."""
+
+    def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        """Each token's cross entropy `[N]`, fp32; 0 where nothing is predicted."""
+
+    def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        """`[B, T, V]`, fp32, on the CPU."""
+
+
+class WholeHead:
+    """Epilogue and projection, whose logits exist for `tokens` at once."""
+
+    def __init__(self, program: ModelProgram, tokens: int, cross_entropy: CrossEntropy) -> None:
+        self._program, self._tokens, self._cross_entropy = program, tokens, cross_entropy
+
+    def gradients_of(
+        self,
+        weights: dict[str, Tensor],
+        names: list[str],
+        micro: MicroBatch,
+        values: Activations,
+        count: int,
+        room: Room,
+    ) -> tuple[Tensor, Activations]:
+        parameters = [weights[name] for name in names]
+        inputs = {
+            ref: value.detach().requires_grad_(value.is_floating_point())
+            for ref, value in values.items()
+        }
+        pulled = [ref for ref in inputs if inputs[ref].requires_grad]
+        with torch.enable_grad():
+            output = self._program.epilogue(weights, micro, inputs)
+        hidden = last_hidden(output)
+        assert micro.targets is not None
+        loss, gradient = chunked_loss_gradients(
+            lambda chunk: self._program.logits(weights, micro, with_hidden(output, chunk)),
+            hidden.detach().reshape(-1, hidden.shape[-1]),
+            micro.targets.reshape(-1),
+            count,
+            self._tokens,
+            self._cross_entropy,
+            parameters,
+            lambda gradients: room.add(names, gradients),
+        )
+        sources = [*(inputs[ref] for ref in pulled), *parameters]
+        grads = torch.autograd.grad(hidden, sources, gradient.view_as(hidden), allow_unused=True)
+        room.add(names, grads[len(pulled) :])
+        return loss / count, add({}, pulled, grads)
+
+    def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        given = self._chunks(weights, micro, values)
+        with torch.no_grad():
+            return chunked_loss(*given, self._tokens, self._cross_entropy)
+
+    def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        given = self._chunks(weights, micro, values)
+        with torch.no_grad():
+            return chunked_losses(*given, self._tokens)
+
+    def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        with torch.no_grad():
+            output = self._program.epilogue(weights, micro, values)
+            return self._program.logits(weights, micro, output).float().cpu()
+
+    def _chunks(
+        self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations
+    ) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
+        """What makes logits of a chunk of hidden states, all of these `[N, D]`, targets `[N]`."""
+        with torch.no_grad():
+            output = self._program.epilogue(weights, micro, values)
+        hidden = last_hidden(output)
+        assert micro.targets is not None
+        return (
+            lambda chunk: self._program.logits(weights, micro, with_hidden(output, chunk)),
+            hidden.reshape(-1, hidden.shape[-1]),
+            micro.targets.reshape(-1),
+        )
