@@ -9,6 +9,7 @@ for a reply, and ends with what the template writes to end it.
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from megatrain.data.conversation import Conversation, Message
 from megatrain.data.template import REASONING, Template
@@ -38,12 +39,15 @@ class Replies:
         self._borders = re.compile(f"{token}|\\s")
         self._talk = talk
         self._where = where
+        marked = template.is_marked(talk)
         self.text, self.marks = template.render(
-            talk, where, return_assistant_tokens_mask=template.is_marked(talk)
+            talk, where, add_generation_prompt=False, return_assistant_tokens_mask=marked
         )
         used = {*self.text, *template.source(talk)}
         signs = (chr(code) for code in _PRIVATE if chr(code) not in used)
         self._signs = list(zip(talk.messages, signs, signs, strict=False))
+        self._sign = re.compile(f"[{''.join(sign for _, *pair in self._signs for sign in pair)}]")
+        self._texts: dict[tuple[int, bool], str] = {}
         if any(message.get("content", "").strip() not in self.text for message in talk.messages):
             self._refuse_left_out()
 
@@ -57,7 +61,7 @@ class Replies:
             raise InputError(
                 f"{self._where}: the conversation starts with the assistant: drop that turn"
             )
-        asked, _ = self._render(turn, add_generation_prompt=True)
+        asked = self._render(turn, asking=True)
         found = self._by_prefixes(turn, asked) or self._by_signs(turn, asked)
         if found is None or self._opens_another(turn, asked, *found):
             raise InputError(
@@ -76,13 +80,19 @@ class Replies:
         tokens = self._tokens.search(self.text, said + len(content), end)
         return end if tokens is None else tokens.end()
 
-    def _render(self, num_messages: int, **options: bool) -> tuple[str, list[Span]]:
-        return self._template.render(self._talk.upto(num_messages), self._where, **options)
+    def _render(self, num_messages: int, *, asking: bool = False) -> str:
+        """The text of the first messages, and of what asks for a reply to them."""
+        key = (num_messages, asking)
+        if key not in self._texts:
+            talk = self._talk.upto(num_messages)
+            text, _ = self._template.render(talk, self._where, add_generation_prompt=asking)
+            self._texts[key] = text
+        return self._texts[key]
 
     def _by_prefixes(self, turn: int, asked: str) -> Span | None:
         """What a reply adds to the text, where that is the beginning of the whole text."""
         is_last = turn + 1 == len(self._talk.messages)
-        upto = self.text if is_last else self._render(turn + 1)[0]
+        upto = self.text if is_last else self._render(turn + 1)
         if not (self.text.startswith(upto) and upto.startswith(asked)):
             return None
         return len(asked), len(upto)
@@ -93,22 +103,24 @@ class Replies:
         if any(message.get(name) for name in ("tool_calls", *REASONING)):
             return False
         introduction, _, conclusion = self.text[begin:end].rpartition(message["content"].strip())
+        closing = self._token.findall(conclusion)
+        if len(closing) < 2 and not self._token.search(introduction):
+            return False
         header = self._token.findall(self._header(turn, asked))
         if header:
             return header[0] in introduction + conclusion
-        closing, before = self._token.findall(conclusion), self._token.findall(asked)
-        return len(closing) > 1 and closing[-1:] == before[-1:]
+        return len(closing) > 1 and closing[-1:] == self._token.findall(asked)[-1:]
 
     def _header(self, turn: int, asked: str) -> str:
         """What the template writes to ask for a reply."""
-        unasked, _ = self._render(turn)
+        unasked = self._render(turn)
         return asked[len(unasked) :] if asked.startswith(unasked) else ""
 
     def _by_signs(self, turn: int, asked: str) -> Span | None:
         """By what stands around the reply where it is the last message."""
-        places = self._find(len(self._talk.messages), self.text)
-        before = self._find(turn, asked, add_generation_prompt=True).get(turn - 1)
-        upto, _ = self._render(turn + 1)
+        places = self._places
+        before = self._find(turn, asked, asking=True).get(turn - 1)
+        upto = self._render(turn + 1)
         after = self._find(turn + 1, upto).get(turn)
         if before is None or after is None or not {turn - 1, turn} <= places.keys():
             return None
@@ -168,20 +180,19 @@ class Replies:
             said.append(message["content"].split("</think>")[-1].strip())
         return all(each in text for each in said)
 
-    def _find(self, num_messages: int, text: str, **options: bool) -> Mapping[int, int]:
+    @cached_property
+    def _places(self) -> Mapping[int, int]:
+        return self._find(len(self._talk.messages), self.text)
+
+    def _find(self, num_messages: int, text: str, *, asking: bool = False) -> Mapping[int, int]:
         """Where the messages end in `text`; those for which signs do not show it are left out."""
-        shown = self._shown(num_messages, **options)
-        signs = {sign for _, *pair in self._signs for sign in pair}
-        if "".join(c for c in shown if c not in signs) != text:
+        shown = self._shown(num_messages, asking=asking)
+        if self._sign.sub("", shown) != text:
             return {}
         ends: dict[int, int] = {}
         places: dict[str, list[int]] = {}
-        place = 0
-        for character in shown:
-            if character in signs:
-                places.setdefault(character, []).append(place)
-            else:
-                place += 1
+        for before, sign in enumerate(self._sign.finditer(shown)):
+            places.setdefault(sign.group(), []).append(sign.start() - before)
         for turn, (message, of_content, of_calls) in enumerate(self._signs[:num_messages]):
             calls = "tool_calls" in message  # whose names a template repeats with their results
             found = places.get(of_calls if calls else of_content, [])
@@ -189,12 +200,12 @@ class Replies:
                 ends[turn] = found[0]
         return ends
 
-    def _shown(self, num_messages: int, **options: bool) -> str:
+    def _shown(self, num_messages: int, *, asking: bool = False) -> str:
         """The text of the first messages with their signs."""
         talk = self._talk.upto(num_messages)
         signed = [_signed(*each) for each in self._signs[:num_messages]]
         talk = talk._replace(messages=[*signed, *talk.messages[len(signed) :]])
-        return self._template.render(talk, self._where, **options)[0]
+        return self._template.render(talk, self._where, add_generation_prompt=asking)[0]
 
     def _refuse_left_out(self) -> None:
         """Raises InputError: a message is nowhere in the text, however it is written there."""

@@ -44,6 +44,10 @@ TEMPLATES = {
         "{{- messages[0].content + '\n' }}{%- endif %}{{- m.content + '<|end|>' }}"
     ) + REPLY.replace("<|a|>", "") + "{%- endfor %}",
     "has no end of turn": FOR + OTHERS.replace("<|end|>", "") + REPLY.replace("<|end|>", "") + END,
+    "asks for a reply unless told not to": (
+        "{%- if add_generation_prompt is not defined %}{%- set add_generation_prompt = true %}"
+        "{%- endif %}" + FOR + OTHERS + REPLY + END
+    ),
     "takes parts only": FOR + (
         "{{- '<|u|>' if m.role != 'assistant' else '<|a|>' }}{%- for p in m.content %}"
         "{%- if p.type == 'text' %}{{- p.text }}{%- endif %}{%- endfor %}{{- '<|end|>' }}"
@@ -72,7 +76,7 @@ def test_replies_with_their_end_are_found_and_the_text_is_the_templates(name, wh
         assert whole == tokenizer.apply_chat_template(turns, tokenize=False)
     end = "" if "no end" in name else "<|end|>"
     assert first.strip() == ("tell 2" + white).strip() + white * bool(end) + end
-    begin = {"drops": "<think></think>", "asks": "</think>"}.get(name.split()[0], "")
+    begin = "<think></think>" if "drops" in name else "</think>" if "beginning" in name else ""
     end = "<|stop|>" if "otherwise" in name else end
     assert last.strip() == (begin + "tell 4" + white).strip() + white * bool(end) + end
 

@@ -273,13 +273,39 @@ def told_rows(draw):
         if draw(st.booleans()):
             message[draw(st.sampled_from(["name", "reasoning_content", "refusal"]))] = None
     row = {"messages": turns, "id": 3, "label": draw(nothing), "tools": draw(nothing)}
+    form = draw(st.sampled_from(["messages", "sharegpt", "trl", "alpaca", "question"]))
+    plain = all(set(m) <= {"role", "content"} and isinstance(m["content"], str) for m in turns)
+    if form == "sharegpt" or (plain and form != "messages"):
+        row |= _in_another_format(form, turns)
+        if form in ("trl", "alpaca", "question"):
+            del row["messages"]
     if not (odd := draw(st.integers(0, 3))):
         name, value = draw(st.sampled_from(ODD_OF_A_ROW))
         row[name] = value
-    elif odd == 1:
+    elif odd == 1 and "messages" in row:
         role, name, value = draw(st.sampled_from(ODD_OF_A_MESSAGE))
-        draw(st.sampled_from([m for m in turns if m["role"] == role]))[name] = value
-    return row, taught, shown, odd < 2
+        said = [new for new, m in zip(row["messages"], turns, strict=True) if m["role"] == role]
+        draw(st.sampled_from(said))[name] = value
+    if form == "trl" and "prompt" in row:  # earlier replies are part of the prompt
+        earlier = {m["content"] for m in row["prompt"] if m["role"] == "assistant"}
+        taught, shown = taught - earlier, shown | earlier
+    return row, taught, shown, not odd or (odd == 1 and "messages" in row)
+
+
+def _in_another_format(form, turns):
+    """The fields that say the same as these messages."""
+    if form == "sharegpt":
+        names = {"user": "human", "assistant": "gpt", "system": "system"}
+        said = [{**m, "from": names[m["role"]], "value": m["content"]} for m in turns]
+        return {"messages": [{k: v for k, v in m.items() if k not in ("role", "content")}
+                             for m in said]}  # fmt: skip
+    if form == "trl":
+        return {"prompt": turns[:-1], "completion": turns[-1:]}
+    system = {"system": turns[0]["content"]} if turns[0]["role"] == "system" else {}
+    texts = [m["content"] for m in turns[len(system) :]]
+    history = [texts[i : i + 2] for i in range(0, len(texts) - 2, 2)]
+    question, answer = ("instruction", "output") if form == "alpaca" else ("question", "answer")
+    return {question: texts[-2], answer: texts[-1], "history": history, **system}
 
 
 @settings(max_examples=150, deadline=None,
@@ -294,7 +320,7 @@ def test_every_schema_is_trained_right_or_refused_in_one_line(tmp_path, case, na
         (found,) = Encoder(tokenizer, None).documents(examples)
     except InputError as error:
         assert str(error).startswith(f"{path}:1: ") and "\n" not in str(error)
-        has_calls = any(message.get("tool_calls") for message in row["messages"])
+        has_calls = any(message.get("tool_calls") for message in row.get("messages", ()))
         assert must_not_pass or (name == "marked" and has_calls), error
         return
     assert not must_not_pass
