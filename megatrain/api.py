@@ -3,18 +3,21 @@
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.autoplace.budget import limits
 from megatrain.autoplace.fit import settle
 from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.device import Device, Recording, open_device
-from megatrain.engine.assemble import open_source
+from megatrain.engine.assemble import Source, open_source
 from megatrain.engine.engine import PlacedEngine, StepResult
 from megatrain.engine.opened import DTYPES, Model, Opened
 from megatrain.engine.resume import check_precision, resumed_placement, saved_optimizer
 from megatrain.errors import InputError
+from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
+from megatrain.model.rebuilt import difference
 from megatrain.optim import AdamW, StreamedOptimizer, is_number
 from megatrain.placement import Placement
 
@@ -50,6 +53,7 @@ class Engine(PlacedEngine):
         attn_implementation: str | None = None,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
+        saveable: bool = True,
     ) -> None:
         """Open a model and bring its weights to host memory.
 
@@ -68,6 +72,8 @@ class Engine(PlacedEngine):
             device_memory: that this process may take on the GPU in all, the driver's context and
                 all other work in torch included (`"10GiB"`, or bytes); None: what there is.
             host_memory: resident memory that the process may have; None: what the machine allows.
+            saveable: False also trains a model that its configuration does not make (it has hooks,
+                or was changed by hand): `save` and `save_pretrained` then refuse it.
 
         Raises:
             InputError: a model or argument that cannot be used; the message says why.
@@ -77,21 +83,14 @@ class Engine(PlacedEngine):
         source = open_source(
             model, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
         )
+        found = _learn(source, must_save=optimizer is not None and saveable)
         limited, host_limit = _limited(device, device_memory, host_memory)
         streamed = None if optimizer is None else StreamedOptimizer(optimizer, source.model)
-        opened = Opened(
-            source=source,
-            model=Model(outline(source.model), streamed),
-            given=optimizer,
-            max_grad_norm=max_grad_norm,
-            precision=precision,
-            device=limited,
-            host_limit=host_limit,
-            seed=seed,
-        )
-        found = settle(opened, placement, tokens_per_step, sequence_length, micro_batch)
-        self.micro_batch = found.micro_batch
-        super().__init__(opened, found.placement, found.planned)
+        made_of = source, Model(found, streamed), optimizer, max_grad_norm, precision
+        opened = Opened(*made_of, limited, host_limit, seed)
+        settled = settle(opened, placement, tokens_per_step, sequence_length, micro_batch)
+        self.micro_batch = settled.micro_batch
+        super().__init__(opened, settled.placement, settled.planned)
 
     @classmethod
     def load(
@@ -140,6 +139,22 @@ class Engine(PlacedEngine):
         )
         engine._resume(settings)
         return engine
+
+
+def _learn(source: Source, *, must_save: bool) -> Outline:
+    """The model's structure; notes what a checkpoint would not have of it.
+
+    Raises:
+        InputError: the model cannot be streamed, or not be saved.
+    """
+    if source.saved is None:
+        made_here = source.given is None or next(source.given.parameters()).is_meta
+        computed = torch.float32 if made_here else source.dtype
+        source.lost = difference(source.model, source.dtype, computed)
+    found = outline(source.model)
+    if must_save and source.lost is not None:
+        raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
+    return found
 
 
 def _limited(device: Any, device_memory: Any, host_memory: Any) -> tuple[Recording, int | None]:

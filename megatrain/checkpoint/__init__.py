@@ -13,7 +13,7 @@ from megatrain.checkpoint.folders import (
     verify,
     whole_checkpoints,
 )
-from megatrain.checkpoint.manifest import BUFFERS, MODEL, Checkpoint, Settings
+from megatrain.checkpoint.manifest import BUFFERS, COMPUTED, MODEL, Checkpoint, Settings
 from megatrain.checkpoint.masters import masters
 from megatrain.checkpoint.read import read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving
@@ -21,6 +21,7 @@ from megatrain.checkpoint.spare import spare_bytes_of, useful_bytes
 
 __all__ = [
     "BUFFERS",
+    "COMPUTED",
     "MODEL",
     "Checkpoint",
     "Contents",

@@ -9,6 +9,7 @@ from typing import Any
 from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import (
     BUFFERS,
+    COMPUTED,
     EXTRA,
     KEEP,
     MANIFEST,
@@ -20,7 +21,7 @@ from megatrain.checkpoint.manifest import (
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
 
-_OWN = {MANIFEST, EXTRA, BUFFERS, MODEL, TILES, KEEP}
+_OWN = {MANIFEST, EXTRA, BUFFERS, COMPUTED, MODEL, TILES, KEEP}
 
 
 def is_checkpoint(folder: str | Path) -> bool:

@@ -16,8 +16,9 @@ from megatrain.model.shards import DTYPES, MAX_DIMENSIONS
 from megatrain.units import MIB
 
 FORMAT, VERSION = "megatrain checkpoint", 1
-MANIFEST, EXTRA, BUFFERS, MODEL, TILES, KEEP = (
-    "manifest.json", "extra.json", "buffers.safetensors", "model", "tiles", "keep"
+MANIFEST, EXTRA, BUFFERS, COMPUTED, MODEL, TILES, KEEP = (
+    "manifest.json", "extra.json", "buffers.safetensors", "computed_buffers.safetensors", "model",
+    "tiles", "keep",
 )  # fmt: skip
 
 _LARGEST = 2**62  # of any number that counts bytes or elements
@@ -86,7 +87,7 @@ class Settings:
         dtype: of the model's source, in which exports are written.
         model_class: of transformers.
         attn_implementation: of each configuration that the model's has inside, by its path; older
-            checkpoints have one for all.
+            checkpoints have one for all. `experts_implementation` likewise.
         frozen: parameters that do not require gradients.
         frozen_dtypes: of those without an optimizer group that came in another dtype than `dtype`.
         optimizer: AdamW's settings; `groups`: torch's parameter groups as a schedule left them.
@@ -108,6 +109,7 @@ class Settings:
     groups: tuple[dict[str, Any], ...]
     num_steps: Count
     frozen_dtypes: dict[str, str] = field(default_factory=dict)
+    experts_implementation: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

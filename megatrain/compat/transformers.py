@@ -48,6 +48,16 @@ def set_attention(config: PreTrainedConfig, name: Any) -> None:
     config._attn_implementation = name
 
 
+def experts_of(config: PreTrainedConfig) -> str | None:
+    """The implementation of experts that a configuration names."""
+    return config._experts_implementation
+
+
+def set_experts(config: PreTrainedConfig, name: Any) -> None:
+    """Name the implementation of experts, of a wrapper in the configurations inside, too."""
+    config._experts_implementation = name
+
+
 def model_of(kind: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> Any:
     """A new model of a class, in the dtype that the options name."""
     return kind._from_config(config, **options)

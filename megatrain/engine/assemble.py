@@ -31,7 +31,7 @@ from megatrain.engine.sink import Sink
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.stream import Stream
 from megatrain.engine.units import Head, Prologue
-from megatrain.engine.untrained import Untrained, persistent_buffers
+from megatrain.engine.untrained import Untrained, computed_buffers, persistent_buffers
 from megatrain.engine.update import Update
 from megatrain.engine.workroom import WorkRoom
 from megatrain.errors import InputError
@@ -63,6 +63,7 @@ class Source:
         dtype: of the weights, in which exports are written.
         untrained: see there; `fill` puts in what comes from the source.
         companions: files of the folder or checkpoint that exports and checkpoints have as well.
+        lost: what neither a checkpoint nor an export would have of the model; None: nothing.
     """
 
     model: PreTrainedModel
@@ -72,6 +73,7 @@ class Source:
     saved: Checkpoint | None = None
     untrained: Untrained = field(default_factory=Untrained)
     companions: Companions = field(default_factory=dict)
+    lost: str | None = None
 
 
 def open_source(
@@ -169,6 +171,7 @@ def fill(source: Source, outline: Outline, store: Store, seed: int) -> None:
         for name, buffer in persistent_buffers(source.given).items():
             if not buffer.is_meta:
                 write(name, buffer.detach().cpu().clone())
+    source.untrained.computed = computed_buffers(source.model)
 
 
 def _writer(store: Store, source: Source, *, threads: int) -> Write:
@@ -199,7 +202,7 @@ def _drawn_buffers(model: PreTrainedModel, dtype: torch.dtype) -> Untrained:
     """As the class makes them in `dtype`; most are replaced by those that are read or given."""
     buffers = persistent_buffers(model)
     types = loaded_types(model, dtype) if buffers else {}
-    return Untrained({name: buffer.to(types[name], copy=True) for name, buffer in buffers.items()})
+    return Untrained({n: b.to(types.get(n, b.dtype), copy=True) for n, b in buffers.items()})
 
 
 @dataclass

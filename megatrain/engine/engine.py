@@ -250,10 +250,12 @@ class PlacedEngine:
         tokenizer, templates, code), where `folder` has none of that name.
 
         Raises:
-            InputError: more bits are wanted than an engine without an optimizer has kept.
+            InputError: the model cannot be built again (see `save`), or more bits are wanted than
+                an engine without an optimizer has kept.
             RunFailed: it cannot be written; nothing is left behind.
         """
         source = self._opened.source
+        self._require_whole()
         source.untrained.check_export(dtype)
         self.flush()
         masters = {
@@ -291,10 +293,13 @@ class PlacedEngine:
             wait: return when it is on the disk; else at once, and steps may be taken meanwhile.
 
         Raises:
-            InputError: `extra` is not JSON, or `folder` is a file or holds more than a checkpoint.
+            InputError: `extra` is not JSON, `folder` is a file or holds more than a checkpoint, or
+                the model cannot be built again (others than engines without an optimizer, or with
+                `saveable=False`, refuse such a model when they are made).
             RunFailed: it could not be written (with `wait`; else the Saving says so), or a step
                 was broken off when updates had begun. Older checkpoints stay as they are.
         """
+        self._require_whole()
         folder = Path(os.path.abspath(folder))
         require_replaceable(folder)
         if isinstance(self._parts, TrainingParts) and self._parts.update.torn:
@@ -303,14 +308,18 @@ class PlacedEngine:
                 "save; go back to the last checkpoint"
             )
         source = self._opened.source
-        buffers, beside = source.untrained.buffers, source.companions
-        written = documents(source.model, source.dtype, buffers, beside)
+        written = documents(source.model, source.dtype, source.untrained, source.companions)
         contents = Contents(self._described(), as_json(extra or {}), written, attach, keep)
         background = self.optimizer is not None and not wait
         saving = self._saver.begin(folder, contents, background=background)
         if wait:
             saving.wait()
         return saving
+
+    def _require_whole(self) -> None:
+        """Raises InputError if what is saved could not be loaded as the same model."""
+        if (lost := self._opened.source.lost) is not None:
+            raise InputError(lost)
 
     def _described(self) -> Settings:
         optimizer, source = self.optimizer, self._opened.source

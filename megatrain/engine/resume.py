@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megatrain.checkpoint import BUFFERS, MODEL, Checkpoint, Settings
-from megatrain.compat.transformers import attention_of, set_attention
-from megatrain.engine.untrained import Untrained, persistent_buffers
+from megatrain.checkpoint import BUFFERS, COMPUTED, MODEL, Checkpoint, Settings
+from megatrain.compat.transformers import attention_of, experts_of, set_attention, set_experts
+from megatrain.engine.untrained import Untrained, computed_buffers, persistent_buffers
 from megatrain.errors import InputError
 from megatrain.model.build import configs, empty_model, load_config
 from megatrain.model.companions import Companions, read_files, write_companions
@@ -40,7 +40,7 @@ def describe_optimizer(settings: AdamW | None) -> dict[str, Any] | None:
 def documents(
     model: PreTrainedModel,
     dtype: torch.dtype,
-    buffers: Mapping[str, Tensor],
+    untrained: Untrained,
     beside: Companions,
 ) -> Callable[[Path], None]:
     """Writes the model's configuration and companions and its buffers into a checkpoint."""
@@ -48,16 +48,21 @@ def documents(
     def write(folder: Path) -> None:
         write_configs(folder / MODEL, model, dtype)
         write_companions(folder / MODEL, beside)
-        names = sorted(buffers, key=lambda name: -buffers[name].itemsize)
-        if names:
-            described = [Described(n, buffers[n].dtype, tuple(buffers[n].shape)) for n in names]
-            write_shard(folder / BUFFERS, described, (buffers[name] for name in names))
+        _write_buffers(folder / BUFFERS, untrained.buffers)
+        _write_buffers(folder / COMPUTED, untrained.computed)
 
     return write
 
 
+def _write_buffers(path: Path, buffers: Mapping[str, Tensor]) -> None:
+    names = sorted(buffers, key=lambda name: -buffers[name].itemsize)
+    if names:
+        described = [Described(n, buffers[n].dtype, tuple(buffers[n].shape)) for n in names]
+        write_shard(path, described, (buffers[name] for name in names))
+
+
 def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
-    """What of a checkpoint was not trained; `model` is given the persistent buffers.
+    """What of a checkpoint was not trained; `model` is given all buffers.
 
     Raises:
         InputError: they are those of another model.
@@ -79,7 +84,24 @@ def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
         for each in tile.parameters:
             if each.group is None:
                 found.dtypes[each.name] = _dtype(checkpoint, others.get(each.name, usual))
+    _restore_computed(checkpoint, model)
     return found
+
+
+def _restore_computed(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Give `model` the buffers that its class computed where the checkpoint's model was made.
+
+    Another version of transformers, or a model that was made in bf16, has others. Checkpoints of
+    older versions have none.
+
+    Raises:
+        InputError: they are those of another model.
+    """
+    path, buffers = checkpoint.folder / COMPUTED, computed_buffers(model)
+    for each in read_header(path) if COMPUTED in checkpoint.manifest.files else ():
+        if each.name not in buffers or each.shape != tuple(buffers[each.name].shape):
+            raise InputError(f"{path}: {each.name!r} is no buffer of a {type(model).__name__}")
+        model.get_buffer(each.name).copy_(each.read())
 
 
 def open_model(
@@ -95,7 +117,7 @@ def open_model(
     """
     settings, folder = checkpoint.settings, checkpoint.model_folder
     config = load_config(folder, trust_remote_code=trust_remote_code)
-    _set_attention(config, settings.attn_implementation)
+    _set_choices(config, settings)
     model = empty_model(
         config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
     )
@@ -112,12 +134,12 @@ def open_model(
     return model
 
 
-def _set_attention(config: PreTrainedConfig, saved: dict[str, str] | str | None) -> None:
-    if not isinstance(saved, dict):
-        set_attention(config, saved)
-        return
+def _set_choices(config: PreTrainedConfig, settings: Settings) -> None:
+    """What config.json does not say: the code that computes attention and experts."""
+    attention = settings.attn_implementation
     for path, part in configs(config):  # the outer ones first: they set those inside, too
-        set_attention(part, saved.get(path))
+        set_attention(part, attention.get(path) if isinstance(attention, dict) else attention)
+        set_experts(part, settings.experts_implementation.get(path))
 
 
 def saved_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -189,6 +211,7 @@ def settings_of(
 ) -> Settings:
     """All that a checkpoint says of an engine; `dtype` is that of the model's source."""
     attention = {path: attention_of(part) for path, part in configs(model.config)}
+    experts = {path: experts_of(part) for path, part in configs(model.config)}
     if untrained.rounded:
         dtype = torch.bfloat16  # an export of the checkpoint claims no bits that are not there
         untrained = Untrained()
@@ -198,6 +221,7 @@ def settings_of(
         frozen_dtypes={name: _name(each) for name, each in others.items()},
         model_class=type(model).__name__,
         attn_implementation={path: name for path, name in attention.items() if name},
+        experts_implementation={path: name for path, name in experts.items() if name},
         frozen=tuple(n for n, p in model.named_parameters() if not p.requires_grad),
         **rest,
     )

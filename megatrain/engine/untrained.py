@@ -18,11 +18,13 @@ class Untrained:
     Attributes:
         buffers: persistent buffers by name, on the CPU; the model computes with copies that have
             the dtypes of the run's precision.
+        computed: buffers that no file of weights has, which the class computes when it is made.
         dtypes: of frozen parameters, by name, as they came; values rest in the tiles.
         rounded: the tiles hold fewer bits of some of these than came.
     """
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    computed: dict[str, Tensor] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     rounded: bool = False
 
@@ -53,3 +55,9 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """The buffers that belong to the model's weights, by name."""
     saved = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All other buffers, on the CPU, by name."""
+    saved = model.state_dict().keys()
+    return {n: b.cpu().contiguous() for n, b in model.named_buffers() if n not in saved}

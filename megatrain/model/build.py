@@ -3,20 +3,27 @@
 import copy
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from megatrain.compat.transformers import in_fp32, model_of, without_checkpointing
+from megatrain.compat.transformers import (
+    CAUSAL_LM_CLASSES,
+    in_fp32,
+    model_of,
+    without_checkpointing,
+)
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
 from megatrain.model.given import refuse_changes, refuse_weights
@@ -61,11 +68,32 @@ def empty_model(
     chosen: dict[str, Any] = {"dtype": torch.float32}
     if attn_implementation is not None:
         chosen["attn_implementation"] = attn_implementation
+    return build(config, model_class(config, trust_remote_code=trust_remote_code), **chosen)
+
+
+def model_class(
+    config: PreTrainedConfig, *, trust_remote_code: bool = False
+) -> Callable[..., PreTrainedModel]:
+    """What makes the causal language model of `config`."""
+    for name in config.architectures or ():  # the text model of a larger one has no mapping
+        if name in CAUSAL_LM_CLASSES:
+            named = getattr(transformers, name)
+            if type(config) is named.config_class:
+                return partial(model_of, named)
+    return partial(AutoModelForCausalLM.from_config, trust_remote_code=trust_remote_code)
+
+
+def build(
+    config: PreTrainedConfig, make: Callable[..., PreTrainedModel], **options: Any
+) -> PreTrainedModel:
+    """What `make` gives for `config`, with meta parameters and real buffers, in training mode.
+
+    Raises:
+        InputError: its class fails on this configuration.
+    """
     try:
         with _weightless():
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), trust_remote_code=trust_remote_code, **chosen
-            )
+            model = make(copy.deepcopy(config), **options)
     except Exception as error:  # whatever a model makes of impossible sizes
         reason = _reason(error)
         raise InputError(f"cannot build a {config.model_type} causal model: {reason}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.compat.transformers import not_saved
 from megatrain.disk import flush
@@ -153,17 +153,22 @@ def _values(
         )
 
 
-def write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """config.json and generation_config.json of a model that is stored in `dtype`."""
-    # Written without transformers' strict check: a published configuration that has become
-    # questionable is no reason to lose a trained model.
+def saved_config(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedConfig:
+    """What config.json says of a model that is stored in `dtype`."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     for key in config.sub_configs:
         if getattr(config, key, None) is not None:
             getattr(config, key).dtype = dtype
-    config.to_json_file(folder / "config.json", use_diff=True)
+    return config
+
+
+def write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """config.json and generation_config.json of a model that is stored in `dtype`."""
+    # Written without transformers' strict check: a published configuration that has become
+    # questionable is no reason to lose a trained model.
+    saved_config(model, dtype).to_json_file(folder / "config.json", use_diff=True)
     if model.can_generate():
         model.generation_config.to_json_file(folder / "generation_config.json")
 

@@ -18,7 +18,7 @@ from megatrain.cli.app import app
 from megatrain.train.export import export
 from tests.checkpoint.cases import batches, engine_of, flip
 from tests.checkpoint.test_roundtrip import moe
-from tests.parity.cases import llama, masters, parameters, same
+from tests.parity.cases import in_dtype, llama, masters, parameters, same
 
 
 def read(folder: Path) -> dict:
@@ -46,7 +46,7 @@ def test_float32_gives_the_exact_masters(precision, tied, tmp_path) -> None:
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_files_are_those_that_the_engine_writes(dtype, tmp_path) -> None:
     """Down to the byte, and in the dtype of the model that the run began with by default."""
-    engine = trained(tmp_path / "saved", model=moe().bfloat16(), precision="bf16")
+    engine = trained(tmp_path / "saved", model=in_dtype(moe(), torch.bfloat16), precision="bf16")
     engine.save_pretrained(tmp_path / "wanted")
     export(str(tmp_path / "saved"), tmp_path / "out", dtype)
     names = sorted(path.name for path in (tmp_path / "wanted").iterdir())

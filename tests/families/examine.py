@@ -38,6 +38,7 @@ class Finding:
         layers: where the streamed layers are, how many, and of how many kinds.
         tied: the head's weights are the embedding's.
         notes: what else a user should know.
+        resume: how a run goes on from its checkpoint (see `roundtrip`); tried for the report only.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Finding:
     tied: bool = False
     notes: list[str] = field(default_factory=list)
     folder: FromFolder = field(default_factory=FromFolder)
+    resume: str = ""
 
 
 def examine(family: str, changes: dict | None = None, name: str = "") -> Finding:

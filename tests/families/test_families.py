@@ -19,6 +19,7 @@ from tests.families.examine import (
 from tests.families.parity import compare
 from tests.families.plain import Trained, make_steps, plain_training
 from tests.families.report import documented, documents_this_version
+from tests.families.roundtrip import EXACT, WRONG, round_trips
 from tests.families.sizes import VARIANTS
 from tests.families.tiny import NOT_TRAINABLE, families, tiny_model
 
@@ -157,3 +158,25 @@ def test_tokens_that_only_the_model_knows_are_refused() -> None:
         pytest.raises(InputError, match="looks up token 0, which the batch does not hold"),
     ):
         engine.step([whole])
+
+
+ROUND_TRIPS = ["llama", "deepseek_v3", "emu3", "mllama", "got_ocr2", "gptj", "gemma3"]
+
+
+def _check_round_trips(family: str) -> None:
+    found = round_trips(tiny_model(family))
+    assert not [text for text in found.values() if text.startswith(WRONG)], found
+    assert found["module"] == EXACT or documented()[family][0] != PASSES, found
+
+
+@pytest.mark.parametrize("family", ROUND_TRIPS)
+def test_a_checkpoint_goes_on_in_another_process(family: str) -> None:
+    _check_round_trips(family)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "family", [f for f in families() if f not in ROUND_TRIPS and f not in NOT_TRAINABLE]
+)
+def test_every_checkpoint_goes_on_in_another_process(family: str) -> None:
+    _check_round_trips(family)

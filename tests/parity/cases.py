@@ -1,5 +1,6 @@
 """Tiny models, uneven micro-batches, and what the tests read off an engine."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,13 @@ def qwen2(**changes: Any) -> Qwen2ForCausalLM:
     """As `llama`, with biases of queries, keys and values."""
     torch.manual_seed(0)
     return noisy(Qwen2ForCausalLM(Qwen2Config(**{**SIZES, **changes})))
+
+
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> Any:
+    """`model` as it is loaded in `dtype`: a cast would round what the class computes, too."""
+    made = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    made.load_state_dict(model.state_dict())
+    return made
 
 
 def noisy(model: PreTrainedModel) -> Any:

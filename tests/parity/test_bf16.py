@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatrain import AdamW, Engine
-from tests.parity.cases import llama, make_batches, make_engine, masters, parameters, same
+from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, parameters, same
 
 RATE, STEPS = 1e-6, 200
 
@@ -49,7 +49,7 @@ def test_small_steps_move_the_masters_where_bf16_alone_stalls() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_masters_are_the_source_s_values(dtype: torch.dtype, precision: Any) -> None:
-    model = llama().to(dtype)
+    model = in_dtype(llama(), dtype)
     wanted = {name: p.float() for name, p in parameters(model).items()}
     got = masters(make_engine(model, precision=precision))
     assert all(master.dtype == torch.float32 for master in got.values())
@@ -80,7 +80,7 @@ def test_the_masters_of_an_engine_without_optimizer_are_fp32_too() -> None:
 def test_files_have_the_source_s_dtype_and_the_masters_values(
     source: str, dtype: torch.dtype, precision: Any, tmp_path: Path
 ) -> None:
-    model = llama(tie_word_embeddings=True).to(dtype)
+    model = in_dtype(llama(tie_word_embeddings=True), dtype)
     given: Any = model
     if source == "folder":
         model.save_pretrained(given := tmp_path / "given")

@@ -1,0 +1,271 @@
+"""Whether a model is what its saved configuration makes: all that `load` has, besides the weights.
+
+Whoever is given a checkpoint or an export builds the model anew from config.json. Weights, which of
+them are frozen, and buffers are saved; what else somebody has changed in the object would be lost.
+"""
+
+import json
+import types
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from megatrain.compat.torch import children_of
+from megatrain.compat.transformers import (
+    attention_of,
+    experts_of,
+    model_of,
+    set_attention,
+    set_experts,
+)
+from megatrain.errors import first_line
+from megatrain.model.build import build, configs, loaded_types, model_class
+from megatrain.model.export import saved_config
+
+_HOOKS = [
+    name for name in vars(nn.Module()) if name.endswith("_hooks") and "state_dict" not in name
+]
+# What says nothing of the numbers that a forward gives, or is compared by itself.
+_LEFT_OUT = {
+    *vars(nn.Module()),
+    "forward",
+    "generation_config",
+    "gradient_checkpointing",
+    "name_or_path",
+    "warnings_issued",
+    "_gradient_checkpointing_func",
+    "_is_hf_initialized",
+    "_require_grads_hook",
+    "_require_grads_hooks",
+    "_use_kernels",
+    "_weight_conversions",
+}
+_OF_CONFIG_LEFT_OUT = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "transformers_version",
+    "use_cache",
+)
+_UNDO = "set it in the model's configuration, or undo it"
+
+
+def difference(model: PreTrainedModel, dtype: torch.dtype, computed: torch.dtype) -> str | None:
+    """How `model` differs from the one that its saved configuration makes, and what to do about it.
+
+    Args:
+        model: without its weights; its buffers are real.
+        dtype: of its source, in which exports are written.
+        computed: in which its class has computed its buffers.
+    """
+    try:
+        again = _again(model, dtype)
+    except Exception as error:  # each configuration class has its own checks and error types
+        reason = first_line(error)[:200]
+        return (
+            f"a {type(model).__name__} cannot be built from its configuration ({reason}), so "
+            "neither a checkpoint nor an export of it could be loaded; give a causal language "
+            "model of transformers"
+        )
+    types_there = loaded_types(again, computed)
+    found = next(_differences(model, again, types_there), None)
+    if found is None:
+        return None
+    what, remedy = found
+    return (
+        f"{what} by the model's configuration, from which a checkpoint or an export would be "
+        f"loaded; {remedy}"
+    )
+
+
+def _again(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    of_folder = type(model).__module__.startswith("transformers_modules.")  # its code goes along
+    known = type(model.config) if of_folder else CONFIG_MAPPING[model.config.model_type]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        saved_config(model, dtype).to_json_file(path, use_diff=True)
+        config = known.from_json_file(path)
+    for (_, part), (_, given) in zip(configs(config), configs(model.config), strict=True):
+        set_attention(part, attention_of(given))
+        set_experts(part, experts_of(given))
+    make = partial(model_of, type(model)) if of_folder else model_class(config)
+    return build(config, make, dtype=torch.float32)
+
+
+def _differences(
+    model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]
+) -> Iterator[tuple[str, str]]:
+    """What is otherwise, as "... is ..., and ..." and the remedy; the outermost first."""
+    yield from _parts(model, again)
+    same = _Same()
+    for path, module in model.named_modules(remove_duplicate=False):
+        other = again.get_submodule(path)
+        yield from _hooks(path, module, other)
+        mine, others = _attributes(module), _attributes(other)
+        for name in sorted(mine.keys() | others.keys()):
+            if not same(mine.get(name, _NOTHING), others.get(name, _NOTHING)):
+                said = _short(mine.get(name, _NOTHING)), _short(others.get(name, _NOTHING))
+                full = _join(path, name)
+                yield f"{full} is {said[0]} in the model given, and {said[1]}", _UNDO
+    yield from _buffers(model, again, dtypes)
+
+
+def _parts(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
+    """Modules, their classes, and the names and shapes of what they hold."""
+    mine, others = (dict(m.named_modules(remove_duplicate=False)) for m in (model, again))
+    for path in [*mine, *others]:
+        if path not in others or path not in mine:
+            there = "is in the model given, and not" if path in mine else "is not there, but"
+            yield f"{path} {there}", _UNDO
+        elif type(mine[path]) is not type(others[path]):
+            kinds = _class(mine[path]), _class(others[path])
+            peft = kinds[0].startswith("peft.")
+            remedy = "merge the adapter into the model (merge_and_unload)" if peft else _UNDO
+            yield f"{path or 'the model'} is a {kinds[0]}, and a {kinds[1]}", remedy
+    held, made = _held(model), _held(again)
+    for name in [*held, *made]:
+        one, other = (found.get(name, "not there") for found in (held, made))
+        if one != other:
+            yield f"{name} is {one} in the model given, and {other}", _UNDO
+
+
+def _held(model: nn.Module) -> dict[str, str]:
+    """Each parameter and buffer in words: its kind and shape, or what it is tied to."""
+    found: dict[str, str] = {}
+    first: dict[int, str] = {}
+    kept = model.state_dict(keep_vars=True).keys()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied = first.setdefault(id(parameter), name)
+        shape = f"a parameter of shape {list(parameter.shape)}"
+        found[name] = shape if tied == name else f"{shape} tied to {tied}"
+    for name, buffer in model.named_buffers():
+        kind = "a buffer" if name in kept else "a buffer that is not saved"
+        found[name] = f"{kind} of shape {list(buffer.shape)}"
+    return found
+
+
+def _hooks(path: str, module: nn.Module, other: nn.Module) -> Iterator[tuple[str, str]]:
+    name = path or "the model"
+    for kind in _HOOKS:
+        hooks = [h for h in getattr(module, kind).values() if not _of_transformers(h)]
+        if hooks and not getattr(other, kind):
+            yield f"{name} has hooks, and none", "remove them, or register them elsewhere"
+    if vars(module).get("forward") is not None and "forward" not in vars(other):
+        yield f"{name} has a forward of its own, and the one of its class", _UNDO
+
+
+def _of_transformers(hook: Any) -> bool:
+    """Such as watch for hidden states to be given back."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+def _buffers(
+    model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]
+) -> Iterator[tuple[str, str]]:
+    """Buffers that files of weights do not have, which the class computes."""
+    kept, mine = model.state_dict(keep_vars=True).keys(), dict(model.named_buffers())
+    for name, buffer in again.named_buffers():
+        if name not in kept and not _equal(mine[name], buffer.to(dtypes.get(name, buffer.dtype))):
+            yield (
+                f"{name} has other values than those made",
+                "if the model was cast (`.to(dtype)` rounds them), make or load it with `dtype=`",
+            )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _LEFT_OUT}
+
+
+_NOTHING = object()
+
+
+class _Same:
+    """Whether two attributes of two models say the same; knows objects that refer to each other."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def __call__(self, a: Any, b: Any) -> bool:
+        if a is b or (id(a), id(b)) in self._seen:
+            return True
+        self._seen[id(a), id(b)] = a, b  # kept alive: another object could have the number
+        if isinstance(a, list | tuple) and isinstance(b, list | tuple):  # JSON knows lists only
+            return len(a) == len(b) and all(map(self, a, b))
+        return type(a) is type(b) and self._values(a, b)
+
+    def _values(self, a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor):
+            return _equal(a, b)
+        if isinstance(a, PreTrainedConfig):
+            return _as_json(a) == _as_json(b)
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(self(a[key], b[key]) for key in a)
+        if isinstance(a, types.FunctionType):
+            inside = [(f.__defaults__, f.__kwdefaults__, _cells(f), f.__dict__) for f in (a, b)]
+            return a.__code__ == b.__code__ and self(*inside)
+        if isinstance(a, types.MethodType):
+            return a.__func__ is b.__func__ and self(a.__self__, b.__self__)
+        if isinstance(a, nn.Module):
+            return self(_attributes(a), _attributes(b)) and self(children_of(a), children_of(b))
+        if isinstance(a, type | types.ModuleType | types.BuiltinFunctionType):
+            return False  # they are no copies of each other
+        if hasattr(a, "__dict__") and type(a).__eq__ is object.__eq__:
+            return self(vars(a), vars(b)) and self(*(_called(each) for each in (a, b)))
+        return bool(a == b)
+
+
+def _called(value: Any) -> Any:
+    """What a partial function holds."""
+    return (
+        getattr(value, "func", None),
+        getattr(value, "args", None),
+        getattr(value, "keywords", None),
+    )
+
+
+def _cells(function: types.FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or ()]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if a.is_meta or b.is_meta:
+        return True
+    wide = torch.promote_types(a.dtype, b.dtype)
+    x, y = a.detach().cpu().to(wide), b.detach().cpu().to(wide)
+    return bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+def _as_json(config: PreTrainedConfig) -> Any:
+    """All that a configuration says of numbers, with those inside it."""
+    tree = _without(json.loads(config.to_json_string(use_diff=False)))
+    chosen = [(attention_of(part), experts_of(part)) for _, part in configs(config)]
+    return tree, chosen
+
+
+def _without(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    return {key: _without(tree[key]) for key in tree if key not in _OF_CONFIG_LEFT_OUT}
+
+
+def _short(value: Any) -> str:
+    if value is _NOTHING:
+        return "not there"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"another {type(value).__name__}"
+
+
+def _class(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

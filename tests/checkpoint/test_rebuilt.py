@@ -1,0 +1,243 @@
+"""What a checkpoint or an export could not have of a model is refused when the engine is made."""
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+from megatrain import AdamW, Engine, InputError
+from megatrain.checkpoint import open_checkpoint
+from tests.checkpoint.cases import batches, engine_of, state
+from tests.checkpoint.test_damage import change
+from tests.families.tiny import tiny_model
+from tests.parity.cases import llama, masters, same
+
+
+class Scaled(LlamaForCausalLM):
+    """A class of the user's own, under a name of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        found.logits = found.logits * 0.5
+        return found
+
+
+def of_class(name: str) -> Callable[[PreTrainedModel], None]:
+    def change(model: PreTrainedModel) -> None:
+        model.__class__ = type(name, (Scaled,), {})
+
+    return change
+
+
+class Adapted(nn.Linear):
+    """A projection with a low-rank part, as adapters have."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.up(self.down(x))
+
+
+def adapted(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+
+
+def cut(model: Any) -> None:
+    model.model.layers = model.model.layers[:2]
+
+
+def tied_by_hand(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def untied_by_hand(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
+
+
+def with_bias(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.ones(model.lm_head.out_features))
+
+
+def scaled(model: Any) -> None:
+    model.model.layers[2].self_attn.scaling = 0.5
+
+
+def other_activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.Tanh()
+
+
+def own_method(model: Any) -> None:
+    head = model.lm_head
+    head.forward = MethodType(lambda self, x: nn.functional.linear(x, self.weight) * 2, head)
+
+
+def hooked(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def own_configuration(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "eager"
+
+
+def rounded(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+def other_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def more_of_a_buffer(model: Any) -> None:
+    model.lm_head.register_buffer("offset", torch.ones(3))
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a subclass": (of_class("Scaled"), "Scaled"),
+    "a subclass of the same name": (of_class("LlamaForCausalLM"), "LlamaForCausalLM"),
+    "an adapter": (adapted, r"layers\.1\.self_attn\.q_proj"),
+    "fewer layers": (cut, r"model\.layers\.2 "),
+    "a tied head": (tied_by_hand, r"lm_head\.weight is a parameter .* tied to"),
+    "a head with a bias": (with_bias, r"lm_head\.bias is a parameter"),
+    "an attribute": (scaled, r"layers\.2\.self_attn\.scaling is 0\.5 in the model given, and 0\."),
+    "another activation": (other_activation, r"layers\.0\.mlp\.act_fn is a .*Tanh"),
+    "a method of its own": (own_method, "lm_head has a forward of its own"),
+    "a hook": (hooked, "lm_head has hooks"),
+    "a layer's configuration": (own_configuration, r"layers\.1\.self_attn\.config"),
+    "a cast": (rounded, r"inv_freq has other values .*make or load it with `dtype=`"),
+    "other frequencies": (other_frequencies, "inv_freq has other values"),
+    "a buffer of its own": (more_of_a_buffer, r"lm_head\.offset is a buffer"),
+}
+
+
+def changed(what: str) -> PreTrainedModel:
+    model = llama()
+    CHANGES[what][0](model)
+    return model
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_could_not_be_loaded_is_refused_at_once(what) -> None:
+    with pytest.raises(InputError, match=CHANGES[what][1]) as caught:
+        Engine(changed(what), optimizer=AdamW(), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_head_that_was_untied() -> None:
+    model = llama(tie_word_embeddings=True)
+    untied_by_hand(model)
+    with pytest.raises(InputError, match=r"lm_head\.weight is a parameter of shape .* tied to"):
+        Engine(model, optimizer=AdamW(), device="cpu")
+
+
+@pytest.mark.parametrize("optimizer", [None, AdamW()])
+@pytest.mark.parametrize("what", ["an attribute", "a cast", "a head with a bias"])
+def test_what_is_not_to_be_saved_is_computed_and_not_saved(what, optimizer, tmp_path) -> None:
+    model, batch = changed(what), batches(1)[0][0]
+    options = {"precision": "fp32", "device": "cpu", "saveable": False}
+    with Engine(model, optimizer=optimizer, **options) as engine:
+        if what == "an attribute":
+            ids = {name: value for name, value in batch.items() if name != "labels"}
+            wanted = model(**ids).logits
+            torch.testing.assert_close(engine.logits(batch), wanted, rtol=0, atol=1e-5)
+        for save in (engine.save, engine.save_pretrained):
+            with pytest.raises(InputError, match=CHANGES[what][1]):
+                save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_what_was_set_in_the_configuration_is_no_difference() -> None:
+    model = llama(num_hidden_layers=2, tie_word_embeddings=True, attention_dropout=0.1)
+    model.eval()
+    model.generation_config.max_length = 7
+    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_disable()
+    with torch.no_grad():
+        model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True)
+    Engine(copy.deepcopy(model), optimizer=AdamW(), device="cpu").close()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "got_ocr2"])
+def test_the_chosen_attention_and_experts_come_back(family, tmp_path) -> None:
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    chosen = {"": "eager", "text_config": "sdpa"} if family == "got_ocr2" else "eager"
+    model.set_attn_implementation(chosen)
+    if family == "mixtral":
+        model.set_experts_implementation("batched_mm")
+    engine_of(model=model).save(tmp_path / "saved")
+    again = Engine.load(tmp_path / "saved", device="cpu")
+    inside = again.config.get_text_config(decoder=True)
+    assert inside._attn_implementation == model.config.get_text_config()._attn_implementation
+    assert again.config._attn_implementation == "eager"
+    assert inside._experts_implementation == model.config.get_text_config()._experts_implementation
+
+
+def test_a_computed_buffer_comes_back_though_it_is_computed_otherwise(
+    tmp_path, monkeypatch
+) -> None:
+    """As by another version of transformers."""
+    engine = engine_of()
+    engine.save(tmp_path / "saved")
+    name = "model.rotary_emb.inv_freq"
+    wanted = engine._outline.skeleton.model.get_buffer(name).clone()
+    build = AutoModelForCausalLM.from_config
+
+    def other(*args: Any, **kwargs: Any) -> PreTrainedModel:
+        model = build(*args, **kwargs)
+        model.get_buffer(name).mul_(1.5)
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", other)
+    again = Engine.load(tmp_path / "saved", device="cpu")
+    assert torch.equal(again._outline.skeleton.model.get_buffer(name), wanted)
+    steps = batches(2)
+    assert [again.step(s).loss for s in steps] == [engine.step(s).loss for s in steps]
+
+
+def test_computed_buffers_of_another_model_are_refused(tmp_path, monkeypatch) -> None:
+    engine = engine_of()
+    engine._opened.source.untrained.computed = {"model.rotary_emb.inv_freq": torch.ones(3)}
+    engine.save(tmp_path / "saved")
+    with pytest.raises(InputError, match=r"inv_freq' is no buffer of a LlamaForCausalLM"):
+        Engine.load(tmp_path / "saved", device="cpu")
+
+
+def test_checkpoints_from_before_are_loaded(tmp_path) -> None:
+    """They have one attention for all, and no buffers that a class computes."""
+    engine = engine_of()
+    engine.step(batches(1)[0])
+    engine.save(tmp_path / "saved")
+    (tmp_path / "saved" / "computed_buffers.safetensors").unlink()
+
+    def edit(content: dict) -> None:
+        del content["files"]["computed_buffers.safetensors"]
+        del content["settings"]["experts_implementation"]
+        content["settings"]["attn_implementation"] = "sdpa"
+
+    change(tmp_path / "saved", edit)
+    again = Engine.load(tmp_path / "saved", device="cpu")
+    assert open_checkpoint(tmp_path / "saved").settings.experts_implementation == {}
+    steps = batches(3)[1:]
+    assert [again.step(s).loss for s in steps] == [engine.step(s).loss for s in steps]
+    assert same(masters(again), masters(engine))
+    assert same(state(again), state(engine))
+
+
+def test_a_text_model_of_a_larger_one_is_opened_from_its_export(tmp_path) -> None:
+    model, batch = tiny_model("emu3"), batches(1)[0][0]
+    with Engine(model, precision="fp32", device="cpu") as engine:
+        engine.save_pretrained(tmp_path / "out")
+        wanted = engine.logits(batch)
+    with Engine(tmp_path / "out", precision="fp32", device="cpu") as again:
+        assert torch.equal(again.logits(batch), wanted)

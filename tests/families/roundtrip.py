@@ -1,0 +1,97 @@
+"""Whether a run goes on from its checkpoint as if it had not ended, for one model at a time.
+
+A run is saved after a step and takes three more; a process that has never seen the model loads the
+checkpoint and takes the same three. Losses, norms and masters must be the same bits.
+"""
+
+import copy
+import multiprocessing
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatrain import AdamW, Engine
+from megatrain.errors import InputError
+from tests.families.plain import LR, Step, make_steps
+
+EXACT, WRONG = "exact", "wrong"
+WAYS = ("module", "folder", "bf16 module", "bf16 folder", "cast module")
+
+Results = tuple[list[tuple[float, float]], dict[str, Tensor]]
+
+
+def round_trips(model: PreTrainedModel) -> dict[str, str]:
+    """How each of `WAYS` to give a float32 model to an engine fares: exact, refused, or wrong."""
+    with TemporaryDirectory() as folder:
+        return {way: round_trip(model, way, Path(folder) / way.replace(" ", "-")) for way in WAYS}
+
+
+def summary(trips: dict[str, str]) -> str:
+    """In a few words: what is exact, and what is not."""
+    other = [f"{way} {text.split(':')[0]}" for way, text in trips.items() if text != EXACT]
+    return "; ".join(other if len(other) == len(trips) else [EXACT, *other])
+
+
+def round_trip(model: PreTrainedModel, way: str, place: Path) -> str:
+    """`exact`; `refused: ...` if the engine does not take the model; or what is wrong."""
+    steps = [[step[0]] for step in make_steps(model.config)]
+    try:
+        engine = Engine(
+            _given(model, way, place / "model"),
+            optimizer=AdamW(lr=LR),
+            precision="bf16" if "bf16" in way or way.startswith("cast") else "fp32",
+            device="cpu",
+        )
+    except InputError as refusal:
+        return f"refused: {refusal}"
+    with engine:
+        engine.step(steps[0])
+        engine.save(place / "saved")
+        wanted = _go_on(engine, steps)
+    try:
+        losses, masters = _another_process().apply(_load, (place / "saved", steps))
+    except InputError as refusal:
+        return f"{WRONG}: saved, but not loaded: {refusal}"
+    if losses != wanted[0]:
+        return f"{WRONG}: {losses} instead of {wanted[0]}"
+    other = [name for name, value in wanted[1].items() if not torch.equal(masters[name], value)]
+    return f"{WRONG}: {other[0]} differs" if other else EXACT
+
+
+def _given(model: PreTrainedModel, way: str, folder: Path) -> Any:
+    if way == "module":
+        return model
+    given = copy.deepcopy(model)
+    if "bf16" in way or way.startswith("cast"):
+        given = given.to(torch.bfloat16)
+    if way == "cast module":
+        return given
+    given.save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype="auto") if "module" in way else folder
+
+
+def _go_on(engine: Engine, steps: list[Step]) -> Results:
+    results = [engine.step(step) for step in steps]
+    return [(r.loss, r.grad_norm) for r in results], dict(engine.named_masters())
+
+
+def _load(folder: Path, steps: list[Step]) -> Results:
+    with Engine.load(folder, device="cpu") as engine:
+        return _go_on(engine, steps)
+
+
+@cache
+def _another_process() -> Any:
+    """One that loads for all: it makes no model but from a checkpoint. It ends with this one."""
+    return multiprocessing.get_context("spawn").Pool(1, _quiet)
+
+
+def _quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
