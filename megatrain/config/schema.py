@@ -55,11 +55,15 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """What is trained: a pretrained `path`, or a `config` to be randomly initialised."""
+    """What is trained: a pretrained `path`, or a `config` to be randomly initialised.
+
+    `chat_template`: a Jinja file that takes the place of the tokenizer's own, in the result, too.
+    """
 
     path: Name | None = None
     config: dict[str, Any] | None = None
     tokenizer: Name | None = None
+    chat_template: Name | None = None
     trust_remote_code: bool = False
     attn_implementation: str | None = None
 
@@ -82,11 +86,15 @@ class DataSection(Section):
 
     `fields`: our name of a field -> its name in the data; null: passed over on purpose.
     `bad_rows`: end at the first row that cannot be used, or leave such rows out and list them.
+    `weights`: shares of the tokens, one for each path. So that they hold, larger sources are taken
+    in part, or with `repeat` smaller ones more than once.
     """
 
     kind: Literal["auto", "text", "chat"] = "auto"
     path: Name | list[Name]
     sequence_length: Annotated[int, Field(ge=2)]
+    weights: list[Annotated[float, Field(gt=0, le=1e6)]] | None = None
+    repeat: bool = False
     eval_path: Name | list[Name] | None = None
     eval_fraction: Fraction = 0.0
     packing: bool = True
@@ -102,6 +110,20 @@ class DataSection(Section):
     def _one_evaluation_source(self) -> Self:
         if self.eval_path is not None and self.eval_fraction:
             raise ValueError("give eval_path or eval_fraction, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_of_paths(self) -> Self:
+        number = len(self.path) if isinstance(self.path, list) else 1
+        if self.weights is not None and len(self.weights) != number:
+            raise ValueError(f"give as many weights as paths: {number}, not {len(self.weights)}")
+        if self.repeat and self.weights is None:
+            raise ValueError("repeat needs weights: only sources with weights are repeated")
+        if self.repeat and self.eval_fraction:
+            raise ValueError(
+                "give eval_path instead of eval_fraction: with repeat, what is held out would be "
+                "trained on, too"
+            )
         return self
 
 

@@ -14,7 +14,7 @@ from megatrain.data.dataset import Layout, Overlong, PackedDataset
 from megatrain.data.encoder import Encoder
 from megatrain.data.examples import BadRows, Examples
 from megatrain.data.formats import Fields, Reading, listed
-from megatrain.data.packing import Segments, shuffled
+from megatrain.data.packing import Ints, Segments, mixed, shuffled
 from megatrain.data.sources import Kind, Source, find_files, load_hub
 from megatrain.data.store import Progress, TokenStore, open_store
 from megatrain.data.tokenizer import identity, pad_id
@@ -38,6 +38,8 @@ def open_dataset(
     text_field: str = "text",
     fields: Fields | None = None,
     bad_rows: BadRows = "stop",
+    weights: Sequence[float] | None = None,
+    repeat: bool = False,
     seed: int = 0,
     vocab_size: int | None = None,
     overlong: Overlong = "truncate",
@@ -54,37 +56,43 @@ def open_dataset(
         cache_dir: the folder for tokens; safe to delete between runs.
         packing: several documents share a row without seeing one another; text is cut where a row
             is full, conversations stay whole.
-        kind: "text": documents, every token is learnt. "chat": conversations and completions,
-            the replies are learnt. "auto": what the fields of the first row say.
+        kind: "text": documents, all learnt; "chat": the replies are; "auto": as the fields say.
         text_field: the same as fields {"text": ...}.
         fields: our name of a field -> the data's, or None: passed over on purpose.
         bad_rows: end at the first that cannot be used, or leave them out and list them.
+        weights, repeat: shares of the tokens, one for each source; see `packing.mixed`.
         seed: decides which documents share rows and which are held out.
         vocab_size: the model's; greater ids are refused.
         overlong: what to do with conversations longer than a row. (Text is always split.)
-        hub_config: the configuration of a hub data set that has several.
-        hub_split: the split of a hub data set.
+        hub_config, hub_split: which configuration and split of a hub data set.
         progress: called with the documents and tokens so far while tokenising.
 
     Raises:
-        InputError: missing, unreadable, empty or malformed data, or a tokenizer that does not suit
-            it; names the file and line, and the remedy.
+        InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
-    if sequence_length < 2:
-        raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
-    if seed < 0:
-        raise InputError(f"seed is {seed}: it must not be negative")
-    if text_field != "text":
-        fields = {"text": text_field, **(fields or {})}
-    reading = Reading(kind, fields or {})
-    examples = Examples(_sources(source, kind, hub_config, hub_split), reading, bad_rows)
+    _check_numbers(sequence_length, seed)
+    named = {} if text_field == "text" else {"text": text_field}
+    reading = Reading(kind, {**named, **(fields or {})})
+    sources, groups = _sources(source, kind, hub_config, hub_split, weights)
+    examples = Examples(sources, reading, bad_rows)
     settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer)]
     encoder = Encoder(tokenizer, vocab_size)
     store = _tokens(examples, encoder, settings, Path(cache_dir).expanduser(), progress)
     _say(store.notes)
     found: Literal["text", "chat"] = store.notes["kind"]
     layout = Layout(found, sequence_length, packing, overlong, pad_id(tokenizer, vocab_size))
-    return PackedDataset(store, _choose(store, layout, seed), layout, f"seed {seed}")
+    documents, part = _choose(store, layout, seed), f"seed {seed}"
+    if weights is not None:
+        documents = mixed(documents, groups[store.documents()["source"]], weights, repeat, seed)
+        part += f", weights {list(weights)}{' with repetition' * repeat}"
+    return PackedDataset(store, documents, layout, part)
+
+
+def _check_numbers(sequence_length: int, seed: int) -> None:
+    if sequence_length < 2:
+        raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
+    if seed < 0:
+        raise InputError(f"seed is {seed}: it must not be negative")
 
 
 def _tokens(
@@ -120,13 +128,25 @@ def _say(notes: Mapping[str, Any]) -> None:
 
 
 def _sources(
-    source: str | Path | Sequence[str | Path], kind: Kind, hub_config: str | None, hub_split: str
-) -> Sequence[Source]:
-    files = find_files(source, kind)
-    if files is not None:
-        return files
-    name = source if isinstance(source, (str, Path)) else source[0]
-    return [load_hub(str(name), hub_config, hub_split)]
+    source: str | Path | Sequence[str | Path],
+    kind: Kind,
+    hub_config: str | None,
+    hub_split: str,
+    weights: Sequence[float] | None,
+) -> tuple[Sequence[Source], Ints]:
+    """The sources, each once, and of each which of the given ones it belongs to: [sources]."""
+    given = [source] if isinstance(source, (str, Path)) else list(source)
+    if not given:
+        raise InputError("the data has no path: name at least one file, folder or glob")
+    found: dict[str, tuple[Source, int]] = {}
+    for group, each in enumerate(given):
+        files: Sequence[Source] | None = find_files(each, kind)
+        for one in files or [load_hub(str(each), hub_config, hub_split)]:
+            if weights is not None and one.name in found:
+                raise InputError(f"{one.name}: named twice: a weight is for one of them, keep one")
+            found.setdefault(one.name, (one, group))
+    groups = np.array([group for _, group in found.values()], np.int64)
+    return [one for one, _ in found.values()], groups
 
 
 def _choose(store: TokenStore, layout: Layout, seed: int) -> Segments:

@@ -5,10 +5,13 @@ another: positions restart at each, and the first token of each is not predicted
 """
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatrain.errors import InputError
 
 Ints = NDArray[np.int64]
 _WINDOW = 4096  # conversations fitted together: enough to fill rows, few enough to stay shuffled
@@ -68,6 +71,38 @@ def shuffled(count: int, *key: int) -> Ints:
     """
     random = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(count)
     return np.argsort(random, kind="stable")
+
+
+def mixed(
+    segments: Segments, groups: Ints, weights: Sequence[float], repeat: bool, seed: int
+) -> Segments:
+    """Segments such that each group has its share of the tokens.
+
+    Args:
+        segments: in the order in which they are taken, whole.
+        groups: [documents] the group of each.
+        weights: [groups] shares of the tokens, of any sum.
+        repeat: every segment at least once, and some groups more often; else none twice.
+
+    Raises:
+        InputError: a group has no segment.
+    """
+    of = groups[segments.document]
+    tokens = np.bincount(of, segments.lengths, minlength=len(weights))
+    if not tokens.all():
+        number = int(np.flatnonzero(tokens == 0)[0]) + 1
+        raise InputError(f"data.weights: path {number} has nothing to learn from: leave it out")
+    per_weight = tokens / np.asarray(weights)
+    times = np.asarray(weights) * (per_weight.max() if repeat else per_weight.min()) / tokens
+    chosen: list[Ints] = []
+    for group, number in enumerate(times.tolist()):
+        own = np.flatnonzero(of == group)
+        whole = int(number + 1e-9)
+        rest = max(number - whole, 0) * tokens[group]
+        part = int(np.searchsorted(np.cumsum(segments.lengths[own]), rest + 0.5))
+        chosen += [own] * whole + [own[:part]]
+    order = np.concatenate(chosen)
+    return segments[order[shuffled(len(order), 2, seed)]]
 
 
 def fill_rows(segments: Segments, row_length: int) -> Rows:

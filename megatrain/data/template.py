@@ -56,7 +56,7 @@ class Template:
         if not tokenizer.chat_template:
             raise InputError(
                 "the tokenizer has no chat template, which chat data needs: use the tokenizer of "
-                "an instruct model, or add chat_template.jinja to its folder"
+                "an instruct model, or name a template's file as model.chat_template"
             )
         self._tokenizer = tokenizer
         self._shapes: dict[tuple[str, bool], Shape] = {}

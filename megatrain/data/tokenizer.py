@@ -52,6 +52,25 @@ def load_tokenizer(
     return tokenizer
 
 
+def read_template(path: Path) -> str:
+    """The chat template in a file.
+
+    Raises:
+        InputError: it cannot be read, or is no text.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > _LARGEST_TEMPLATE:
+            limit = _LARGEST_TEMPLATE // MIB
+            raise InputError(f"{path}: not a plain file of at most {limit} MiB: name a template")
+        text = path.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise InputError(f"{path}: cannot be read: {reason}: name a Jinja template") from error
+    if not text.strip():
+        raise InputError(f"{path}: the file is empty: name a Jinja template")
+    return text
+
+
 @contextmanager
 def tokenising(where: str) -> Iterator[None]:
     """For a block that only asks a tokenizer, which may be broken in ways that show late.
@@ -76,6 +95,7 @@ _TOKENIZER_FILES = (
 
 _TEXTS = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_LARGEST_TEMPLATE = 4 * MIB
 _LARGEST_BYTES = 512 * MIB  # the largest of these files that is known has 34 MB
 
 

@@ -6,11 +6,13 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatrain.config import Config, DataSection
+from megatrain.config import Config, DataSection, ModelSection
 from megatrain.data import PackedDataset, load_tokenizer, open_dataset
+from megatrain.data.tokenizer import read_template
 from megatrain.model.build import load_config
 from megatrain.train.model_config import check_sequence_length, model_config
 
@@ -29,7 +31,8 @@ def open_data(
     """
     data = config.data
     seed = config.training.seed
-    training = _open(data, data.path, tokenizer, vocab_size, seed)
+    mixing = {"weights": data.weights, "repeat": data.repeat}
+    training = _open(data, data.path, tokenizer, vocab_size, seed, **mixing)
     if data.eval_path is not None:
         return training, _open(data, data.eval_path, tokenizer, vocab_size, seed)
     if not data.eval_fraction:
@@ -43,6 +46,19 @@ def open_data(
     return training.hold_out(data.eval_fraction)
 
 
+def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, with the run's chat template.
+
+    Raises:
+        InputError: there is none, or the template cannot be read.
+    """
+    trusted = model.trust_remote_code
+    tokenizer = load_tokenizer(model.tokenizer or str(model.path), trust_remote_code=trusted)
+    if model.chat_template is not None:
+        tokenizer.chat_template = read_template(Path(model.chat_template).expanduser())
+    return tokenizer
+
+
 def data_alone(
     config: Config,
 ) -> tuple[PreTrainedTokenizerBase, PackedDataset, PackedDataset | None]:
@@ -53,7 +69,7 @@ def data_alone(
     """
     model = config.model
     trusted = model.trust_remote_code
-    tokenizer = load_tokenizer(model.tokenizer or str(model.path), trust_remote_code=trusted)
+    tokenizer = run_tokenizer(model)
     if model.path is None:
         hf_config = model_config(model, tokenizer)
     else:
@@ -69,6 +85,7 @@ def _open(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
     seed: int,
+    **mixing: Any,
 ) -> PackedDataset:
     return open_dataset(
         path,
@@ -86,6 +103,7 @@ def _open(
         hub_config=data.hub_config,
         hub_split=data.hub_split,
         progress=_tokenising_progress(),
+        **mixing,
     )
 
 

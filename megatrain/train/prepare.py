@@ -15,14 +15,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_schedule
 from megatrain.api import Engine
 from megatrain.checkpoint import MODEL
 from megatrain.config import Config
-from megatrain.data import Step, StepLoader, load_tokenizer
+from megatrain.data import Step, StepLoader
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import usual_micro_batch
 from megatrain.model.build import load_config
 from megatrain.model.companions import tokenizer_files
 from megatrain.optim import NO_DECAY, AdamW
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.data import open_data
+from megatrain.train.data import open_data, run_tokenizer
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.resume import Damaged, RunState, Start, is_whole
 
@@ -74,10 +74,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         Damaged: the checkpoint cannot.
         DoesNotFit: more memory is needed than there is.
     """
-    tokenizer = load_tokenizer(
-        config.model.tokenizer or str(config.model.path),
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    tokenizer = run_tokenizer(config.model)
     hf_config = _model_config(config, tokenizer, start)
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
@@ -111,7 +108,8 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     )
     return Job(
         tokenizer=tokenizer,
-        own_tokenizer=config.model.tokenizer not in (None, str(config.model.path)),
+        own_tokenizer=config.model.chat_template is not None
+        or config.model.tokenizer not in (None, str(config.model.path)),
         engine=engine,
         loader=loader,
         evaluation=list(evaluation.batches(rows)) if evaluation else [],

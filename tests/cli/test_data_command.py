@@ -101,3 +101,23 @@ def test_the_summary_counts_what_the_batches_have(tmp_path, tokenizer_folder, pa
     assert sum(count for *_, count in histogram) == 4
     for shortest, longest, count in histogram:
         assert count == sum(shortest <= n <= longest for n in found.lengths.tolist())
+
+
+def test_a_template_of_the_run_file_takes_the_place_of_the_tokenizers(megatrain, chats, tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text(TEMPLATE.replace("user", "USER").replace("|", "#"))
+    given = sets(model__chat_template=str(template))
+    assert "⟦a <dog> 0#\n⟧" in megatrain("data", chats, "--rows", 5, *given).stdout
+    config = tiny_llama()
+    tree = yaml.safe_load(chats.read_text())
+    tree["model"] = {"config": config, "tokenizer": tree["model"]["path"]}
+    chats.write_text(yaml.safe_dump(tree))
+    result = megatrain("train", chats, *given, *sets(training__steps=1))
+    assert result.exit_code == 0, result.output
+    assert load_tokenizer(tmp_path / "run" / "model").chat_template == template.read_text()
+    for content, problem in ((b"", "is empty"), (b"\xff", "not UTF-8"), (None, "No such file")):
+        template.unlink(missing_ok=True)
+        if content is not None:
+            template.write_bytes(content)
+        result = megatrain("data", chats, *given)
+        assert result.exit_code == 2 and problem in result.stderr and "own.jinja" in result.stderr

@@ -311,6 +311,45 @@ def test_a_single_document_can_be_held_out_in_part(tmp_path):
         data.hold_out(1e-9)
 
 
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+def test_sources_with_weights_have_their_shares_of_the_tokens(tmp_path, packing, repeat):
+    for name, count in {"a": 300, "b": 60, "c": 20}.items():
+        rows = [{"text": f"{name}{i} " + "The sea was calm. " * (i % 4)} for i in range(count)]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    paths = [tmp_path / f"{name}.jsonl" for name in "abc"]
+
+    def opened(**options):
+        return open_dataset(paths, tokenizer=make_tokenizer(), sequence_length=64, packing=packing,
+                            cache_dir=tmp_path / "cache", **options)  # fmt: skip
+
+    data, plain = opened(weights=[1, 3, 0.5], repeat=repeat), opened()
+    sources = data.store.documents()["source"][data.documents.document]
+    tokens = np.bincount(sources, data.documents.lengths)
+    np.testing.assert_allclose(tokens / tokens.sum(), np.array([1, 3, 0.5]) / 4.5, atol=0.02)
+    times = np.bincount(data.documents.document, minlength=380)
+    if repeat:
+        assert times[:300].tolist() == [1] * 300 and times[300:].min() >= 1
+    else:
+        assert times.max() == 1
+    assert (np.diff(sources) != 0).sum() > 10  # they are shuffled, not one after another
+    assert opened(weights=[1, 3, 0.5], repeat=repeat).fingerprint == data.fingerprint
+    others = [plain, opened(weights=[1, 3, 1], repeat=repeat), opened(weights=[1, 3, 0.5], seed=1)]
+    assert data.fingerprint not in [other.fingerprint for other in others]
+    assert sorted(opened(weights=[2, 2, 2], repeat=True).documents.document)[:300] == [*range(300)]
+
+
+def test_weights_need_sources_that_are_apart_and_have_something(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea"}])
+    empty = write_jsonl(tmp_path / "b.jsonl", [{"text": ""}])
+    options = {"tokenizer": make_tokenizer(), "sequence_length": 64, "cache_dir": tmp_path}
+    with pytest.raises(InputError, match=r"a.jsonl: named twice: .*keep one"):
+        open_dataset([path, f"{tmp_path}/*.jsonl"], weights=[1, 1], **options)
+    assert len(open_dataset([path, path], **options)) == 1
+    with pytest.raises(InputError, match="weights: path 2 has nothing to learn from"):
+        open_dataset([path, empty], weights=[1, 1], **options)
+
+
 def test_who_waits_for_the_tokens_of_another_run_is_told(tmp_path, caplog):
     caplog.set_level("INFO", "megatrain.data")
     document = Document(0, 1, np.arange(4, dtype=np.int32), np.ones(4, bool))
