@@ -149,8 +149,6 @@ def versions(content: dict, version: int) -> None:
         tile["version"] = version
 
 
-MEASURED = {"limit": 1, "plain": [1, 1], "last": 0, "graph_bytes_per_token": 1.0}
-
 EDITS = {
     "an unknown version": (lambda c: c.update(version=2), "format version 2 is unknown"),
     "no manifest of ours": (lambda c: c.update(format="x"), "not the manifest of a checkpoint"),
@@ -233,16 +231,6 @@ EDITS = {
     "a norm of nothing": (lambda c: c["settings"].update(max_grad_norm=-1.0), "must be positive"),
     "an unknown frozen one": (
         lambda c: c["settings"].update(frozen=["x"]), "frozen parameter 'x' is unknown",
-    ),
-    "measurements of nothing": (
-        lambda c: c["settings"].update(device="cpu", kept_graphs=MEASURED | {"limit": -1}),
-        "measurements cannot be",
-    ),
-    "measurements without end": (
-        lambda c: c["settings"].update(
-            device="cpu", kept_graphs=MEASURED | {"graph_bytes_per_token": 1e400}
-        ),
-        "measurements cannot be",
     ),
 }  # fmt: skip
 

@@ -116,7 +116,7 @@ def _compare(
         results = [engine.step(step) for step in steps]
         masters = dict(engine.named_masters())
         engine.save_pretrained(folder.with_name("exported"))
-        still = set(engine._untrained.dtypes)
+        still = set(engine._opened.source.untrained.dtypes)
     reference = Reference(model, steps, 1.0)
     compare_steps(errors, results, reference)
     compare_updates(errors, masters, reference)

@@ -49,7 +49,7 @@ def tallied() -> Iterator[None]:
     """Tallies count real tensors, also in the forward of tiles."""
     with pytest.MonkeyPatch.context() as patch, torch.enable_grad():
         patch.setattr(tally, "tensors", tensors)
-        patch.setattr(tiles, "_disable_current_modes", contextlib.nullcontext)
+        patch.setattr(tiles, "without_modes", contextlib.nullcontext)
         yield
 
 

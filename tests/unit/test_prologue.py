@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatrain import Engine, Placement
-from megatrain.model.program import Program
+from megatrain.model.program import ModelProgram
 from megatrain.model.skeleton import Skeleton, _Lookup
 from tests.parity.cases import llama, make_batches, make_engine
 
@@ -26,9 +26,9 @@ def engine() -> Iterator[Engine]:
 def test_the_backward_ends_where_the_layers_begin(engine: Engine, monkeypatch: Any) -> None:
     called: Counter[str] = Counter()
     running = ["epilogue"]
-    prologue, forward = Program.prologue, Skeleton.forward
+    prologue, forward = ModelProgram.prologue, Skeleton.forward
 
-    def told(self: Program, weights: Any, batch: Any) -> Any:
+    def told(self: ModelProgram, weights: Any, batch: Any) -> Any:
         running[0] = "backward" if batch.calls else "forward"
         values = prologue(self, weights, batch)
         running[0] = "epilogue"
@@ -41,7 +41,7 @@ def test_the_backward_ends_where_the_layers_begin(engine: Engine, monkeypatch: A
 
         return forward(self, one, *rest)
 
-    monkeypatch.setattr(Program, "prologue", told)
+    monkeypatch.setattr(ModelProgram, "prologue", told)
     monkeypatch.setattr(Skeleton, "forward", counted)
     engine.step(STEP)
     every = LAYERS * len(STEP)
