@@ -18,6 +18,7 @@ _PLACES = {
     "adam_epsilon": "optimizer.eps",
     "lr_scheduler_type": "schedule.name",
     "lr_scheduler_kwargs": "schedule.options",
+    "label_smoothing_factor": "loss.label_smoothing",
     "eval_steps": "training.eval_every",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",

@@ -150,6 +150,12 @@ class OptimizerSection(Section):
         return patterns
 
 
+class LossSection(Section):
+    """Cross entropy, of whose targets a share may be spread evenly over the vocabulary."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
 class ScheduleSection(Section):
     """Learning-rate schedule: a name known to `transformers.get_scheduler`, and its options."""
 
@@ -298,6 +304,7 @@ class Config(Section):
     data: DataSection
     training: TrainingSection
     optimizer: OptimizerSection = OptimizerSection()
+    loss: LossSection = LossSection()
     schedule: ScheduleSection = ScheduleSection()
     engine: EngineSection = EngineSection()
     checkpoint: CheckpointSection = CheckpointSection()

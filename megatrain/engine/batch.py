@@ -1,17 +1,16 @@
 """The micro-batches of one optimizer step, checked and brought to the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from megatrain.errors import InputError
-from megatrain.loss import IGNORED, num_labelled, targets_of
+from megatrain.loss import IGNORED, Loss, targets_of
 from megatrain.model.program import MicroBatch
 from megatrain.model.skeleton import Rows
-
-KEYS = ("input_ids", "attention_mask", "position_ids", "labels")
 
 
 @dataclass
@@ -20,14 +19,14 @@ class Batch:
 
     Attributes:
         micro: on the device.
-        num_labelled: positions with a target, over all micro-batches.
+        normaliser: what the loss is divided by, over all micro-batches.
         num_tokens: all positions, padding included.
         unique_U: the token ids whose rows are gathered (CPU); `micro[i].rows.index` points into it.
         seed: makes the random numbers of this step.
     """
 
     micro: list[MicroBatch]
-    num_labelled: int
+    normaliser: float
     num_tokens: int
     unique_U: Tensor
     seed: int
@@ -38,7 +37,8 @@ def prepare(
     device: torch.device,
     vocab_size: int,
     *,
-    labelled: bool,
+    takes: Callable[[str], bool],
+    loss: Loss | None,
     seed: int,
     label_shift: int = 1,
     constants: Sequence[int] = (),
@@ -47,24 +47,26 @@ def prepare(
     """Check CPU micro-batches and move them to `device`.
 
     Args:
+        takes: whether the model's forward takes a tensor of this name, beside `input_ids`.
+        loss: that micro-batches have labels for, and the tensors that it asks for; None: neither.
         label_shift: how many tokens a label is after what predicts it.
         constants: token ids whose rows are needed besides the batch's own.
         max_tokens: positions that the model has; None: any number.
 
     Raises:
         InputError: no micro-batch, unknown keys, wrong shapes or types, ids outside the
-            vocabulary, positions that the model does not have, or (with `labelled`) no position
-            that has a target.
+            vocabulary, positions that the model does not have, or (with a loss) no position that
+            has a target.
     """
     if not isinstance(micro_batches, list | tuple) or not micro_batches:
         given = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
         raise InputError(f"a step needs a list of at least one micro-batch; it got {given}")
     for index, micro in enumerate(micro_batches):
-        _check(index, micro, vocab_size, labelled)
+        _check(index, micro, vocab_size, takes, loss)
         _check_positions(f"micro-batch {index}", micro, max_tokens)
-    targets = [targets_of(m["labels"], label_shift) if labelled else None for m in micro_batches]
-    count = sum(num_labelled(each) for each in targets if each is not None)
-    if labelled and count == 0:
+    losses = _losses(micro_batches, loss, label_shift)
+    normaliser = 0.0 if loss is None else loss.normaliser(*zip(*losses, strict=True))
+    if loss is not None and normaliser == 0:
         raise InputError("no token of this step has a label; check the data's labels (all -100)")
     ids = torch.cat([m["input_ids"].reshape(-1) for m in micro_batches])
     every = torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)])
@@ -72,15 +74,34 @@ def prepare(
     lengths = [m["input_ids"].numel() for m in micro_batches]
     parts = index[: len(ids)].split(lengths)
     moved = [
-        _moved(micro, target, part.view(micro["input_ids"].shape), unique_U, device)
-        for micro, target, part in zip(micro_batches, targets, parts, strict=True)
+        _moved(micro, takes, part.view(micro["input_ids"].shape), unique_U, device)
+        for micro, part in zip(micro_batches, parts, strict=True)
     ]
-    return Batch(moved, count, len(ids), unique_U, seed)
+    if loss is not None:
+        for made, (targets, beside) in zip(moved, losses, strict=True):
+            made.targets, made.loss = targets.to(device), loss
+            made.given = [each.to(device) for each in beside]
+    return Batch(moved, normaliser, len(ids), unique_U, seed)
+
+
+def _losses(
+    micro_batches: Sequence[Mapping[str, Tensor]], loss: Loss | None, shift: int
+) -> list[tuple[Tensor, list[Tensor]]]:
+    """Targets, and what the loss takes besides, of each micro-batch."""
+    if loss is None:
+        return []
+    return [
+        (
+            targets_of(micro["labels"], shift),
+            [targets_of(micro[name].float(), shift, 0.0) for name in loss.inputs],
+        )
+        for micro in micro_batches
+    ]
 
 
 def _moved(
     micro: Mapping[str, Tensor],
-    targets_BT: Tensor | None,
+    takes: Callable[[str], bool],
     index_BT: Tensor,
     unique_U: Tensor,
     device: torch.device,
@@ -88,23 +109,34 @@ def _moved(
     # A mask of ones says nothing, and lets transformers take the fast causal path.
     inputs = {
         key: (micro[key].clone() if micro[key].is_inference() else micro[key]).to(device)
-        for key in KEYS[:3]
-        if key in micro and not (key == "attention_mask" and bool(micro[key].all()))
+        for key in micro
+        if (key == "input_ids" or takes(key))
+        and not (key == "attention_mask" and bool(micro[key].all()))
     }
     rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
-    return MicroBatch(inputs, None if targets_BT is None else targets_BT.to(device), rows)
+    return MicroBatch(inputs, None, rows)
 
 
-def _check(index: int, micro: Mapping[str, Tensor], vocab_size: int, labelled: bool) -> None:
+def _check(
+    index: int,
+    micro: Mapping[str, Tensor],
+    vocab_size: int,
+    takes: Callable[[str], bool],
+    loss: Loss | None,
+) -> None:
     where = f"micro-batch {index}"
     if not isinstance(micro, Mapping):
         raise InputError(f"{where} is a {type(micro).__name__}; it must be a dictionary of tensors")
-    unknown = sorted(set(micro) - set(KEYS))
-    if unknown:
-        raise InputError(f"{where} has an unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
-    for key in ("input_ids", "labels") if labelled else ("input_ids",):
+    needed = ["input_ids", *(() if loss is None else ("labels", *loss.inputs))]
+    for key in needed:
         if key not in micro:
             raise InputError(f"{where} has no {key}")
+    unknown = sorted(k for k in micro if k not in needed and k != "labels" and not takes(k))
+    if unknown:
+        raise InputError(
+            f"{where} has {unknown[0]!r}, which neither the model's forward nor the loss takes; "
+            f"known: {', '.join(needed)}, and what else the forward takes"
+        )
     for key, value in micro.items():
         if not isinstance(value, Tensor):
             raise InputError(f"{where}: {key} is a {type(value).__name__}; it must be a tensor")
@@ -112,13 +144,18 @@ def _check(index: int, micro: Mapping[str, Tensor], vocab_size: int, labelled: b
     if len(shape) != 2 or 0 in shape:
         raise InputError(f"{where}: input_ids must be [rows, tokens], not {list(shape)}")
     for key, value in micro.items():
-        if value.shape != shape or value.dtype != torch.int64 or value.device.type != "cpu":
+        of_loss = loss is not None and key in loss.inputs
+        typed = value.is_floating_point() if of_loss else value.dtype == torch.int64
+        if value.shape != shape or not typed or value.device.type != "cpu":
+            wanted = "of floating-point numbers" if of_loss else "torch.int64"
             raise InputError(
                 f"{where}: {key} is {list(value.shape)} {value.dtype} on {value.device}; it must "
-                f"be {list(shape)} torch.int64 on the cpu"
+                f"be {list(shape)} {wanted} on the cpu"
             )
+        if of_loss and not bool(value.isfinite().all()):
+            raise InputError(f"{where}: {key} holds a number that is not finite")
     _check_ids(f"{where}: input_ids", micro["input_ids"], vocab_size)
-    if labelled:
+    if loss is not None:
         labels = micro["labels"]
         _check_ids(f"{where}: labels", labels[labels != IGNORED], vocab_size)
 
@@ -147,3 +184,10 @@ def _check_ids(where: str, ids: Tensor, vocab_size: int) -> None:
             f"{where} holds token {int(outside[0])}, outside the model's vocabulary of "
             f"{vocab_size}; use the model's own tokenizer"
         )
+
+
+def most_tokens(config: PreTrainedConfig) -> int | None:
+    """Tokens of the longest row that a model is made for; None: any number."""
+    text = config.get_text_config(decoder=True)
+    given = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return next((n for n in given if isinstance(n, int) and n > 0), None)

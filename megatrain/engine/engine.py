@@ -1,11 +1,11 @@
 """An engine whose placement is settled: steps, evaluations, what comes out of it, and saves."""
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
 from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, fill, host_bytes
-from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.batch import Batch, most_tokens, prepare
 from megatrain.engine.heads import TorchHeads
 from megatrain.engine.hostroom import HostRoom, Planned
 from megatrain.engine.masks import check_masks
@@ -26,6 +26,7 @@ from megatrain.engine.resume import describe_optimizer, documents, settings_of
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.units import Head, State
 from megatrain.errors import DoesNotFit, InputError, RunFailed
+from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.model.export import write_weights
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
@@ -42,7 +43,7 @@ class StepResult:
     """What one optimizer step did.
 
     Attributes:
-        loss: mean cross entropy over all labelled tokens of the step, before the update.
+        loss: of the step, before the update; mean cross entropy of its labels, if no other.
         grad_norm: global 2-norm of the gradient, before clipping.
         tokens: positions computed, padding included.
         seconds: from the call to the end of the backward (the update may still be running).
@@ -115,20 +116,17 @@ class PlacedEngine:
         """Token ids must be below this."""
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
-    @property
-    def _max_tokens(self) -> int | None:
-        """Tokens of the longest row that the model is made for; None: any number."""
-        text = self.config.get_text_config(decoder=True)
-        given = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
-        return next((n for n in given if isinstance(n, int) and n > 0), None)
-
-    def step(self, micro_batches: MicroBatches, *, norm_limit: float = math.inf) -> StepResult:
+    def step(
+        self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY, *, norm_limit: float = inf
+    ) -> StepResult:
         """One optimizer step over all of `micro_batches`.
 
         Args:
             micro_batches: dictionaries of CPU int64 tensors `[B, T]`: `input_ids`, `labels` (-100:
                 none; shifted by `label_shift`), and optionally `attention_mask` (1: token, 0:
-                padding) and `position_ids`. B and T may differ between them.
+                padding), `position_ids`, what else the model's forward takes of each token, and
+                floating-point ones that the loss takes. B and T may differ between them.
+            loss: one of `megatrain.loss`.
             norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
 
         Raises:
@@ -141,7 +139,7 @@ class PlacedEngine:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
         self.optimizer.check()
         start = time.perf_counter()
-        batch = self._prepare(micro_batches, labelled=True, train=True)
+        batch = self._prepare(micro_batches, loss, train=True)
         self._parts.update.norm_limit = norm_limit
         self._parts.keep_graphs(self._placement_for(batch).keep_layers)
         with self._undisturbed(), self._host.of(batch.num_tokens):
@@ -156,15 +154,15 @@ class PlacedEngine:
         larger = self._planned is not None and not self._planned.holds(batch)
         return self._frugal if larger else self.placement
 
-    def evaluate(self, micro_batches: MicroBatches) -> float:
-        """Mean cross entropy over all labelled tokens; changes no state, dropout is off."""
-        batch = self._prepare(micro_batches, labelled=True)
+    def evaluate(self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY) -> float:
+        """The loss of a step, of cross entropy the mean; changes no state, dropout is off."""
+        batch = self._prepare(micro_batches, loss)
         losses = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
         return float(torch.stack(losses).sum())
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""
-        prepared = self._prepare([batch], labelled=False)
+        prepared = self._prepare([batch], None)
         made = self._forward_only(prepared, lambda head, slot, h: head.logits(slot, prepared, h))
         return made[0]
 
@@ -192,10 +190,10 @@ class PlacedEngine:
             ) from error
 
     def _prepare(
-        self, micro_batches: MicroBatches, *, labelled: bool, train: bool = False
+        self, micro_batches: MicroBatches, loss: Loss | None, *, train: bool = False
     ) -> Batch:
         with torch.inference_mode(False):
-            batch = self._checked(micro_batches, labelled=labelled)
+            batch = self._checked(micro_batches, loss)
             if self.device.kind == "cuda":
                 text = self.config.get_text_config(decoder=True)
                 check_masks(micro_batches, text, self._dtype.itemsize, available_bytes(self.device))
@@ -205,20 +203,21 @@ class PlacedEngine:
 
     def _trial_losses(self, micro_batches: MicroBatches) -> list[Tensor]:
         self._program.train(False)
-        batch = self._checked(micro_batches, labelled=True)
+        batch = self._checked(micro_batches, CROSS_ENTROPY)
         with self._program.eager():
             return self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
 
-    def _checked(self, micro_batches: MicroBatches, *, labelled: bool) -> Batch:
+    def _checked(self, micro_batches: MicroBatches, loss: Loss | None) -> Batch:
         return prepare(
             micro_batches,
             self.device.torch_device,
             self.vocab_size,
-            labelled=labelled,
+            takes=self._outline.skeleton.accepts,
+            loss=loss,
             label_shift=self.label_shift,
             seed=derived_seed(self._opened.seed, self._steps),
             constants=self._outline.constants,
-            max_tokens=self._max_tokens,
+            max_tokens=most_tokens(self.config),
         )
 
     @contextmanager

@@ -1,6 +1,6 @@
 """What a head computes, given its weights: from the last activations to a loss or logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatrain.engine.graphs import add
 from megatrain.engine.sink import Room
-from megatrain.loss import CrossEntropy, chunked_loss, chunked_loss_gradients, chunked_losses
+from megatrain.loss import Loss, Summed, chunked_loss, chunked_loss_gradients, chunked_losses
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.skeleton import last_hidden, with_hidden
 
@@ -22,22 +22,22 @@ class HeadMath(Protocol):
         names: list[str],
         micro: MicroBatch,
         values: Activations,
-        count: int,
+        count: float,
         room: Room,
     ) -> tuple[Tensor, Activations]:
-        """A share of the step's mean loss, and the gradients of `values`; the weights' into `room`.
+        """A share of the step's loss, and the gradients of `values`; the weights' into `room`.
 
         Args:
             weights: as autograd leaves.
             names: of those that have gradients.
-            count: labelled tokens of the step.
+            count: what the step's loss is divided by.
         """
 
     def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         """Summed over the labelled tokens, without gradients."""
 
     def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        """Each token's cross entropy `[N]`, fp32; 0 where nothing is predicted."""
+        """Each token's loss `[N]`, fp32; 0 where nothing is predicted."""
 
     def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         """`[B, T, V]`, fp32, on the CPU."""
@@ -46,8 +46,11 @@ class HeadMath(Protocol):
 class WholeHead:
     """Epilogue and projection, whose logits exist for `tokens` at once."""
 
-    def __init__(self, program: ModelProgram, tokens: int, cross_entropy: CrossEntropy) -> None:
-        self._program, self._tokens, self._cross_entropy = program, tokens, cross_entropy
+    def __init__(
+        self, program: ModelProgram, tokens: int, summed: Callable[[Loss], Summed]
+    ) -> None:
+        """Args: `summed` gives that of a loss, compiled or as it is."""
+        self._program, self._tokens, self._summed = program, tokens, summed
 
     def gradients_of(
         self,
@@ -55,7 +58,7 @@ class WholeHead:
         names: list[str],
         micro: MicroBatch,
         values: Activations,
-        count: int,
+        count: float,
         room: Room,
     ) -> tuple[Tensor, Activations]:
         parameters = [weights[name] for name in names]
@@ -74,9 +77,10 @@ class WholeHead:
             micro.targets.reshape(-1),
             count,
             self._tokens,
-            self._cross_entropy,
+            self._summed(micro.loss),
             parameters,
             lambda gradients: room.add(names, gradients),
+            _flat(micro.given),
         )
         sources = [*(inputs[ref] for ref in pulled), *parameters]
         grads = torch.autograd.grad(hidden, sources, gradient.view_as(hidden), allow_unused=True)
@@ -86,12 +90,12 @@ class WholeHead:
     def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         given = self._chunks(weights, micro, values)
         with torch.no_grad():
-            return chunked_loss(*given, self._tokens, self._cross_entropy)
+            return chunked_loss(*given, self._tokens, self._summed(micro.loss), _flat(micro.given))
 
     def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         given = self._chunks(weights, micro, values)
         with torch.no_grad():
-            return chunked_losses(*given, self._tokens)
+            return chunked_losses(*given, self._tokens, micro.loss.each_of, _flat(micro.given))
 
     def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         with torch.no_grad():
@@ -111,3 +115,7 @@ class WholeHead:
             hidden.reshape(-1, hidden.shape[-1]),
             micro.targets.reshape(-1),
         )
+
+
+def _flat(given: Sequence[Tensor]) -> list[Tensor]:
+    return [each.reshape(-1) for each in given]

@@ -1,11 +1,12 @@
 """Who makes what computes with a head."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 from megatrain.engine.head import HeadMath, WholeHead
 from megatrain.engine.ranges import Rows
-from megatrain.loss import cross_entropy_sum, range_gradient, range_statistics
+from megatrain.loss import Loss, Summed, range_gradient, range_statistics
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import ModelProgram
 from megatrain.placement import Placement
@@ -28,10 +29,8 @@ class TorchHeads:
     program: ModelProgram
 
     def whole(self, placement: Placement) -> HeadMath:
-        loss = cross_entropy_sum
-        if placement.compile:
-            loss = compile_and_tell(loss, "the loss")
-        return WholeHead(self.program, placement.head_tokens, loss)
+        summed = cache(_compiled) if placement.compile else _as_it_is
+        return WholeHead(self.program, placement.head_tokens, summed)
 
     def rows(self, placement: Placement) -> Rows:
         statistics, gradient = range_statistics, range_gradient
@@ -39,3 +38,11 @@ class TorchHeads:
             statistics = compile_and_tell(statistics, "the loss of some rows")
             gradient = compile_and_tell(gradient, "the gradient of some rows")
         return Rows(self.program, placement.head_tokens, statistics, gradient)
+
+
+def _compiled(loss: Loss) -> Summed:
+    return compile_and_tell(loss.summed, "the loss")
+
+
+def _as_it_is(loss: Loss) -> Summed:
+    return loss.summed

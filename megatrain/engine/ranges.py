@@ -1,10 +1,10 @@
 """A head too large for the device, visited in stages: up to its projection, and ranges of rows.
 
 In the forward sweep each range of the table's rows adds to every token's log-sum-exp, and finds the
-targets' logits among its own. With the last range the loss is known, and it goes on to its
-gradients; the others come again in the backward, each computing its logits once more. Each stage
-passes all micro-batches before the next one's weights are used, as layers do; what it gives to the
-next is an activation.
+targets' logits among its own. With the last range these statistics are known, and so the loss and
+its slopes by them; it goes on to its gradients; the others come again in the backward, each
+computing its logits once more. Each stage passes all micro-batches before the next one's weights
+are used, as layers do; what it gives to the next is an activation.
 
 Legend: N tokens of a micro-batch, C tokens of a chunk, D width, R rows of a range.
 """
@@ -21,17 +21,19 @@ from megatrain.engine.layer import Layer, Stage
 from megatrain.engine.portion import Portion, Ranges
 from megatrain.engine.sink import Room
 from megatrain.engine.units import Head, State
-from megatrain.loss import IGNORED, range_gradient, range_statistics
+from megatrain.loss import Statistics, range_gradient, range_statistics
 from megatrain.model.kind import Holds
 from megatrain.model.program import Activations, MicroBatch, ModelProgram, Program
 from megatrain.model.skeleton import Ref
 
-# Leaves of the head: what is projected `[B, T, D]`, the log-sum-exp and the targets' logits so far
-# `[N]`; where logits are asked for, those of a range have the number of its first row after these.
-HIDDEN, LSE, PICKED, LOGITS = range(4)
+# Leaves of the head: what is projected `[B, T, D]`; the log-sum-exp, the targets' logits and the
+# logits' sum so far `[N]`. Backward: the gradient of what is projected; the log-sum-exp as it was,
+# the weight of each token's cross entropy, and the loss's slopes by mean and log-sum-exp besides.
+# Where logits are asked for, those of a range have the number of its first row after these.
+HIDDEN, LSE, PICKED, SUM, LSE_SLOPE, LOGITS = range(6)
 
-Statistics = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+SomeStatistics = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Gradient = Callable[..., Tensor]
 
 
 def in_ranges(
@@ -54,14 +56,16 @@ class Rows:
         self,
         program: ModelProgram,
         tokens: int,
-        statistics: Statistics = range_statistics,
+        statistics: SomeStatistics = range_statistics,
         gradient: Gradient = range_gradient,
     ) -> None:
         """Args: `statistics`, `gradient` of a chunk's logits; compiled, or as they are."""
         self._program, self._tokens = program, tokens
         self._statistics_of, self._gradient_of = statistics, gradient
         visit = len(program.outline.layers)
-        self.hidden, self.lse, self.picked, self.first = (Ref(visit, leaf) for leaf in range(4))
+        refs = (Ref(visit, leaf) for leaf in range(LOGITS + 1))
+        self.hidden, self.lse, self.picked, self.sum, self.lse_slope, self.first = refs
+        self._num = program.outline.num_logits
 
     def see(
         self, weights: dict[str, Tensor], start: int, micro: MicroBatch, values: Activations
@@ -71,42 +75,56 @@ class Rows:
             if micro.targets is None:
                 logits = self._program.projection(weights, micro, values[self.hidden])
                 return {**values, Ref(self.first.visit, LOGITS + start): logits.float().cpu()}
-            lse_N, picked_N = self._statistics(weights, start, micro, values[self.hidden])
+            lse_N, picked_N, *sum_N = self._statistics(weights, start, micro, values[self.hidden])
         if self.lse in values:
             lse_N = torch.logaddexp(values[self.lse], lse_N)
             picked_N = values[self.picked] + picked_N
-        return {**values, self.lse: lse_N, self.picked: picked_N}
+            sum_N = [values[self.sum] + each for each in sum_N]
+        beside = dict(zip([self.sum], sum_N, strict=False))
+        return {**values, self.lse: lse_N, self.picked: picked_N, **beside}
 
     def _statistics(
         self, weights: dict[str, Tensor], start: int, micro: MicroBatch, hidden_BTD: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> list[Tensor]:
         hidden_ND, places_N = _flat(hidden_BTD), _targets(micro) - start
-        found = [
-            self._statistics_of(
-                self._program.projection(weights, micro, hidden_ND[None, chunk])[0], places_N[chunk]
-            )
-            for chunk in self._chunks(len(hidden_ND))
-        ]
-        lse, picked = zip(*found, strict=True)
-        return torch.cat(lse), torch.cat(picked)
+        found = []
+        for chunk in self._chunks(len(hidden_ND)):
+            logits = self._program.projection(weights, micro, hidden_ND[None, chunk])[0]
+            sums = [logits.float().sum(1)] if micro.loss.uses_mean else []
+            found.append((*self._statistics_of(logits, places_N[chunk]), *sums))
+        return [torch.cat(each) for each in zip(*found, strict=True)]
 
     def logits(self, values: Activations) -> Tensor:
         """All of them `[B, T, V]`, after the last range."""
         return torch.cat([values[ref] for ref in sorted(values) if ref >= self.first], -1)
 
     def losses(self, micro: MicroBatch, values: Activations) -> Tensor:
-        """Each token's cross entropy `[N]`, after the last range; 0 where nothing is predicted."""
-        entropy_N = values[self.lse] - values[self.picked]
-        return torch.where(_targets(micro) != IGNORED, entropy_N, 0.0)
+        """Each token's loss `[N]`, after the last range; 0 where nothing is predicted."""
+        return micro.loss.each(self._found(values), _targets(micro), *_given(micro))
 
     def loss(self, micro: MicroBatch, values: Activations) -> Tensor:
-        """Cross entropy summed over the labelled tokens, after the last range."""
+        """The sum of these."""
         return self.losses(micro, values).sum()
 
-    def gradients(self, values: Activations) -> Activations:
-        """What `pull` adds to: the gradient of what is projected, fp32; and the log-sum-exp."""
+    def _found(self, values: Activations) -> Statistics:
+        mean_N = values[self.sum] / self._num if self.sum in values else None
+        return Statistics(values[self.picked] - values[self.lse], values[self.lse], mean_N)
+
+    def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
+        """What `pull` adds to: the gradient of what is projected, fp32; and what it reads.
+
+        Args:
+            count: what the step's loss is divided by.
+        """
+        slopes = micro.loss.slopes(self._found(values), _targets(micro), _given(micro), count)
+        assert slopes.log_prob is not None
         total_BTD = torch.zeros_like(values[self.hidden], dtype=torch.float32)
-        return {self.hidden: total_BTD, self.lse: values[self.lse]}
+        made = {self.hidden: total_BTD, self.lse: values[self.lse], self.picked: -slopes.log_prob}
+        if slopes.mean is not None:
+            made[self.sum] = slopes.mean / self._num
+        if slopes.lse is not None:
+            made[self.lse_slope] = slopes.lse
+        return made
 
     def pull(
         self,
@@ -115,7 +133,6 @@ class Rows:
         micro: MicroBatch,
         values: Activations,
         gradients: Activations,
-        count: int,
         names: list[str],
         room: Room,
     ) -> None:
@@ -123,21 +140,22 @@ class Rows:
 
         Args:
             values: what is projected, among others.
-            count: labelled tokens of the step.
+            gradients: as `gradients` makes them.
             names: of the weights that have gradients.
         """
         hidden_ND, total_ND = _flat(values[self.hidden]), _flat(gradients[self.hidden])
         targets_N, lse_N = _targets(micro), gradients[self.lse]
-        weights_N = (targets_N != IGNORED).float() / count
+        weights_N = gradients[self.picked]
+        more = [gradients.get(ref) for ref in (self.lse_slope, self.sum)]
         for chunk in self._chunks(len(hidden_ND)):
             with torch.enable_grad():
                 hidden_CD = hidden_ND[None, chunk].detach().requires_grad_()
                 logits = self._program.projection(weights, micro, hidden_CD)[0]
             given = logits.detach(), targets_N[chunk] - start, lse_N[chunk], weights_N[chunk]
             sources = [hidden_CD, *(weights[name] for name in names)]
-            grads = torch.autograd.grad(
-                logits, sources, self._gradient_of(*given), allow_unused=True
-            )
+            slopes = () if more == [None, None] else (None if s is None else s[chunk] for s in more)
+            gradient = self._gradient_of(*given, *slopes)
+            grads = torch.autograd.grad(logits, sources, gradient, allow_unused=True)
             total_ND[chunk] += grads[0][0]
             room.add(names, grads[1:])
 
@@ -152,6 +170,10 @@ def _flat(hidden_BTD: Tensor) -> Tensor:
 def _targets(micro: MicroBatch) -> Tensor:
     assert micro.targets is not None
     return micro.targets.view(-1)
+
+
+def _given(micro: MicroBatch) -> list[Tensor]:
+    return [each.view(-1) for each in micro.given]
 
 
 class _AfterLayers(Stage):
@@ -172,7 +194,7 @@ class Epilogue(_AfterLayers):
         read = {ref for layer in outline.layers for ref in layer.inputs}
         self.inputs = self.pulled = outline.epilogue_inputs
         self.fresh = [ref for ref in self.inputs if ref not in read]
-        self.made = [Ref(self.visit, leaf) for leaf in (HIDDEN, LSE)]
+        self.made = [Ref(self.visit, leaf) for leaf in range(LOGITS)]
         self.live = set()
 
     def _call(
@@ -213,7 +235,7 @@ class Range(_AfterLayers):
 
             def work(index: int = index, values: Activations = values) -> None:
                 weights, names = self.leaves(slot)
-                given = batch.micro[index], values, dh[index], batch.num_labelled
+                given = batch.micro[index], values, dh[index]
                 self._rows.pull(weights, self._start, *given, names, room)
 
             self.device.run(COMPUTE, self.name, work, [slot], [room.sums])
@@ -232,13 +254,13 @@ class LastRows:
         names: list[str],
         micro: MicroBatch,
         values: Activations,
-        count: int,
+        count: float,
         room: Room,
     ) -> tuple[Tensor, Activations]:
         rows = self._rows
         values = rows.see(weights, self._start, micro, values)
-        gradients = rows.gradients(values)
-        rows.pull(weights, self._start, micro, values, gradients, count, names, room)
+        gradients = rows.gradients(micro, values, count)
+        rows.pull(weights, self._start, micro, values, gradients, names, room)
         return rows.loss(micro, values) / count, gradients
 
     def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:

@@ -143,7 +143,7 @@ class Head(Unit):
     def loss_and_vjp(
         self, slot: Buffer, batch: Batch, h: State, room: Room
     ) -> tuple[list[Tensor], State]:
-        """Each micro-batch's share of the step's mean loss, and the activations' gradients.
+        """Each micro-batch's share of the step's loss, and the activations' gradients.
 
         Takes the activations out of `h`.
         """
@@ -153,7 +153,7 @@ class Head(Unit):
 
             def work(index: int = index, micro: MicroBatch = micro) -> tuple[Tensor, Activations]:
                 weights, names = self.leaves(slot)
-                count = batch.num_labelled
+                count = batch.normaliser
                 return self.computed.gradients_of(weights, names, micro, h[index], count, room)
 
             result = self.device.run(COMPUTE, "head", work, [slot], [room.sums])
@@ -164,15 +164,15 @@ class Head(Unit):
         return losses, dh
 
     def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each micro-batch's share of the mean loss, without gradients."""
+        """Each micro-batch's share of the step's loss, without gradients."""
 
         def work(micro: MicroBatch, values: Activations) -> Tensor:
-            return self.computed.loss(self.weights(slot), micro, values) / batch.num_labelled
+            return self.computed.loss(self.weights(slot), micro, values) / batch.normaliser
 
         return self._each(slot, batch, h, work)
 
     def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each token's cross entropy `[B, T]`, fp32, on the CPU; 0 where nothing is predicted."""
+        """Each token's loss `[B, T]`, fp32, on the CPU; 0 where nothing is predicted."""
 
         def work(micro: MicroBatch, values: Activations) -> Tensor:
             found = self.computed.losses(self.weights(slot), micro, values)

@@ -24,7 +24,7 @@ from megatrain.engine.units import Head
 from megatrain.forecast.footprint import Compiled, Recorder, Traced
 from megatrain.forecast.tally import OneAttention, Tally, Work, foreseeing
 from megatrain.forecast.tiling import TileWork, foretold, tiled
-from megatrain.loss import cross_entropy_sum
+from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.kind import KEPT_SHARE, Kind
 from megatrain.model.outline import Outline
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
@@ -146,7 +146,8 @@ class Measured:
                 micro,
                 _CPU,
                 config.vocab_size,
-                labelled=True,
+                takes=self.outline.skeleton.accepts,
+                loss=CROSS_ENTROPY,
                 seed=0,
                 constants=self.outline.constants,
             )
@@ -275,8 +276,9 @@ class Measured:
             refs = self.outline.epilogue_inputs
             h = [{ref: self.shape(ref, rows).empty("cpu") for ref in refs}]
             batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)
-            loss = _cross_entropy if self.compiled else cross_entropy_sum
-            whole = WholeHead(self.program, head_tokens, loss)
+            compiled = self.compiled
+            summed = (lambda loss: _cross_entropy) if compiled else (lambda loss: loss.summed)
+            whole = WholeHead(self.program, head_tokens, summed)
             head = Head(CpuDevice(), self.program, tile, whole)
             tally.ignore((slot.data, sums.data, h, micro.inputs, micro.targets))
             with tally:

@@ -95,9 +95,9 @@ def _both(
     with Tally() as first:
         first.ignore(given)
         values = computed.see(weights, 0, micro, values)
-    gradients = computed.gradients(values)
+    gradients = computed.gradients(micro, values, 1)
     with Tally() as second:
         second.ignore([*given, values, gradients])
-        computed.pull(weights, 0, micro, values, gradients, 1, list(weights), room)
+        computed.pull(weights, 0, micro, values, gradients, list(weights), room)
     one, other = (replace(t.work, peak_bytes=t.peak_bytes) for t in (first, second))
     return one, other

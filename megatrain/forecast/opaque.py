@@ -20,7 +20,6 @@ from megatrain.forecast.measure import LayerWork, Measured, Shape
 from megatrain.forecast.measure_experts import around_experts, some_experts
 from megatrain.forecast.measure_head import projected, some_rows
 from megatrain.forecast.tally import Tally, Work
-from megatrain.loss import cross_entropy_sum
 from megatrain.model import attention
 from megatrain.model.experts import Chosen, ExpertRows
 from megatrain.model.kind import Holds
@@ -168,9 +167,9 @@ class OpaqueRows(Rows):
     def loss(self, micro: MicroBatch, values: Activations) -> Tensor:
         return torch.empty((), device="meta")
 
-    def gradients(self, values: Activations) -> Activations:
+    def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
         with self._tally.placing(ACTIVATIONS):
-            return super().gradients(values)
+            return super().gradients(micro, values, count)
 
     def pull(
         self,
@@ -179,7 +178,6 @@ class OpaqueRows(Rows):
         micro: MicroBatch,
         values: Activations,
         gradients: Activations,
-        count: int,
         names: list[str],
         room: Room,
     ) -> None:
@@ -193,7 +191,7 @@ class OpaqueHead(WholeHead):
     """A head of which only works and shapes are known."""
 
     def __init__(self, tokens: int, measured: Measured, layout: TileLayout, tally: Tally) -> None:
-        super().__init__(measured.program, tokens, cross_entropy_sum)
+        super().__init__(measured.program, tokens, lambda loss: loss.summed)
         self._work = partial(measured.head, layout, head_tokens=tokens)
         self._tally = tally
 
@@ -203,7 +201,7 @@ class OpaqueHead(WholeHead):
         names: list[str],
         micro: MicroBatch,
         values: Activations,
-        count: int,
+        count: float,
         room: Room,
     ) -> tuple[Tensor, Activations]:
         self._tally.add(self._work(len(micro.inputs["input_ids"])))

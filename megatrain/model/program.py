@@ -4,7 +4,7 @@ Knows nothing of streams, slots or copies: tensors in, tensors out, one micro-ba
 Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatrain.compat.torch import pytree, without_torch_function
 from megatrain.errors import RunFailed
+from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.model.build import loaded_types
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.kind import Arguments, Holds, move_buffers
@@ -41,15 +42,19 @@ class MicroBatch:
     """One micro-batch on the device.
 
     Attributes:
-        inputs: `input_ids` `[B, T]` and, where given, `attention_mask`, `position_ids` `[B, T]`.
+        inputs: `input_ids` `[B, T]` and what else is given of what the model's forward takes.
         targets: `[B, T]` token that each position predicts, -100 for none.
         rows: the step's embedding rows, as this micro-batch indexes them.
+        loss: of the step.
+        given: `[B, T]` what the loss takes beside the targets, in its order.
         calls: the layers' arguments, known once the prologue has run.
     """
 
     inputs: dict[str, Tensor]
     targets: Tensor | None
     rows: Rows
+    loss: Loss = CROSS_ENTROPY
+    given: Sequence[Tensor] = ()
     calls: list[Call] = field(default_factory=list)
 
 

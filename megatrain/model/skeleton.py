@@ -241,13 +241,14 @@ class Skeleton:
         """Whether the model's forward has an argument of this name."""
         return name in self._signature
 
+    def accepts(self, name: str) -> bool:
+        """Whether a micro-batch may have a tensor of this name for the model's forward."""
+        common = self._takes_any and name in ("attention_mask", "position_ids")
+        return (self.takes(name) or common) and name != "labels"
+
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The keyword arguments of the model's forward for a micro-batch."""
-        kwargs: dict[str, Any] = {
-            key: batch[key]
-            for key in ("input_ids", "attention_mask", "position_ids")
-            if key in batch
-        }
+        kwargs: dict[str, Any] = dict(batch)
         if "use_cache" in self._signature or self._takes_any:
             kwargs["use_cache"] = False
         if "return_dict" in self._signature:

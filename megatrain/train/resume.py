@@ -16,7 +16,7 @@ from megatrain.train.folders import checkpoint_folder, checkpoints, require_plai
 
 # What a resumed run may do differently: it still learns the same model from the same rows. Paths of
 # data and tokenizer are free because the data position knows the rows themselves (a fingerprint).
-_FREE_SECTIONS = ("schedule", "checkpoint", "output")
+_FREE_SECTIONS = ("loss", "schedule", "checkpoint", "output")
 _FREE_KEYS = {
     "model": ("tokenizer", "chat_template", "trust_remote_code", "attn_implementation"),
     "data": ("path", "eval_path", "cache_dir", "hub_config", "hub_split"),

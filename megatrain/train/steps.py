@@ -8,6 +8,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.data import Step
 from megatrain.errors import DoesNotFit, MegatrainError, RunFailed, StepRefused
+from megatrain.loss import CROSS_ENTROPY, LabelSmoothing
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.meter import Meter
 from megatrain.train.prepare import Job
@@ -32,6 +33,8 @@ class Steps:
         self._job, self._metrics, self._timeline = job, metrics, timeline
         self._meter = Meter(job.engine, config.engine.precision)
         self._refusals = Refusals(config.training)
+        share = config.loss.label_smoothing
+        self._loss = LabelSmoothing(share) if share else CROSS_ENTROPY
         self.done = 0
         if job.resumed is not None:
             self._refusals.load_state_dict(job.resumed.refusals)
@@ -75,9 +78,9 @@ class Steps:
         return record
 
     def _measured(self, step: int, micro_batches: Step) -> Any:
-        limit = self._refusals.norm_limit
+        limit, loss = self._refusals.norm_limit, self._loss
         engine = self._job.engine
-        return self._timeline.step(step, lambda: engine.step(micro_batches, norm_limit=limit))
+        return self._timeline.step(step, lambda: engine.step(micro_batches, loss, norm_limit=limit))
 
     def _rows(self, step: int) -> Step:
         try:

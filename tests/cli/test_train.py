@@ -65,6 +65,20 @@ def test_the_resolved_config_repeats_the_run_bit_for_bit(megatrain, trained, tmp
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_labels_are_smoothed_in_steps_but_not_in_evaluations(megatrain, run_file, tmp_path):
+    options = ("--set", "optimizer.lr=1e-12", "--set", "output.folder=run")
+    found = []
+    for share in (0.0, 0.5):
+        smooth = ("--set", f"loss.label_smoothing={share}", "--set", f"output.folder=run{share}")
+        assert megatrain("train", run_file, *options, *smooth).exit_code == 0
+        found.append(read_metrics(tmp_path / f"run{share}" / "metrics.jsonl"))
+    for plain, smoothed in zip(*found, strict=True):
+        if "eval_loss" in plain:
+            assert smoothed["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
+        else:
+            assert smoothed["loss"] != plain["loss"]
+
+
 def test_a_schedule_is_tried_with_the_rate_of_the_run(megatrain, run_file):
     """An end of 0.005 is below this run's rate, and above torch's usual one."""
     options = ["--set", "schedule.options={lr_end: 0.005}"]

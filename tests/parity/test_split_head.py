@@ -14,6 +14,7 @@ from megatrain import Engine, InputError, Placement
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.ranges import LastRows
 from megatrain.errors import StepRefused
+from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.build import emptied
 from megatrain.model.probe import outline
 from megatrain.units import align
@@ -147,8 +148,12 @@ def test_in_bf16_only_sums_are_rounded_elsewhere() -> None:
     with make_engine(model, precision="bf16", placement=placement) as engine:
         assert num_ranges(engine) > 1
         rows = engine._parts.head.computed._rows
-        values = {ref: torch.zeros(1, 2, 3).bfloat16() for ref in (rows.hidden, rows.lse)}
-        assert rows.gradients(values)[rows.hidden].dtype == torch.float32  # summed over ranges
+        hidden, number = torch.zeros(1, 2, 3).bfloat16(), torch.zeros(2)
+        values = {rows.hidden: hidden, rows.lse: number, rows.picked: number}
+        micro = engine._prepare(steps[0], CROSS_ENTROPY).micro[0]
+        micro.targets = torch.zeros(1, 2).long()
+        made = rows.gradients(micro, values, 1)
+        assert made[rows.hidden].dtype == torch.float32  # summed over ranges
         for step in steps:
             found, wanted = engine.step(step), whole.step(step)
             assert found.loss == pytest.approx(wanted.loss, rel=1e-3)

@@ -18,6 +18,7 @@ from megatrain.engine.assemble import Assembly, kept_ferry, open_source, tile_la
 from megatrain.engine.batch import prepare
 from megatrain.engine.heads import TorchHeads
 from megatrain.engine.step import forward_only, train_step
+from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.probe import outline
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
@@ -166,7 +167,9 @@ def trace(
         {"input_ids": torch.ones(rows, 4).long(), "labels": torch.ones(rows, 4).long()}
         for rows in (2, 1, 3)
     ]
-    batch = prepare(micro_batches, torch.device("cpu"), VOCAB, labelled=True, seed=0)
+    batch = prepare(
+        micro_batches, torch.device("cpu"), VOCAB, takes=str, loss=CROSS_ENTROPY, seed=0
+    )
     ferry = kept_ferry(parts)
     for step in range(STEPS):
         if ferry is not None:

@@ -20,7 +20,6 @@ from megatrain.forecast.forecast import Forecast
 from megatrain.forecast.measure import LayerWork, Measured, eager_work
 from megatrain.forecast.tiling import acts_alone
 from megatrain.forecast.workload import Workload
-from megatrain.loss import cross_entropy_sum
 from megatrain.model import tiles
 from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
@@ -109,7 +108,7 @@ def real_head_bytes(head_tokens: int) -> int:
     micro = MicroBatch({"input_ids": ids}, ids, Rows(ids, ids, table, torch.zeros(1).long()))
     h = [{ref: torch.randn(ROWS, TOKENS, WIDTH) for ref in model.epilogue_inputs}]
     batch = Batch([micro], 1, ROWS * TOKENS, torch.zeros(1), 0)
-    whole = WholeHead(program, head_tokens, cross_entropy_sum)
+    whole = WholeHead(program, head_tokens, lambda loss: loss.summed)
     head = Head(CpuDevice(), program, tile, whole)
     room = Room(tile, sums, layout.views(sums.data))
     head.loss_and_vjp(slot, batch, [*h], room)  # parts are tried at the first call

@@ -1,34 +1,15 @@
-"""Next-token cross entropy in chunks of tokens: the logits of a step never exist as a whole.
+"""Losses in chunks of tokens or of rows: the logits of a step never exist as a whole.
 
 Legend: N tokens of a micro-batch, C tokens of a chunk, D width, V vocabulary, R rows of the head's
 table.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
-CrossEntropy = Callable[[Tensor, Tensor], Tensor]
-
-
-def targets_of(labels_BT: Tensor, shift: int = 1) -> Tensor:
-    """What each position predicts `[B, T]`: the label `shift` further; nothing at a row's end."""
-    targets_BT = torch.full_like(labels_BT, IGNORED)
-    targets_BT[:, : labels_BT.shape[1] - shift] = labels_BT[:, shift:]
-    return targets_BT
-
-
-def num_labelled(targets_BT: Tensor) -> int:
-    """How many positions predict something."""
-    return int((targets_BT != IGNORED).sum())
-
-
-def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Cross entropy summed over the labelled tokens, in fp32 (scalar)."""
-    return F.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORED, reduction="sum")
+Summed = Callable[..., Tensor]  # of logits `[C, V]`, targets `[C]` and more numbers `[C]` of each
 
 
 def chunked_loss(
@@ -36,32 +17,38 @@ def chunked_loss(
     hidden_ND: Tensor,
     targets_N: Tensor,
     tokens: int,
-    cross_entropy: CrossEntropy,
+    summed: Summed,
+    given: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Summed cross entropy (scalar, fp32) without gradients, `tokens` rows of logits at a time.
+    """The sum of a loss (scalar, fp32) without gradients, `tokens` rows of logits at a time.
 
     Args:
         head: hidden `[1, C, D]` to logits `[1, C, V]`.
+        summed: `Loss.summed`, or a compiled one.
+        given: what it takes beside the targets, `[N]`.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
     for start in range(0, len(hidden_ND), tokens):
-        logits = head(hidden_ND[None, start : start + tokens])
-        total += cross_entropy(logits[0], targets_N[start : start + tokens])
+        rows = slice(start, start + tokens)
+        logits = head(hidden_ND[None, rows])
+        total += summed(logits[0], targets_N[rows], *(each[rows] for each in given))
     return total
 
 
 def chunked_losses(
-    head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets_N: Tensor, tokens: int
+    head: Callable[[Tensor], Tensor],
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+    tokens: int,
+    each_of: Summed,
+    given: Sequence[Tensor] = (),
 ) -> Tensor:
-    """As `chunked_loss`, of each token `[N]`; 0 where there is no target."""
+    """As `chunked_loss`, of each token `[N]`; `each_of` is `Loss.each_of`."""
     found = []
     for start in range(0, len(hidden_ND), tokens):
-        logits, targets = (
-            head(hidden_ND[None, start : start + tokens]),
-            targets_N[start : start + tokens],
-        )
-        each = F.cross_entropy(logits[0].float(), targets, ignore_index=IGNORED, reduction="none")
-        found.append(each)
+        rows = slice(start, start + tokens)
+        logits = head(hidden_ND[None, rows])
+        found.append(each_of(logits[0], targets_N[rows], *(each[rows] for each in given)))
     return torch.cat(found)
 
 
@@ -71,21 +58,23 @@ def chunked_loss_gradients(
     targets_N: Tensor,
     denominator: float,
     tokens: int,
-    cross_entropy: CrossEntropy,
+    summed: Summed,
     parameters: list[Tensor],
     accumulate: Callable[[list[Tensor | None]], None],
+    given: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Loss and gradients of one micro-batch's share of a step's mean loss.
+    """Loss and gradients of one micro-batch's share of a step's loss.
 
     Args:
         head: hidden `[1, C, D]` to logits `[1, C, V]`, differentiable in `parameters`.
-        denominator: labelled tokens of the whole step.
+        denominator: of the whole step's loss: its labelled tokens, or what the loss says.
         tokens: C.
-        cross_entropy: `cross_entropy_sum`, or a compiled one.
+        summed: `Loss.summed`, or a compiled one.
         accumulate: takes each chunk's gradients of `parameters`.
+        given: what `summed` takes beside the targets, `[N]`.
 
     Returns:
-        The summed cross entropy (not divided), and the gradient of `hidden_ND`.
+        The summed loss (not divided), and the gradient of `hidden_ND`.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
     gradient_ND = torch.empty_like(hidden_ND)
@@ -93,12 +82,13 @@ def chunked_loss_gradients(
         rows = slice(start, start + tokens)
         with torch.enable_grad():
             chunk_CD = hidden_ND[None, rows].detach().requires_grad_()
-            summed = cross_entropy(head(chunk_CD)[0], targets_N[rows])
-            loss = summed / denominator
+            beside = [each[rows] for each in given]
+            part = summed(head(chunk_CD)[0], targets_N[rows], *beside)
+            loss = part / denominator
         grads = torch.autograd.grad(loss, [chunk_CD, *parameters], allow_unused=True)
         gradient_ND[rows] = grads[0][0]
         accumulate(list(grads[1:]))
-        total += summed.detach()
+        total += part.detach()
     return total, gradient_ND
 
 
@@ -116,15 +106,30 @@ def range_statistics(logits_CR: Tensor, places_C: Tensor) -> tuple[Tensor, Tenso
     return logits.logsumexp(1), torch.where(inside, picked_C, 0.0)
 
 
-def range_gradient(logits_CR: Tensor, places_C: Tensor, lse_C: Tensor, weights_C: Tensor) -> Tensor:
+def range_gradient(
+    logits_CR: Tensor,
+    places_C: Tensor,
+    lse_C: Tensor,
+    weights_C: Tensor,
+    lse_slope_C: Tensor | None = None,
+    mean_slope_C: Tensor | None = None,
+) -> Tensor:
     """The loss's gradient of the logits of some rows `[C, R]`, in their type.
 
     Args:
         places_C: as for `range_statistics`.
         lse_C: log-sum-exp over all rows, fp32.
-        weights_C: of each token's cross entropy in the loss, fp32.
+        weights_C: of each token's cross entropy in the loss, fp32: how it falls with the
+            log-probability of the target.
+        lse_slope_C, mean_slope_C: how it changes with the log-sum-exp besides, and by each logit
+            with their mean; None: not at all.
     """
     share_CR = (logits_CR.float() - lse_C[:, None]).exp()
     rows_R = torch.arange(logits_CR.shape[1], device=logits_CR.device)
     minus_CR = torch.where(rows_R == places_C[:, None], share_CR - 1, share_CR)
-    return (minus_CR * weights_C[:, None]).to(logits_CR.dtype)
+    gradient_CR = minus_CR * weights_C[:, None]
+    if lse_slope_C is not None:
+        gradient_CR = gradient_CR + share_CR * lse_slope_C[:, None]
+    if mean_slope_C is not None:
+        gradient_CR = gradient_CR + mean_slope_C[:, None]
+    return gradient_CR.to(logits_CR.dtype)

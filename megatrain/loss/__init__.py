@@ -1,0 +1,33 @@
+"""Losses: functions of what the head says of each token, never of all logits at once."""
+
+from megatrain.loss.base import IGNORED, Loss, Statistics, num_labelled, targets_of
+from megatrain.loss.chunks import (
+    Summed,
+    chunked_loss,
+    chunked_loss_gradients,
+    chunked_losses,
+    range_gradient,
+    range_statistics,
+)
+from megatrain.loss.cross_entropy import CROSS_ENTROPY, CrossEntropy, cross_entropy_sum
+from megatrain.loss.label_smoothing import LabelSmoothing
+from megatrain.loss.token_weights import TokenWeights
+
+__all__ = [
+    "CROSS_ENTROPY",
+    "IGNORED",
+    "CrossEntropy",
+    "LabelSmoothing",
+    "Loss",
+    "Statistics",
+    "Summed",
+    "TokenWeights",
+    "chunked_loss",
+    "chunked_loss_gradients",
+    "chunked_losses",
+    "cross_entropy_sum",
+    "num_labelled",
+    "range_gradient",
+    "range_statistics",
+    "targets_of",
+]

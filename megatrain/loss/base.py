@@ -1,0 +1,113 @@
+"""What a loss is: a function of what the head says of each token.
+
+The head's logits `[N, V]` never exist as a whole, whether it is taken in chunks of tokens or in
+ranges of its table's rows. So a loss sees statistics of each token's logits instead, and gives a
+value of each token; its slopes by the statistics are the logits' gradients. It also says what the
+sum is divided by, over all micro-batches of a step.
+
+Legend: B rows, T tokens of a row, N tokens of a micro-batch, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+
+
+def targets_of(labels_BT: Tensor, shift: int = 1, fill: float = IGNORED) -> Tensor:
+    """What each position predicts `[B, T]`: the label `shift` further; `fill` at a row's end.
+
+    Other numbers of labels are shifted likewise.
+    """
+    targets_BT = torch.full_like(labels_BT, fill)
+    targets_BT[:, : labels_BT.shape[1] - shift] = labels_BT[:, shift:]
+    return targets_BT
+
+
+def num_labelled(targets_BT: Tensor) -> int:
+    """How many positions predict something."""
+    return int((targets_BT != IGNORED).sum())
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Numbers of each token's logits `[N]`, fp32; or slopes by these numbers, None for zero.
+
+    Attributes:
+        log_prob: log-probability of the target; of no use where there is none.
+        lse: log-sum-exp of the logits.
+        mean: of the logits; None where the loss does not ask for it.
+    """
+
+    log_prob: Tensor | None
+    lse: Tensor | None = None
+    mean: Tensor | None = None
+
+
+class Loss(ABC):
+    """A loss of a step; subclasses are frozen dataclasses, equal if they compute the same.
+
+    Attributes:
+        inputs: names of tensors `[B, T]` that it takes of each micro-batch beside the labels: one
+            number for each label.
+        uses_mean: whether it reads the logits' mean.
+    """
+
+    inputs: ClassVar[tuple[str, ...]] = ()
+    uses_mean: ClassVar[bool] = False
+
+    @abstractmethod
+    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
+        """The loss of each token `[N]`, fp32, by torch's differentiable functions.
+
+        Args:
+            given: the tensors named in `inputs`, `[N]`. Those and `found` have values of no use
+                where a token has no target; nobody reads what is made of them.
+        """
+
+    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+        """What the sum over all tokens of a step is divided by: the labelled ones.
+
+        Args:
+            targets: `[B, T]` of each micro-batch, -100 for none.
+            given: the tensors named in `inputs`, of each micro-batch.
+        """
+        return sum(num_labelled(each) for each in targets)
+
+    def each(self, found: Statistics, targets_N: Tensor, *given: Tensor) -> Tensor:
+        """The loss of each token `[N]`; 0 where it has no target."""
+        return torch.where(targets_N != IGNORED, self.tokens(found, *given), 0.0)
+
+    def each_of(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        """The same, of logits."""
+        return self.each(self.statistics(logits_NV, targets_N), targets_N, *given)
+
+    def summed(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        """The losses of some tokens, added up (scalar, fp32), differentiable by the logits."""
+        return self.each_of(logits_NV, targets_N, *given).sum()
+
+    def statistics(self, logits_NV: Tensor, targets_N: Tensor) -> Statistics:
+        """Those of some tokens' logits."""
+        logits = logits_NV.float()
+        lse_N = logits.logsumexp(1)
+        picked_N = logits.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
+        return Statistics(picked_N - lse_N, lse_N, logits.mean(1) if self.uses_mean else None)
+
+    def slopes(
+        self, found: Statistics, targets_N: Tensor, given: Sequence[Tensor], normaliser: float
+    ) -> Statistics:
+        """How the step's loss changes with each statistic of each token."""
+        with torch.enable_grad():
+            leaves = {
+                name: value.detach().requires_grad_()
+                for name, value in vars(found).items()
+                if value is not None
+            }
+            share = self.each(Statistics(**leaves), targets_N, *given).sum() / normaliser
+        grads = torch.autograd.grad(share, [*leaves.values()], allow_unused=True)
+        return Statistics(**{"log_prob": None, **dict(zip(leaves, grads, strict=True))})

@@ -1,0 +1,34 @@
+"""Cross entropy of each label: what language models are trained on, unless they are told else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatrain.loss.base import IGNORED, Loss, Statistics
+
+
+def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Cross entropy summed over the labelled tokens, in fp32 (scalar)."""
+    return F.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORED, reduction="sum")
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Loss):
+    """Its mean over all labelled tokens of the step."""
+
+    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
+        assert found.log_prob is not None
+        return -found.log_prob
+
+    def summed(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        return cross_entropy_sum(logits_NV, targets_N)
+
+    def slopes(
+        self, found: Statistics, targets_N: Tensor, given: Sequence[Tensor], normaliser: float
+    ) -> Statistics:
+        return Statistics(-((targets_N != IGNORED).float() / normaliser))
+
+
+CROSS_ENTROPY = CrossEntropy()

@@ -1,0 +1,31 @@
+"""Cross entropy of which each label has a weight of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.loss.base import IGNORED, Loss, Statistics
+
+
+@dataclass(frozen=True)
+class TokenWeights(Loss):
+    """The weighted mean of cross entropy: `token_weights` `[B, T]` has one for each label.
+
+    The sum is divided by the weights of all labelled tokens of the step.
+    """
+
+    inputs: ClassVar[tuple[str, ...]] = ("token_weights",)
+
+    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
+        assert found.log_prob is not None
+        return -found.log_prob * given[0]
+
+    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+        used = [w[t != IGNORED] for t, [w] in zip(targets, given, strict=True)]
+        lowest = min((float(each.min()) for each in used if len(each)), default=0.0)
+        if lowest < 0:
+            raise InputError(f"token_weights holds {lowest}; weights must not be negative")
+        return float(sum(each.double().sum() for each in used))

@@ -1,0 +1,214 @@
+"""Losses that are given, by whole heads and by heads in ranges of rows, against plain torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatrain import InputError, Placement
+from megatrain.loss import CrossEntropy, LabelSmoothing, Loss, Statistics, TokenWeights
+from tests.families.tiny import tiny_model
+from tests.parity.cases import (
+    gradients,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    relative_error,
+    same,
+)
+
+WIDE = 1000  # tokens of the vocabulary
+PLACEMENTS = {
+    "whole": Placement(head_tokens=5),
+    "ranges": Placement(split_bytes=33000, head_tokens=5),
+}
+
+
+@dataclass(frozen=True)
+class Curved(Loss):
+    """Slopes by every statistic, which depend on all of them; divided by rows that have labels."""
+
+    uses_mean: ClassVar[bool] = True
+    inputs: ClassVar[tuple[str, ...]] = ("advantages", "old")
+
+    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
+        assert found.log_prob is not None and found.lse is not None and found.mean is not None
+        ratio = (found.log_prob - given[1]).exp()
+        return -given[0] * ratio + 0.1 * found.lse.square() + 0.2 * found.mean * found.lse
+
+    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+        return sum(int((each != -100).any(1).sum()) for each in targets)
+
+
+def micro_batches() -> list[dict[str, Tensor]]:
+    [step] = make_batches(1)
+    generator = torch.Generator().manual_seed(5)
+    for micro in step:
+        shape = micro["input_ids"].shape
+        micro["token_weights"] = torch.rand(shape, generator=generator)
+        micro["advantages"] = torch.randn(shape, generator=generator)
+        micro["old"] = -7 + torch.randn(shape, generator=generator)
+    return step
+
+
+def plain(loss: str, logits: Tensor, micro: dict[str, Tensor]) -> Tensor:
+    """The sum of a loss over a micro-batch, of all its logits at once."""
+    flat, targets = logits[:, :-1].flatten(0, 1), micro["labels"][:, 1:].flatten()
+    if loss == "smoothed":
+        return F.cross_entropy(flat, targets, label_smoothing=0.1, reduction="sum")
+    each = F.cross_entropy(flat, targets, reduction="none")
+    if loss == "weights":
+        return (each * micro["token_weights"][:, 1:].flatten()).sum()
+    ratio = (-each - micro["old"][:, 1:].flatten()).exp()
+    lse = flat.logsumexp(1)
+    curved = 0.1 * lse**2 + 0.2 * flat.mean(1) * lse
+    each = -micro["advantages"][:, 1:].flatten() * ratio + curved
+    return each[targets != -100].sum()
+
+
+def labelled(step: list[dict[str, Tensor]]) -> int:
+    return sum(int((micro["labels"][:, 1:] != -100).sum()) for micro in step)
+
+
+def rows(step: list[dict[str, Tensor]]) -> int:
+    return sum(int((micro["labels"][:, 1:] != -100).any(1).sum()) for micro in step)
+
+
+def weights(step: list[dict[str, Tensor]]) -> float:
+    parts = [m["token_weights"][:, 1:][m["labels"][:, 1:] != -100].sum() for m in step]
+    return float(sum(parts))
+
+
+LOSSES: dict[str, tuple[Loss, Any]] = {
+    "smoothed": (LabelSmoothing(0.1), labelled),
+    "weights": (TokenWeights(), weights),
+    "curved": (Curved(), rows),
+}
+
+
+def taken(step: list[dict[str, Tensor]], loss: Loss) -> list[dict[str, Tensor]]:
+    names = ("input_ids", "labels", *loss.inputs)
+    return [{name: micro[name] for name in names} for micro in step]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_loss_and_its_gradients_are_plain_ones(
+    name: str, placement: Placement, tied: bool
+) -> None:
+    model, step = llama(vocab_size=WIDE, tie_word_embeddings=tied), micro_batches()
+    loss, count = LOSSES[name]
+    engine = make_engine(model, clip=1e9, placement=placement)
+    evaluated = engine.evaluate(taken(step, loss), loss)
+    result = engine.step(taken(step, loss), loss)
+    model.train()
+    total = 0.0
+    for micro in step:
+        share = plain(name, model(input_ids=micro["input_ids"]).logits.float(), micro) / count(step)
+        share.backward()
+        total += share.item()
+    wanted = {n: p.grad for n, p in model.named_parameters()}
+    assert result.loss == pytest.approx(total, rel=1e-6)
+    assert evaluated == pytest.approx(total, rel=1e-6)
+    assert relative_error(gradients(engine), wanted) < 2e-6
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_cross_entropy_is_what_is_trained_if_nothing_is_said(placement: Placement) -> None:
+    model, [step] = llama(vocab_size=WIDE), make_batches(1)
+    one, other = (make_engine(model, placement=placement) for _ in range(2))
+    assert one.step(step).loss == other.step(step, CrossEntropy()).loss
+    assert same(masters(one), masters(other))
+    assert one.step(step, LabelSmoothing(0.0)).loss == pytest.approx(other.step(step).loss)
+
+
+def test_losses_may_change_from_step_to_step() -> None:
+    step = micro_batches()
+    engine, other = make_engine(llama()), make_engine(llama())
+    losses = [LabelSmoothing(0.1), CrossEntropy(), LabelSmoothing(0.3)]
+    for loss in losses:
+        engine.step(taken(step, loss), loss)
+    for loss in losses[:2]:
+        other.step(taken(step, loss), loss)
+    assert not same(masters(engine), masters(other))
+    other.step(taken(step, losses[2]), losses[2])
+    assert same(masters(engine), masters(other))
+
+
+def test_weights_of_tokens_belong_to_their_labels() -> None:
+    """A label of weight 0 is one of -100, and weights of twice as much are the same."""
+    model, [micro, *_] = llama(), micro_batches()
+    micro = taken([micro], TokenWeights())[0]
+    off = torch.zeros_like(micro["labels"]).bool()
+    off[:, 3] = True
+    micro["token_weights"] = torch.where(off, 0.0, 2.0)
+    engine = make_engine(model)
+    plain = {**micro, "labels": micro["labels"].masked_fill(off, -100)}
+    del plain["token_weights"]
+    wanted = engine.evaluate([plain])
+    assert engine.evaluate([micro], TokenWeights()) == pytest.approx(wanted, rel=1e-6)
+
+
+WRONG: dict[str, tuple[Any, Loss, str]] = {
+    "no weights": (lambda m: m.pop("token_weights"), TokenWeights(), "has no token_weights"),
+    "weights that nobody asked for": (
+        lambda m: None,
+        CrossEntropy(),
+        "'token_weights', which neither the model's forward nor the loss takes",
+    ),
+    "whole numbers": (
+        lambda m: m.update(token_weights=m["labels"]),
+        TokenWeights(),
+        "token_weights is .* must be .* floating-point",
+    ),
+    "another shape": (
+        lambda m: m.update(token_weights=torch.ones(2)),
+        TokenWeights(),
+        r"token_weights is \[2\]",
+    ),
+    "not finite": (
+        lambda m: m["token_weights"].fill_(torch.nan),
+        TokenWeights(),
+        "token_weights holds a number that is not finite",
+    ),
+    "negative": (lambda m: m["token_weights"].fill_(-1), TokenWeights(), "must not be negative"),
+    "all zero": (lambda m: m["token_weights"].zero_(), TokenWeights(), "no token .* has a label"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "loss", "message"), WRONG.values(), ids=WRONG)
+def test_what_a_loss_cannot_use_is_refused(spoil: Any, loss: Loss, message: str) -> None:
+    [micro, *_] = taken(micro_batches(), TokenWeights())
+    spoil(micro)
+    engine = make_engine(llama())
+    before = masters(engine)
+    with pytest.raises(InputError, match=message):
+        engine.step([micro], loss)
+    assert same(before, masters(engine))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+def test_shares_of_label_smoothing_are_checked(share: float) -> None:
+    with pytest.raises(InputError, match="label smoothing is"):
+        LabelSmoothing(share)
+
+
+def test_what_the_models_forward_takes_may_be_given() -> None:
+    """BERT adds a vector for each token's type; Llama knows of none."""
+    model, [micro, *_] = tiny_model("bert").eval(), make_batches(1)[0]
+    types = torch.zeros_like(micro["input_ids"])
+    types[:, 4:] = 1
+    engine = make_engine(model)
+    given = {"input_ids": micro["input_ids"], "token_type_ids": types}
+    with torch.no_grad():
+        wanted = model(**given).logits
+    torch.testing.assert_close(engine.logits(given), wanted)
+    assert not torch.allclose(engine.logits({"input_ids": micro["input_ids"]}), wanted, atol=1e-3)
+    with pytest.raises(InputError, match="'token_type_ids', which neither"):
+        make_engine(llama()).logits(given)
