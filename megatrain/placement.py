@@ -4,6 +4,7 @@ They trade memory for time. With eager layers none of them changes a bit of the 
 `tile_tokens` and `split_bytes`, which sum in another order (tests/race, tests/parity).
 """
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -35,6 +36,25 @@ _OPTIONAL = (
 # Of what is made one by one, so many are enough for any model.
 _COUNTS = ("slots", "gradient_lanes", "slabs", "boundary_lanes")
 _MOST = 10_000
+
+
+Saves = Literal["nothing", "attention", "graph"]
+
+
+@dataclass(frozen=True)
+class ActivationPolicy:
+    """What of a layer's forward is saved for its backward, and where; the rest is recomputed.
+
+    Attributes:
+        saves: nothing but the layer's inputs, also the results of its attention, or its graph.
+        where: the saved tensors wait, on the device or in pinned host memory.
+    """
+
+    saves: Saves = "nothing"
+    where: Literal["device", "host"] = "device"
+
+
+RECOMPUTE = ActivationPolicy()
 
 
 @dataclass(frozen=True)
@@ -139,6 +159,47 @@ class Placement:
     @property
     def prefetch_distance(self) -> int:
         return self.slots - 1 if self.prefetch is None else self.prefetch
+
+    def policies(
+        self, num_layers: int, split: Collection[int] = ()
+    ) -> tuple[ActivationPolicy, ...]:
+        """What each layer saves for its backward.
+
+        Args:
+            split: layers that are streamed in portions; they save nothing.
+
+        Raises:
+            InputError: more is to be saved than layers that are not split can save.
+        """
+        # Evenly among all: each has a few layers' time to leave.
+        leaving = self.offload_layers
+        on_host = {v for v in range(num_layers) if v * leaving % num_layers < leaving}
+        others = [v for v in range(num_layers) if v not in on_host and v not in split]
+        if split:
+            self._check_split(num_layers, split, on_host, len(others))
+        on_device = others[max(0, len(others) - self.keep_layers) :]
+        policy, where = RECOMPUTE, self.keep_attention
+        if where != "none":
+            policy = ActivationPolicy("attention", where)
+        graphs = dict.fromkeys(on_host, ActivationPolicy("graph", "host"))
+        graphs |= dict.fromkeys(on_device, ActivationPolicy("graph", "device"))
+        return tuple(graphs.get(visit, policy) for visit in range(num_layers))
+
+    def _check_split(
+        self, num_layers: int, split: Collection[int], on_host: set[int], others: int
+    ) -> None:
+        refused = {
+            "keep_attention": self.keep_attention != "none",
+            "offload_layers": not on_host.isdisjoint(split),
+            "keep_layers": self.keep_layers > others,
+        }
+        name = next((name for name, yes in refused.items() if yes), None)
+        if name is not None:
+            raise InputError(
+                f"placement.{name} is {getattr(self, name)!r}, but placement.split_bytes splits "
+                f"{len(split)} of {num_layers} layers, and a split layer saves nothing for the "
+                "backward; leave it out, or set a larger split_bytes"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """The placement as plain data, for logs and result files."""

@@ -1,7 +1,7 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from megatrain.device import Device
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.experts import staged
 from megatrain.engine.ferry import Ferry
-from megatrain.engine.graphs import RECOMPUTE, Policy
 from megatrain.engine.heads import Heads
 from megatrain.engine.layer import Layer
 from megatrain.engine.portion import Portion, Ranges, Stages, ranges, stages
@@ -43,7 +42,7 @@ from megatrain.model.outline import Outline
 from megatrain.model.program import Program
 from megatrain.model.weights import read_weights, resolve_model, source_dtype
 from megatrain.optim import StreamedOptimizer
-from megatrain.placement import Placement
+from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement
 from megatrain.store import Store, Tile
 from megatrain.telemetry.cores import update_threads
 from megatrain.tile import TileLayout
@@ -224,31 +223,18 @@ class Assembly:
             tile = self.tiles[f"layer {visit}"]
             if most and not tile.resident and tile.layout.numel * self.dtype.itemsize > most:
                 found[visit] = stages(tile, layer, most, self.dtype.itemsize)
-        if found:
-            self._check_that_others_keep(found)
         return found
 
-    def _check_that_others_keep(self, split: Collection[int]) -> None:
-        """Nothing of split layers can wait for the backward: refuse a placement that asks for it.
+    def policies(self, *, graphs: bool = True, host: bool = True) -> list[ActivationPolicy]:
+        """What each layer saves for its backward.
 
-        Raises:
-            InputError: names the choice.
+        Args:
+            graphs: layers may save graphs on the device.
+            host: layers may save anything on the host; those that would recompute if not.
         """
-        num, asked = len(self.program.outline.layers), self.placement
-        leaving = {visit for visit in range(num) if self.policy(visit).keeps == "graph"}
-        whole = num - len(leaving.union(split))
-        refused = {
-            "keep_attention": asked.keep_attention != "none",
-            "offload_layers": not leaving.isdisjoint(split),
-            "keep_layers": asked.keep_layers > whole,
-        }
-        name = next((name for name, yes in refused.items() if yes), None)
-        if name is not None:
-            raise InputError(
-                f"placement.{name} is {getattr(asked, name)!r}, but placement.split_bytes splits "
-                f"{len(split)} of {num} layers, and nothing of a split layer can wait for the "
-                "backward; leave it out, or set a larger split_bytes"
-            )
+        placement = self.placement if graphs else replace(self.placement, keep_layers=0)
+        policies = placement.policies(len(self.program.outline.layers), self.stages)
+        return [p if host or p.where == "device" else RECOMPUTE for p in policies]
 
     @cached_property
     def ranges(self) -> Ranges | None:
@@ -304,9 +290,9 @@ class Assembly:
 
     def units(self, embedding: Embedding) -> tuple[list[Prologue | Layer], Head]:
         device, program, tiles = self.device, self.program, self.tiles
-        policies = [self.policy(visit) for visit in range(len(program.outline.layers))]
+        policies = self.policies()
         ferry = None
-        if any(policy.on_host for policy in policies):
+        if any(policy.where == "host" for policy in policies):
             ferry = Ferry(device, "kept", LEAVING, RETURNING)
         trunk: list[Prologue | Layer] = [Prologue(device, program, tiles["prologue"], embedding)]
         for visit, policy in enumerate(policies):
@@ -321,16 +307,6 @@ class Assembly:
             return [*trunk, *stages], last
         whole = self.heads.whole(self.placement)
         return trunk, Head(device, program, tiles["head"], whole)
-
-    def policy(self, visit: int) -> Policy:
-        """What of a layer's forward waits for its backward."""
-        placement = self.placement
-        # Evenly among all: each has a few layers' time to leave.
-        layers, leaving = len(self.program.outline.layers), placement.offload_layers
-        if visit * leaving % layers < leaving:
-            return Policy("graph", on_host=True)
-        where = placement.keep_attention
-        return RECOMPUTE if where == "none" else Policy("attention", on_host=where == "host")
 
     def embedding(self, sink: Sink | None, work: WorkRoom) -> Embedding:
         return Embedding(
@@ -369,9 +345,7 @@ class Assembly:
         saved: Saved | HostSaved = Saved(device)
         if placement.boundaries == "host":
             saved = HostSaved(device, placement.boundary_lanes)
-        parts = TrainingParts(trunk, head, embedding, self.stream(), saved, sink, update)
-        parts.keep_graphs(placement.keep_layers)
-        return parts
+        return TrainingParts(trunk, head, embedding, self.stream(), saved, sink, update)
 
 
 def host_bytes(store: Store, parts: Parts) -> dict[str, int]:

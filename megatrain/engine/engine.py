@@ -78,7 +78,6 @@ class PlacedEngine:
         """
         self._opened, self._outline, self._dtype = opened, opened.model.outline, opened.dtype
         self.device, self.placement, self._planned = opened.device, placement, planned
-        self._frugal = replace(placement, keep_layers=0)
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._outline.label_shift
@@ -108,6 +107,12 @@ class PlacedEngine:
             if self.optimizer is None
             else assembly.training(self.optimizer, opened.max_grad_norm)
         )
+        both = (True, False)
+        self._policies = {
+            (graphs, host): assembly.policies(graphs=graphs, host=host)
+            for graphs in both
+            for host in both
+        }
         self._host = HostRoom(self._store, self._parts, opened.host_limit, planned)
         self._packing = Packing(self.config, self._dtype, self._trial_losses)
 
@@ -141,18 +146,14 @@ class PlacedEngine:
         start = time.perf_counter()
         batch = self._prepare(micro_batches, loss, train=True)
         self._parts.update.norm_limit = norm_limit
-        self._parts.keep_graphs(self._placement_for(batch).keep_layers)
-        with self._undisturbed(), self._host.of(batch.num_tokens):
-            report = train_step(self._parts, batch)
+        # In a batch larger than the placement was chosen for, layers save no graphs on the device.
+        graphs = self._planned is None or self._planned.holds(batch)
+        with self._undisturbed(), self._host.of(batch.num_tokens) as host:
+            report = train_step(self._parts.under(self._policies[graphs, host]), batch)
         self._steps += 1
         self.optimizer.took_step()
         seconds = time.perf_counter() - start
         return StepResult(report.loss, report.grad_norm, batch.num_tokens, seconds)
-
-    def _placement_for(self, batch: Batch) -> Placement:
-        """The placement; where it was chosen for smaller batches than this, a frugal one."""
-        larger = self._planned is not None and not self._planned.holds(batch)
-        return self._frugal if larger else self.placement
 
     def evaluate(self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY) -> float:
         """The loss of a step, of cross entropy the mean; changes no state, dropout is off."""

@@ -23,9 +23,9 @@ from megatrain.engine.portion import Portion, Stages
 from megatrain.engine.sink import Room
 from megatrain.engine.units import State
 from megatrain.model.experts import Chosen, ExpertRows
-from megatrain.model.kind import Holds
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.model.skeleton import Ref
+from megatrain.placement import Saves
 
 # Leaves beside those of a layer's output: hidden states, choices, their shares; what experts make.
 GIVEN, RESULT = (-1, -2, -3), -4
@@ -55,7 +55,7 @@ class _AroundExperts(Stage):
         weights: dict[str, Tensor],
         micro: MicroBatch,
         values: Activations,
-        holds: Holds | None = None,
+        saves: Saves | None = None,
     ) -> Activations:
         result = values.get(self.result)
         made, given = self.program.around_experts(self.visit, weights, micro, values, result)

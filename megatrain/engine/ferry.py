@@ -45,14 +45,10 @@ class _Rooms:
 
 
 class Ferry:
-    """Takes items (a few tensors each) to the host and brings them back, `returning` at a time.
-
-    Attributes:
-        closed: in this step nobody may send.
-    """
+    """Takes items (a few tensors each) to the host and brings them back, `returning` at a time."""
 
     def __init__(self, device: Device, what: str, leaving: int, returning: int) -> None:
-        self._device, self._what, self.closed = device, what, False
+        self._device, self._what = device, what
         self._out = [_Lane(f"leaving {what} {i}") for i in range(leaving)]
         self._in = [_Lane(f"returning {what} {i}") for i in range(returning)]
         self._rooms: dict[Hashable, _Rooms] = {}

@@ -7,7 +7,7 @@ waits on the host (engine/ferry.py).
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,17 +64,6 @@ def add(total: Activations, refs: list[Ref], gradients: Iterable[Tensor | None])
         if gradient is not None:
             total[ref] = total[ref] + gradient if ref in total else gradient
     return total
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What of a layer's forward waits for its backward; the rest is computed again."""
-
-    keeps: Literal["nothing", "attention", "graph"] = "nothing"
-    on_host: bool = False
-
-
-RECOMPUTE = Policy()
 
 
 @dataclass(frozen=True)

@@ -69,22 +69,22 @@ class HostRoom:
             self._note(planned.host_bytes, planned.tokens_per_step, (_KEPT, *_OTHERS))
 
     @contextmanager
-    def of(self, num_tokens: int) -> Iterator[None]:
-        """Around a step of so many tokens."""
+    def of(self, num_tokens: int) -> Iterator[bool]:
+        """Around a step of so many tokens: whether there is room for what layers save there."""
         if self._ferry is None:
-            yield
+            yield True
             return
-        self._decide(self._ferry, num_tokens)
-        yield
+        has_room = self._has_room(self._ferry, num_tokens)
+        yield has_room
         if num_tokens >= self._most_tokens:
             self._most_tokens = num_tokens
-            names = _OTHERS if self._ferry.closed else (_KEPT, *_OTHERS)
+            names = (_KEPT, *_OTHERS) if has_room else _OTHERS
             self._note(self._held(), num_tokens, names)
 
     def _note(self, sizes: Mapping[str, int], num_tokens: int, names: Iterable[str]) -> None:
         self._seen.update({name: (sizes[name], num_tokens) for name in names})
 
-    def _decide(self, ferry: Ferry, num_tokens: int) -> None:
+    def _has_room(self, ferry: Ferry, num_tokens: int) -> bool:
         held = self._held()
         more = {
             name: max(0, num_bytes * num_tokens // tokens - held[name])
@@ -92,9 +92,8 @@ class HostRoom:
         }
         wanted = _CAUTION * sum(more.values())
         room = host_available_bytes(self._limit) if wanted else 0
-        ferry.closed = wanted > room
-        if not ferry.closed:
-            return
+        if wanted <= room:
+            return True
         if wanted - _CAUTION * more[_KEPT] > room:
             ferry.release()
         if not self._told:
@@ -104,3 +103,4 @@ class HostRoom:
                 "are wanted, %s are left): in steps that are too large it is computed again",
                 num_tokens, gib(wanted), gib(room),
             )  # fmt: skip
+        return False

@@ -1,7 +1,9 @@
 """The layers of the stack, as the sweeps visit them; what of a forward waits for its backward."""
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -10,21 +12,13 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE
 from megatrain.engine.batch import Batch
 from megatrain.engine.ferry import Ferry, packed_bytes
-from megatrain.engine.graphs import (
-    RECOMPUTE,
-    Graph,
-    Held,
-    KeptAttention,
-    KeptGraph,
-    Leaving,
-    Policy,
-)
+from megatrain.engine.graphs import Graph, Held, KeptAttention, KeptGraph, Leaving
 from megatrain.engine.portion import Portion
 from megatrain.engine.sink import Room
 from megatrain.engine.units import State, Unit
 from megatrain.model import attention
-from megatrain.model.kind import Holds
 from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.placement import RECOMPUTE, ActivationPolicy, Saves
 from megatrain.store import Tile
 
 
@@ -33,9 +27,7 @@ class Layer(Unit):
 
     Attributes:
         name: of its work.
-        keeps_graph: its graph waits on the device from the forward to the backward; nothing is
-            recomputed.
-        policy: what else of its forward waits, on the host if the ferry is not closed.
+        policy: what of its forward is saved for its backward, and where.
         inputs: the activations that it reads.
         pulled: those that its backward gives gradients of, for the gradients of `made`.
     """
@@ -46,14 +38,14 @@ class Layer(Unit):
         program: Program,
         tile: Tile | Portion,
         visit: int,
-        policy: Policy = RECOMPUTE,
+        policy: ActivationPolicy = RECOMPUTE,
         ferry: Ferry | None = None,
     ) -> None:
-        """Args: `ferry` takes to the host what `policy` lets wait there."""
+        """Args: `ferry` takes to the host what `policy` saves there."""
         outline = program.outline
         super().__init__(device, program, tile, outline.layers[visit].name + ".")
         self.name = f"layer {visit}"
-        self.visit, self.keeps_graph, self.policy, self.ferry = visit, False, policy, ferry
+        self.visit, self.policy, self.ferry = visit, policy, ferry
         self.inputs = outline.layers[visit].inputs
         read = {ref for layer in outline.layers for ref in layer.inputs}
         self.pulled = self.inputs
@@ -64,10 +56,15 @@ class Layer(Unit):
         self.live = {ref for inputs in [*later, outline.epilogue_inputs] for ref in inputs}
         self._waiting: dict[int, KeptGraph | KeptAttention] = {}
 
-    @property
-    def can_keep(self) -> bool:
-        """Whether its graph may wait on the device, since it does not wait on the host."""
-        return self.policy.keeps != "graph"
+    def under(self, policies: Sequence[ActivationPolicy]) -> Self:
+        """The same layer under the policy for its place.
+
+        Both hold what waits in one dictionary, so that a step of either forgets what one of the
+        other, broken off, has left.
+        """
+        other = copy.copy(self)
+        other.policy = policies[self.visit]
+        return other
 
     def begin(self) -> None:
         """No graph of an earlier step may be pulled back, or take room."""
@@ -76,21 +73,15 @@ class Layer(Unit):
             self.ferry.begin()
 
     @property
-    def _keeps(self) -> Policy:
-        """What of this step's forward waits."""
-        closed = self.ferry is not None and self.ferry.closed
-        return RECOMPUTE if self.policy.on_host and closed else self.policy
-
-    @property
-    def _ferries(self) -> bool:
-        return self._keeps.on_host and not self.keeps_graph
+    def _offloads(self) -> bool:
+        return self.policy.where == "host"
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The activations after this layer, of every micro-batch."""
         out = []
         for index, micro in enumerate(batch.micro):
             self.seed(batch, self.visit, index)
-            leaving = Leaving() if train and self._ferries else None
+            leaving = Leaving() if train and self._offloads else None
 
             def work(
                 index: int = index, micro: MicroBatch = micro, leaving: Leaving | None = leaving
@@ -104,7 +95,7 @@ class Layer(Unit):
                 rest = packed_bytes(leaving.memory) * (len(batch.micro) - 1 - index)
                 self.ferry.send(self.visit, (self.visit, index), leaving.memory, rest)
                 leaving.memory = []
-        if train and self._ferries and self.ferry is not None:
+        if train and self._offloads and self.ferry is not None:
             self.ferry.expect(*([(self.visit, index)] for index in range(len(batch.micro))))
         return out
 
@@ -118,12 +109,12 @@ class Layer(Unit):
         *,
         train: bool,
     ) -> Activations:
-        holds = self._holds(slot, micro, values) if train else None
-        if holds is not None:
-            graph, made = self._kept_graph(slot, micro, values, leaving, holds)
+        saves = self._saves(slot, micro, values) if train else None
+        if saves is not None:
+            graph, made = self._kept_graph(slot, micro, values, leaving, saves)
             self._waiting[index] = graph
             return made
-        if train and self._keeps.keeps == "attention":
+        if train and self.policy.saves == "attention":
             with attention.Keep() as kept:
                 _, made = self._graph(slot, micro, values)
             self._waiting[index] = KeptAttention(kept.results, leaving)
@@ -131,12 +122,10 @@ class Layer(Unit):
         with torch.no_grad():
             return self._call(self.weights(slot), micro, values)
 
-    def _holds(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Holds | None:
-        """What its graph holds from the forward to the backward; None: no graph waits."""
-        if self.keeps_graph or self._keeps.keeps == "graph":
-            return "half"
-        if self._keeps.keeps == "attention":
-            return None
+    def _saves(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Saves | None:
+        """What is saved by the graph that waits for the backward; None: no graph waits."""
+        if self.policy.saves != "nothing":
+            return "graph" if self.policy.saves == "graph" else None
         repeats = self.program.repeats(self.visit, partial(self.weights, slot), micro, values)
         return "nothing" if repeats else None
 
@@ -166,7 +155,7 @@ class Layer(Unit):
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
         """What has come back for the next micro-batch, once; nothing if nothing has left."""
-        if self.ferry is None or not self._ferries:
+        if self.ferry is None or not self._offloads:
             if self.ferry is not None:
                 self.ferry.fetch_ahead()  # for a layer that will ask for it
             yield [], []
@@ -198,12 +187,12 @@ class Layer(Unit):
         micro: MicroBatch,
         values: Activations,
         leaving: Leaving | None,
-        holds: Holds,
+        saves: Saves,
     ) -> tuple[KeptGraph, Activations]:
         own = {ref: value for ref, value in values.items() if ref in self.inputs}
         held = Held(slot.data, own, micro.calls[self.visit].leaves, leaving)
         with held.saving():
-            graph, made = self._graph(slot, micro, values, holds)
+            graph, made = self._graph(slot, micro, values, saves)
         held.let_go()
         graph.let_go()
         return KeptGraph(graph, held), made
@@ -213,12 +202,12 @@ class Layer(Unit):
         weights: dict[str, Tensor],
         micro: MicroBatch,
         values: Activations,
-        holds: Holds | None = None,
+        saves: Saves | None = None,
     ) -> Activations:
-        return self.program.layer(self.visit, weights, micro, values, holds)
+        return self.program.layer(self.visit, weights, micro, values, saves)
 
     def _graph(
-        self, slot: Buffer, micro: MicroBatch, values: Activations, holds: Holds | None = None
+        self, slot: Buffer, micro: MicroBatch, values: Activations, saves: Saves | None = None
     ) -> tuple[Graph, Activations]:
         weights, names = self.leaves(slot)
         inputs = {
@@ -227,7 +216,7 @@ class Layer(Unit):
             if ref in self.pulled
         }
         with torch.enable_grad():
-            made = self._call(weights, micro, {**values, **inputs}, holds)
+            made = self._call(weights, micro, {**values, **inputs}, saves)
         sources = [weights[name.removeprefix(self.prefix)] for name in names]
         detached = {ref: value.detach() for ref, value in made.items()}
         return Graph.of(inputs, made, sources, names), detached
@@ -236,7 +225,9 @@ class Layer(Unit):
 class Stage(Layer):
     """Part of what is visited in several; nothing of it is kept for the backward."""
 
-    can_keep = False
+    def under(self, policies: Sequence[ActivationPolicy]) -> Self:
+        """The stage as it is."""
+        return self
 
-    def _holds(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Holds | None:
+    def _saves(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Saves | None:
         return None

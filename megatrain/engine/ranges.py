@@ -22,9 +22,9 @@ from megatrain.engine.portion import Portion, Ranges
 from megatrain.engine.sink import Room
 from megatrain.engine.units import Head, State
 from megatrain.loss import Statistics, range_gradient, range_statistics
-from megatrain.model.kind import Holds
 from megatrain.model.program import Activations, MicroBatch, ModelProgram, Program
 from megatrain.model.skeleton import Ref
+from megatrain.placement import Saves
 
 # Leaves of the head: what is projected `[B, T, D]`; the log-sum-exp, the targets' logits and the
 # logits' sum so far `[N]`. Backward: the gradient of what is projected; the log-sum-exp as it was,
@@ -202,7 +202,7 @@ class Epilogue(_AfterLayers):
         weights: dict[str, Tensor],
         micro: MicroBatch,
         values: Activations,
-        holds: Holds | None = None,
+        saves: Saves | None = None,
     ) -> Activations:
         return {self.made[0]: self.program.projected(weights, micro, values)}
 

@@ -5,8 +5,8 @@ cross the bus twice per optimizer step however many micro-batches there are. Wha
 where things are, and on which device: that is in `stream`, `saved`, `sink`, `embedding`, `update`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatrain.device import Buffer
@@ -18,6 +18,7 @@ from megatrain.engine.sink import Sink
 from megatrain.engine.stream import Stream
 from megatrain.engine.units import Head, Prologue, State
 from megatrain.engine.update import Report, Update
+from megatrain.placement import ActivationPolicy
 
 
 @dataclass
@@ -38,11 +39,9 @@ class TrainingParts(Parts):
     sink: Sink
     update: Update
 
-    def keep_graphs(self, count: int) -> None:
-        """Let the last `count` layers that can keep their graphs until the backward do so."""
-        for unit in reversed(self.trunk):
-            unit.keeps_graph = unit.can_keep and count > 0
-            count -= unit.keeps_graph
+    def under(self, policies: Sequence[ActivationPolicy]) -> "TrainingParts":
+        """The same parts, but for what the layers save: one policy for each."""
+        return replace(self, trunk=[unit.under(policies) for unit in self.trunk])
 
 
 def train_step(parts: TrainingParts, batch: Batch) -> Report:

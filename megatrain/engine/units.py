@@ -4,9 +4,9 @@ Each takes the weights that the stream has brought and a list of activations, on
 micro-batch, and knows how to run forward and backward for all micro-batches in turn.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from megatrain.engine.portion import Portion
 from megatrain.engine.sink import Room
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.model.skeleton import PROLOGUE, Ref
+from megatrain.placement import ActivationPolicy
 from megatrain.seeds import derived_seed
 from megatrain.store import Tile
 
@@ -41,6 +42,10 @@ class Unit:
 
     def begin(self) -> None:
         """A step begins: drop what one that was broken off has left."""
+
+    def under(self, policies: Sequence[ActivationPolicy]) -> Self:
+        """The unit as it is where layers save what `policies` say; most units save nothing."""
+        return self
 
     def weights(self, slot: Buffer) -> dict[str, Tensor]:
         """The tile's parameters by the function's names."""
@@ -65,7 +70,6 @@ class Unit:
 class Prologue(Unit):
     """From token ids to the first layer's arguments; the embedding rows come from `embedding`."""
 
-    can_keep = keeps_graph = False  # there is next to nothing to keep
     visit = PROLOGUE
 
     def __init__(self, device: Device, program: Program, tile: Tile, embedding: Embedding) -> None:

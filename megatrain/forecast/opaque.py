@@ -22,10 +22,9 @@ from megatrain.forecast.measure_head import projected, some_rows
 from megatrain.forecast.tally import Tally, Work
 from megatrain.model import attention
 from megatrain.model.experts import Chosen, ExpertRows
-from megatrain.model.kind import Holds
 from megatrain.model.program import Activations, MicroBatch, Program, Weights
 from megatrain.model.skeleton import Call, Ref
-from megatrain.placement import Placement
+from megatrain.placement import Placement, Saves
 from megatrain.tile import TileLayout
 
 ACTIVATIONS, WORKING_SET, KEPT_GRAPHS = "activations", "working set", "kept graphs"
@@ -64,7 +63,7 @@ class OpaqueProgram(Program):
         weights: Weights,
         batch: MicroBatch,
         values: Activations,
-        holds: Holds | None = None,
+        saves: Saves | None = None,
     ) -> Activations:
         work = self._measured.layer(visit, len(batch.inputs["input_ids"]))
         shapes = {ref: work.outputs[ref.leaf] for ref in self.outline.outputs[visit]}
@@ -73,9 +72,9 @@ class OpaqueProgram(Program):
             self._tally.add(work.forward)
             return _results(self._tally, shapes)
         first, second, place = work.again, work.backward, WORKING_SET
-        if holds == "half":
+        if saves == "graph":
             first, second, place = work.keeping, work.kept_backward, KEPT_GRAPHS
-        elif work.repeating is not None and holds == "nothing":
+        elif work.repeating is not None and saves == "nothing":
             first, second = work.forward, work.repeating
         else:
             first = self._attention(first)

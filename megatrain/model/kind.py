@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from megatrain.model.compiled import compile_and_tell, own_code
 from megatrain.model.experts import Experts, find_experts
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES, OWN_BEHAVIOUR
 from megatrain.model.tiles import tile_parts
+from megatrain.placement import Saves
 
 # What a call is for; each is compiled for itself.
 FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_RANDOM = PURPOSES = (
@@ -38,9 +39,6 @@ _NEWS = {
 # about the outputs of the matrix products and of attention.
 KEPT_SHARE = 0.5
 _SHARES = {REPEAT: 0.0, KEEP: KEPT_SHARE}
-
-# What a graph that waits for its backward holds besides its layer's arguments.
-Holds = Literal["nothing", "half"]
 
 Arguments = tuple[
     dict[str, Tensor], tuple, dict[str, Any]
@@ -73,16 +71,16 @@ class Kind:
         weights: dict[str, Tensor],
         args: tuple,
         kwargs: dict[str, Any],
-        holds: Holds | None = None,
+        saves: Saves | None = None,
     ) -> list[Tensor | Any]:
-        """The layer's outputs as a flat list; `holds`: of a graph that waits for its backward.
+        """The layer's outputs as a flat list; `saves`: of a graph that waits for its backward.
 
         After what it returns comes what it put into containers among its arguments.
         """
         purpose = RECOMPUTE if torch.is_grad_enabled() else FORWARD
-        if holds == "nothing":
+        if saves == "nothing":
             purpose = REPEAT
-        elif holds == "half":
+        elif saves == "graph":
             purpose = KEEP_RANDOM if self._random(weights, args, kwargs) else KEEP
         function = self.compiled.get(purpose, _apply)
         output = function(self.module, weights, args, kwargs)
@@ -90,7 +88,7 @@ class Kind:
         return leaves
 
     def repeats(self, given: Callable[[], Arguments]) -> bool:
-        """Whether a graph of it may wait that holds nothing (`holds="nothing"`).
+        """Whether a graph of it that saves only its arguments may wait (`saves="nothing"`).
 
         Its backward is compiled together with what it computes again, and leaves out what only the
         layer's result needs: an MLP's last product, a quarter of a layer's forward. `given` makes

@@ -17,7 +17,7 @@ from megatrain.errors import RunFailed
 from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.model.build import loaded_types
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
-from megatrain.model.kind import Arguments, Holds, move_buffers
+from megatrain.model.kind import Arguments, move_buffers
 from megatrain.model.limits import refuse_rounding
 from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
 from megatrain.model.skeleton import (
@@ -32,6 +32,7 @@ from megatrain.model.skeleton import (
     with_hidden,
 )
 from megatrain.model.tiles import Tiled, parts
+from megatrain.placement import Saves
 
 Activations = dict[Ref, Tensor]
 Weights = Mapping[str, Tensor]
@@ -82,7 +83,7 @@ class Program(Protocol):
         weights: Weights,
         batch: MicroBatch,
         values: Activations,
-        holds: Holds | None = None,
+        saves: Saves | None = None,
     ) -> Activations:
         """The activations that layer `visit` makes of its inputs in `values`; see `Kind.call`."""
 
@@ -93,7 +94,7 @@ class Program(Protocol):
         batch: MicroBatch,
         values: Activations,
     ) -> bool:
-        """Whether a graph of layer `visit` may wait that holds nothing; see `Kind.repeats`."""
+        """Whether a graph of layer `visit` that saves nothing may wait; see `Kind.repeats`."""
 
     def around_experts(
         self,
@@ -229,12 +230,12 @@ class ModelProgram:
         weights: Weights,
         batch: MicroBatch,
         values: Activations,
-        holds: Holds | None = None,
+        saves: Saves | None = None,
     ) -> Activations:
         args, kwargs = batch.calls[visit].arguments(values)
         layer = self.outline.layers[visit]
         bound = {**self.buffers[visit], **weights}
-        leaves = layer.kind.call(bound, args, kwargs, holds)
+        leaves = layer.kind.call(bound, args, kwargs, saves)
         return {ref: leaves[ref.leaf] for ref in self.outline.outputs[visit]}
 
     def repeats(

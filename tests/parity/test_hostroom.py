@@ -4,6 +4,7 @@ import gc
 import logging
 import re
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from megatrain.autoplace import fit
 from megatrain.device import CpuDevice
 from megatrain.engine import hostroom
 from megatrain.engine.hostroom import HostRoom, Planned
+from megatrain.engine.step import TrainingParts
+from megatrain.placement import ActivationPolicy
 from megatrain.telemetry.memory import process_bytes
 from megatrain.units import MIB
 from tests.families.plain import Step
@@ -42,6 +45,18 @@ def rooms(monkeypatch: pytest.MonkeyPatch, *left: int) -> None:
     monkeypatch.setattr(hostroom, "host_available_bytes", lambda limit: next(asked))
 
 
+def policies_taken(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[ActivationPolicy]]:
+    """The policies of each step to come."""
+    taken, under = [], TrainingParts.under
+
+    def note(parts: TrainingParts, policies: Sequence[ActivationPolicy]) -> TrainingParts:
+        taken.append(policies)
+        return under(parts, policies)
+
+    monkeypatch.setattr(TrainingParts, "under", note)
+    return taken
+
+
 @pytest.mark.parametrize("choices", PLACEMENTS.values(), ids=PLACEMENTS)
 @pytest.mark.parametrize("device", [CpuDevice, LateDevice])
 def test_what_is_given_up_changes_no_bit(
@@ -52,12 +67,12 @@ def test_what_is_given_up_changes_no_bit(
     # A small step first, which shows what steps take; then there is no room, or a little.
     rooms(monkeypatch, 0, 30_000, 30_000)
     engine = make_engine(llama(), placement=Placement(**choices), device=device())
-    closed = []
+    taken = policies_taken(monkeypatch)
     for step, (loss, expected) in zip(steps(), wanted, strict=True):
         assert engine.step(step).loss == loss
         assert same(masters(engine), expected)
-        closed.append(engine._host._ferry.closed)  # type: ignore[union-attr]
-    assert closed[:3] == [False, True, True]
+    offloading = [any(policy.where == "host" for policy in policies) for policies in taken]
+    assert offloading[:3] == [True, False, False]
 
 
 @pytest.mark.parametrize("choices", [{"offload_layers": 3}, {"keep_attention": "host"}], ids=str)
@@ -150,9 +165,11 @@ def test_a_first_step_larger_than_planned_goes_without(
     """A plan says what a step of so many tokens takes."""
     rooms(monkeypatch, left)
     engine = make_engine(llama(), placement="auto")
+    taken = policies_taken(monkeypatch)
     engine.step(steps()[number])
     assert (engine.memory()["host_kept_bytes"] > 0) == on_host
-    assert sum(unit.keeps_graph for unit in engine._parts.trunk) == on_device
+    [policies] = taken
+    assert policies.count(ActivationPolicy("graph", "device")) == on_device
 
 
 def test_a_step_that_the_limit_refused_now_fits() -> None:

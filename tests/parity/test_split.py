@@ -11,10 +11,12 @@ from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.engine.assemble import tile_layouts
+from megatrain.engine.layer import Layer
 from megatrain.engine.portion import least_split
 from megatrain.model.build import emptied
 from megatrain.model.probe import outline
 from megatrain.optim import StreamedOptimizer
+from megatrain.placement import ActivationPolicy
 from tests.families.examine import PASSES
 from tests.families.parity import compare
 from tests.families.plain import Step
@@ -233,6 +235,12 @@ def test_what_split_layers_cannot_keep_is_refused(make: Any, choices: dict[str, 
     assert not device.taken
 
 
+def keeping(engine: Engine) -> list[Layer]:
+    """The layers whose graphs wait on the device."""
+    layers = [unit for unit in engine._parts.trunk if isinstance(unit, Layer)]
+    return [layer for layer in layers if layer.policy == ActivationPolicy("graph", "device")]
+
+
 @pytest.mark.parametrize(
     ("choices", "kept"),
     [
@@ -249,7 +257,7 @@ def test_whole_layers_beside_split_ones_keep_their_graphs(
     resident = {name: choices[name] for name in choices if name == "resident"}
     wanted = make_engine(qwen3_moe(), placement=Placement(split_bytes=CORE, **resident))
     engine = make_engine(qwen3_moe(), placement=Placement(split_bytes=CORE, **choices))
-    assert [unit.visit for unit in engine._parts.trunk if unit.keeps_graph] == kept
+    assert [layer.visit for layer in keeping(engine)] == kept
     assert alike(train(engine, steps), train(wanted, steps))
 
 

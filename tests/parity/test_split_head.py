@@ -37,7 +37,7 @@ from tests.parity.cases import (
     plain_gradients,
     relative_error,
 )
-from tests.parity.test_split import alike, mixtral
+from tests.parity.test_split import alike, keeping, mixtral
 from tests.parity.test_split import train as trained
 from tests.race.late import LateDevice
 
@@ -227,8 +227,7 @@ def test_slots_and_sums_are_no_larger_than_a_layer_needs() -> None:
 
 def test_layers_that_keep_their_graphs_are_counted_without_the_head() -> None:
     with make_engine(wide(), placement=replace(SPLIT, keep_layers=1)) as engine:
-        layers = [unit for unit in engine._parts.trunk if unit.tile.name.startswith("layer")]
-        assert [layer.keeps_graph for layer in layers] == [False, False, True]
+        assert [layer.visit for layer in keeping(engine)] == [2]
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,7 @@ from megatrain.checkpoint.release import Release
 from megatrain.checkpoint.spare import Spare
 from megatrain.device import TraceDevice
 from megatrain.engine import sink
-from megatrain.engine.assemble import Assembly, kept_ferry, open_source, tile_layouts
+from megatrain.engine.assemble import Assembly, open_source, tile_layouts
 from megatrain.engine.batch import prepare
 from megatrain.engine.heads import TorchHeads
 from megatrain.engine.step import forward_only, train_step
@@ -170,11 +170,8 @@ def trace(
     batch = prepare(
         micro_batches, torch.device("cpu"), VOCAB, takes=str, loss=CROSS_ENTROPY, seed=0
     )
-    ferry = kept_ferry(parts)
     for step in range(STEPS):
-        if ferry is not None:
-            ferry.closed = step in closed
-        train_step(parts, batch)
+        train_step(parts.under(assembly.policies(host=step not in closed)), batch)
         if step in saves:
             files = [tile_file(tile, tile.name) for tile in store.tiles]
             Release(device, Snapshot(Spare(device, 0, None))).start(files)

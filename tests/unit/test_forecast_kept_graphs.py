@@ -58,7 +58,7 @@ def model_of(intermediate: int, kv_heads: int) -> Outline:
 
 
 def held_bytes(model: Outline) -> int:
-    """What the compiled graph of a layer holds besides its weights and arguments."""
+    """What the compiled graph of a layer saves besides its weights and arguments."""
     program = ModelProgram(model, torch.device("cpu"), torch.float32)
     program.train(True)
     program.compile()
@@ -66,7 +66,7 @@ def held_bytes(model: Outline) -> int:
     leaving = Leaving()
     held = Held(flat, values, micro.calls[1].leaves, leaving)
     with torch.enable_grad(), held.saving():
-        made = program.layer(1, weights, micro, values, "half")
+        made = program.layer(1, weights, micro, values, "graph")
     assert all(value.requires_grad for value in made.values())
     return sum(memory.nbytes for memory in leaving.memory)
 

@@ -11,8 +11,8 @@ from transformers import Qwen2Config
 
 from megatrain.engine.assemble import open_source
 from megatrain.forecast.measure import LayerWork, Measured
-from megatrain.model.kind import Holds
 from megatrain.model.probe import outline
+from megatrain.placement import Saves
 from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH, MLP = 4, 1024, 640, 3456  # 32B's proportions
@@ -34,11 +34,11 @@ def measured() -> Measured:
     return Measured(outline(open_source(config).model), torch.bfloat16, TOKENS, compiled=True)
 
 
-def peak_of(work: LayerWork, holds: Holds | None) -> int:
+def peak_of(work: LayerWork, saves: Saves | None) -> int:
     """From the start of the forward to the end of the backward."""
-    if holds is None:
+    if saves is None:
         return max(work.again.peak_bytes, work.backward.peak_bytes)
-    if holds == "half":
+    if saves == "graph":
         return max(work.keeping.peak_bytes, work.kept_backward.peak_bytes)
     assert work.repeating is not None
     return max(work.forward.peak_bytes, work.repeating.peak_bytes)
@@ -47,29 +47,29 @@ def peak_of(work: LayerWork, holds: Holds | None) -> int:
 def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measured: Measured):
     """As the test below saw the compiled code do it (torch 2.13)."""
     work = measured.layer(0, ROWS)
-    peaks = [peak_of(work, holds) / UNIT for holds in ("nothing", "half", None)]
+    peaks = [peak_of(work, saves) / UNIT for saves in ("nothing", "graph", None)]
     assert peaks == pytest.approx([7.004, 6.001, 5.160], abs=1e-3)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("holds", ["nothing", "half", None])
+@pytest.mark.parametrize("saves", ["nothing", "graph", None])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
 def test_compiled_code_works_with_what_is_foretold(
-    measured: Measured, holds: Holds | None, tmp_path: Path
+    measured: Measured, saves: Saves | None, tmp_path: Path
 ) -> None:
     torch._dynamo.reset()
     measured.program.compile()
     _, weights, micro, values = layer_call(measured.program, 0, (ROWS, TOKENS))
 
     def step() -> None:
-        made = list(measured.program.layer(0, weights, micro, values, holds).values())
+        made = list(measured.program.layer(0, weights, micro, values, saves).values())
         leaves = [*values.values(), *weights.values()]
         torch.autograd.grad(made, leaves, [torch.randn_like(value) for value in made])
 
     step()  # compiles
     taken = _peak_bytes(step, tmp_path / "trace.json")
     ends = 2 * ROWS * TOKENS * WIDTH * 2  # the result, and its gradient
-    assert taken - ends == pytest.approx(peak_of(measured.layer(0, ROWS), holds), rel=0.005)
+    assert taken - ends == pytest.approx(peak_of(measured.layer(0, ROWS), saves), rel=0.005)
 
 
 def _peak_bytes(run, trace: Path) -> int:  # type: ignore[no-untyped-def]

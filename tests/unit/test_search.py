@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise, product
-from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 from transformers import LlamaConfig
@@ -14,9 +14,7 @@ from megatrain import Placement
 from megatrain.autoplace import fit, frames
 from megatrain.autoplace.search import Search
 from megatrain.autoplace.ways import Budget, Ways
-from megatrain.device import CpuDevice
-from megatrain.engine.assemble import Assembly, open_source
-from megatrain.engine.step import TrainingParts
+from megatrain.engine.assemble import open_source
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.forecasts import Forecasts
 from megatrain.forecast.tally import NotForeseeable
@@ -359,14 +357,12 @@ def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
 
 
 def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_theirs() -> None:
-    def kept(**choices: int) -> tuple[list[int], list[int]]:
-        program = SimpleNamespace(outline=tiny_outline())
-        assembly = Assembly(CpuDevice(), program, None, None, Placement(**choices), None)  # type: ignore[arg-type]
-        policies = [assembly.policy(visit) for visit in range(6)]
-        trunk = [SimpleNamespace(can_keep=policy.keeps != "graph") for policy in policies]
-        TrainingParts.keep_graphs(SimpleNamespace(trunk=trunk), choices.get("keep_layers", 0))  # type: ignore[arg-type]
-        on_device = [visit for visit, unit in enumerate(trunk) if unit.keeps_graph]
-        return [visit for visit in range(6) if policies[visit].on_host], on_device
+    def kept(**choices: int) -> tuple[list[int], ...]:
+        policies = Placement(**choices).policies(6)
+        assert {policy.saves for policy in policies} <= {"graph", "nothing"}
+        graphs = [visit for visit in range(6) if policies[visit].saves == "graph"]
+        both: tuple[Literal["host", "device"], ...] = ("host", "device")
+        return tuple([visit for visit in graphs if policies[visit].where == at] for at in both)
 
     assert kept(offload_layers=3) == ([0, 2, 4], [])
     assert kept(offload_layers=2, keep_layers=2) == ([0, 3], [4, 5])
