@@ -18,9 +18,9 @@ measure() {
 place() { for choice in "$@"; do printf -- '--placement %s ' "$choice"; done; }
 
 streamed=$(place slots=3 compile=true head_tokens=8192)
-kept=$(place slots=3 compile=true head_tokens=8192 keep_layers=6)
-away=$(place slots=3 compile=true head_tokens=8192 boundaries=host)
-frugal=$(place slots=2 compile=true head_tokens=2048 boundaries=host gradient_lanes=2 keep_rows=false)
+kept=$(place slots=3 compile=true head_tokens=8192 save_activations=6)
+away=$(place slots=3 compile=true head_tokens=8192 layer_inputs=host)
+frugal=$(place slots=2 compile=true head_tokens=2048 layer_inputs=host gradient_lanes=2 keep_rows=false)
 
 # shellcheck disable=SC2086
 {

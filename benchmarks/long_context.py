@@ -23,11 +23,11 @@ TILE = 8192
 PLACEMENT = {
     "slots": 2,
     "compile": True,
-    "tile_tokens": TILE,
-    "boundaries": "host",
-    "boundary_lanes": 1,
+    "chunk_tokens": TILE,
+    "layer_inputs": "host",
+    "layer_input_lanes": 1,
     "head_tokens": 2048,
-    "keep_attention": "host",
+    "save_attention": "host",
 }
 
 

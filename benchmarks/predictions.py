@@ -19,7 +19,7 @@ from megatrain.forecast.forecasts import Forecasts
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
 from megatrain.model.probe import outline
-from megatrain.placement import Placement
+from megatrain.placement import Placement, renamed
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 2**30
@@ -66,16 +66,16 @@ class Prediction:
             yield "no clipping"
         if placement.resident:
             yield f"{len(placement.resident)} resident"
-        if placement.keep_layers:
-            yield f"{placement.keep_layers} kept"
-        if placement.offload_layers:
-            yield f"{placement.offload_layers} kept on the host"
-        if placement.tile_tokens:
-            yield f"tiles of {placement.tile_tokens}"
-        on_host = ["boundaries"] if placement.boundaries == "host" else []
-        if placement.keep_attention == "host":
+        if placement.save_activations:
+            yield f"{placement.save_activations} kept"
+        if placement.offload_activations:
+            yield f"{placement.offload_activations} kept on the host"
+        if placement.chunk_tokens:
+            yield f"tiles of {placement.chunk_tokens}"
+        on_host = ["boundaries"] if placement.layer_inputs == "host" else []
+        if placement.save_attention == "host":
             on_host.append("attention")
-        elif placement.keep_attention == "device":
+        elif placement.save_attention == "device":
             yield "attention kept"
         if on_host:
             yield f"{' and '.join(on_host)} on the host"
@@ -102,7 +102,7 @@ def predict(result: dict[str, Any]) -> Prediction:
 def placement_of(result: dict[str, Any]) -> Placement:
     """The placement in use; choices that did not exist yet are as they are now."""
     given = result.get("placement") or result["case"]["placement"]
-    known = {name: value for name, value in given.items() if name in Placement.names()}
+    known = {name: value for name, value in renamed(given).items() if name in Placement.names()}
     return Placement(**known | {"resident": tuple(known.get("resident", ()))})
 
 

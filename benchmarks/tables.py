@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rivals import rows as rival_rows
+from megatrain.placement import renamed
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -64,7 +65,9 @@ def _command(result: dict[str, Any]) -> str:
     limit = f" --device-memory {case['device_memory']}" if case.get("device_memory") else ""
     limit += f" --host-memory {case['host_memory']}" if case.get("host_memory") else ""
     limit += "" if case["max_grad_norm"] else " --max-grad-norm 0"
-    chosen = "".join(f" --placement {_choice(k, v)}" for k, v in (case["placement"] or {}).items())
+    chosen = "".join(
+        f" --placement {_choice(k, v)}" for k, v in renamed(case["placement"] or {}).items()
+    )
     return (
         f"megatrain bench step --shape {case['shape']} --sequences {case['sequences']} "
         f"--sequence-length {case['sequence_length']} --micro-batch {case['micro_batch']}"

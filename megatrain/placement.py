@@ -1,10 +1,10 @@
 """Placement: every choice of where state rests and how it is scheduled, as one frozen value.
 
 They trade memory for time. With eager layers none of them changes a bit of the result, but for
-`tile_tokens` and `split_bytes`, which sum in another order (tests/race, tests/parity).
+`chunk_tokens` and `max_stream_bytes`, which sum in another order (tests/race, tests/parity).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -12,30 +12,48 @@ from megatrain.errors import InputError
 
 _LEAST = {
     "slots": 1,
-    "slabs": 1,
-    "boundary_lanes": 1,
+    "host_grad_buffers": 1,
+    "layer_input_lanes": 1,
     "head_tokens": 1,
     "update_threads": 1,
     "gradient_lanes": 1,
-    "tile_tokens": 1,
-    "keep_layers": 0,
-    "offload_layers": 0,
+    "chunk_tokens": 1,
+    "save_activations": 0,
+    "offload_activations": 0,
     "prefetch": 0,
     "save_bytes": 0,
-    "split_bytes": 1,
+    "max_stream_bytes": 1,
 }
 _OPTIONAL = (
     "prefetch",
     "update_threads",
     "gradient_lanes",
-    "tile_tokens",
-    "split_bytes",
+    "chunk_tokens",
+    "max_stream_bytes",
     "save_bytes",
 )
 
 # Of what is made one by one, so many are enough for any model.
-_COUNTS = ("slots", "gradient_lanes", "slabs", "boundary_lanes")
+_COUNTS = ("slots", "gradient_lanes", "host_grad_buffers", "layer_input_lanes")
 _MOST = 10_000
+
+
+RENAMED = {
+    "slabs": "host_grad_buffers",
+    "boundaries": "layer_inputs",
+    "boundary_lanes": "layer_input_lanes",
+    "keep_layers": "save_activations",
+    "offload_layers": "offload_activations",
+    "keep_attention": "save_attention",
+    "tile_tokens": "chunk_tokens",
+    "split_bytes": "max_stream_bytes",
+}
+"""Earlier names of choices, which checkpoints and results may have, and today's."""
+
+
+def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices of a saved placement by today's names."""
+    return {RENAMED.get(name, name): value for name, value in choices.items()}
 
 
 Saves = Literal["nothing", "attention", "graph"]
@@ -69,26 +87,27 @@ class Placement:
             many as the largest layer has, so that no layer waits for the bus.
         keep_rows: embedding rows stay on the device from the forward to their backward; else they
             cross the bus twice.
-        slabs: host rooms for gradients in flight when not clipping; with clipping each tile has
-            its own, since no update may start before the global norm is known.
-        boundaries: where a layer's input waits for its backward: on the device or on the host.
-        boundary_lanes: boundary copies in flight at once, when they go to the host.
+        host_grad_buffers: host rooms for gradients in flight when not clipping; with clipping each
+            tile has its own, since no update may start before the global norm is known.
+        layer_inputs: where a layer's input waits for its backward: on the device or on the host.
+        layer_input_lanes: copies of layer inputs in flight at once, when they go to the host.
         resident: tiles that rest on the device with all their state, and are updated there
             (`embedding`, `prologue`, `layer 0`, ..., `head`).
-        keep_layers: layers whose graph is kept on the device, not recomputed: the last ones but for
-            those of `offload_layers`.
-        offload_layers: layers whose graph is kept in pinned host memory, evenly spread over all.
-        keep_attention: where the results of the other layers' attention wait for the backward,
-            which then does not compute it again; for eager layers, as with `tile_tokens`.
+        save_activations: layers whose graph is saved on the device, not recomputed: the last ones
+            but for those of `offload_activations`.
+        offload_activations: layers whose graph is saved in pinned host memory, evenly spread over
+            all.
+        save_attention: where the results of the other layers' attention wait for the backward,
+            which then does not compute it again; for eager layers, as with `chunk_tokens`.
         head_tokens: tokens whose logits exist at once, and over which a final norm runs at a time.
-        tile_tokens: what acts on every token alone (the MLP, norms) is run over tiles of so many
-            tokens, and computed again tile by tile in the backward: for long rows. Attention and
+        chunk_tokens: what acts on every token alone (the MLP, norms) is run over chunks of so many
+            tokens, and computed again chunk by chunk in the backward: for long rows. Attention and
             the rest of a layer then stay eager. None: whole rows.
-        split_bytes: layers and a head whose weights take more (and do not rest on the device) are
-            streamed in portions of at most so many bytes, and so are their gradients: of a layer
-            some experts at a time, and all else in it is computed twice as often, stays eager, and
-            keeps nothing for the backward; of the head some rows of its table at a time, whose
-            logits are computed twice. None: whole layers and head.
+        max_stream_bytes: layers and a head whose weights take more (and do not rest on the device)
+            are streamed in portions of at most so many bytes, and so are their gradients: of a
+            layer some experts at a time, and all else in it is computed twice as often, stays
+            eager, and saves nothing for the backward; of the head some rows of its table at a time,
+            whose logits are computed twice. None: whole layers and head.
         compile: compile one forward and one backward per layer kind with torch.compile.
         update_threads: host threads of the optimizer; None: all cores but two.
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the
@@ -100,16 +119,16 @@ class Placement:
     prefetch: int | None = None
     gradient_lanes: int | None = None
     keep_rows: bool = True
-    slabs: int = 2
-    boundaries: Literal["device", "host"] = "device"
-    boundary_lanes: int = 4
+    host_grad_buffers: int = 2
+    layer_inputs: Literal["device", "host"] = "device"
+    layer_input_lanes: int = 4
     resident: tuple[str, ...] = ()
-    keep_layers: int = 0
-    offload_layers: int = 0
-    keep_attention: Literal["none", "device", "host"] = "none"
+    save_activations: int = 0
+    offload_activations: int = 0
+    save_attention: Literal["none", "device", "host"] = "none"
     head_tokens: int = 4096
-    tile_tokens: int | None = None
-    split_bytes: int | None = None
+    chunk_tokens: int | None = None
+    max_stream_bytes: int | None = None
     compile: bool = False
     update_threads: int | None = None
     save_bytes: int | None = None
@@ -136,19 +155,19 @@ class Placement:
                 f"placement.prefetch is {self.prefetch}; with {self.slots} slots it must be "
                 f"between 0 and {self.slots - 1}"
             )
-        if self.keep_attention not in ("none", "device", "host"):
+        if self.save_attention not in ("none", "device", "host"):
             raise InputError(
-                f"placement.keep_attention is {self.keep_attention!r}; it must be 'none', 'device' "
+                f"placement.save_attention is {self.save_attention!r}; it must be 'none', 'device' "
                 "or 'host'"
             )
-        if self.keep_attention != "none" and self.compile and self.tile_tokens is None:
+        if self.save_attention != "none" and self.compile and self.chunk_tokens is None:
             raise InputError(
-                f"placement.keep_attention is {self.keep_attention!r}, but whole layers are "
-                "compiled; set tile_tokens, or compile: false"
+                f"placement.save_attention is {self.save_attention!r}, but whole layers are "
+                "compiled; set chunk_tokens, or compile: false"
             )
-        if self.boundaries not in ("device", "host"):
+        if self.layer_inputs not in ("device", "host"):
             raise InputError(
-                f"placement.boundaries is {self.boundaries!r}; it must be 'device' or 'host'"
+                f"placement.layer_inputs is {self.layer_inputs!r}; it must be 'device' or 'host'"
             )
 
     def __str__(self) -> str:
@@ -172,13 +191,13 @@ class Placement:
             InputError: more is to be saved than layers that are not split can save.
         """
         # Evenly among all: each has a few layers' time to leave.
-        leaving = self.offload_layers
+        leaving = self.offload_activations
         on_host = {v for v in range(num_layers) if v * leaving % num_layers < leaving}
         others = [v for v in range(num_layers) if v not in on_host and v not in split]
         if split:
             self._check_split(num_layers, split, on_host, len(others))
-        on_device = others[max(0, len(others) - self.keep_layers) :]
-        policy, where = RECOMPUTE, self.keep_attention
+        on_device = others[max(0, len(others) - self.save_activations) :]
+        policy, where = RECOMPUTE, self.save_attention
         if where != "none":
             policy = ActivationPolicy("attention", where)
         graphs = dict.fromkeys(on_host, ActivationPolicy("graph", "host"))
@@ -189,16 +208,16 @@ class Placement:
         self, num_layers: int, split: Collection[int], on_host: set[int], others: int
     ) -> None:
         refused = {
-            "keep_attention": self.keep_attention != "none",
-            "offload_layers": not on_host.isdisjoint(split),
-            "keep_layers": self.keep_layers > others,
+            "save_attention": self.save_attention != "none",
+            "offload_activations": not on_host.isdisjoint(split),
+            "save_activations": self.save_activations > others,
         }
         name = next((name for name, yes in refused.items() if yes), None)
         if name is not None:
             raise InputError(
-                f"placement.{name} is {getattr(self, name)!r}, but placement.split_bytes splits "
-                f"{len(split)} of {num_layers} layers, and a split layer saves nothing for the "
-                "backward; leave it out, or set a larger split_bytes"
+                f"placement.{name} is {getattr(self, name)!r}, but placement.max_stream_bytes "
+                f"splits {len(split)} of {num_layers} layers, and a split layer saves nothing for "
+                "the backward; leave it out, or set a larger max_stream_bytes"
             )
 
     def as_dict(self) -> dict[str, Any]:

@@ -37,11 +37,11 @@ def smallest(placement: Placement) -> Placement:
         prefetch=None,
         gradient_lanes=1,
         keep_rows=False,
-        keep_layers=0,
-        offload_layers=0,
-        keep_attention="none",
-        boundaries="host",
-        boundary_lanes=1,
+        save_activations=0,
+        offload_activations=0,
+        save_attention="none",
+        layer_inputs="host",
+        layer_input_lanes=1,
         resident=(),
     )
 
@@ -77,13 +77,13 @@ def check_fits(
         context = memory["device_context_bytes"] + mapping
         if sum(needs.device.values()) > allowed:
             split = _least_split(model, dtype)
-            frugal = replace(smallest(placement), split_bytes=split)
+            frugal = replace(smallest(placement), max_stream_bytes=split)
             least = align(sum(needs_in(frugal).device.values()) + context, GIB // 10)
             raise DoesNotFit(
                 _refusal("device", needs.device, context, allowed + context)
                 + f"; the least for this model, with a few tokens a step, is {gib(least)} "
-                "(slots: 1, gradient_lanes: 1, keep_rows: false, boundaries: host, resident: []"
-                + ("" if split is None else f", split_bytes: {split}")
+                "(slots: 1, gradient_lanes: 1, keep_rows: false, layer_inputs: host, resident: []"
+                + ("" if split is None else f", max_stream_bytes: {split}")
                 + ")"
             )
     planes = needs.host if has_memory else needs.host + needs.device
@@ -96,7 +96,7 @@ def check_fits(
 
 
 def _least_split(model: Model, dtype: torch.dtype) -> int | None:
-    """The least `split_bytes`; None: nothing is larger."""
+    """The least `max_stream_bytes`; None: nothing is larger."""
     least = least_split(model.outline, model.layouts, dtype.itemsize)
     split = ("layer", "head")
     largest = max(layout.numel for layout in model.layouts if layout.name.startswith(split))

@@ -161,20 +161,20 @@ def reasons(found: Forecast) -> list[str]:
     placement, machine = found.placement, found.machine
     resident = len(placement.resident)
     rows = f"{found.micro_batch} row{'s' * (found.micro_batch > 1)}"
-    offloaded = placement.offload_layers
-    graphs = f"{placement.keep_layers} kept graphs" + f" and {offloaded} on the host" * bool(
+    offloaded = placement.offload_activations
+    graphs = f"{placement.save_activations} kept graphs" + f" and {offloaded} on the host" * bool(
         offloaded
     )
     tiles = ""
-    if placement.tile_tokens is not None:
-        where = placement.keep_attention
+    if placement.chunk_tokens is not None:
+        where = placement.save_attention
         kept = "attention computed twice" if where == "none" else f"attention kept on the {where}"
-        tiles = f", tiles of {placement.tile_tokens} tokens, {kept}"
-    if placement.split_bytes is not None:
-        tiles += f", layers and head in portions of at most {gib(placement.split_bytes)}"
+        tiles = f", tiles of {placement.chunk_tokens} tokens, {kept}"
+    if placement.max_stream_bytes is not None:
+        tiles += f", layers and head in portions of at most {gib(placement.max_stream_bytes)}"
     return [
         f"micro-batches of {rows}, {placement.slots} slots, {resident} resident tiles, "
-        f"{graphs}, boundaries on the {placement.boundaries}{tiles}",
+        f"{graphs}, boundaries on the {placement.layer_inputs}{tiles}",
         f"{found.seconds:.3g} s a step expected ({found.model_tflops:.0f} model TFLOPS), "
         f"{found.binds} is busy {found.bounds[found.binds] / found.seconds:.0%} of it; "
         f"{gib(found.device_peak_bytes)} of {gib(machine.device_memory_bytes)} on the device, "

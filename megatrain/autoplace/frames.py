@@ -21,18 +21,18 @@ from megatrain.units import GIB
 # From the fastest to the most frugal.
 _FRAMES: tuple[dict[str, Any], ...] = (
     {"slots": 3, "head_tokens": 8192},
-    {"slots": 3, "head_tokens": 8192, "boundaries": "host"},
+    {"slots": 3, "head_tokens": 8192, "layer_inputs": "host"},
     {"slots": 2, "head_tokens": 2048},
-    {"slots": 2, "head_tokens": 2048, "boundaries": "host"},
-    {"slots": 2, "head_tokens": 2048, "boundaries": "host", "boundary_lanes": 2},
+    {"slots": 2, "head_tokens": 2048, "layer_inputs": "host"},
+    {"slots": 2, "head_tokens": 2048, "layer_inputs": "host", "layer_input_lanes": 2},
     {"slots": 2, "head_tokens": 512, "gradient_lanes": 2, "keep_rows": False},
     {
         "slots": 2,
         "head_tokens": 512,
         "gradient_lanes": 2,
         "keep_rows": False,
-        "boundaries": "host",
-        "boundary_lanes": 2,
+        "layer_inputs": "host",
+        "layer_input_lanes": 2,
     },
 )
 MOST_SLOTS: int = _FRAMES[0]["slots"]
@@ -86,18 +86,19 @@ class Frames:
         least = -(-rows * self.workload.sequence_length // _CHUNKS)
         frames = [Placement(**frame, compile=self.workload.compile) for frame in _FRAMES]
         whole = [
-            replace(f, head_tokens=max(least, f.head_tokens), split_bytes=portions) for f in frames
+            replace(f, head_tokens=max(least, f.head_tokens), max_stream_bytes=portions)
+            for f in frames
         ]
         long = self.workload.sequence_length >= _LONG
         if long:
-            lanes = [f.boundary_lanes // (1 if f.slots == MOST_SLOTS else 2) for f in whole]
-            whole = [replace(f, boundary_lanes=n) for f, n in zip(whole, lanes, strict=True)]
+            lanes = [f.layer_input_lanes // (1 if f.slots == MOST_SLOTS else 2) for f in whole]
+            whole = [replace(f, layer_input_lanes=n) for f, n in zip(whole, lanes, strict=True)]
         if not self.whole(portions):
             return [whole[-1:]]
         if not long:
             return [whole]
         tiled = [
-            [replace(frame, tile_tokens=_TILE, keep_attention=where) for frame in whole]
+            [replace(frame, chunk_tokens=_TILE, save_attention=where) for frame in whole]
             for where in _ATTENTION
         ]
         return [whole, *tiled]
@@ -117,9 +118,9 @@ class Frames:
         layers = [t.numel for t in self.forecasts.layouts if t.name.startswith("layer")]
         return max(layers) * self.workload.dtype.itemsize
 
-    def whole(self, split_bytes: int | None) -> bool:
+    def whole(self, max_stream_bytes: int | None) -> bool:
         """Whether no layer is split."""
-        return split_bytes is None or split_bytes >= self._layer_bytes
+        return max_stream_bytes is None or max_stream_bytes >= self._layer_bytes
 
     def of(self, placement: Placement, rows: int) -> Forecast:
         """The forecast of a frame."""
@@ -153,22 +154,22 @@ class Frames:
         # What waits there besides: kept attention, and what a head in portions goes through twice.
         sizes = found.host_bytes
         waiting = sizes["host_boundaries_bytes"] + sizes["host_kept_bytes"]
-        if placement.boundaries == "host":
+        if placement.layer_inputs == "host":
             waiting -= self.forecasts.needs(few.workload, placement).host["boundaries"]
         host += waiting * (self.workload.rows - taken) // taken
         return found.device_peak_bytes + device, found.host_peak_bytes + host
 
     def _working_bytes(self, placement: Placement, rows: int) -> int:
         """What a layer or the head computes with, and one activation of every token."""
-        measured = self.forecasts.measured(self.workload, placement.tile_tokens)
+        measured = self.forecasts.measured(self.workload, placement.chunk_tokens)
         layout = next(each for each in self.forecasts.layouts if each.name == "head")
         chunk = min(rows, -(-placement.head_tokens // self.workload.sequence_length))
         for visit in range(len(self.forecasts.outline.layers)):
             measured.layer(visit, chunk)  # whose results the head is given
         works: list[Work] = []
-        if placement.split_bytes is None:
+        if placement.max_stream_bytes is None:
             works.append(measured.head(layout, chunk, placement.head_tokens))
-        if self.whole(placement.split_bytes):
+        if self.whole(placement.max_stream_bytes):
             works += measured.layer(0, rows).computed_twice
         working = max((work.peak_bytes for work in works), default=0)
         entering = measured.entering(rows).values()

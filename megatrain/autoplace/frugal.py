@@ -131,7 +131,7 @@ class Frugal:
         try:
             device, host = self._looks[way.looks](way.frame, way.rows)
         except NotForeseeable:
-            if way.frame.tile_tokens is None:
+            if way.frame.chunk_tokens is None:
                 raise
             return None  # these layers cannot be foreseen in tiles
         most = max(way.device, device), max(way.host, host)

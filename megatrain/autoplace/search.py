@@ -61,7 +61,7 @@ class Search:
         spending = [
             Ways(self._forecasts, self._workload, frame, self._budget)
             for frame in frames
-            if self._frames.whole(frame.placement.split_bytes)
+            if self._frames.whole(frame.placement.max_stream_bytes)
         ]
         found = [(way, ways) for ways in spending for way in ways.all()]
         fitting = [frame for frame in frames if self._budget.fits(frame)]
@@ -104,7 +104,7 @@ class Search:
     def _sparing(self, found: list[Forecast], best: Forecast) -> Iterator[Placement]:
         """Of each family those that spare more than the first that was found."""
         there = {frame.placement for frame in found if frame.micro_batch == best.micro_batch}
-        split = best.placement.split_bytes
+        split = best.placement.max_stream_bytes
         families = self._frames.families(best.micro_batch, split=split is not None)
         for family in families if self._frames.whole(split) else ():
             first = next((n for n, each in enumerate(family) if each in there), len(family))

@@ -113,18 +113,18 @@ class Way:
 
     frame: Forecast
     resident: tuple[str, ...]
-    keep_layers: int
-    offload_layers: int
+    save_activations: int
+    offload_activations: int
     seconds: float
     likely: float
 
-    def placement(self, keep_layers: int, offload_layers: int) -> Placement:
+    def placement(self, save_activations: int, offload_activations: int) -> Placement:
         """The frame's with so many graphs."""
         return replace(
             self.frame.placement,
             resident=self.resident,
-            keep_layers=keep_layers,
-            offload_layers=offload_layers,
+            save_activations=save_activations,
+            offload_activations=offload_activations,
         )
 
 
@@ -138,7 +138,7 @@ class Ways:
         self._budget = budget
         self._layers = len(forecasts.outline.layers)
         self._micro = -(-workload.rows // frame.micro_batch)
-        measured = forecasts.measured(workload, frame.placement.tile_tokens)
+        measured = forecasts.measured(workload, frame.placement.chunk_tokens)
         self._work = measured.layer(0, frame.micro_batch)
         self._first = FirstTiles(forecasts.layouts, workload)
         self._tiles = self._first.tiles
@@ -151,7 +151,7 @@ class Ways:
 
     def _more(self, where: Literal["device", "host"]) -> int:
         """Bytes that a graph takes there beyond the attention results that wait without it."""
-        kept = self._frame.placement.keep_attention == where
+        kept = self._frame.placement.save_attention == where
         return max(1, self._graph - kept * self._work.again.attention_bytes * self._micro)
 
     def all(self) -> Iterator[Way]:
@@ -226,7 +226,7 @@ class Ways:
         """Seconds of computing, and of waiting for lanes to the host."""
         work, seconds = self._work, self._costs.seconds
         saved = sum(map(seconds, work.computed_twice))
-        if self._frame.placement.keep_attention != "none":
+        if self._frame.placement.save_attention != "none":
             saved -= seconds(work.again) - seconds(replace(work.again, attention_flops=0))
         saved -= seconds(work.keeping) + seconds(work.kept_backward)
         late = max(0.0, offload * self._leaving() - self._forward())
@@ -239,7 +239,7 @@ class Ways:
         None: it does not fit without any.
         """
         graph, on_host, layers = self._more("device"), self._more("host"), self._layers
-        keep, offload, best = way.keep_layers, way.offload_layers, None
+        keep, offload, best = way.save_activations, way.offload_activations, None
         for _ in range(3):
             placement = way.placement(keep, offload)
             found = self._forecasts.of(

@@ -127,11 +127,13 @@ def _parse_rows(text: str) -> int | None:
 def parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
     """Choices of a placement, each written `NAME=VALUE` with the value in YAML; None: none."""
     from megatrain.json_yaml import parse_yaml
-    from megatrain.placement import Placement
+    from megatrain.placement import RENAMED, Placement
 
     parsed = {}
     for choice in choices:
         name, equals, value = choice.partition("=")
+        if name in RENAMED:
+            raise InputError(f"--placement {choice}: {name} is now called {RENAMED[name]}")
         if not equals or name not in Placement.names():
             valid = ", ".join(Placement.names())
             raise InputError(f"--placement {choice}: write NAME=VALUE with NAME one of {valid}")

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from megatrain.errors import InputError
-from megatrain.placement import Placement
+from megatrain.placement import RENAMED, Placement
 from megatrain.units import parse_bytes
 
 Positive = Annotated[int, Field(gt=0)]
@@ -333,6 +333,8 @@ def _check_placement(choices: dict[str, Any]) -> None:
     """Placement checks values, not types; a run file needs both."""
     hints = get_type_hints(Placement)
     for name, value in choices.items():
+        if name in RENAMED:
+            raise ValueError(f"{name!r} is now called {RENAMED[name]!r}")
         if name not in hints:
             raise ValueError(f"unknown key {name!r}{nearest(str(name), Placement.names())}")
         try:

@@ -218,7 +218,7 @@ class Assembly:
     @cached_property
     def stages(self) -> dict[int, Stages]:
         """By visit, the portions of the layers that are split. Raises InputError."""
-        found, most = {}, self.placement.split_bytes
+        found, most = {}, self.placement.max_stream_bytes
         for visit, layer in enumerate(self.program.outline.layers):
             tile = self.tiles[f"layer {visit}"]
             if most and not tile.resident and tile.layout.numel * self.dtype.itemsize > most:
@@ -232,14 +232,14 @@ class Assembly:
             graphs: layers may save graphs on the device.
             host: layers may save anything on the host; those that would recompute if not.
         """
-        placement = self.placement if graphs else replace(self.placement, keep_layers=0)
+        placement = self.placement if graphs else replace(self.placement, save_activations=0)
         policies = placement.policies(len(self.program.outline.layers), self.stages)
         return [p if host or p.where == "device" else RECOMPUTE for p in policies]
 
     @cached_property
     def ranges(self) -> Ranges | None:
         """The portions of the head, if it is split; as small as layers, they need no more slots."""
-        tile, most, size = self.tiles["head"], self.placement.split_bytes, self.dtype.itemsize
+        tile, most, size = self.tiles["head"], self.placement.max_stream_bytes, self.dtype.itemsize
         if not most or tile.resident or tile.layout.numel * size <= most:
             return None
         layers = [t.layout.numel * size for t in self._layers if not t.resident]
@@ -267,7 +267,7 @@ class Assembly:
         return {tile.name: tile for tile in self.store.tiles}
 
     def __post_init__(self) -> None:
-        tokens, compiled = self.placement.tile_tokens, self.placement.compile
+        tokens, compiled = self.placement.chunk_tokens, self.placement.compile
         if tokens is not None:
             self.program.tile(tokens, compiled=compiled)
         elif compiled:
@@ -338,13 +338,13 @@ class Assembly:
         waiting = tiles if update.deferred else [*held, *(t for t in tiles if t.resident)]
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
         work = self.work_room(train=True)
-        slabs, lanes, rooms = placement.slabs, placement.gradient_lanes, self.visited
+        slabs, lanes, rooms = placement.host_grad_buffers, placement.gradient_lanes, self.visited
         sink = Sink(device, tiles, rooms, self.dtype, slabs, waiting, update.ready, work, lanes)
         embedding = self.embedding(sink, work)
         trunk, head = self.units(embedding)
         saved: Saved | HostSaved = Saved(device)
-        if placement.boundaries == "host":
-            saved = HostSaved(device, placement.boundary_lanes)
+        if placement.layer_inputs == "host":
+            saved = HostSaved(device, placement.layer_input_lanes)
         return TrainingParts(trunk, head, embedding, self.stream(), saved, sink, update)
 
 

@@ -182,7 +182,7 @@ class PlacedEngine:
             reason = str(error).split(". ")[0]
             raise DoesNotFit(
                 f"the device has no memory left ({reason}); use smaller micro-batches, "
-                "placement.boundaries: host, fewer resident tiles or slots, less other torch work"
+                "placement.layer_inputs: host, fewer resident tiles or slots, less other torch work"
                 + (
                     " (no weight has been changed)"
                     if self._opened.max_grad_norm is not None

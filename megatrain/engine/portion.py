@@ -121,17 +121,17 @@ def _layout(tile: TileLayout, name: str, rows: Rows, *, trainable: bool = True) 
     return TileLayout(name, parameters)
 
 
-def stages(tile: Tile, layer: Layer, split_bytes: int, itemsize: int) -> Stages:
-    """The portions of a layer of more than `split_bytes`.
+def stages(tile: Tile, layer: Layer, max_stream_bytes: int, itemsize: int) -> Stages:
+    """The portions of a layer of more than `max_stream_bytes`.
 
     Raises:
         InputError: a portion would be larger.
     """
-    _check(_indivisible(tile.layout, layer, itemsize), split_bytes)
+    _check(_indivisible(tile.layout, layer, itemsize), max_stream_bytes)
     experts, (own, rest) = layer.kind.experts, _names(tile.layout, layer)
     assert experts is not None
     one = _layout(tile.layout, "", dict.fromkeys(own, (0, 1)))
-    num_groups = -(-experts.num // (split_bytes // itemsize // one.numel))
+    num_groups = -(-experts.num // (max_stream_bytes // itemsize // one.numel))
     bounds = [experts.num * group // num_groups for group in range(num_groups + 1)]
     groups = [
         portion(tile, f"{tile.name} experts {a} to {b - 1}", dict.fromkeys(own, (a, b)))
@@ -144,17 +144,17 @@ def stages(tile: Tile, layer: Layer, split_bytes: int, itemsize: int) -> Stages:
 
 
 def ranges(
-    tile: Tile, projection: Projection, split_bytes: int, slot_bytes: int, itemsize: int
+    tile: Tile, projection: Projection, max_stream_bytes: int, slot_bytes: int, itemsize: int
 ) -> Ranges:
-    """The portions of a head of more than `split_bytes`; rows are as many as fit in a slot.
+    """The portions of a head of more than `max_stream_bytes`; rows are as many as fit in a slot.
 
     Raises:
         InputError: a portion would be larger.
     """
-    _check(_parts_of_head(tile.layout, projection, itemsize), split_bytes)
+    _check(_parts_of_head(tile.layout, projection, itemsize), max_stream_bytes)
     entries = [tile.layout.by_name[name] for name in projection.names]
     row, padding = sum(prod(e.shape[1:]) for e in entries), ALIGNMENT * len(entries)
-    most = max(1, (min(split_bytes, slot_bytes) // itemsize - padding) // row)  # rows
+    most = max(1, (min(max_stream_bytes, slot_bytes) // itemsize - padding) // row)  # rows
     step = _ROWS if most >= _ROWS else 1
     count = -(-projection.num // (most // step * step))
     rows = align(-(-projection.num // count), step)
@@ -170,7 +170,7 @@ def ranges(
 
 
 def least_split(outline: Outline, layouts: Sequence[TileLayout], itemsize: int) -> int:
-    """The least `split_bytes` for a model; if its largest tile cannot be split, its bytes."""
+    """The least `max_stream_bytes` for a model; if its largest tile cannot be split, its bytes."""
     by_name = {layout.name: layout for layout in layouts}
     head = _parts_of_head(by_name["head"], outline.projection, itemsize)
     layers = [
@@ -181,12 +181,12 @@ def least_split(outline: Outline, layouts: Sequence[TileLayout], itemsize: int) 
     return max(num_bytes for _, num_bytes in [*layers, *head])
 
 
-def _check(parts: list[tuple[str, int]], split_bytes: int) -> None:
+def _check(parts: list[tuple[str, int]], max_stream_bytes: int) -> None:
     for what, num_bytes in parts:
-        if num_bytes > split_bytes:
+        if num_bytes > max_stream_bytes:
             raise InputError(
-                f"placement.split_bytes is {split_bytes}, but {what} takes {num_bytes} bytes and "
-                "cannot be split; set it to that or more"
+                f"placement.max_stream_bytes is {max_stream_bytes}, but {what} takes {num_bytes} "
+                "bytes and cannot be split; set it to that or more"
             )
 
 

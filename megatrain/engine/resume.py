@@ -18,7 +18,7 @@ from megatrain.model.companions import Companions, read_files, write_companions
 from megatrain.model.export import write_configs
 from megatrain.model.shards import Described, read_header, write_shard
 from megatrain.optim import AdamW
-from megatrain.placement import Placement
+from megatrain.placement import Placement, renamed
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -183,7 +183,7 @@ def resumed_placement(
     """
     if wanted is not None:
         return wanted
-    saved = checkpoint.settings.placement
+    saved = renamed(checkpoint.settings.placement)
     if checkpoint.settings.device != device:
         return "auto"
     unknown = saved.keys() - set(Placement.names())

@@ -126,7 +126,7 @@ class Forecast:
     @property
     def device_held_bytes(self) -> int:
         """What the driver will show: torch keeps freed memory as long as there is room."""
-        torn = 0 if self.placement.tile_tokens else self.device_bytes.get(WORKING_SET, 0)
+        torn = 0 if self.placement.chunk_tokens else self.device_bytes.get(WORKING_SET, 0)
         room = max(0, self.machine.device_memory_bytes - self.device_peak_bytes)
         return self.device_peak_bytes + min(room, int(_ALLOCATOR_TORN * torn))
 
@@ -196,7 +196,7 @@ def forecast(
         NotForeseeable: what the model computes depends on its values.
     """
     run = _run(model, machine, placement, measured, rows, micro_batch, clip=clip)
-    device, host = _memory(run, machine, in_tiles=placement.tile_tokens is not None)
+    device, host = _memory(run, machine, in_tiles=placement.chunk_tokens is not None)
     later = sum(host.values()) - run.planes_bytes - host.get("host_resident_tiles_bytes", 0)
     host["host_process_bytes"] = _process_bytes(model, machine, placement, later)
     return Forecast(
@@ -320,7 +320,7 @@ def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> Til
 
     A step then goes through less than half the operations. Of what is split the parts count, too.
     """
-    most = placement.split_bytes or layout.numel * dtype.itemsize
+    most = placement.max_stream_bytes or layout.numel * dtype.itemsize
     whole = layout.name.startswith("layer") and layout.numel * dtype.itemsize <= most
     if not whole or any(entry.numel % ALIGNMENT for entry in layout.entries):
         return layout

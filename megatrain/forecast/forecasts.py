@@ -43,16 +43,16 @@ class Forecasts:
             )
         return self._needs[key]
 
-    def measured(self, workload: Workload, tile_tokens: int | None = None) -> Measured:
+    def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Measured:
         """What the model's parts take."""
-        key = (workload.dtype, workload.sequence_length, workload.compile, tile_tokens)
+        key = (workload.dtype, workload.sequence_length, workload.compile, chunk_tokens)
         if key not in self._measured:
             self._measured[key] = Measured(
                 self.outline,
                 workload.dtype,
                 workload.sequence_length,
                 compiled=workload.compile,
-                tile_tokens=tile_tokens,
+                chunk_tokens=chunk_tokens,
             )
         return self._measured[key]
 
@@ -67,7 +67,7 @@ class Forecasts:
                 self._model,
                 machine,
                 placement,
-                self.measured(workload, placement.tile_tokens),
+                self.measured(workload, placement.chunk_tokens),
                 rows=workload.rows,
                 micro_batch=micro_batch,
                 clip=workload.clip,

@@ -117,11 +117,11 @@ class Measured:
         sequence_length: int,
         *,
         compiled: bool,
-        tile_tokens: int | None = None,
+        chunk_tokens: int | None = None,
     ) -> None:
-        """Args: with `tile_tokens`, layers are eager but for the parts that run in tiles."""
+        """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles."""
         self.outline, self.dtype, self.tokens = outline, dtype, sequence_length
-        self.compiled, self.tile_tokens = compiled, tile_tokens
+        self.compiled, self.chunk_tokens = compiled, chunk_tokens
         self.program = ModelProgram(outline, _CPU, dtype)
         self.program.train(True)
         self._known: dict[Hashable, Any] = {}
@@ -235,9 +235,9 @@ class Measured:
             def run() -> Activations:
                 return self.program.layer(visit, weights, micro, values)
 
-            if self.tile_tokens is None:
+            if self.chunk_tokens is None:
                 return (_compiled if self.compiled else eager_work)(run, given)
-            with tiled(kind, self.tile_tokens, partial(self._tile, self.compiled)):
+            with tiled(kind, self.chunk_tokens, partial(self._tile, self.compiled)):
                 return eager_work(run, given)
 
     def _tile(

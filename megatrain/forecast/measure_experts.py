@@ -18,8 +18,8 @@ def around_experts(measured: Measured, visit: int, rows: int) -> LayerWork:
         NotForeseeable: it depends on values, or is for tiles of tokens.
     """
     layer = measured.outline.layers[visit]
-    if measured.tile_tokens is not None:
-        raise NotForeseeable("what split layers take with tile_tokens is not foreseen")
+    if measured.chunk_tokens is not None:
+        raise NotForeseeable("what split layers take with chunk_tokens is not foreseen")
 
     def measure() -> LayerWork:
         with foreseeing(layer.name), fakes(), torch.enable_grad(), measured.program.eager():

@@ -73,7 +73,7 @@ def needs_of(
     device, dtype = _Counting(), program.dtype
     train, resident = model.optimizer is not None, placement.resident
     store = Store(device, model.layouts, dtype, train=train, resident=resident)
-    eager = replace(placement, compile=False, tile_tokens=None)
+    eager = replace(placement, compile=False, chunk_tokens=None)
     assembly = Assembly(device, program, store, dtype, eager, TorchHeads(program))
     parts: Parts = (
         assembly.inference()
@@ -86,7 +86,7 @@ def needs_of(
         parts.embedding.reserve(tokens if distinct is None else distinct)
     if isinstance(parts, TrainingParts):
         device.needs.device[UNSUMMED] += _unsummed_bytes(assembly.visited, dtype)
-        where = device.needs.host if placement.boundaries == "host" else device.needs.device
+        where = device.needs.host if placement.layer_inputs == "host" else device.needs.device
         where["boundaries"] += _boundary_numel(model.outline) * dtype.itemsize * (tokens or 0)
     return device.needs
 

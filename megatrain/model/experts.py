@@ -185,7 +185,7 @@ class StandIn:
         if self.given or [getattr(leaf, "ndim", 0) for leaf in given] != [2, 2, 2]:
             raise RunFailed(
                 "the model calls its experts twice, or not with hidden states, choices and their "
-                "weights; its layers cannot be split: leave placement.split_bytes out"
+                "weights; its layers cannot be split: leave placement.max_stream_bytes out"
             )
         self.given = given
         if self._result is None:

@@ -269,7 +269,7 @@ class ModelProgram:
         if not stand_in.given:
             raise RunFailed(
                 f"{self.outline.layers[visit].name} did not call its experts; it cannot be split: "
-                "leave placement.split_bytes out"
+                "leave placement.max_stream_bytes out"
             )
         return made, stand_in.given
 

@@ -13,15 +13,17 @@ from megatrain import Engine, InputError, Placement
 from megatrain.checkpoint import open_checkpoint, verify
 from megatrain.checkpoint.read import read_tiles
 from megatrain.device import CpuDevice
+from megatrain.placement import RENAMED
 from megatrain.store import Store
 from megatrain.tile import TileLayout
 from tests.checkpoint.cases import batches, engine_of, state
+from tests.checkpoint.test_damage import change
 from tests.parity.cases import frozen, llama, masters, noisy, same
 
 PLACEMENTS = {
     "streamed": Placement(slots=1),
-    "resident": Placement(resident=("embedding", "layer 1", "head"), keep_layers=1),
-    "host boundaries": Placement(slots=2, boundaries="host", slabs=3),
+    "resident": Placement(resident=("embedding", "layer 1", "head"), save_activations=1),
+    "host boundaries": Placement(slots=2, layer_inputs="host", host_grad_buffers=3),
 }
 # Precision, clipping, tied, dropout; each placement in turn.
 CASES = list(itertools.product(("fp32", "bf16"), (0.5, None), (False, True), (0.0, 0.3)))
@@ -204,6 +206,22 @@ def test_another_limit_of_the_norm(tmp_path) -> None:
         clipped.step(step)
         free.step(step)
     assert not same(masters(clipped), masters(free))
+
+
+def test_a_placement_saved_by_earlier_names_is_the_same(tmp_path) -> None:
+    placement = Placement(slots=3, layer_inputs="host", save_activations=1, offload_activations=1)
+    engine_of(placement=placement).save(tmp_path / "saved")
+    earlier = {new: old for old, new in RENAMED.items()}
+
+    def rename(content: dict[str, Any]) -> None:
+        saved = content["settings"]["placement"]
+        content["settings"]["placement"] = {earlier.get(n, n): v for n, v in saved.items()}
+
+    change(tmp_path / "saved", rename)
+    saved = open_checkpoint(tmp_path / "saved").settings.placement
+    assert saved["boundaries"] == "host" and "layer_inputs" not in saved
+    with Engine.load(tmp_path / "saved", device="cpu") as engine:
+        assert engine.placement == placement
 
 
 def test_other_tiles_are_filled_by_name(tmp_path) -> None:

@@ -168,6 +168,8 @@ def test_wrong_usage_is_exit_code_2(megatrain, arguments):
 def test_a_wrong_placement_for_the_benchmark(megatrain):
     result = megatrain("bench", "step", "--shape", "0.5b", "--placement", "slot=2")
     assert_refused(result, "--placement slot=2: write NAME=VALUE with NAME one of slots, prefetch")
+    result = megatrain("bench", "step", "--shape", "0.5b", "--placement", "slabs=2")
+    assert_refused(result, "--placement slabs=2: slabs is now called host_grad_buffers")
     result = megatrain("bench", "step", "--shape", "0.5b", "--placement", "slots=[")
     assert_refused(result, "--placement slots=[: line 1: not valid")
 

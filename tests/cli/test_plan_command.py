@@ -207,10 +207,10 @@ def test_other_cores_change_the_update_of_a_measured_machine():
 def test_a_placement_of_the_run_file_is_planned(megatrain, run_file):
     tree = yaml.safe_load(run_file.read_text())
     tree["engine"]["device_memory"] = "9GiB"
-    tree["engine"]["placement"] = {"slots": 2, "boundaries": "host"}
+    tree["engine"]["placement"] = {"slots": 2, "layer_inputs": "host"}
     run_file.write_text(yaml.safe_dump(tree))
     told = json.loads(megatrain("plan", run_file, *HERE, "--json").stdout)
-    assert told["forecast"]["placement"]["boundaries"] == "host"
+    assert told["forecast"]["placement"]["layer_inputs"] == "host"
     assert told["device_memory_bytes"] == 9 * GIB
     assert told["forecast"]["micro_batch"] == 2 and told["precision"] == "fp32"
 

@@ -21,7 +21,7 @@ PASSES, REFUSED, NOT_TRAINED, WRONG = "passes", "refused", "not trainable", "wro
 BF16_TOLERANCE = 0.05
 
 # Everything that a placement can change on a CPU, at once.
-OTHER_PLACEMENT = Placement(slots=3, boundaries="host", keep_layers=2, head_tokens=5)
+OTHER_PLACEMENT = Placement(slots=3, layer_inputs="host", save_activations=2, head_tokens=5)
 
 
 @dataclass

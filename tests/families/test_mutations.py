@@ -29,7 +29,7 @@ LOSS_TOLERANCE, UPDATE_TOLERANCE = 1e-6, 1e-3
 VISIBLE = 1e-5  # of the loss, that a change must make in plain training
 
 # Tokens of the head's chunks are fewer than a row's, and everything is computed again.
-PLACEMENT = Placement(head_tokens=5, boundaries="host")
+PLACEMENT = Placement(head_tokens=5, layer_inputs="host")
 
 # What a message must say, of a llama.
 REFUSED = {

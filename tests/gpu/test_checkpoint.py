@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 PLACEMENTS = {
     "streamed": {"slots": 3},
     "resident": {"slots": 2, "resident": ("embedding", "layer 0", "layer 1", "layer 2", "head")},
-    "on the host": {"slots": 2, "boundaries": "host", "keep_layers": 2},
+    "on the host": {"slots": 2, "layer_inputs": "host", "save_activations": 2},
 }
 
 

@@ -85,15 +85,15 @@ def test_the_schedule_changes_no_bit(clip: float | None, tied: bool) -> None:
     options = {"tied": tied, "max_grad_norm": clip}
     wanted = train("cuda", batches, placement=Placement(slots=1), **options)
     placements = [
-        Placement(slots=slots, prefetch=prefetch, boundaries=boundaries, boundary_lanes=lanes)
+        Placement(slots=slots, prefetch=prefetch, layer_inputs=boundaries, layer_input_lanes=lanes)
         for slots, boundaries, lanes in itertools.product((2, 4), ("device", "host"), (1, 4))
         for prefetch in (0, slots - 1)
     ]
     tables = ("embedding", "prologue", "head")
     placements += [
         Placement(slots=2, resident=(*tables, "layer 0", "layer 3")),
-        Placement(slots=3, resident=("layer 1",), keep_layers=2, boundaries="host"),
-        Placement(resident=(*tables, *(f"layer {i}" for i in range(6))), keep_layers=6),
+        Placement(slots=3, resident=("layer 1",), save_activations=2, layer_inputs="host"),
+        Placement(resident=(*tables, *(f"layer {i}" for i in range(6))), save_activations=6),
     ]
     for placement in placements:
         losses, norms, masters = train("cuda", batches, placement=placement, **options)

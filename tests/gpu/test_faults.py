@@ -64,7 +64,7 @@ def test_without_pinning_the_same_is_learned(
     monkeypatch: Any, caplog: Any, least_bytes: int, really: bool, boundaries: Any
 ) -> None:
     """Streamed with updates by host threads, whose counters the GPU may not see either."""
-    placement = Placement(slots=3, boundaries=boundaries)
+    placement = Placement(slots=3, layer_inputs=boundaries)
     steps = make_batches(3)
 
     def trained() -> Any:
@@ -96,7 +96,7 @@ def test_a_closed_engine_says_so() -> None:
 def test_steps_that_need_more_and_more_room(boundaries: Any) -> None:
     """Rows, lanes and rooms are replaced while their last work is still on its way."""
     steps = [make_batches(1, ((2, tokens), (1, 3)), seed=tokens)[0] for tokens in range(4, 60, 8)]
-    placement = Placement(slots=3, boundaries=boundaries)
+    placement = Placement(slots=3, layer_inputs=boundaries)
     before = parameters(llama())
     for clip in (1.0, None):
         engine = engine_of(llama(), placement=placement, clip=clip)
@@ -142,7 +142,7 @@ def test_a_host_thread_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) 
     [
         Placement(slots=3),
         Placement(slots=3, compile=True),
-        Placement(slots=3, compile=True, keep_layers=2),
+        Placement(slots=3, compile=True, save_activations=2),
     ],
     ids=["eager", "compiled", "kept"],
 )

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.gpu
 
 EAGER: list[dict[str, Any]] = [
     {"slots": 1, "gradient_lanes": 1, "keep_rows": False},
-    {"slots": 3, "keep_rows": False, "boundaries": "host", "keep_layers": 2},
-    {"slots": 3, "offload_layers": 4, "keep_layers": 2},
-    {"slots": 2, "offload_layers": 6, "boundaries": "host"},
-    {"slots": 3, "keep_attention": "device"},
-    {"slots": 3, "keep_attention": "host", "boundaries": "host", "offload_layers": 2},
+    {"slots": 3, "keep_rows": False, "layer_inputs": "host", "save_activations": 2},
+    {"slots": 3, "offload_activations": 4, "save_activations": 2},
+    {"slots": 2, "offload_activations": 6, "layer_inputs": "host"},
+    {"slots": 3, "save_attention": "device"},
+    {"slots": 3, "save_attention": "host", "layer_inputs": "host", "offload_activations": 2},
 ]
 
 
@@ -37,8 +37,8 @@ def test_where_things_wait_changes_no_bit(choices: dict[str, Any]) -> None:
 
 def test_compiled_graphs_are_the_same_on_the_host() -> None:
     batches = steps(3, uneven=False)
-    kept = train("cuda", batches, placement=Placement(slots=3, compile=True, keep_layers=6))
-    placement = Placement(slots=3, compile=True, offload_layers=6, boundaries="host")
+    kept = train("cuda", batches, placement=Placement(slots=3, compile=True, save_activations=6))
+    placement = Placement(slots=3, compile=True, offload_activations=6, layer_inputs="host")
     away = train("cuda", batches, placement=placement)
     assert away[:2] == kept[:2]
     assert all(torch.equal(away[2][name], kept[2][name]) for name in kept[2])
@@ -48,7 +48,7 @@ def test_compiled_graphs_are_the_same_on_the_host() -> None:
 def test_tiles_of_tokens_change_rounding_only(compiled: bool) -> None:
     [step] = make_batches(1)
     results = []
-    for choices in ({}, {"tile_tokens": 8, "compile": compiled, "keep_attention": "host"}):
+    for choices in ({}, {"chunk_tokens": 8, "compile": compiled, "save_attention": "host"}):
         engine = make_engine(llama(), device="cuda", clip=1e9, placement=Placement(**choices))
         result = engine.step(step)
         gradients = {
@@ -114,7 +114,7 @@ def test_weights_are_drawn_without_device_memory_and_alike_on_every_device() -> 
         num_attention_heads=8,
         num_key_value_heads=4,
     )
-    placement = Placement(slots=1, gradient_lanes=1, keep_rows=False, split_bytes=32 * MIB)
+    placement = Placement(slots=1, gradient_lanes=1, keep_rows=False, max_stream_bytes=32 * MIB)
     names = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight")
     found = []
     gc.collect()

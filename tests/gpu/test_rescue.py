@@ -13,7 +13,7 @@ from megatrain.engine.update import Update
 from tests.parity.cases import llama, make_batches, make_engine, masters, moments, same
 
 pytestmark = pytest.mark.gpu
-PLACEMENTS = [Placement(slots=3), Placement(slots=3, boundaries="host")]
+PLACEMENTS = [Placement(slots=3), Placement(slots=3, layer_inputs="host")]
 
 
 def engine_of(placement: Placement, clip: float | None = 1.0) -> Any:

@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 # A layer has 16 x 12 MiB of weights.
-SPLIT: dict[str, Any] = {"split_bytes": 2 * EXPERT, "gradient_lanes": 1, "keep_rows": False}
+SPLIT: dict[str, Any] = {"max_stream_bytes": 2 * EXPERT, "gradient_lanes": 1, "keep_rows": False}
 
 
 def train(placement: Placement, **options: Any) -> tuple[list[float], dict[str, Tensor], int]:
@@ -66,7 +66,9 @@ def test_a_run_repeats_and_is_that_of_whole_layers(boundaries: Any) -> None:
     whole = train(Placement(slots=2), **plain)
     found = [
         train(
-            Placement(**SPLIT | {"split_bytes": 4 * EXPERT, "slots": slots}, boundaries=boundaries),
+            Placement(
+                **SPLIT | {"max_stream_bytes": 4 * EXPERT, "slots": slots}, layer_inputs=boundaries
+            ),
             **plain,
         )
         for slots in (1, 3)

@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 # A layer has 32 MiB of weights, the head 128.
-SPLIT = Placement(split_bytes=40 * MIB, gradient_lanes=1, keep_rows=False, head_tokens=256)
+SPLIT = Placement(max_stream_bytes=40 * MIB, gradient_lanes=1, keep_rows=False, head_tokens=256)
 
 
 def train(
@@ -51,11 +51,11 @@ def test_schedules_change_no_bit_and_it_is_a_whole_head(tied: bool) -> None:
     plain: dict[str, Any] = {"tied": tied, "precision": "fp32", "attention": "eager"}
     whole = train(Placement(), **plain)
     choices: list[dict[str, Any]] = [
-        {"slots": 1, "boundaries": "host"},
+        {"slots": 1, "layer_inputs": "host"},
         {"slots": 3, "keep_rows": True, "gradient_lanes": None},
-        {"slots": 2, "keep_layers": 1, "boundaries": "host"},
+        {"slots": 2, "save_activations": 1, "layer_inputs": "host"},
     ]
-    split = replace(SPLIT, split_bytes=80 * MIB)
+    split = replace(SPLIT, max_stream_bytes=80 * MIB)
     first, *others = (train(replace(split, **c), **plain) for c in choices)
     assert first[0] == pytest.approx(whole[0], rel=1e-4)
     for numbers, masters, _ in others:
@@ -72,7 +72,7 @@ def test_compiled_in_bf16_within_its_noise(clip: float | None) -> None:
 
 def test_a_head_takes_the_memory_of_a_layer() -> None:
     """Whole: slots of 128 MiB, sums of 256, a gradient of 128; in ranges: 64, 64 and 32."""
-    frugal = replace(SPLIT, split_bytes=None)
+    frugal = replace(SPLIT, max_stream_bytes=None)
     whole, split = (train(placement)[2] for placement in (frugal, SPLIT))
     assert split < whole - 300 * MIB
 
@@ -83,7 +83,7 @@ def test_what_it_takes_is_foretold() -> None:
     assert machine is not None
     found = outline(open_source(LlamaConfig(**CONFIG)).model)
     rows, length = 8, 1024
-    placement = replace(SPLIT, compile=True, boundaries="host", head_tokens=2048)
+    placement = replace(SPLIT, compile=True, layer_inputs="host", head_tokens=2048)
     workload = Workload(rows * length, length, 2, True, "bf16", True)
     told = Forecasts(found).of(machine, placement, workload, 2)
     generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ from megatrain import AdamW, Engine, Placement
 from tests.parity.cases import llama, make_batches
 
 # By choice: computed again in the backward's graph, a graph kept, and inputs back from the host.
-CHOICES = ({}, {"keep_layers": 1}, {"boundaries": "host"}, {"offload_layers": 1})
+CHOICES = ({}, {"save_activations": 1}, {"layer_inputs": "host"}, {"offload_activations": 1})
 
 
 def trained(**choices) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:

@@ -51,7 +51,7 @@ def slope_error(model: Any, step: list, placement: Placement, device: str = "cpu
 
 @pytest.mark.parametrize(
     "placement",
-    [Placement(slots=1), Placement(slots=3, boundaries="host"), Placement(keep_layers=2)],
+    [Placement(slots=1), Placement(slots=3, layer_inputs="host"), Placement(save_activations=2)],
     ids=["recomputed", "boundaries on the host", "kept graphs"],
 )
 def test_the_gradient_is_that_of_the_masks_of_the_forward(placement: Placement) -> None:

@@ -132,7 +132,7 @@ def test_a_bad_gradient_without_clipping_is_not_called_harmless(device: CpuDevic
 
 @pytest.mark.parametrize("where", ["forward", "head", "backward"])
 @pytest.mark.parametrize(
-    "placement", [Placement(slots=3), Placement(boundaries="host"), Placement(keep_layers=2)]
+    "placement", [Placement(slots=3), Placement(layer_inputs="host"), Placement(save_activations=2)]
 )
 def test_a_step_that_breaks_off_leaves_nothing_behind(where: str, placement: Placement) -> None:
     """Out of memory, or Ctrl-C: the caller may go on with other micro-batches."""
@@ -163,7 +163,7 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(where: str, placement: Pla
 def test_graphs_of_a_broken_step_are_not_used_by_a_later_one() -> None:
     """After running out of memory fewer graphs may be kept, or there may be more micro-batches."""
     model, steps = llama(), make_batches(2)
-    engine = make_engine(model, placement=Placement(keep_layers=3))
+    engine = make_engine(model, placement=Placement(save_activations=3))
     layer = engine._parts.trunk[1]
     pull = layer.vjp
     layer.vjp = engine._parts.head.loss_and_vjp  # of other arguments: fails

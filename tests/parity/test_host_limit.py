@@ -33,8 +33,8 @@ CONFIG = LlamaConfig(
     max_position_embeddings=TOKENS,
 )
 CASES: dict[str, dict[str, Any]] = {
-    "graphs kept, bf16": {"precision": "bf16", "choices": {"slots": 2, "keep_layers": 5}},
-    "recomputed, fp32": {"precision": "fp32", "choices": {"slots": 1, "boundaries": "host"}},
+    "graphs kept, bf16": {"precision": "bf16", "choices": {"slots": 2, "save_activations": 5}},
+    "recomputed, fp32": {"precision": "fp32", "choices": {"slots": 1, "layer_inputs": "host"}},
 }
 
 

@@ -25,10 +25,10 @@ from tests.parity.test_memory import CountingDevice
 from tests.race.late import LateDevice
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
-    "graphs": {"offload_layers": 2},
-    "graphs and boundaries": {"offload_layers": 3, "boundaries": "host"},
-    "graphs on both": {"offload_layers": 1, "keep_layers": 1, "slots": 3},
-    "attention": {"keep_attention": "host", "offload_layers": 1, "boundaries": "host"},
+    "graphs": {"offload_activations": 2},
+    "graphs and boundaries": {"offload_activations": 3, "layer_inputs": "host"},
+    "graphs on both": {"offload_activations": 1, "save_activations": 1, "slots": 3},
+    "attention": {"save_attention": "host", "offload_activations": 1, "layer_inputs": "host"},
 }
 PLENTY = 1 << 40
 
@@ -75,7 +75,9 @@ def test_what_is_given_up_changes_no_bit(
     assert offloading[:3] == [True, False, False]
 
 
-@pytest.mark.parametrize("choices", [{"offload_layers": 3}, {"keep_attention": "host"}], ids=str)
+@pytest.mark.parametrize(
+    "choices", [{"offload_activations": 3}, {"save_attention": "host"}], ids=str
+)
 def test_what_was_given_up_waits_again_where_there_is_room(
     choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,7 +114,7 @@ def test_rooms_of_graphs_are_given_back_where_boundaries_need_them(
 ) -> None:
     small, large, *_ = steps()
     rooms(monkeypatch, 0, 0, PLENTY)
-    placement = Placement(offload_layers=3, boundaries="host")
+    placement = Placement(offload_activations=3, layer_inputs="host")
     engine = make_engine(llama(), placement=placement)
     held = []
     for step in (small, large, small, small):
@@ -123,7 +125,7 @@ def test_rooms_of_graphs_are_given_back_where_boundaries_need_them(
 
 def test_memory_that_is_released_is_gone() -> None:
     device = CountingDevice()
-    engine = make_engine(llama(), placement=Placement(offload_layers=3), device=device)
+    engine = make_engine(llama(), placement=Placement(offload_activations=3), device=device)
     engine.step(steps()[0])
     ferry, taken = engine._host._ferry, sum(device.rooms.values())
     assert ferry is not None
@@ -141,7 +143,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` plans for steps of 125 tokens, in rows of 25."""
     names = ("host_kept_bytes", "host_rows_bytes", "host_boundaries_bytes")
     host_bytes = dict.fromkeys(names, 50_000)
-    placement = Placement(offload_layers=2, keep_layers=1)
+    placement = Placement(offload_activations=2, save_activations=1)
     settled = fit.Settled(placement, 5, Planned(125, 5 * 25, host_bytes))
     monkeypatch.setattr(fit, "_chosen", lambda opened, workload: settled)
 
@@ -177,7 +179,7 @@ def test_a_step_that_the_limit_refused_now_fits() -> None:
     ids = torch.randint(100, (700, 60), generator=torch.Generator().manual_seed(0))
     small, large = ([{"input_ids": part, "labels": part}] for part in (ids[:20], ids))
     limit = process_bytes() + 80 * MIB
-    engine = make_engine(llama(), placement=Placement(offload_layers=3), host_memory=limit)
+    engine = make_engine(llama(), placement=Placement(offload_activations=3), host_memory=limit)
     engine.step(small)
     taken = engine.memory()["host_kept_bytes"]
     assert 700 / 20 * taken > 200 * MIB

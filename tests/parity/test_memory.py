@@ -60,7 +60,9 @@ def test_without_clipping_a_few_slabs_hold_all_gradients() -> None:
     found = bytes_per_parameter(engine)
     assert found["bytes"] - found["gradients"] == pytest.approx(12, rel=SPARE)
     largest = max(tile.layout.numel for tile in engine._store.tiles)
-    assert engine.memory()["host_gradients_bytes"] == 2 * engine.placement.slabs * largest
+    assert (
+        engine.memory()["host_gradients_bytes"] == 2 * engine.placement.host_grad_buffers * largest
+    )
 
 
 def test_a_frozen_parameter_has_no_moments_and_no_gradient() -> None:
@@ -74,7 +76,7 @@ def test_a_frozen_parameter_has_no_moments_and_no_gradient() -> None:
 
 
 def test_rooms_of_rows_and_boundaries_are_declared() -> None:
-    engine = make_engine(llama(), placement=Placement(boundaries="host"))
+    engine = make_engine(llama(), placement=Placement(layer_inputs="host"))
     before = engine.memory()
     assert before["host_rows_bytes"] == before["host_boundaries_bytes"] == 0
     engine.step(make_batches(1)[0])
@@ -104,7 +106,7 @@ class CountingDevice(CpuDevice):
 def test_rooms_that_are_outgrown_are_given_back() -> None:
     """Rows that grow step by step would else pin ever more memory."""
     device = CountingDevice()
-    engine = make_engine(llama(), placement=Placement(boundaries="host"), device=device)
+    engine = make_engine(llama(), placement=Placement(layer_inputs="host"), device=device)
     fixed = sum(device.rooms.values())
     for tokens in range(4, 60, 8):
         engine.step(make_batches(1, ((2, tokens),))[0])

@@ -59,18 +59,20 @@ def placements() -> list[Placement]:
         Placement(slots=slots, prefetch=ahead) for slots in range(1, 5) for ahead in range(slots)
     ]
     found += [
-        Placement(slots=slots, boundaries="host", boundary_lanes=lanes, slabs=slabs)
+        Placement(
+            slots=slots, layer_inputs="host", layer_input_lanes=lanes, host_grad_buffers=slabs
+        )
         for slots, lanes, slabs in [(1, 1, 1), (2, 2, 3), (3, 1, 2), (4, 7, 9)]
     ]
-    found += [Placement(slabs=slabs) for slabs in (1, 3, 12)]
+    found += [Placement(host_grad_buffers=slabs) for slabs in (1, 3, 12)]
     found += [Placement(update_threads=threads) for threads in (1, 2, 5)]
     found += [
-        Placement(keep_layers=2),
+        Placement(save_activations=2),
         Placement(keep_rows=False),
-        Placement(keep_rows=False, gradient_lanes=1, slots=1, boundaries="host"),
-        Placement(keep_layers=99, boundaries="host"),
+        Placement(keep_rows=False, gradient_lanes=1, slots=1, layer_inputs="host"),
+        Placement(save_activations=99, layer_inputs="host"),
         Placement(resident=("embedding", "layer 3", "head")),
-        Placement(resident=("layer 0",), boundaries="host", slots=1),
+        Placement(resident=("layer 0",), layer_inputs="host", slots=1),
     ]
     return found
 

@@ -83,26 +83,26 @@ def alike(one: tuple[list, list[Tensor]], other: tuple[list, list[Tensor]]) -> b
 
 
 @pytest.mark.parametrize(
-    ("split_bytes", "choices"),
-    list(zip(SPLITS, [{}, {"boundaries": "host", "slots": 3}, {"slots": 1}], strict=True)),
+    ("max_stream_bytes", "choices"),
+    list(zip(SPLITS, [{}, {"layer_inputs": "host", "slots": 3}, {"slots": 1}], strict=True)),
 )
-def test_two_experts_a_token_change_no_bit(split_bytes: int, choices: dict[str, Any]) -> None:
+def test_two_experts_a_token_change_no_bit(max_stream_bytes: int, choices: dict[str, Any]) -> None:
     """The sum of two does not depend on their order. (Clipped, the norm of all is summed anew.)"""
     steps = make_batches(3)
     wanted = train(make_engine(mixtral(), clip=None), steps)
-    placement = Placement(split_bytes=split_bytes, **choices)
+    placement = Placement(max_stream_bytes=max_stream_bytes, **choices)
     assert alike(train(make_engine(mixtral(), clip=None, placement=placement), steps), wanted)
 
 
 @pytest.mark.parametrize(
-    ("make", "split_bytes"), [(mixtral, CORE), (qwen3_moe, CORE), (qwen3_moe, 3 * EXPERT)]
+    ("make", "max_stream_bytes"), [(mixtral, CORE), (qwen3_moe, CORE), (qwen3_moe, 3 * EXPERT)]
 )
-def test_gradients_and_steps_are_plain_torch_s(make: Any, split_bytes: int) -> None:
+def test_gradients_and_steps_are_plain_torch_s(make: Any, max_stream_bytes: int) -> None:
     """Clipped and not, the sums of three or more experts are rounded elsewhere: 1e-6 of them."""
     steps, model = make_batches(3), make()
     loss, wanted = plain_gradients(make(), steps[0])
     whole = make_engine(model)
-    placement = Placement(split_bytes=split_bytes, boundaries="host")
+    placement = Placement(max_stream_bytes=max_stream_bytes, layer_inputs="host")
     with make_engine(model, placement=placement) as engine:
         result = engine.step(steps[0])
         assert result.loss == pytest.approx(loss, rel=1e-6)
@@ -138,25 +138,27 @@ def check(family: str) -> None:
         pytest.skip("has no experts that could be taken some at a time")
     groups = StreamedOptimizer(AdamW(), found.skeleton.model).group_of()
     least = least_split(found, tile_layouts(found, groups), 4)
-    placement = Placement(split_bytes=least, boundaries="host", boundary_lanes=1, slots=3)
+    placement = Placement(max_stream_bytes=least, layer_inputs="host", layer_input_lanes=1, slots=3)
     assert not compare(model, placement).failures
 
 
 def test_in_bf16_only_sums_are_rounded_elsewhere() -> None:
     steps, model = make_batches(2), qwen3_moe()
     whole = make_engine(model, precision="bf16")
-    with make_engine(model, precision="bf16", placement=Placement(split_bytes=CORE // 2)) as engine:
+    with make_engine(
+        model, precision="bf16", placement=Placement(max_stream_bytes=CORE // 2)
+    ) as engine:
         for step in steps:
             assert engine.step(step).loss == pytest.approx(whole.step(step).loss, rel=1e-2)
 
 
 @pytest.mark.parametrize(("clip", "eagerness"), [(0.5, 0.0), (None, 0.1)])
-@pytest.mark.parametrize("choices", [{"boundaries": "host", "slots": 3}, {"slots": 1}])
+@pytest.mark.parametrize("choices", [{"layer_inputs": "host", "slots": 3}, {"slots": 1}])
 def test_lateness_changes_no_bit(
     choices: dict[str, Any], clip: float | None, eagerness: float
 ) -> None:
     steps = make_batches(2)
-    placement = Placement(split_bytes=3 * EXPERT, **choices)
+    placement = Placement(max_stream_bytes=3 * EXPERT, **choices)
     wanted = train(make_engine(mixtral(), clip=clip, placement=placement), steps)
     device = LateDevice(eagerness=eagerness)
     engine = make_engine(mixtral(), clip=clip, placement=placement, device=device)
@@ -165,12 +167,12 @@ def test_lateness_changes_no_bit(
 
 def test_slots_and_sums_are_as_large_as_a_portion() -> None:
     taken = {}
-    for split_bytes in (None, 4 * EXPERT):
+    for max_stream_bytes in (None, 4 * EXPERT):
         device = Noting()
-        placement = Placement(split_bytes=split_bytes, keep_rows=False)
+        placement = Placement(max_stream_bytes=max_stream_bytes, keep_rows=False)
         model = mixtral(num_local_experts=32, vocab_size=64)
         make_engine(model, placement=placement, device=device).close()
-        taken[split_bytes] = device.taken
+        taken[max_stream_bytes] = device.taken
     portion = 4 * EXPERT
     assert taken[None]["slots"] > 2 * 32 * EXPERT
     assert taken[4 * EXPERT]["slots"] == 2 * portion
@@ -183,7 +185,7 @@ def test_random_numbers_are_those_of_whole_layers() -> None:
     steps, random = make_batches(2), {"attention_dropout": 0.2, "router_jitter_noise": 0.1}
     wanted = train(make_engine(mixtral(**random), clip=None), steps)
     assert not alike(wanted, train(make_engine(mixtral(), clip=None), steps))
-    placement = Placement(split_bytes=3 * EXPERT)
+    placement = Placement(max_stream_bytes=3 * EXPERT)
     split = make_engine(mixtral(**random), clip=None, placement=placement)
     assert alike(train(split, steps), wanted)
 
@@ -192,7 +194,7 @@ def test_frozen_experts_and_frozen_rest() -> None:
     steps = make_batches(1)
     for part in ("experts", "attn"):
         losses = []
-        for placement in (Placement(), Placement(split_bytes=CORE)):
+        for placement in (Placement(), Placement(max_stream_bytes=CORE)):
             model = mixtral()
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(part not in name)
@@ -208,19 +210,19 @@ def test_only_layers_that_are_too_large_are_split_and_resident_ones_never() -> N
             return [type(unit).__name__[0] for unit in engine._parts.trunk]
 
     sizes = [sum(p.numel() for p in layer.parameters()) * 4 for layer in model.model.layers]
-    assert stages(split_bytes=max(sizes) + 4096) == list("PLLL")
-    assert stages(split_bytes=sizes[0] + 2048) == list("PLBGABGA")
-    assert stages(split_bytes=sizes[0] + 2048, resident=("layer 1",)) == list("PLLBGA")
+    assert stages(max_stream_bytes=max(sizes) + 4096) == list("PLLL")
+    assert stages(max_stream_bytes=sizes[0] + 2048) == list("PLBGABGA")
+    assert stages(max_stream_bytes=sizes[0] + 2048, resident=("layer 1",)) == list("PLLBGA")
 
 
 IGNORED: list[tuple[Any, dict[str, Any]]] = [
-    (mixtral, {"keep_layers": 1}),
-    (mixtral, {"offload_layers": 1}),
-    (mixtral, {"keep_attention": "device"}),
-    (mixtral, {"keep_attention": "host", "resident": ("layer 1",)}),
-    (mixtral, {"offload_layers": 2, "resident": ("layer 0",)}),
-    (qwen3_moe, {"keep_layers": 2}),
-    (qwen3_moe, {"keep_layers": 2, "resident": ("layer 0",), "offload_layers": 1}),
+    (mixtral, {"save_activations": 1}),
+    (mixtral, {"offload_activations": 1}),
+    (mixtral, {"save_attention": "device"}),
+    (mixtral, {"save_attention": "host", "resident": ("layer 1",)}),
+    (mixtral, {"offload_activations": 2, "resident": ("layer 0",)}),
+    (qwen3_moe, {"save_activations": 2}),
+    (qwen3_moe, {"save_activations": 2, "resident": ("layer 0",), "offload_activations": 1}),
 ]
 
 
@@ -228,9 +230,9 @@ IGNORED: list[tuple[Any, dict[str, Any]]] = [
 def test_what_split_layers_cannot_keep_is_refused(make: Any, choices: dict[str, Any]) -> None:
     device = Noting()
     with pytest.raises(InputError) as told:
-        make_engine(make(), placement=Placement(split_bytes=CORE, **choices), device=device)
+        make_engine(make(), placement=Placement(max_stream_bytes=CORE, **choices), device=device)
     name = next(iter(choices))
-    assert str(told.value).startswith(f"placement.{name} is {choices[name]!r}, but placement.spl")
+    assert str(told.value).startswith(f"placement.{name} is {choices[name]!r}, but placement.max")
     assert "of 3 layers" in str(told.value) and "\n" not in str(told.value)
     assert not device.taken
 
@@ -244,9 +246,9 @@ def keeping(engine: Engine) -> list[Layer]:
 @pytest.mark.parametrize(
     ("choices", "kept"),
     [
-        ({"keep_layers": 1}, [1]),
-        ({"keep_layers": 2, "resident": ("layer 2",)}, [1, 2]),
-        ({"offload_layers": 1, "keep_layers": 1, "resident": ("layer 0",)}, [1]),
+        ({"save_activations": 1}, [1]),
+        ({"save_activations": 2, "resident": ("layer 2",)}, [1, 2]),
+        ({"offload_activations": 1, "save_activations": 1, "resident": ("layer 0",)}, [1]),
     ],
 )
 def test_whole_layers_beside_split_ones_keep_their_graphs(
@@ -255,15 +257,15 @@ def test_whole_layers_beside_split_ones_keep_their_graphs(
     """Of three layers the one in the middle is dense."""
     steps = make_batches(2)
     resident = {name: choices[name] for name in choices if name == "resident"}
-    wanted = make_engine(qwen3_moe(), placement=Placement(split_bytes=CORE, **resident))
-    engine = make_engine(qwen3_moe(), placement=Placement(split_bytes=CORE, **choices))
+    wanted = make_engine(qwen3_moe(), placement=Placement(max_stream_bytes=CORE, **resident))
+    engine = make_engine(qwen3_moe(), placement=Placement(max_stream_bytes=CORE, **choices))
     assert [layer.visit for layer in keeping(engine)] == kept
     assert alike(train(engine, steps), train(wanted, steps))
 
 
 def test_steps_that_break_off_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = make_batches(2)
-    placement = Placement(split_bytes=SPLITS[1])
+    placement = Placement(max_stream_bytes=SPLITS[1])
     wanted = train(make_engine(mixtral(), placement=placement), steps)
     engine = make_engine(mixtral(), placement=placement)
     group = engine._parts.trunk[2]
@@ -280,10 +282,10 @@ def refusals() -> Iterator[tuple[PreTrainedModel, int, str]]:
     yield mixtral(intermediate_size=48), CORE + 512, "an expert of layer 0 takes 18432 bytes"
 
 
-@pytest.mark.parametrize(("model", "split_bytes", "message"), list(refusals()))
-def test_what_cannot_be_split_is_refused(model: Any, split_bytes: int, message: str) -> None:
+@pytest.mark.parametrize(("model", "max_stream_bytes", "message"), list(refusals()))
+def test_what_cannot_be_split_is_refused(model: Any, max_stream_bytes: int, message: str) -> None:
     with pytest.raises(InputError) as caught:
-        make_engine(model, placement=Placement(split_bytes=split_bytes))
+        make_engine(model, placement=Placement(max_stream_bytes=max_stream_bytes))
     text = str(caught.value)
-    assert text.startswith(f"placement.split_bytes is {split_bytes}, but {message}")
+    assert text.startswith(f"placement.max_stream_bytes is {max_stream_bytes}, but {message}")
     assert text.endswith("and cannot be split; set it to that or more")

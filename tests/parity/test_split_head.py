@@ -42,12 +42,22 @@ from tests.parity.test_split import train as trained
 from tests.race.late import LateDevice
 
 WIDE = 1000  # tokens: the head takes 128000 bytes in fp32, a layer 31744
-SPLIT = Placement(split_bytes=33000)  # six ranges of 192 rows at most, each smaller than a layer
+SPLIT = Placement(max_stream_bytes=33000)  # six ranges of <= 192 rows, each smaller than a layer
 CHOICES: dict[str, dict[str, Any]] = {
     "one slot": {"slots": 1},
-    "more of all": {"slots": 4, "slabs": 9, "boundaries": "host", "boundary_lanes": 3},
-    "small": {"gradient_lanes": 1, "keep_rows": False, "boundaries": "host", "boundary_lanes": 1},
-    "kept graphs": {"keep_layers": 2, "offload_layers": 1, "slots": 3},
+    "more of all": {
+        "slots": 4,
+        "host_grad_buffers": 9,
+        "layer_inputs": "host",
+        "layer_input_lanes": 3,
+    },
+    "small": {
+        "gradient_lanes": 1,
+        "keep_rows": False,
+        "layer_inputs": "host",
+        "layer_input_lanes": 1,
+    },
+    "kept graphs": {"save_activations": 2, "offload_activations": 1, "slots": 3},
     "resident": {"resident": ("embedding", "prologue", "layer 1")},
 }
 
@@ -144,7 +154,7 @@ def test_the_loss_of_a_step_is_that_of_an_evaluation() -> None:
 def test_in_bf16_only_sums_are_rounded_elsewhere() -> None:
     steps, model = steps_of(2), wide(tie_word_embeddings=True)
     whole = make_engine(model, precision="bf16")
-    placement = Placement(split_bytes=16000)
+    placement = Placement(max_stream_bytes=16000)
     with make_engine(model, precision="bf16", placement=placement) as engine:
         assert num_ranges(engine) > 1
         rows = engine._parts.head.computed._rows
@@ -178,7 +188,9 @@ def test_frozen_parts_stay_and_the_rest_is_that_of_a_whole_head(kept: str) -> No
 def test_a_model_with_experts_is_split_throughout() -> None:
     steps, model = steps_of(2), mixtral(vocab_size=WIDE)
     whole = make_engine(model)
-    with make_engine(model, placement=Placement(split_bytes=17000, boundaries="host")) as engine:
+    with make_engine(
+        model, placement=Placement(max_stream_bytes=17000, layer_inputs="host")
+    ) as engine:
         assert num_ranges(engine) > 5
         for step in steps:
             assert engine.step(step).loss == pytest.approx(whole.step(step).loss, rel=1e-6)
@@ -220,13 +232,13 @@ def test_slots_and_sums_are_no_larger_than_a_layer_needs() -> None:
     for placement in (Placement(keep_rows=False), replace(SPLIT, keep_rows=False)):
         device = Noting()
         make_engine(wide(), placement=placement, device=device).close()
-        taken[placement.split_bytes] = device.taken
+        taken[placement.max_stream_bytes] = device.taken
     assert taken[None]["slots"] > 4 * 31744 and taken[None]["work room"] > 4 * 31744
     assert taken[33000]["slots"] == 2 * 31744 and taken[33000]["work room"] == 31744
 
 
 def test_layers_that_keep_their_graphs_are_counted_without_the_head() -> None:
-    with make_engine(wide(), placement=replace(SPLIT, keep_layers=1)) as engine:
+    with make_engine(wide(), placement=replace(SPLIT, save_activations=1)) as engine:
         assert [layer.visit for layer in keeping(engine)] == [2]
 
 
@@ -247,10 +259,10 @@ def test_only_heads_that_are_too_large_are_split_and_resident_ones_never() -> No
             return num_ranges(engine)
 
     whole = 4 * (WIDE * 32 + 128)
-    assert ranges(split_bytes=whole) == 0
-    assert ranges(split_bytes=whole - 1) == 6  # as small as layers
-    assert ranges(split_bytes=32000, resident=("head",)) == 0
-    assert ranges(split_bytes=64000, resident=("layer 0", "layer 1", "layer 2")) == 3
+    assert ranges(max_stream_bytes=whole) == 0
+    assert ranges(max_stream_bytes=whole - 1) == 6  # as small as layers
+    assert ranges(max_stream_bytes=32000, resident=("head",)) == 0
+    assert ranges(max_stream_bytes=64000, resident=("layer 0", "layer 1", "layer 2")) == 3
 
 
 def check(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +273,7 @@ def check(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     obstacle, rest = found.projection.obstacle, {*found.epilogue} - {*found.projection.names}
     sizes = [align(p.numel(), 128) for n, p in model.named_parameters() if n in rest]
     split = 4000 if obstacle else max(4000, 4 * sum(sizes))
-    placement = Placement(split_bytes=split, slots=3, boundaries="host", head_tokens=5)
+    placement = Placement(max_stream_bytes=split, slots=3, layer_inputs="host", head_tokens=5)
     if not obstacle:
         assert not compare(model, placement).failures
         return
@@ -289,8 +301,9 @@ def test_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_split_is_refused() -> None:
     model = tiny_model("roberta", changes={"vocab_size": 2000})
     with pytest.raises(InputError) as caught:
-        make_engine(model, placement=Placement(split_bytes=200_000))
+        make_engine(model, placement=Placement(max_stream_bytes=200_000))
     assert str(caught.value) == (
-        "placement.split_bytes is 200000, but the head, which computes with lm_head.dense.weight "
-        "before its table, takes 269824 bytes and cannot be split; set it to that or more"
+        "placement.max_stream_bytes is 200000, but the head, which computes with "
+        "lm_head.dense.weight before its table, takes 269824 bytes and cannot be split; set it to "
+        "that or more"
     )

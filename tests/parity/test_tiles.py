@@ -21,7 +21,7 @@ from tests.parity.cases import (
     relative_error,
 )
 
-TILED = Placement(slots=2, tile_tokens=5)
+TILED = Placement(slots=2, chunk_tokens=5)
 
 # Parts that tiles may be made of; all others of a layer may not.
 TAKEN: dict[str, set[str]] = {

@@ -22,13 +22,17 @@ from tests.parity.cases import (
 from tests.parity.test_dropout import gpt2, slope_error
 
 POLICIES: dict[str, dict[str, Any]] = {
-    "graphs on the host": {"offload_layers": 2},
-    "all graphs on the host": {"offload_layers": 99, "boundaries": "host"},
-    "graphs on both": {"offload_layers": 1, "keep_layers": 1, "boundaries": "host"},
-    "attention on the device": {"keep_attention": "device"},
-    "attention on the host": {"keep_attention": "host", "boundaries": "host", "offload_layers": 1},
-    "graphs on the device": {"keep_layers": 99, "boundaries": "host"},
-    "with a resident layer": {"offload_layers": 2, "resident": ("layer 0",), "slots": 1},
+    "graphs on the host": {"offload_activations": 2},
+    "all graphs on the host": {"offload_activations": 99, "layer_inputs": "host"},
+    "graphs on both": {"offload_activations": 1, "save_activations": 1, "layer_inputs": "host"},
+    "attention on the device": {"save_attention": "device"},
+    "attention on the host": {
+        "save_attention": "host",
+        "layer_inputs": "host",
+        "offload_activations": 1,
+    },
+    "graphs on the device": {"save_activations": 99, "layer_inputs": "host"},
+    "with a resident layer": {"offload_activations": 2, "resident": ("layer 0",), "slots": 1},
 }
 FAMILIES = ["llama", "gpt2", "phi3", "mixtral", "gemma2"]
 
@@ -53,7 +57,7 @@ def test_states_wait_but_for_rounding() -> None:
     [step] = make_batches(1)
     engines = [
         make_engine(tiny_model("mamba"), placement=Placement(**choices))
-        for choices in ({"slots": 1}, {"keep_layers": 9}, {"offload_layers": 9})
+        for choices in ({"slots": 1}, {"save_activations": 9}, {"offload_activations": 9})
     ]
     for engine in engines:
         engine.step(step)
@@ -64,7 +68,7 @@ def test_states_wait_but_for_rounding() -> None:
 
 def test_dropout_is_that_of_the_forward() -> None:
     [step] = make_batches(1)
-    for choices in ({"offload_layers": 2}, {"keep_attention": "device"}):
+    for choices in ({"offload_activations": 2}, {"save_attention": "device"}):
         assert slope_error(gpt2(), step, Placement(**choices)) < 2e-3
 
 
@@ -102,7 +106,7 @@ def test_attention_is_computed_once(where: Any, monkeypatch: pytest.MonkeyPatch)
             calls += is_attention(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
 
-    engine = make_engine(llama(), placement=Placement(keep_attention=where))
+    engine = make_engine(llama(), placement=Placement(save_attention=where))
     plain = make_engine(llama())
     [step] = make_batches(1)
     counts = []
@@ -116,7 +120,7 @@ def test_attention_is_computed_once(where: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_kept_graph_holds_neither_weights_nor_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With boundaries on the host: all that is left are its own activations."""
-    placement = Placement(slots=1, keep_layers=3, boundaries="host")
+    placement = Placement(slots=1, save_activations=3, layer_inputs="host")
     engine = make_engine(llama(), placement=placement)
     [step] = make_batches(1)
     engine.step(step)
@@ -138,7 +142,7 @@ def test_a_kept_graph_holds_neither_weights_nor_inputs(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("boundaries", ["device", "host"])
 def test_the_last_activations_are_gone_when_the_backward_begins(boundaries: Any) -> None:
-    engine = make_engine(llama(), placement=Placement(boundaries=boundaries))
+    engine = make_engine(llama(), placement=Placement(layer_inputs=boundaries))
     head, last, seen = engine._parts.head, engine._parts.trunk[-1], []
     loss_and_vjp, vjp = head.loss_and_vjp, last.vjp
 
@@ -162,7 +166,7 @@ def test_nothing_waits_after_its_backward() -> None:
 
 
 def test_host_memory_of_graphs_settles() -> None:
-    engine = make_engine(llama(), placement=Placement(offload_layers=3))
+    engine = make_engine(llama(), placement=Placement(offload_activations=3))
     sizes = []
     for step in make_batches(4):
         engine.step(step)

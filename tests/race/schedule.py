@@ -31,7 +31,7 @@ VOCAB = 200  # the head takes three slots
 PIECE = 256  # elements of a gradient sent at once: a layer has three, the head seven
 
 # Graphs, or attention's results, that wait on the host; and the steps in which they may not.
-WAITING: tuple[dict, ...] = ({}, {"offload_layers": 3}, {"keep_attention": "host"})
+WAITING: tuple[dict, ...] = ({}, {"offload_activations": 3}, {"save_attention": "host"})
 CLOSED = ((), (1,))
 
 PORTION = 3000  # bytes: a layer of the model with experts has three portions of experts
@@ -93,9 +93,9 @@ def schedules() -> Iterator[dict]:
                 placement = Placement(
                     slots=slots,
                     prefetch=prefetch,
-                    slabs=slabs,
-                    boundaries=boundaries,
-                    boundary_lanes=lanes,
+                    host_grad_buffers=slabs,
+                    layer_inputs=boundaries,
+                    layer_input_lanes=lanes,
                     gradient_lanes=gradient_lanes,
                     keep_rows=keep_rows,
                     resident=resident,
@@ -121,12 +121,12 @@ def split_schedules() -> Iterator[dict]:
         gradient_lanes, keep_rows, resident, saves = next(rest)
         placement = Placement(
             slots=slots,
-            boundaries=boundaries,
-            boundary_lanes=1,
+            layer_inputs=boundaries,
+            layer_input_lanes=1,
             gradient_lanes=gradient_lanes,
             keep_rows=keep_rows,
             resident=resident,
-            split_bytes=PORTION,
+            max_stream_bytes=PORTION,
         )
         yield {
             "placement": placement,
@@ -157,7 +157,7 @@ def trace(
     if experts:
         program, optimizer = tiny_program_with_experts(tied)
     else:
-        program, optimizer = tiny_program(tied, WIDE if placement.split_bytes else VOCAB)
+        program, optimizer = tiny_program(tied, WIDE if placement.max_stream_bytes else VOCAB)
     layouts = tile_layouts(program.outline, optimizer.group_of())
     store = Store(device, layouts, dtype, train=True, resident=placement.resident)
     assembly = Assembly(device, program, store, dtype, placement, TorchHeads(program))

@@ -16,13 +16,15 @@ SHAPES = [[(1, 3), (1, 2)], [(2, 12), (1, 7), (3, 5)], [(4, 30), (2, 20)]]
 PLACEMENTS = {
     "one slot": Placement(slots=1),
     "prefetch": Placement(slots=4),
-    "boundaries on the host": Placement(boundaries="host", boundary_lanes=1, prefetch=0),
-    "more of all": Placement(slots=3, boundaries="host", boundary_lanes=3, slabs=9),
-    "kept graphs": Placement(keep_layers=2, boundaries="host"),
+    "boundaries on the host": Placement(layer_inputs="host", layer_input_lanes=1, prefetch=0),
+    "more of all": Placement(
+        slots=3, layer_inputs="host", layer_input_lanes=3, host_grad_buffers=9
+    ),
+    "kept graphs": Placement(save_activations=2, layer_inputs="host"),
     "resident": Placement(resident=("embedding", "layer 0", "head")),
-    "graphs on the host": Placement(offload_layers=2, keep_layers=1, boundaries="host"),
-    "attention on the host": Placement(keep_attention="host", offload_layers=1, slots=3),
-    "small": Placement(slots=1, gradient_lanes=1, keep_rows=False, boundaries="host"),
+    "graphs on the host": Placement(offload_activations=2, save_activations=1, layer_inputs="host"),
+    "attention on the host": Placement(save_attention="host", offload_activations=1, slots=3),
+    "small": Placement(slots=1, gradient_lanes=1, keep_rows=False, layer_inputs="host"),
     "small, prefetching": Placement(slots=3, gradient_lanes=2, keep_rows=False, resident=("head",)),
 }
 

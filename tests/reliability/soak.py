@@ -38,8 +38,8 @@ MORE = {"memory": 24 * MIB, "threads": 2, "files": 4}
 def placement(choice: random.Random) -> dict[str, Any]:
     return {
         "slots": choice.randint(1, 4),
-        "boundaries": choice.choice(["device", "host"]),
-        "slabs": choice.randint(1, 3),
+        "layer_inputs": choice.choice(["device", "host"]),
+        "host_grad_buffers": choice.randint(1, 3),
         "head_tokens": 4096,
     }
 

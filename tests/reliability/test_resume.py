@@ -77,7 +77,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(whole, cut, zygote, e
     [
         {"training__micro_batch_size": 1},
         pytest.param({"training__micro_batch_size": 4}, marks=SLOW),
-        {"engine__placement": {"slots": 3, "prefetch": 2, "boundaries": "host"}},
+        {"engine__placement": {"slots": 3, "prefetch": 2, "layer_inputs": "host"}},
         {"output__log_every": 5, "checkpoint__every": 3, "checkpoint__keep": 1},
     ],
     ids=lambda changes: "-".join(changes),

@@ -106,10 +106,10 @@ def test_the_least_for_a_model_with_experts_is_with_split_layers() -> None:
     frugal = smallest(Placement())
     with pytest.raises(DoesNotFit) as whole:
         open_engine(Card(8 * GIB), experts_config(), frugal, device_memory="10MiB")
-    split = int(str(whole.value).rpartition("split_bytes: ")[2].removesuffix(")"))
+    split = int(str(whole.value).rpartition("max_stream_bytes: ")[2].removesuffix(")"))
     asked = Asked(None, experts_config())
     assert sum(asked.needs(frugal).device.values()) > 10 * MIB
-    assert sum(asked.needs(replace(frugal, split_bytes=split)).device.values()) < 4 * MIB
+    assert sum(asked.needs(replace(frugal, max_stream_bytes=split)).device.values()) < 4 * MIB
 
 
 def test_the_least_for_a_model_with_a_large_head_is_with_it_in_ranges() -> None:
@@ -117,14 +117,14 @@ def test_the_least_for_a_model_with_a_large_head_is_with_it_in_ranges() -> None:
     frugal = smallest(Placement())
     with pytest.raises(DoesNotFit) as whole:
         open_engine(Card(8 * GIB), wide_config(), frugal, device_memory="10MiB")
-    split = int(str(whole.value).rpartition("split_bytes: ")[2].removesuffix(")"))
-    needs = Asked(None, wide_config()).needs(replace(frugal, split_bytes=split))
+    split = int(str(whole.value).rpartition("max_stream_bytes: ")[2].removesuffix(")"))
+    needs = Asked(None, wide_config()).needs(replace(frugal, max_stream_bytes=split))
     assert sum(needs.device.values()) < 9 * MIB
     layer = 256 * (4 * 256 - 2 * 128 + 3 * 768 + 2)
     assert split == needs.device[UNSUMMED] == 2 * layer
     device = Card(8 * GIB)
     device.kind = "cpu"  # there is no GPU to draw weights on
-    open_engine(device, wide_config(), replace(frugal, split_bytes=split)).close()
+    open_engine(device, wide_config(), replace(frugal, max_stream_bytes=split)).close()
     needs.device.pop(UNSUMMED)
     assert device.taken == sum(needs.device.values())
 
@@ -140,11 +140,11 @@ MODELS = {
 WAYS: list[dict[str, Any]] = [
     {},
     {"slots": 3, "compile": True},
-    {"slots": 1, "gradient_lanes": 1, "keep_rows": False, "boundaries": "host"},
+    {"slots": 1, "gradient_lanes": 1, "keep_rows": False, "layer_inputs": "host"},
     {"slots": 1, "gradient_lanes": 1, "resident": ("layer 0", "head")},
-    {"keep_layers": 2},
+    {"save_activations": 2},
 ]
-SPLIT: dict[str, Any] = {"slots": 1, "gradient_lanes": 1, "split_bytes": 600_000}
+SPLIT: dict[str, Any] = {"slots": 1, "gradient_lanes": 1, "max_stream_bytes": 600_000}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ SPLIT: dict[str, Any] = {"slots": 1, "gradient_lanes": 1, "split_bytes": 600_000
     [
         *((model, way) for model in MODELS for way in WAYS if model != "ranges"),
         ("experts", SPLIT),
-        ("ranges", SPLIT | {"split_bytes": 1_700_000}),
+        ("ranges", SPLIT | {"max_stream_bytes": 1_700_000}),
     ],
     ids=str,
 )

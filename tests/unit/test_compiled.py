@@ -40,7 +40,7 @@ def test_kernels_are_launched_without_python_s_lock() -> None:
 
 
 def test_a_user_is_told_what_is_compiled_before_it_begins(caplog, quickly):
-    with caplog.at_level(logging.INFO), _engine(compile=True, keep_layers=1) as engine:
+    with caplog.at_level(logging.INFO), _engine(compile=True, save_activations=1) as engine:
         assert not [m for m in caplog.messages if "compiling" in m]  # nothing before its first call
         _step(engine)
         _step(engine)
@@ -53,7 +53,7 @@ def test_a_user_is_told_what_is_compiled_before_it_begins(caplog, quickly):
 
 def test_layers_of_a_kind_are_compiled_once_for_a_purpose(quickly):
     before = num_compilations()
-    with _engine(compile=True, keep_layers=1) as engine:
+    with _engine(compile=True, save_activations=1) as engine:
         _step(engine)
         assert num_compilations() - before == 3  # computed again, kept graph; the loss
         _step(engine)

@@ -38,10 +38,14 @@ ROWS, TOKENS = 6, 32
 PLACEMENTS = {
     "streamed": Placement(),
     "resident": Placement(slots=3, resident=("embedding", "layer 1", "head")),
-    "boundaries on the host": Placement(boundaries="host", keep_layers=2),
+    "boundaries on the host": Placement(layer_inputs="host", save_activations=2),
     "rows brought again": Placement(keep_rows=False, gradient_lanes=1, head_tokens=7),
     "attention on the host": Placement(
-        tile_tokens=16, boundaries="host", keep_attention="host", offload_layers=2, keep_layers=1
+        chunk_tokens=16,
+        layer_inputs="host",
+        save_attention="host",
+        offload_activations=2,
+        save_activations=1,
     ),
 }
 
@@ -91,7 +95,7 @@ def test_host_memory_is_the_engines_to_the_byte(name: str) -> None:
 
 def test_memory_of_layers_in_portions_is_the_engines() -> None:
     """On the host to the byte; on the device, slots and sums to the byte."""
-    placement = Placement(split_bytes=900_000, boundaries="host")
+    placement = Placement(max_stream_bytes=900_000, layer_inputs="host")
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
     found = Forecasts(experts_outline()).of(small_machine(), placement, workload, 4)
     ids = torch.randint(512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -162,8 +166,8 @@ def test_a_recurrence_that_would_take_minutes_to_count_is_refused() -> None:
 choices = st.builds(
     Placement,
     slots=st.integers(2, 4),
-    boundaries=st.sampled_from(["device", "host"]),
-    keep_layers=st.integers(0, 6),
+    layer_inputs=st.sampled_from(["device", "host"]),
+    save_activations=st.integers(0, 6),
     resident=st.sampled_from([(), ("embedding", "layer 0"), ("layer 4", "head")]),
     head_tokens=st.sampled_from([16, 64]),
     compile=st.booleans(),
@@ -191,7 +195,7 @@ def test_more_slots_are_never_slower() -> None:
 
 
 def test_kept_graphs_cost_memory_and_save_time() -> None:
-    none, some = (told(Placement(slots=3, compile=True, keep_layers=k)) for k in (0, 4))
+    none, some = (told(Placement(slots=3, compile=True, save_activations=k)) for k in (0, 4))
     assert some.seconds < none.seconds and some.bounds["compute"] < none.bounds["compute"]
     assert some.device_bytes["kept graphs"] > 0 and "kept graphs" not in none.device_bytes
 

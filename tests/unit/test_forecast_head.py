@@ -47,7 +47,7 @@ def drawn(tokens: int, micro: int) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_memory_of_a_head_in_ranges_is_the_engines(tied: bool) -> None:
     """On the host to the byte; on the device, slots and sums to the byte."""
-    placement = Placement(split_bytes=SPLIT, boundaries="host", keep_layers=1)
+    placement = Placement(max_stream_bytes=SPLIT, layer_inputs="host", save_activations=1)
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
     found = Forecasts(wide_outline(tied)).of(small_machine(), placement, workload, 4)
     step = drawn(TOKENS, 4)
@@ -71,7 +71,7 @@ def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one(
     machine, workload = small_machine(), Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", True)
     forecasts = Forecasts(wide_outline())
     whole, split = (
-        forecasts.of(machine, Placement(slots=3, split_bytes=size, compile=True), workload, 4)
+        forecasts.of(machine, Placement(slots=3, max_stream_bytes=size, compile=True), workload, 4)
         for size in (None, SPLIT)
     )
     product = 2 * ROWS * TOKENS * 256 * 8192 / (machine.matmul_tflops * 1e12)
@@ -88,7 +88,7 @@ def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "split_bytes", "boundaries"),
+    ("tokens", "max_stream_bytes", "boundaries"),
     [
         (TOKENS, 2 * SPLIT, "device"),
         (8 * TOKENS, None, "device"),
@@ -97,10 +97,12 @@ def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one(
     ],
 )
 def test_what_a_step_works_with_is_foretold(
-    tokens: int, split_bytes: int | None, boundaries: str
+    tokens: int, max_stream_bytes: int | None, boundaries: str
 ) -> None:
     """All device memory at the peak of a real step, but for its long-lived buffers."""
-    placement = Placement(split_bytes=split_bytes, boundaries=boundaries, head_tokens=100)  # type: ignore[arg-type]
+    placement = Placement(
+        max_stream_bytes=max_stream_bytes, layer_inputs=boundaries, head_tokens=100
+    )  # type: ignore[arg-type]
     workload = Workload(ROWS * tokens, tokens, 2, True, "fp32", False)
     found = Forecasts(wide_outline()).of(small_machine(), placement, workload, 2)
     told = sum(found.device_bytes.get(p, 0) for p in ("activations", "working set"))
@@ -120,4 +122,4 @@ def test_where_memory_is_short_it_goes_to_larger_pieces() -> None:
     machine = replace(machine_for("H200", 60 * GIB, 16), device_memory_bytes=1920 * MIB)
     workload = Workload(16 * 1024, 1024, None, True, "bf16", True)
     found = Search(model_forecasts("0.5b", None, 1024), machine, workload).best()
-    assert (found.micro_batch, found.placement.boundary_lanes) == (8, 2)
+    assert (found.micro_batch, found.placement.layer_input_lanes) == (8, 2)

@@ -52,7 +52,7 @@ def tallied() -> Iterator[None]:
         yield
 
 
-def real_work(tile_tokens: int | None) -> LayerWork:
+def real_work(chunk_tokens: int | None) -> LayerWork:
     """A layer run on the CPU, under a tally."""
     model = outline(open_source(tiny_config()).model)
     program, layer = ModelProgram(model, torch.device("cpu"), torch.float32), model.layers[1]
@@ -67,19 +67,19 @@ def real_work(tile_tokens: int | None) -> LayerWork:
         name: (torch.randn(p.shape) / 16).requires_grad_()
         for name, p in layer.module.named_parameters()
     }
-    if tile_tokens is not None:
-        program.tile(tile_tokens, compiled=False)
+    if chunk_tokens is not None:
+        program.tile(chunk_tokens, compiled=False)
     program.layer(1, weights, micro, values)  # parts are tried at the first call
     given = [*values.values(), *weights.values(), *micro.calls[1].leaves]
     with tallied():
         return eager_work(lambda: program.layer(1, weights, micro, values), given)
 
 
-@pytest.mark.parametrize("tile_tokens", [None, 64, 256])
-def test_memory_of_a_layer_is_that_of_a_real_one(tile_tokens: int | None) -> None:
-    real = real_work(tile_tokens)
+@pytest.mark.parametrize("chunk_tokens", [None, 64, 256])
+def test_memory_of_a_layer_is_that_of_a_real_one(chunk_tokens: int | None) -> None:
+    real = real_work(chunk_tokens)
     model = outline(open_source(tiny_config()).model)
-    found = Measured(model, torch.float32, TOKENS, compiled=False, tile_tokens=tile_tokens)
+    found = Measured(model, torch.float32, TOKENS, compiled=False, chunk_tokens=chunk_tokens)
     told = found.layer(1, ROWS)
     for name in ("forward", "again", "backward"):
         peak, was = getattr(told, name).peak_bytes, getattr(real, name).peak_bytes
@@ -133,7 +133,7 @@ def test_memory_of_a_head_is_that_of_a_real_one(head_tokens: int) -> None:
 def test_a_final_norm_takes_the_memory_of_a_few_tokens() -> None:
     """Beside it are its result, and the gradients of that and of its input."""
     model = outline(open_source(tiny_config()).model)
-    found = Measured(model, torch.bfloat16, 4096, compiled=True, tile_tokens=256)
+    found = Measured(model, torch.bfloat16, 4096, compiled=True, chunk_tokens=256)
     for visit in range(len(model.layers)):
         found.layer(visit, 1)
     peaks = [found.head(head_layout(model), 1, n).peak_bytes for n in (256, 4096)]
@@ -154,9 +154,9 @@ def test_parts_that_run_in_tiles_are_known_without_weights(family: str) -> None:
     assert found == TAKEN[family]
 
 
-def long(keep_attention: Literal["none", "device", "host"]) -> Forecast:
+def long(save_attention: Literal["none", "device", "host"]) -> Forecast:
     """6 rows of 32 tokens, in tiles of 16."""
-    placement = Placement(tile_tokens=16, boundaries="host", keep_attention=keep_attention)
+    placement = Placement(chunk_tokens=16, layer_inputs="host", save_attention=save_attention)
     workload = Workload(6 * 32, 32, None, True, "bf16", False)
     return forecasts().of(small_machine(), placement, workload, 6)
 
@@ -178,7 +178,7 @@ def test_attention_that_waits_is_not_computed_again() -> None:
 def test_tiles_save_memory_and_cost_time() -> None:
     model = outline(open_source(tiny_config()).model)
     whole, cut = (
-        Measured(model, torch.bfloat16, 4096, compiled=False, tile_tokens=n).layer(0, 1)
+        Measured(model, torch.bfloat16, 4096, compiled=False, chunk_tokens=n).layer(0, 1)
         for n in (None, 256)
     )
     assert cut.forward.peak_bytes < 0.6 * whole.forward.peak_bytes

@@ -1,12 +1,15 @@
 """What a placement may be."""
 
+import json
 from typing import Any
 
 import pytest
 import yaml
 
+from benchmarks.predictions import RESULTS, placement_of
 from megatrain import InputError, Placement
 from megatrain.config.schema import EngineSection
+from megatrain.placement import RENAMED, renamed
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"slots": 0}, "slots is 0; it must be >= 1"),
@@ -16,17 +19,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"slots": "2"}, "slots is '2'; it must be an integer"),
     ({"slots": True}, "slots is True; it must be an integer"),
     ({"slots": None}, "slots is None; it must be an integer"),
-    ({"slabs": 0}, "slabs is 0; it must be >= 1"),
-    ({"boundary_lanes": -1}, "boundary_lanes is -1; it must be >= 1"),
+    ({"host_grad_buffers": 0}, "host_grad_buffers is 0; it must be >= 1"),
+    ({"layer_input_lanes": -1}, "layer_input_lanes is -1; it must be >= 1"),
     ({"head_tokens": 0}, "head_tokens is 0; it must be >= 1"),
-    ({"keep_layers": -1}, "keep_layers is -1; it must be >= 0"),
+    ({"save_activations": -1}, "save_activations is -1; it must be >= 0"),
     ({"update_threads": 0}, "update_threads is 0; it must be >= 1"),
     ({"prefetch": -1}, "prefetch is -1; it must be >= 0"),
     ({"slots": 3, "prefetch": 3}, "prefetch is 3; with 3 slots it must be between 0 and 2"),
     ({"prefetch": "1"}, "prefetch is '1'; it must be an integer"),
     ({"gradient_lanes": 0}, "gradient_lanes is 0; it must be >= 1"),
     ({"keep_rows": 1}, "keep_rows is 1; it must be true or false"),
-    ({"boundaries": "disk"}, "boundaries is 'disk'; it must be 'device' or 'host'"),
+    ({"layer_inputs": "disk"}, "layer_inputs is 'disk'; it must be 'device' or 'host'"),
     ({"resident": "head"}, "resident is 'head'; it must be a list of tile names"),
 ]
 
@@ -48,18 +51,45 @@ def test_prefetch_is_as_far_as_the_slots_reach() -> None:
     "placement",
     [
         Placement(),
-        Placement(slots=3, boundaries="host", resident=("embedding", "layer 0"), keep_rows=False),
-        Placement(compile=True, tile_tokens=8192, keep_attention="host", save_bytes=0),
+        Placement(slots=3, layer_inputs="host", resident=("embedding", "layer 0"), keep_rows=False),
+        Placement(compile=True, chunk_tokens=8192, save_attention="host", save_bytes=0),
     ],
 )
 def test_a_placement_is_shown_as_a_run_file_takes_it(placement: Placement) -> None:
     assert EngineSection(placement=yaml.safe_load(str(placement))).placement_value() == placement
-    assert "slabs" not in str(placement)
+    assert "host_grad_buffers" not in str(placement)
 
 
 def test_a_placement_goes_through_plain_data() -> None:
-    placement = Placement(slots=3, boundaries="host", resident=("head",))
+    placement = Placement(slots=3, layer_inputs="host", resident=("head",))
     assert Placement(**placement.as_dict()) == placement
     assert set(placement.as_dict()) == set(Placement.names())
     with pytest.raises(AttributeError):
         placement.slots = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_run_file_with_an_earlier_name_is_told_today_s(old: str) -> None:
+    value = getattr(Placement(), RENAMED[old])
+    with pytest.raises(ValueError, match=f"'{old}' is now called '{RENAMED[old]}'"):
+        EngineSection(placement={old: value})
+    assert EngineSection(placement={RENAMED[old]: value}).placement_value() == Placement()
+
+
+def test_earlier_names_of_saved_choices_are_read() -> None:
+    placement = Placement(slots=3, layer_inputs="host", save_activations=2, offload_activations=1)
+    today, earlier = placement.as_dict(), {new: old for old, new in RENAMED.items()}
+    saved = {earlier.get(name, name): value for name, value in today.items()}
+    assert saved.keys() - today.keys() == RENAMED.keys()
+    assert Placement(**renamed(saved)) == Placement(**renamed(today)) == placement
+
+
+def test_results_of_the_benchmarks_are_read_by_earlier_names() -> None:
+    files = sorted(RESULTS.glob("step-*.json"))
+    assert len(files) >= 16
+    for file in files:
+        result = json.loads(file.read_text())
+        placement = placement_of(result).as_dict()
+        for name, value in (result.get("placement") or result["case"]["placement"]).items():
+            found = placement[RENAMED.get(name, name)]
+            assert (list(found) if name == "resident" else found) == value, file

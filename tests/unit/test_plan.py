@@ -309,11 +309,11 @@ def test_both_kinds_of_memory_can_be_missing():
 
 
 def test_a_given_placement_may_be_the_reason():
-    placed = asked(device_gib=10, placement=Placement(keep_layers=4))
+    placed = asked(device_gib=10, placement=Placement(save_activations=4))
 
     class Keeping(Toy):
         def needs(self, ask: Ask) -> Forecast:
-            kept = 0 if ask.placement is None else ask.placement.keep_layers
+            kept = 0 if ask.placement is None else ask.placement.save_activations
             return toy_forecast(ask, (6 + 2 * kept) * GIB, GIB)
 
     first = remedies(Keeping(), placed, shortage(Keeping(), placed))[0]
@@ -416,7 +416,7 @@ def test_a_given_placement_is_planned_as_it_is():
         machine=MACHINE,
         tokens_per_step=256,
         sequence_length=16,
-        placement=Placement(slots=2, boundaries="host"),
+        placement=Placement(slots=2, layer_inputs="host"),
     )
     plan = planner.make_plan(found, ask, total_tokens=1000, gpus=2)
     assert plan.fits and plan.remedies == [] and plan.forecast.placement == ask.placement

@@ -13,7 +13,7 @@ from tests.families.tiny import tiny_model
 from tests.parity.cases import llama, make_batches, make_engine
 from tests.parity.test_dropout import gpt2, slope_error
 
-KEPT = Placement(slots=1, compile=True, keep_layers=3)
+KEPT = Placement(slots=1, compile=True, save_activations=3)
 
 
 def budgets(model: Any, monkeypatch: pytest.MonkeyPatch) -> set[float]:
@@ -64,4 +64,4 @@ def test_a_partitioned_graph_keeps_its_masks(monkeypatch: pytest.MonkeyPatch) ->
     compile_, backend = torch.compile, "aot_eager_decomp_partition"
     monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=backend))
     [step] = make_batches(1, ((2, 12),))
-    assert slope_error(gpt2(), step, Placement(slots=1, compile=True, keep_layers=2)) < 5e-3
+    assert slope_error(gpt2(), step, Placement(slots=1, compile=True, save_activations=2)) < 5e-3

@@ -61,7 +61,7 @@ def test_budgets_are_never_exceeded_and_more_memory_is_never_slower() -> None:
 
 def test_with_much_memory_nothing_is_recomputed_and_no_update_waited_for() -> None:
     found = choose(1e4)
-    assert found.placement.keep_layers == 4
+    assert found.placement.save_activations == 4
     assert found.seconds == pytest.approx(found.bounds["compute"], rel=0.01)
 
 
@@ -87,10 +87,10 @@ def test_layers_are_streamed_in_portions_only_where_nothing_else_fits(
         machine = small_machine(device_mib)
         return fit.choose(experts_outline(), machine, WORKLOAD, forecasts=forecasts)
 
-    assert found(40).placement.split_bytes is None
+    assert found(40).placement.max_stream_bytes is None
     split = found(20)
     rest = 2 * (256 * (256 + 128 + 128 + 256) + 12 * 256 + 2 * 256)  # more than an expert
-    assert split.placement.split_bytes == rest
+    assert split.placement.max_stream_bytes == rest
     assert split.device_peak_bytes <= 20 << 20
 
 
@@ -107,12 +107,12 @@ def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
     whole = Search(forecasts, small_machine(1.0), WORKLOAD)._frames.families(1)[0]
     frames = [forecasts.of(small_machine(), frame, WORKLOAD, 1) for frame in whole]
     least_whole = min(frame.device_peak_bytes for frame in frames) / 0.95 / 2**20
-    assert found(1.3 * least_whole).placement.split_bytes is None
+    assert found(1.3 * least_whole).placement.max_stream_bytes is None
     split = found(0.95 * least_whole)
-    assert split.placement.split_bytes == layer
+    assert split.placement.max_stream_bytes == layer
     least = least_mib(forecasts)
     assert least < 0.7 * least_whole
-    assert found(least).placement.split_bytes == layer
+    assert found(least).placement.max_stream_bytes == layer
     assert split.seconds < found(least).seconds
 
 
@@ -151,10 +151,10 @@ class Grid:
                 Placement(
                     slots=slots,
                     compile=True,
-                    boundaries=boundaries,
+                    layer_inputs=boundaries,
                     resident=tuple(names[:count]),
-                    keep_layers=keep,
-                    offload_layers=offload,
+                    save_activations=keep,
+                    offload_activations=offload,
                 ),
                 WORKLOAD,
                 rows,
@@ -216,11 +216,11 @@ def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room() -> None:
         return fit.choose(tiny_outline(), machine, workload, forecasts=FORECASTS)
 
     much, little = with_host(1e6), with_host(just_mib() + 5)
-    assert much.placement.offload_layers >= 3
+    assert much.placement.offload_activations >= 3
     assert much.host_bytes["host_kept_bytes"] > 0
-    plain = replace(much.placement, offload_layers=0)
+    plain = replace(much.placement, offload_activations=0)
     assert much.seconds < 0.99 * FORECASTS.of(fast_bus(16.0, 1e6), plain, WORKLOAD, 2).seconds
-    assert little.placement.offload_layers < much.placement.offload_layers
+    assert little.placement.offload_activations < much.placement.offload_activations
 
 
 def test_tiles_rest_on_the_device_where_the_host_lacks_room() -> None:
@@ -289,8 +289,8 @@ def long_row(device_mib: float, attention_tflops: float, host_gib: float = 1e6) 
 
 def test_a_long_row_runs_in_tiles_where_attention_is_most_of_it(soon_long: None) -> None:
     slow = long_row(40.0, 0.02).placement
-    assert slow.tile_tokens == 128 and slow.keep_attention != "none"
-    assert long_row(40.0, 20.0).placement.tile_tokens is None
+    assert slow.chunk_tokens == 128 and slow.save_attention != "none"
+    assert long_row(40.0, 20.0).placement.chunk_tokens is None
 
 
 def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(
@@ -299,7 +299,7 @@ def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(
     workload = Workload(2048, 2048, None, True, "bf16", True)
     least = Search(FEW_LAYERS, fast_bus(1.0, 1e6), workload).least().machine
     budget = least.device_memory_bytes / 2**20
-    assert long_row(budget, 20.0).placement.tile_tokens == 128
+    assert long_row(budget, 20.0).placement.chunk_tokens == 128
     monkeypatch.setattr(frames, "_LONG", 1 << 20)
     with pytest.raises(DoesNotFit):
         long_row(budget, 20.0)
@@ -312,12 +312,12 @@ def long_search(device_mib: float, host_mib: float = 1e9) -> Search:
 
 def hand_made(**choices: object) -> fit.Forecast:
     asked, given = long_search(1.0), {"slots": 2, "compile": True, "head_tokens": 512}
-    return asked._frames.of(Placement(**given | {"tile_tokens": 128} | choices), 1)  # type: ignore[arg-type]
+    return asked._frames.of(Placement(**given | {"chunk_tokens": 128} | choices), 1)  # type: ignore[arg-type]
 
 
 def test_a_long_row_fits_with_one_lane_for_boundaries(soon_long: None) -> None:
-    frugal = {"boundary_lanes": 1, "gradient_lanes": 2, "keep_rows": False}
-    told = hand_made(boundaries="host", **frugal)
+    frugal = {"layer_input_lanes": 1, "gradient_lanes": 2, "keep_rows": False}
+    told = hand_made(layer_inputs="host", **frugal)
     found = long_search(0.1 + told.device_peak_bytes / 0.95 / 2**20).best()
     assert found.seconds <= 1.05 * told.seconds
 
@@ -326,7 +326,7 @@ def test_a_long_row_fits_with_one_lane_for_boundaries(soon_long: None) -> None:
 def test_what_a_graph_spares_and_takes_beside_kept_attention_is_known(
     soon_long: None, where: str
 ) -> None:
-    frame, kept = (hand_made(keep_attention=where, keep_layers=count) for count in (0, 4))
+    frame, kept = (hand_made(save_attention=where, save_activations=count) for count in (0, 4))
     asked = long_search(1e4)
     ways = Ways(FORECASTS, asked._workload, frame, asked._budget)
     assert ways._compute(4, 0) == pytest.approx(kept.bounds["compute"], rel=0.02)
@@ -353,7 +353,7 @@ def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
     found = fit.choose(
         tiny_outline(), small_machine(64.0), Workload(2048, 2048), forecasts=forecasts
     )
-    assert found.placement.tile_tokens is None
+    assert found.placement.chunk_tokens is None
 
 
 def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_theirs() -> None:
@@ -364,12 +364,12 @@ def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_
         both: tuple[Literal["host", "device"], ...] = ("host", "device")
         return tuple([visit for visit in graphs if policies[visit].where == at] for at in both)
 
-    assert kept(offload_layers=3) == ([0, 2, 4], [])
-    assert kept(offload_layers=2, keep_layers=2) == ([0, 3], [4, 5])
-    assert kept(offload_layers=2, keep_layers=3) == ([0, 3], [2, 4, 5])
-    assert kept(offload_layers=99, keep_layers=1) == ([0, 1, 2, 3, 4, 5], [])
-    assert kept(offload_layers=2, keep_layers=6) == ([0, 3], [1, 2, 4, 5])
-    assert kept(keep_layers=2) == ([], [4, 5])
+    assert kept(offload_activations=3) == ([0, 2, 4], [])
+    assert kept(offload_activations=2, save_activations=2) == ([0, 3], [4, 5])
+    assert kept(offload_activations=2, save_activations=3) == ([0, 3], [2, 4, 5])
+    assert kept(offload_activations=99, save_activations=1) == ([0, 1, 2, 3, 4, 5], [])
+    assert kept(offload_activations=2, save_activations=6) == ([0, 3], [1, 2, 4, 5])
+    assert kept(save_activations=2) == ([], [4, 5])
 
 
 def test_a_forecast_is_plain_data() -> None:
