@@ -8,13 +8,14 @@ from megatrain.placement import Placement
 
 if TYPE_CHECKING:
     from megatrain.api import Engine, StepResult
-    from megatrain.optim import AdamW
+    from megatrain.optim import AdamW, Lion
 
 __all__ = [
     "AdamW",
     "DoesNotFit",
     "Engine",
     "InputError",
+    "Lion",
     "MegatrainError",
     "Placement",
     "RunFailed",
@@ -36,8 +37,8 @@ def __getattr__(name: str) -> Any:
         from megatrain import api
 
         return getattr(api, name)
-    if name == "AdamW":
-        from megatrain.optim import AdamW
+    if name in ("AdamW", "Lion"):
+        from megatrain import optim
 
-        return AdamW
+        return getattr(optim, name)
     raise AttributeError(f"module 'megatrain' has no attribute {name!r}")

@@ -18,7 +18,7 @@ from megatrain.errors import InputError
 from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
 from megatrain.model.rebuilt import difference
-from megatrain.optim import AdamW, StreamedOptimizer, is_number
+from megatrain.optim import Rule, StreamedOptimizer, is_number
 from megatrain.placement import Placement
 
 __all__ = ["Engine", "StepResult"]
@@ -40,7 +40,7 @@ class Engine(PlacedEngine):
         self,
         model: PreTrainedModel | PreTrainedConfig | Checkpoint | str | Path,
         *,
-        optimizer: AdamW | None = None,
+        optimizer: Rule | None = None,
         max_grad_norm: float | None = 1.0,
         precision: Literal["bf16", "fp32"] = "bf16",
         placement: Placement | Literal["auto"] = "auto",
@@ -62,7 +62,7 @@ class Engine(PlacedEngine):
                 configuration (weights drawn), a folder, a hub id, or a checkpoint (see `load`).
             optimizer: None leaves out all that only training needs (2 bytes per parameter).
             max_grad_norm: exact clipping of the global norm; None for none.
-            precision: what layers are computed in; masters and moments are fp32.
+            precision: what layers are computed in; masters are fp32.
             device: `cpu`, `cuda`, `cuda:N`, or a device; None takes the GPU if there is one.
             seed: of weights drawn and of dropout.
             tokens_per_step: of a step at most, for `placement="auto"`; None: 98,304.
@@ -86,7 +86,7 @@ class Engine(PlacedEngine):
         found = _learn(source, must_save=optimizer is not None and saveable)
         limited, host_limit = _limited(device, device_memory, host_memory)
         streamed = None if optimizer is None else StreamedOptimizer(optimizer, source.model)
-        made_of = source, Model(found, streamed), optimizer, max_grad_norm, precision
+        made_of = source, Model(found, streamed), max_grad_norm, precision
         opened = Opened(*made_of, limited, host_limit, seed)
         settled = settle(opened, placement, tokens_per_step, sequence_length, micro_batch)
         self.micro_batch = settled.micro_batch
@@ -168,9 +168,10 @@ def _limited(device: Any, device_memory: Any, host_memory: Any) -> tuple[Recordi
 def _check_arguments(
     optimizer: Any, max_grad_norm: Any, precision: Any, placement: Any, seed: Any
 ) -> None:
-    if optimizer is not None and not isinstance(optimizer, AdamW):
+    if optimizer is not None and not isinstance(optimizer, Rule):
         raise InputError(
-            f"optimizer is a {type(optimizer).__name__}; it must be megatrain.AdamW(...), or None"
+            f"optimizer is a {type(optimizer).__name__}; it must be megatrain.AdamW(...), another "
+            "rule of megatrain.optim, or None"
         )
     if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
         raise InputError(f"max_grad_norm is {max_grad_norm!r}; it must be positive, or None")

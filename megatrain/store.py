@@ -1,10 +1,10 @@
 """Where state rests: the planes of every tile in host memory, and their versions.
 
-Bytes per parameter: bf16 compute 2 (weights) + 2 (remainder) + 8 (moments); fp32 compute 4 + 8.
-The gradient plane belongs to the sink (engine/sink.py).
+The optimizer's rule says which planes there are, and their bytes (optim/rule.py). The plane of
+gradients belongs to the sink (engine/sink.py).
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatrain import kernels
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE
 from megatrain.errors import InputError
+from megatrain.optim import Plane, Rule, tile_planes
 from megatrain.tile import Entry, TileLayout
 from megatrain.units import align
 
@@ -36,9 +37,10 @@ class Tile:
     """One tile's planes in host memory, all with the offsets of its layout.
 
     Attributes:
+        planes: all that the tile keeps.
         weights: what is streamed: bf16, or the fp32 master itself when computing in fp32.
         remainder: int16; `fp32 master = (weights << 16) + remainder`. None in fp32.
-        moments: first and second moment, fp32, of the trainable prefix. None without optimizer.
+        states: what the optimizer's rule keeps, in its order.
         resident: whether all of it rests on the device, where it is used and updated.
         version: updates applied or on their way.
         updated: event of the newest update; None when there is nothing to wait for.
@@ -48,14 +50,18 @@ class Tile:
 
     index: int
     layout: TileLayout
-    weights: Buffer
-    remainder: Buffer | None
-    moments: tuple[Buffer, Buffer] | None
+    planes: Mapping[Plane, Buffer]
     resident: bool = False
     version: int = 0
     updated: Any = None
     let_go: Callable[[], None] | None = None
     begins = ends = True  # as a portion of itself (engine/portion.py)
+
+    def __post_init__(self) -> None:
+        named = {plane.name: buffer for plane, buffer in self.planes.items()}
+        self.weights, self.remainder = named["weights"], named.get("remainder")
+        masters = ("weights", "remainder")
+        self.states = {p: buffer for p, buffer in self.planes.items() if p.name not in masters}
 
     @property
     def name(self) -> str:
@@ -74,7 +80,7 @@ class Tile:
     @property
     def state(self) -> list[Buffer]:
         """The planes that only the update touches."""
-        return [b for b in (self.remainder, *(self.moments or ())) if b is not None]
+        return [buffer for buffer in self.planes.values() if buffer is not self.weights]
 
     def write_master(self, entry: Entry, values: Tensor, threads: int = 1) -> None:
         """Set one parameter's master from CPU `values` of its shape, any float dtype."""
@@ -114,12 +120,13 @@ class Store:
         layouts: Sequence[TileLayout],
         dtype: torch.dtype,
         *,
-        train: bool,
+        rule: Rule | None,
         resident: Collection[str] = (),
     ) -> None:
-        """Allocate zeroed planes; with `train`, also remainders and moments.
+        """Allocate zeroed planes.
 
         Args:
+            rule: of the optimizer; None: for inference, weights alone.
             resident: names of the tiles that rest on the device.
 
         Raises:
@@ -132,26 +139,16 @@ class Store:
                 f"placement.resident: the model has no tile {min(unknown)!r}; it has "
                 f"{', '.join(layout.name for layout in layouts)}"
             )
-        split = train and dtype == torch.bfloat16
-
-        def plane(name: str, dtype: torch.dtype, *, prefix: bool, pinned: bool = False) -> list:
-            lengths = [t.trainable_numel if prefix else t.numel for t in layouts]
-            return planes(device, name, layouts, lengths, dtype, pinned=pinned, resident=resident)
-
-        weights = plane("weights", dtype, prefix=False, pinned=True)
-        remainders = plane("remainder", torch.int16, prefix=False) if split else None
-        first = plane("first moment", torch.float32, prefix=True) if train else None
-        second = plane("second moment", torch.float32, prefix=True) if train else None
-        self.tiles = [
-            Tile(
-                i,
-                layout,
-                weights[i],
-                remainders[i] if remainders else None,
-                (first[i], second[i]) if first and second else None,
-                layout.name in resident,
+        found: list[dict[Plane, Buffer]] = [{} for _ in layouts]
+        for plane in tile_planes(rule, dtype):
+            lengths, pinned = [plane.numel(t) for t in layouts], plane.name == "weights"
+            buffers = planes(
+                device, plane.name, layouts, lengths, plane.dtype, pinned=pinned, resident=resident
             )
-            for i, layout in enumerate(layouts)
+            for own, buffer in zip(found, buffers, strict=True):
+                own[plane] = buffer
+        self.tiles = [
+            Tile(i, layout, found[i], layout.name in resident) for i, layout in enumerate(layouts)
         ]
 
     def entries(self) -> Iterator[tuple[Tile, Entry]]:
@@ -161,13 +158,13 @@ class Store:
                 yield tile, entry
 
     def bytes_by_plane(self) -> dict[str, int]:
-        """Host bytes of each plane, over all tiles."""
+        """Host bytes of each plane, over all tiles; all that the rule keeps is `moments`."""
         totals = {"weights": 0, "remainder": 0, "moments": 0}
         for tile in self.tiles:
             if not tile.resident:
                 totals["weights"] += tile.weights.data.nbytes
                 totals["remainder"] += tile.remainder.data.nbytes if tile.remainder else 0
-                totals["moments"] += sum(moment.data.nbytes for moment in tile.moments or ())
+                totals["moments"] += sum(state.data.nbytes for state in tile.states.values())
         return totals
 
 

@@ -59,6 +59,8 @@ def settle(
     length = sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, _longest(opened))
     clip = opened.max_grad_norm is not None
     workload = Workload(tokens_per_step or TOKENS, length, micro_batch, clip, opened.precision)
+    if opened.model.rule is not None:
+        workload = replace(workload, rule=opened.model.rule)
     settled = (
         Settled(placement, micro_batch)
         if isinstance(placement, Placement)

@@ -16,6 +16,7 @@ from megatrain.forecast.tally import Work
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
+from megatrain.tile import TileLayout
 from megatrain.units import GIB
 
 # From the fastest to the most frugal.
@@ -106,16 +107,20 @@ class Frames:
     @cached_property
     def portions(self) -> int | None:
         """Bytes of the portions that layers and head can be streamed in; None: none is so large."""
-        layouts, itemsize = self.forecasts.layouts, self.workload.dtype.itemsize
+        layouts, itemsize = self._layouts, self.workload.dtype.itemsize
         head = next(t.numel for t in layouts if t.name == "head") * itemsize
         least = least_split(self.forecasts.outline, layouts, itemsize)
         portions = max(least, min(_PORTION, self._layer_bytes))
         return portions if portions < max(self._layer_bytes, head) else None
 
+    @property
+    def _layouts(self) -> list[TileLayout]:
+        return self.forecasts.model(self.workload).layouts
+
     @cached_property
     def _layer_bytes(self) -> int:
         """Of the largest layer."""
-        layers = [t.numel for t in self.forecasts.layouts if t.name.startswith("layer")]
+        layers = [t.numel for t in self._layouts if t.name.startswith("layer")]
         return max(layers) * self.workload.dtype.itemsize
 
     def whole(self, max_stream_bytes: int | None) -> bool:
@@ -162,7 +167,7 @@ class Frames:
     def _working_bytes(self, placement: Placement, rows: int) -> int:
         """What a layer or the head computes with, and one activation of every token."""
         measured = self.forecasts.measured(self.workload, placement.chunk_tokens)
-        layout = next(each for each in self.forecasts.layouts if each.name == "head")
+        layout = next(each for each in self._layouts if each.name == "head")
         chunk = min(rows, -(-placement.head_tokens // self.workload.sequence_length))
         for visit in range(len(self.forecasts.outline.layers)):
             measured.layer(visit, chunk)  # whose results the head is given

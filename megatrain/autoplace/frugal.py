@@ -52,7 +52,7 @@ class Frugal:
     def __init__(self, frames: Frames, budget: Budget) -> None:
         self._frames, self._budget = frames, budget
         self._looks = (frames.floor, frames.estimate)
-        self._tiles = FirstTiles(frames.forecasts.layouts, frames.workload)
+        self._tiles = FirstTiles(frames.forecasts.model(frames.workload).layouts, frames.workload)
 
     def could_fit(self) -> bool:
         """Whether there likely is a way; quicker to tell than what is fastest."""

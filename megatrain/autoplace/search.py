@@ -38,7 +38,7 @@ class Search:
         self._thorough = thorough
         self._frames = Frames(forecasts, machine, workload)
         self._budget = Budget(machine)
-        self._tiles = FirstTiles(forecasts.layouts, workload)
+        self._tiles = FirstTiles(forecasts.model(workload).layouts, workload)
         self._frugal = Frugal(self._frames, self._budget)
 
     def best(self) -> Forecast:

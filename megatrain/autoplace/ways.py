@@ -17,6 +17,7 @@ from megatrain.forecast.forecasts import Forecasts
 from megatrain.forecast.tally import Tally
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
+from megatrain.optim import parameter_bytes
 from megatrain.placement import Placement
 from megatrain.tile import TileLayout
 
@@ -34,8 +35,7 @@ class FirstTiles:
     def __init__(self, layouts: Sequence[TileLayout], workload: Workload) -> None:
         self.tiles = [each for each in layouts if each.name != "unused"]
         self._sums = [0, *accumulate(each.numel for each in self.tiles)]
-        # Of a parameter: weight, remainder, moments, gradient.
-        self._on_device = 14 if workload.precision == "bf16" else 16
+        self._on_device = parameter_bytes(workload.rule, workload.dtype)
         # Without clipping the host holds only those gradients that are in flight.
         self._on_host = self._on_device - (0 if workload.clip else workload.dtype.itemsize)
 
@@ -45,11 +45,11 @@ class FirstTiles:
 
     def device_bytes(self, count: int) -> int:
         """That they take there."""
-        return self._sums[count] * self._on_device
+        return int(self._sums[count] * self._on_device)
 
     def host_bytes(self, count: int) -> int:
         """That they spare the host."""
-        return self._sums[count] * self._on_host
+        return int(self._sums[count] * self._on_host)
 
     def most(self, room: int) -> int:
         """How many the device holds; -1: not even none."""
@@ -140,7 +140,7 @@ class Ways:
         self._micro = -(-workload.rows // frame.micro_batch)
         measured = forecasts.measured(workload, frame.placement.chunk_tokens)
         self._work = measured.layer(0, frame.micro_batch)
-        self._first = FirstTiles(forecasts.layouts, workload)
+        self._first = FirstTiles(forecasts.model(workload).layouts, workload)
         self._tiles = self._first.tiles
         self._costs = MachineCosts(budget.machine, Tally())
 

@@ -52,7 +52,7 @@ class Plane:
 class Parameter:
     """Where a parameter lies in its tile's planes: `offset` in elements, the same in each.
 
-    The planes of moments hold those with an optimizer group; a frozen one has none.
+    The planes of the optimizer's state hold those with a group; a frozen one has none.
     """
 
     name: str
@@ -90,7 +90,8 @@ class Settings:
             checkpoints have one for all. `experts_implementation` likewise.
         frozen: parameters that do not require gradients.
         frozen_dtypes: of those without an optimizer group that came in another dtype than `dtype`.
-        optimizer: AdamW's settings; `groups`: torch's parameter groups as a schedule left them.
+        optimizer: its rule's name and settings.
+        groups: torch's parameter groups as a schedule left them.
         num_steps: the optimizer's own count.
     """
 

@@ -19,7 +19,7 @@ READERS = 4
 def masters(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
     """For each parameter, by name, a function that reads its exact fp32 master, on the CPU.
 
-    The bytes of all of them are checked here; moments are not looked at.
+    The bytes of all of them are checked here; the optimizer's state is not looked at.
 
     Raises:
         InputError: a file is damaged.

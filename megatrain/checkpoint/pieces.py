@@ -20,6 +20,7 @@ from megatrain.checkpoint import files
 from megatrain.checkpoint.spare import Spare
 from megatrain.device import Buffer
 from megatrain.model.shards import DTYPE_NAMES, Described, header_bytes
+from megatrain.optim import Plane
 from megatrain.store import Tile
 from megatrain.telemetry.cores import update_threads
 
@@ -75,20 +76,16 @@ class TileFile:
         return len(self.header) + sum(piece.num_bytes for piece in self.pieces)
 
 
-def planes_of(tile: Tile) -> dict[str, Buffer]:
+def planes_of(tile: Tile) -> dict[str, Plane]:
     """A tile's planes by their names in files; wide elements first, which keeps each aligned."""
-    planes: dict[str, Buffer] = {}
-    if tile.moments is not None:
-        planes |= dict(zip(("first_moment", "second_moment"), tile.moments, strict=True))
-    planes["weights"] = tile.weights
-    if tile.remainder is not None:
-        planes["remainder"] = tile.remainder
-    return planes
+    states_first = sorted(tile.planes, key=lambda plane: plane not in tile.states)
+    wide_first = sorted(states_first, key=lambda plane: -plane.dtype.itemsize)
+    return {plane.name.replace(" ", "_"): plane for plane in wide_first}
 
 
 def tile_file(tile: Tile, name: str) -> TileFile:
     """The file `name` of a tile, no byte of it written."""
-    planes = planes_of(tile)
+    planes = {name: tile.planes[plane] for name, plane in planes_of(tile).items()}
     described = [Described(n, b.data.dtype, tuple(b.data.shape)) for n, b in planes.items()]
     metadata = {"tile": tile.name, "version": str(tile.version)}
     header = header_bytes(described, metadata, boundary=_PAGE)
@@ -101,9 +98,9 @@ def tile_file(tile: Tile, name: str) -> TileFile:
     return TileFile(tile, name, tile.version, header, pieces)
 
 
-def dtype_name(buffer: Buffer) -> str:
+def dtype_name(plane: Plane) -> str:
     """A plane's dtype as safetensors says it."""
-    return DTYPE_NAMES[buffer.data.dtype]
+    return DTYPE_NAMES[plane.dtype]
 
 
 class Abandoned(Exception):

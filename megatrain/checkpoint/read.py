@@ -79,14 +79,15 @@ class _Match:
     ) -> None:
         if parameter.shape != entry.shape:
             self._refuse(f"{entry.name!r} has shape {parameter.shape} instead of {entry.shape}")
-        for name, buffer in planes_of(tile).items():
-            if entry.group is None and name.endswith("moment"):
+        end = parameter.offset + parameter.numel
+        for name, wanted in planes_of(tile).items():
+            if not wanted.has(entry):
                 continue
             plane = record.planes.get(name)
-            if plane is None or plane.numel < parameter.offset + parameter.numel:
+            if plane is None or plane.numel < wanted.place(parameter.offset, end).stop:
                 self._refuse(f"it has no {name} of {entry.name!r}")
-            elif plane.dtype != dtype_name(buffer):
-                self._refuse(f"{name} of {entry.name!r} is {plane.dtype}, not {dtype_name(buffer)}")
+            elif plane.dtype != dtype_name(wanted):
+                self._refuse(f"{name} of {entry.name!r} is {plane.dtype}, not {dtype_name(wanted)}")
 
     def _refuse(self, what: str) -> None:
         raise InputError(f"{self.checkpoint.folder}: {what}; it is of another model or precision")
@@ -127,32 +128,28 @@ def _ranges(
     for name, plane in stored.items():
         if tile is None:
             continue
-        if _same_layout(record, tile) and _numel(tile, name) == plane.shape[0]:
-            yield _Range(plane.start, plane.start + plane.num_bytes, _bytes(tile, name))
-            continue
+        kind = planes_of(tile).get(name)
+        if kind is not None and _same_layout(record, tile):
+            whole = tile.planes[kind].data
+            if len(whole) == plane.shape[0]:
+                yield _Range(plane.start, plane.start + plane.num_bytes, whole.view(torch.uint8))
+                continue
         size = plane.dtype.itemsize
         for parameter in record.parameters:
             there, entry = places[parameter.name]
-            saved, wanted = plane.shape[0] - parameter.offset, _numel(there, name) - entry.offset
-            if entry.numel > min(saved, wanted):
-                continue  # a frozen one, which has no moments
-            start = plane.start + parameter.offset * size
-            target = _bytes(there, name)[entry.offset * size :][: entry.numel * size]
+            kind = planes_of(there).get(name)
+            if kind is None or not kind.has(entry):
+                continue
+            at = kind.place(parameter.offset, parameter.offset + parameter.numel)
+            to = kind.place(entry.offset, entry.offset + entry.numel)
+            start = plane.start + at.start * size
+            target = there.planes[kind].data[to].view(torch.uint8)
             yield _Range(start, start + len(target), target)
 
 
 def _same_layout(record: TileRecord, tile: Tile) -> bool:
     saved = [(p.name, p.shape, p.offset) for p in record.parameters]
     return saved == [(e.name, e.shape, e.offset) for e in tile.layout.entries]
-
-
-def _numel(tile: Tile, plane: str) -> int:
-    planes = planes_of(tile)
-    return planes[plane].data.numel() if plane in planes else 0
-
-
-def _bytes(tile: Tile, plane: str) -> Tensor:
-    return planes_of(tile)[plane].data.view(torch.uint8)
 
 
 @dataclass(frozen=True)

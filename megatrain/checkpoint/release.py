@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 
-from megatrain.checkpoint.pieces import Piece, Snapshot, TileFile, planes_of
+from megatrain.checkpoint.pieces import Piece, Snapshot, TileFile
 from megatrain.checkpoint.spare import AT_ONCE
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE, SAVE, UPDATE
@@ -42,7 +42,7 @@ class Release:
             SAVE,
             f"release {tile.name}",
             partial(snapshot.release, file.pieces),
-            list(planes_of(tile).values()),
+            list(tile.planes.values()),
         )
         released = device.record(SAVE)
 

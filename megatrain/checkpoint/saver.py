@@ -310,7 +310,7 @@ class Saver:
         self._check_versions()
         self.close()
         jobs = self._jobs()
-        planes = [plane.data.nbytes for tile in self._tiles for plane in planes_of(tile).values()]
+        planes = [plane.data.nbytes for tile in self._tiles for plane in tile.planes.values()]
         leaving = any(tile.resident for tile in self._tiles)
         self._spare.prepare(planes, leaving=leaving, background=background)
         self.last = Saving(self._device, folder, contents, jobs, self._spare)
@@ -360,7 +360,10 @@ def _file_name(tile: Tile) -> str:
 
 def _tile_record(job: TileFile) -> TileRecord:
     tile = job.tile
-    planes = {n: Plane(dtype_name(b), b.data.numel()) for n, b in planes_of(tile).items()}
+    planes = {
+        name: Plane(dtype_name(plane), tile.planes[plane].data.numel())
+        for name, plane in planes_of(tile).items()
+    }
     parameters = tuple(
         Parameter(each.name, each.shape, each.offset, each.group) for each in tile.layout.entries
     )

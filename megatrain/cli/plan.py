@@ -146,6 +146,7 @@ def _of_run_file(run: Path, overrides: Sequence[str]) -> Subject:
             micro_batch=training.micro_batch_size,
             clip=training.max_grad_norm is not None,
             precision=loaded.engine.precision,
+            rule=loaded.optimizer.rule(),
         ),
         placement=placement if isinstance(placement, Placement) else None,
         total_tokens=None if training.steps is None else training.steps * tokens,

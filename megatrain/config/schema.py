@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
 
 import yaml
 from pydantic import (
@@ -22,6 +22,9 @@ from pydantic import (
 from megatrain.errors import InputError
 from megatrain.placement import RENAMED, Placement
 from megatrain.units import parse_bytes
+
+if TYPE_CHECKING:
+    from megatrain.optim import Rule
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
@@ -128,16 +131,43 @@ class DataSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW with decoupled weight decay.
+    """A rule of `megatrain.optim` and its settings; null: as the rule has it, or it has none.
 
     `no_decay`: patterns of names that do not decay, besides LayerNorms; null: norms and biases.
     """
 
-    lr: Annotated[float, Field(gt=0)] = 1e-5
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    name: str = "adamw"
+    lr: Annotated[float, Field(gt=0)] | None = None
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] | None = None
+    eps: Annotated[float, Field(gt=0)] | None = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
     no_decay: list[str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolved(cls, given: Any) -> Any:
+        """The rule's own values where none is given."""
+        from megatrain.optim import RULES
+
+        rule = RULES.get(str(given.get("name", "adamw"))) if isinstance(given, dict) else None
+        if rule is None:
+            return given  # refused below
+        own = {name: getattr(rule(), name) for name in rule.settings}
+        foreign = cls.model_fields.keys() - own.keys() - {"name", "no_decay"}
+        for name in sorted(foreign):
+            if given.get(name) is not None:
+                raise ValueError(f"{rule.name} has no {name}; it has {', '.join(own)}")
+        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in own.items()}
+        return plain | {name: value for name, value in given.items() if value is not None}
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        from megatrain.optim import RULES
+
+        if name not in RULES:
+            raise ValueError(f"unknown optimizer {name!r}{nearest(name, list(RULES))}")
+        return name
 
     @field_validator("no_decay")
     @classmethod
@@ -148,6 +178,21 @@ class OptimizerSection(Section):
             except re.error as error:
                 raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         return patterns
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The rule's settings as the groups of torch's optimizer hold them."""
+        from megatrain.optim import RULES
+
+        values = {name: getattr(self, name) for name in RULES[self.name].settings}
+        return {n: tuple(each) if isinstance(each, list) else each for n, each in values.items()}
+
+    def rule(self) -> "Rule":
+        """The optimizer as `Engine` takes it."""
+        from megatrain.optim import RULES
+
+        given = {} if self.no_decay is None else {"no_decay": self.no_decay}
+        return RULES[self.name](**self.settings, **given)
 
 
 class LossSection(Section):

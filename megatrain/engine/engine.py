@@ -81,9 +81,9 @@ class PlacedEngine:
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._outline.label_shift
-        train, layouts = self.optimizer is not None, opened.model.layouts
+        rule, resident = opened.model.rule, placement.resident
         self._store = Store(
-            self.device, layouts, self._dtype, train=train, resident=placement.resident
+            self.device, opened.model.layouts, self._dtype, rule=rule, resident=resident
         )
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
         # Without clipping, updates follow the backward: the last tile is the first.
@@ -334,7 +334,7 @@ class PlacedEngine:
             device=self.device.kind,
             placement=self.placement.as_dict(),
             kept_graphs=None,
-            optimizer=describe_optimizer(self._opened.given),
+            optimizer=describe_optimizer(self._opened.model.rule),
             groups=() if optimizer is None else tuple(optimizer.saved_groups()),
             num_steps=0 if optimizer is None else optimizer.num_steps,
         )

@@ -9,7 +9,7 @@ import torch
 from megatrain.device import Recording
 from megatrain.engine.assemble import Source, tile_layouts
 from megatrain.model.outline import Outline
-from megatrain.optim import AdamW, StreamedOptimizer
+from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.tile import TileLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -27,9 +27,14 @@ class Model:
     optimizer: StreamedOptimizer | None
 
     @classmethod
-    def trained(cls, outline: Outline) -> "Model":
-        """With an optimizer whose groups are as usual."""
-        return cls(outline, StreamedOptimizer(AdamW(), outline.skeleton.model))
+    def trained(cls, outline: Outline, rule: Rule) -> "Model":
+        """With a rule's optimizer."""
+        return cls(outline, StreamedOptimizer(rule, outline.skeleton.model))
+
+    @property
+    def rule(self) -> Rule | None:
+        """The optimizer's; None: the model is only run."""
+        return None if self.optimizer is None else self.optimizer.rule
 
     @cached_property
     def layouts(self) -> list[TileLayout]:
@@ -43,7 +48,6 @@ class Opened:
     """All that an engine is made of but its placement.
 
     Attributes:
-        given: the optimizer's settings.
         device: on which its limits are set.
         host_limit: bytes that the process may have; None: what the machine allows.
         seed: of weights that are drawn, and of dropout.
@@ -51,7 +55,6 @@ class Opened:
 
     source: Source
     model: Model
-    given: AdamW | None
     max_grad_norm: float | None
     precision: Literal["bf16", "fp32"]
     device: Recording

@@ -1,7 +1,7 @@
 """What a checkpoint holds of an engine besides its tiles, and the way back."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from megatrain.model.build import configs, empty_model, load_config
 from megatrain.model.companions import Companions, read_files, write_companions
 from megatrain.model.export import write_configs
 from megatrain.model.shards import Described, read_header, write_shard
-from megatrain.optim import AdamW
+from megatrain.optim import RULES, AdamW, Rule
 from megatrain.placement import Placement, renamed
 
 
@@ -30,11 +30,14 @@ SOURCE_DTYPES = {
 }
 
 
-def describe_optimizer(settings: AdamW | None) -> dict[str, Any] | None:
-    """AdamW's settings as plain JSON values."""
-    if settings is None:
+def describe_optimizer(rule: Rule | None) -> dict[str, Any] | None:
+    """A rule's name and settings as plain JSON values."""
+    if rule is None:
         return None
-    return asdict(settings) | {"betas": list(settings.betas), "no_decay": list(settings.no_decay)}
+    return {"name": rule.name} | {
+        each.name: list(value) if isinstance(value := getattr(rule, each.name), tuple) else value
+        for each in fields(rule)
+    }
 
 
 def documents(
@@ -160,17 +163,16 @@ def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
     return SOURCE_DTYPES[name]
 
 
-def saved_optimizer(checkpoint: Checkpoint) -> AdamW | None:
-    """AdamW's settings as they were given. Raises InputError."""
-    given = checkpoint.settings.optimizer
-    if given is None:
+def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
+    """The rule with its settings as they were given. Raises InputError."""
+    if checkpoint.settings.optimizer is None:
         return None
-    names = {"lr", "betas", "eps", "weight_decay", "no_decay"}
-    if given.keys() != names or not isinstance(given["no_decay"], list):
-        raise InputError(f"{checkpoint.folder}: its optimizer is not AdamW as it is known here")
-    betas, no_decay = given["betas"], tuple(given["no_decay"])
-    return AdamW(**given | {"betas": tuple(betas) if isinstance(betas, list) else betas,
-                            "no_decay": no_decay})  # fmt: skip
+    given = {"name": AdamW.name} | checkpoint.settings.optimizer  # the first ones did not say
+    name = given.pop("name")
+    rule = RULES.get(name) if isinstance(name, str) else None
+    if rule is None or given.keys() != {each.name for each in fields(rule)}:
+        raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
+    return rule(**given)
 
 
 def resumed_placement(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain import kernels
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE
 from megatrain.engine.sink import Slab
@@ -188,21 +187,15 @@ class Update:
     def _apply(
         self, tile: Tile, slab: Slab, runs: Sequence[_Run], version: int, scale: float
     ) -> None:
-        assert tile.moments is not None
         if self._refused:
             return
         for group, start, stop in runs:
-            kernels.adamw(
+            self._optimizer.rule.update(
                 tile.weights.data[start:stop],
                 None if tile.remainder is None else tile.remainder.data[start:stop],
-                tile.moments[0].data[start:stop],
-                tile.moments[1].data[start:stop],
+                [b.data[plane.place(start, stop)] for plane, b in tile.states.items()],
                 slab.buffer.data[start:stop],
-                lr=float(group["lr"]),
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
+                group,
                 step=version,
                 grad_scale=scale,
                 threads=self._threads,

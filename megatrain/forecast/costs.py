@@ -13,13 +13,14 @@ from megatrain.device.clock import Cost
 from megatrain.forecast.opaque import KEPT_GRAPHS, WORKING_SET
 from megatrain.forecast.tally import Tally, Work
 from megatrain.machine import Machine
+from megatrain.optim import AdamW, moved_bytes
 from megatrain.telemetry.timeline import Span
 
 # What couples resources, measured on an H200 with 16 cores (55.5 and 55.4 GB/s one way):
-# 101.7 GB/s in both directions at once, and 2.97 instead of 4.56 Gparam/s of updates (26 bytes a
-# parameter) under such copies: a byte over the bus takes 0.41 from what an update may move.
+# 101.7 GB/s in both directions at once, and 2.97 instead of 4.56 Gparam/s of AdamW's updates
+# under such copies: a byte over the bus takes 0.41 from what an update may move.
 _BOTH_WAYS = 101.7 / (55.5 + 55.4)
-_TAKEN_PER_BUS_BYTE = 26 * (4.56 - 2.97) / 101.7
+_TAKEN_PER_BUS_BYTE = moved_bytes(AdamW(), torch.bfloat16) * (4.56 - 2.97) / 101.7
 
 # A device that is faster than the thread that launches waits for it. In launches of the machine
 # (22 us where it was not measured): what Python and torch take around the kernels of a layer or a
@@ -43,7 +44,6 @@ _PLACES = (
     ("leaving", LANES),
     ("returning", LANES),
 )
-_PLANES = ("weights", "remainder", "first moment", "second moment", "gradient")
 
 
 class MachineCosts:
@@ -53,8 +53,10 @@ class MachineCosts:
         put_seconds: of the launching thread, for anything on a stream of the device.
     """
 
-    def __init__(self, machine: Machine, tally: Tally) -> None:
+    def __init__(self, machine: Machine, tally: Tally, planes: Sequence[str] = ()) -> None:
+        """Args: `planes`: names of all that tiles keep, by which it is known in device memory."""
         self.tally, self.host_bytes = tally, Counter[str]()
+        self._planes = tuple(planes)
         self._machine = machine
         self._rate = {
             COPY_IN: machine.to_device_gbps * 1e9,
@@ -67,8 +69,14 @@ class MachineCosts:
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Device memory, counted under the part that it belongs to."""
-        with self.tally.placing(_place(name)):
+        with self.tally.placing(self._place(name)):
             return torch.empty(numel, dtype=dtype, device="meta")
+
+    def _place(self, name: str) -> str:
+        for start, place in _PLACES:
+            if name.startswith(start):
+                return place
+        return "resident tiles" if name.endswith(self._planes) else "small buffers"
 
     def host(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory."""
@@ -149,13 +157,6 @@ class MachineCosts:
             }
             moved = sum(self._rate[stream] * each for stream, each in seconds.items())
             self._rate[UPDATE] = self._alone[UPDATE] - _TAKEN_PER_BUS_BYTE * moved / busy
-
-
-def _place(name: str) -> str:
-    for start, place in _PLACES:
-        if name.startswith(start):
-            return place
-    return "resident tiles" if name.endswith(_PLANES) else "small buffers"
 
 
 def _update_bytes(reads: Sequence[Buffer], writes: Sequence[Buffer]) -> int:

@@ -30,6 +30,7 @@ from megatrain.forecast.tally import Tally
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.weights import IN_FLIGHT_BYTES
+from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
@@ -261,7 +262,9 @@ def _run(
 ) -> _Run:
     """The last of a few steps, which is like all that follow."""
     tally = Tally()
-    costs = MachineCosts(machine, tally)
+    dtype = measured.dtype
+    kept = (*tile_planes(model.rule, dtype), gradient_plane(dtype))
+    costs = MachineCosts(machine, tally, [plane.name for plane in kept])
     device = ClockDevice(costs)
     batch = measured.batch(rows, micro_batch)
     with torch.enable_grad(), tally:
@@ -304,9 +307,8 @@ def _assemble(
     clip: bool,
 ) -> tuple[Store, TrainingParts]:
     """The parts of a step as the engine makes them, around a program that computes nothing."""
-    resident = placement.resident
     joined = [_joined(each, measured.dtype, placement) for each in model.layouts]
-    store = Store(device, joined, measured.dtype, train=True, resident=resident)
+    store = Store(device, joined, measured.dtype, rule=model.rule, resident=placement.resident)
     program = OpaqueProgram(measured, tally, placement.head_tokens)
     heads = OpaqueHeads(measured, next(e for e in joined if e.name == "head"), tally)
     assembly = Assembly(device, program, store, measured.dtype, placement, heads)

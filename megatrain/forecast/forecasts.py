@@ -9,23 +9,26 @@ from megatrain.forecast.needs import Needs, needs_of
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.outline import Outline
+from megatrain.optim import Rule
 from megatrain.placement import Placement
-from megatrain.tile import TileLayout
 
 
 class Forecasts:
     """Forecasts of one model, each made once."""
 
     def __init__(self, outline: Outline) -> None:
-        self.outline, self._model = outline, Model.trained(outline)
+        self.outline = outline
+        self._models: dict[Rule, Model] = {}
         self._measured: dict[tuple, Measured] = {}
         self._made: dict[tuple, Forecast] = {}
         self._needs: dict[tuple, Needs] = {}
 
-    @property
-    def layouts(self) -> list[TileLayout]:
-        """The model's tiles."""
-        return self._model.layouts
+    def model(self, workload: Workload) -> Model:
+        """The model with the workload's optimizer, and its tiles."""
+        rule = workload.rule
+        if rule not in self._models:
+            self._models[rule] = Model.trained(self.outline, rule)
+        return self._models[rule]
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
         """What lives as long as an engine for the workload."""
@@ -34,7 +37,7 @@ class Forecasts:
             measured = self.measured(workload)
             distinct = measured.batch(workload.rows, workload.rows).unique_U
             self._needs[key] = needs_of(
-                self._model,
+                self.model(workload),
                 measured.program,
                 placement,
                 clip=workload.clip,
@@ -64,7 +67,7 @@ class Forecasts:
         key = (rates, placement, replace(workload, micro_batch=micro_batch))
         if key not in self._made:
             self._made[key] = forecast(
-                self._model,
+                self.model(workload),
                 machine,
                 placement,
                 self.measured(workload, placement.chunk_tokens),

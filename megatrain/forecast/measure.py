@@ -29,6 +29,7 @@ from megatrain.model.kind import KEPT_SHARE, Kind
 from megatrain.model.outline import Outline
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.skeleton import Call, Ref, Rows, stand_in
+from megatrain.optim import Plane
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
 
@@ -268,7 +269,7 @@ class Measured:
     def _head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
         with self.tiles_of_head(head_tokens), fakes(), torch.enable_grad():
             tally = Tally()
-            tile = Tile(0, layout, Buffer("", torch.empty(layout.numel)), None, None)
+            tile = Tile(0, layout, {Plane("weights", self.dtype): Buffer("", torch.empty(0))})
             slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
             views = {entry.name: entry.view(sums.data) for entry in layout.trainable}

@@ -12,6 +12,7 @@ from megatrain.forecast.measure import LayerWork, Measured, Shape, eager_work, f
 from megatrain.forecast.tally import Tally, Work, foreseeing
 from megatrain.model.program import Activations, Weights
 from megatrain.model.skeleton import Ref
+from megatrain.optim import Plane
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
 
@@ -89,7 +90,7 @@ def _both(
     }
     layout = TileLayout("", [(name, shape, 0) for name, shape in shapes.items()])
     sums = Buffer("sums", torch.empty(layout.trainable_numel))
-    tile = Tile(0, layout, sums, None, None)
+    tile = Tile(0, layout, {Plane("weights", sums.data.dtype): sums})
     room = Room(tile, sums, layout.views(sums.data))
     given = [weights, sums.data, values, micro.inputs, micro.targets]
     with Tally() as first:

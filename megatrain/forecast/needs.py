@@ -71,8 +71,7 @@ def needs_of(
         distinct: of these, that differ; None: they may all.
     """
     device, dtype = _Counting(), program.dtype
-    train, resident = model.optimizer is not None, placement.resident
-    store = Store(device, model.layouts, dtype, train=train, resident=resident)
+    store = Store(device, model.layouts, dtype, rule=model.rule, resident=placement.resident)
     eager = replace(placement, compile=False, chunk_tokens=None)
     assembly = Assembly(device, program, store, dtype, eager, TorchHeads(program))
     parts: Parts = (

@@ -1,11 +1,12 @@
 """What is trained at a time: the one record of it for plans, benchmarks, runs and engines."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from megatrain.errors import InputError
+from megatrain.optim import AdamW, Rule
 
 Precision = Literal["bf16", "fp32"]
 
@@ -23,6 +24,7 @@ class Workload:
         micro_batch: rows of a micro-batch; None: to be chosen.
         clip: by the exact norm of all gradients, for which updates wait.
         compile: layers are compiled.
+        rule: of the optimizer.
     """
 
     tokens_per_step: int = TOKENS
@@ -31,6 +33,7 @@ class Workload:
     clip: bool = True
     precision: Precision = "bf16"
     compile: bool = True
+    rule: Rule = field(default_factory=AdamW)
 
     @property
     def rows(self) -> int:

@@ -47,10 +47,11 @@ def split(
     """
     check.planes(master=master_fp32, weights=weights_bf16, remainder=remainder_int16)
     for master, weights, remainder in _blocks(master_fp32, weights_bf16, remainder_int16):
-        _split_block(master, weights, remainder)
+        split_block(master, weights, remainder)
 
 
-def _split_block(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
+def split_block(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
+    """`split` of a range that is small, on any device."""
     is_nan = master.isnan()
     bits = master.view(torch.int32)
     # In int32 the sum wraps only for NaNs, and the narrowing to int16 keeps the low half.
@@ -74,7 +75,12 @@ def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: in
     """
     check.planes(master=master_fp32, weights=weights, remainder=remainder)
     for high, low, master in _blocks(weights, remainder, master_fp32):
-        torch.add(high.view(torch.int16).int() << 16, low, out=master.view(torch.int32))
+        join_block(high, low, master)
+
+
+def join_block(weights: Tensor, remainder: Tensor, master: Tensor) -> None:
+    """`join` of a range that is small, on any device."""
+    torch.add(weights.view(torch.int16).int() << 16, remainder, out=master.view(torch.int32))
 
 
 def adamw(
@@ -131,7 +137,7 @@ def adamw(
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         param.addcdiv_(m, (_exact_sqrt(v) / denominator).add_(eps), value=-step_size)
         if remainder is not None:
-            _split_block(param, w, r)
+            split_block(param, w, r)
 
 
 def _exact_sqrt(values: Tensor) -> Tensor:

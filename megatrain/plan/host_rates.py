@@ -8,28 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatrain import kernels
 from megatrain.checkpoint.files import open_direct
 from megatrain.device.ranges import host_range
 from megatrain.errors import DoesNotFit
+from megatrain.optim import AdamW, gradient_plane, moved_bytes, parameter_bytes, tile_planes
 from megatrain.plan.measure import Measurement, attempt, host_seconds
 from megatrain.telemetry.cores import update_threads, usable_cores
 from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import GIB, MIB
 
-UPDATE_BYTES = 26  # a parameter: weights, remainder, two moments in and out, gradient in
-_PLANES_BYTES = 14
-_SETTINGS: dict[str, Any] = {
-    "lr": 1e-5,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-}
+_RULE, _DTYPE = AdamW(), torch.bfloat16
+UPDATE_BYTES = moved_bytes(_RULE, _DTYPE)  # of a parameter
 _CHUNK = 8 * MIB
 _DISK_SECONDS = 4.0
 
@@ -73,13 +65,14 @@ def triad_gbps(threads: int, room_bytes: int) -> float:
 
 def update_gparams(threads: int, room_bytes: int) -> float:
     """Billions of parameters a second through the update, split master and bf16 gradient."""
-    numel = min(room_bytes // _PLANES_BYTES, 256 << 20)
+    numel = min(int(room_bytes / parameter_bytes(_RULE, _DTYPE)), 256 << 20)
     if numel < 1 << 20:
         raise DoesNotFit("too little host memory is free")
-    types = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
-    planes = [host_range("update", numel, dtype) for dtype in types]
-    planes[-1].fill_(0.01)
-    seconds = host_seconds(lambda: kernels.adamw(*planes, step=10, threads=threads, **_SETTINGS))
+    types = [plane.dtype for plane in (*tile_planes(_RULE, _DTYPE), gradient_plane(_DTYPE))]
+    weights, remainder, *states, grad = (host_range("update", numel, dtype) for dtype in types)
+    grad.fill_(0.01)
+    update = partial(_RULE.update, weights, remainder, states, grad, vars(_RULE))
+    seconds = host_seconds(lambda: update(step=10, grad_scale=1.0, threads=threads))
     return numel / seconds / 1e9
 
 

@@ -66,7 +66,7 @@ class Plan:
         if given is None:
             free = self.ask.machine.host_memory_bytes - self.forecast.host_peak_bytes
             given = spare_bytes_of(max(0, free))
-        saved = [plane for tile in self.tiles for plane in tile.saved_planes]
+        saved = [plane for tile in self.tiles for plane in tile.count * tile.saved]
         return min(given, useful_bytes(saved))
 
     def as_dict(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def make_plan(
         forecast=told,
         shortage=short,
         remedies=[] if short is None else remedies(plans, ask, short),
-        tiles=tile_bytes(outline, told.placement, precision=ask.precision, clip=ask.clip),
+        tiles=tile_bytes(outline, told.placement, ask),
         compute_bound_tokens=compute_bound_tokens(
             told.bounds, told.tokens_per_step, told.sequence_length
         ),

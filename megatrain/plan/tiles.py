@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.engine.assemble import tile_layouts
+from megatrain.engine.opened import Model
+from megatrain.forecast.workload import Workload
 from megatrain.model.outline import Outline
-from megatrain.optim import AdamW, StreamedOptimizer
+from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
 from megatrain.tile import TileLayout
 
@@ -23,6 +24,7 @@ class TileBytes:
         parameters: of one.
         tier: `device` or `host`.
         planes: bytes of one, by plane. Gradients that share slabs (no clipping) are in no tile.
+        saved: bytes of each plane that a checkpoint holds of one.
     """
 
     name: str
@@ -30,54 +32,56 @@ class TileBytes:
     parameters: int
     tier: str
     planes: dict[str, int]
+    saved: list[int]
 
     @property
     def total_bytes(self) -> int:
         return self.count * sum(self.planes.values())
 
-    @property
-    def saved_planes(self) -> list[int]:
-        """Bytes of each plane that a checkpoint holds of them."""
-        moment = self.planes["moments"] // 2
-        return self.count * [self.planes["weights"], self.planes["remainder"], moment, moment]
-
     def as_dict(self) -> dict[str, Any]:
         """As plain data."""
-        return {**vars(self), "total_bytes": self.total_bytes}
+        told = {name: value for name, value in vars(self).items() if name != "saved"}
+        return {**told, "total_bytes": self.total_bytes}
 
 
-def tile_bytes(
-    outline: Outline, placement: Placement, *, precision: str, clip: bool
-) -> list[TileBytes]:
+def tile_bytes(outline: Outline, placement: Placement, workload: Workload) -> list[TileBytes]:
     """All tiles of a training run, equal neighbours together."""
-    optimizer = StreamedOptimizer(AdamW(), outline.skeleton.model)
-    layouts = [t for t in tile_layouts(outline, optimizer.group_of()) if t.numel]
+    layouts = [t for t in Model.trained(outline, workload.rule).layouts if t.numel]
     found: list[TileBytes] = []
     first = ""
     for layout in layouts:
         tier = "device" if layout.name in placement.resident else "host"
-        planes = plane_bytes(layout, precision=precision, own_gradient=clip or tier == "device")
+        own_gradient = workload.clip or tier == "device"
+        kept = _kept_bytes(layout, workload)
+        planes, saved = _shown(kept, layout, workload, own_gradient), list(kept.values())
         last = found[-1] if found else None
-        one = TileBytes(layout.name, 1, layout.num_parameters, tier, planes)
+        one = TileBytes(layout.name, 1, layout.num_parameters, tier, planes, saved)
         if last is None or not _alike(last, one):
             found.append(one)
             first = layout.name
             continue
         name = f"{first} ... {layout.name}"
-        found[-1] = TileBytes(name, last.count + 1, one.parameters, tier, planes)
+        found[-1] = TileBytes(name, last.count + 1, one.parameters, tier, planes, saved)
     return found
 
 
-def plane_bytes(layout: TileLayout, *, precision: str, own_gradient: bool) -> dict[str, int]:
-    """Bytes of one tile. Frozen parameters have weights and remainder only."""
-    split = precision == "bf16"
-    element = 2 if split else 4
-    return {
-        "weights": layout.numel * element,
-        "remainder": layout.numel * 2 if split else 0,
-        "moments": layout.trainable_numel * 8,
-        "gradient": layout.trainable_numel * element if own_gradient else 0,
-    }
+def _kept_bytes(layout: TileLayout, workload: Workload) -> dict[str, int]:
+    """Bytes of each plane of one tile but the gradient."""
+    planes = tile_planes(workload.rule, workload.dtype)
+    return {plane.name: plane.numel(layout) * plane.dtype.itemsize for plane in planes}
+
+
+def _shown(
+    kept: dict[str, int], layout: TileLayout, workload: Workload, own_gradient: bool
+) -> dict[str, int]:
+    """Bytes of one tile as they are shown: all that the rule keeps is `moments`."""
+    shown = dict.fromkeys(PLANES, 0)
+    for name, num_bytes in kept.items():
+        shown[name if name in PLANES else "moments"] += num_bytes
+    if own_gradient:
+        gradient = gradient_plane(workload.dtype)
+        shown["gradient"] = gradient.numel(layout) * gradient.dtype.itemsize
+    return shown
 
 
 def by_tier(tiles: Sequence[TileBytes]) -> dict[str, dict[str, int]]:

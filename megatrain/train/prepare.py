@@ -20,11 +20,10 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import usual_micro_batch
 from megatrain.model.build import load_config
 from megatrain.model.companions import tokenizer_files
-from megatrain.optim import NO_DECAY, AdamW
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import open_data, run_tokenizer
 from megatrain.train.model_config import check_sequence_length, model_config
-from megatrain.train.resume import Damaged, RunState, Start, is_whole
+from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +180,7 @@ def _check_schedule(config: Config, total_steps: int) -> None:
     warmup = config.schedule.num_warmup_steps(total_steps)
     for done in sorted({0, 1, warmup + 1, total_steps // 2, total_steps - 1}):
         if done < total_steps:
-            stand_in = SGD([torch.zeros(1)], lr=config.optimizer.lr)
+            stand_in = SGD([torch.zeros(1)], lr=config.optimizer.settings["lr"])
             (rate,) = _schedule(config, stand_in, total_steps, done).get_last_lr()
             if not 0 <= rate < math.inf:
                 raise InputError(
@@ -207,16 +206,9 @@ def _engine(config: Config, hf_config: PreTrainedConfig, start: Start | None) ->
 
 
 def _new_engine(config: Config, hf_config: PreTrainedConfig) -> Engine:
-    optimizer = config.optimizer
     return Engine(
         hf_config if config.model.path is None else config.model.path,
-        optimizer=AdamW(
-            lr=optimizer.lr,
-            betas=(optimizer.betas[0], optimizer.betas[1]),
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            no_decay=NO_DECAY if optimizer.no_decay is None else optimizer.no_decay,
-        ),
+        optimizer=config.optimizer.rule(),
         placement=config.engine.placement_value(),
         precision=config.engine.precision,
         seed=config.training.seed,
@@ -240,11 +232,13 @@ def _saved_engine(config: Config, start: Start) -> Engine:
             raise
         raise Damaged(str(error)) from error
     assert engine.optimizer is not None
-    chosen = config.optimizer
+    settings, saved = config.optimizer.settings, engine.optimizer.rule.name
+    if config.optimizer.name != saved:
+        raise InputError(f"optimizer.name: {start.checkpoint} was made with {saved}; set it back")
+    chosen = {name: value for name, value in settings.items() if name in FREE_KEYS["optimizer"]}
     for group in engine.optimizer.param_groups:
         # torch's schedules start from `initial_lr`, which is saved with the group.
-        rates = {"lr": chosen.lr, "initial_lr": chosen.lr}
-        group |= rates | {"betas": tuple(chosen.betas), "eps": chosen.eps}
+        group |= chosen | {"initial_lr": settings["lr"]}
     return engine
 
 

@@ -17,7 +17,7 @@ from megatrain.train.folders import checkpoint_folder, checkpoints, require_plai
 # What a resumed run may do differently: it still learns the same model from the same rows. Paths of
 # data and tokenizer are free because the data position knows the rows themselves (a fingerprint).
 _FREE_SECTIONS = ("loss", "schedule", "checkpoint", "output")
-_FREE_KEYS = {
+FREE_KEYS = {
     "model": ("tokenizer", "chat_template", "trust_remote_code", "attn_implementation"),
     "data": ("path", "eval_path", "cache_dir", "hub_config", "hub_split"),
     "training": (
@@ -84,7 +84,7 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
     """
     for section, key, was, now in _differences(before, config):
         name = f"{section}.{key}"
-        if section not in _FREE_SECTIONS and key not in _FREE_KEYS.get(section, ()):
+        if section not in _FREE_SECTIONS and key not in FREE_KEYS.get(section, ()):
             raise InputError(
                 f"{name}: {shown(now)} now, but {where} was made with {shown(was)}, and this "
                 "cannot change on resume; set it back, or start a new run"

@@ -9,15 +9,15 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig
 
-from megatrain import Engine, InputError, Placement
+from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.checkpoint import open_checkpoint, verify
 from megatrain.checkpoint.read import read_tiles
 from megatrain.device import CpuDevice
+from megatrain.optim import RULES
 from megatrain.placement import RENAMED
 from megatrain.store import Store
 from megatrain.tile import TileLayout
-from tests.checkpoint.cases import batches, engine_of, state
-from tests.checkpoint.test_damage import change
+from tests.checkpoint.cases import batches, change, engine_of, state
 from tests.parity.cases import frozen, llama, masters, noisy, same
 
 PLACEMENTS = {
@@ -25,7 +25,7 @@ PLACEMENTS = {
     "resident": Placement(resident=("embedding", "layer 1", "head"), save_activations=1),
     "host boundaries": Placement(slots=2, layer_inputs="host", host_grad_buffers=3),
 }
-# Precision, clipping, tied, dropout; each placement in turn.
+# Precision, clipping, tied, dropout; each placement in turn, and each rule with each placement.
 CASES = list(itertools.product(("fp32", "bf16"), (0.5, None), (False, True), (0.0, 0.3)))
 
 
@@ -57,13 +57,26 @@ def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp
     check(engine_of(sizes=sizes, precision=precision, clip=clip, placement=placement), tmp_path)
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_another_placement_goes_on_bit_for_bit(placement: str, tmp_path) -> None:
+def test_another_placement_goes_on_bit_for_bit(placement: str, rule: str, tmp_path) -> None:
     others = [each for name, each in PLACEMENTS.items() if name != placement]
     for number, other in enumerate(others):
-        engine = engine_of(precision="bf16", placement=PLACEMENTS[placement])
+        engine = engine_of(precision="bf16", placement=PLACEMENTS[placement], rule=rule)
         again = check(engine, tmp_path / str(number), {"placement": other})
         assert again.placement == other
+        assert again.optimizer.rule == engine.optimizer.rule
+
+
+def test_a_checkpoint_that_does_not_name_its_rule_is_of_adamw(tmp_path) -> None:
+    """The first ones did not."""
+    engine, steps = engine_of(), batches(2)
+    engine.step(steps[0])
+    engine.save(tmp_path / "saved")
+    change(tmp_path / "saved", lambda content: content["settings"]["optimizer"].pop("name"))
+    again = Engine.load(tmp_path / "saved", device="cpu")
+    assert go_on(again, steps[1:]) == go_on(engine, steps[1:])
+    assert same(state(again), state(engine))
 
 
 def test_frozen_parameters_stay_frozen(tmp_path) -> None:
@@ -232,14 +245,14 @@ def test_other_tiles_are_filled_by_name(tmp_path) -> None:
     engine.save(tmp_path / "saved")
     entries = [(tile, entry) for tile, entry in engine._store.entries()][::-1]
     layouts = [TileLayout(e.name, [(e.name, torch.Size(e.shape), e.group)]) for _, e in entries]
-    store = Store(CpuDevice(), layouts, torch.bfloat16, train=True)
+    store = Store(CpuDevice(), layouts, torch.bfloat16, rule=AdamW())
     read_tiles(open_checkpoint(tmp_path / "saved"), store.tiles, threads=2)
     for (tile, entry), other in zip(entries, store.tiles, strict=True):
         [there] = other.layout.entries
         assert torch.equal(other.read_master(there), tile.read_master(entry))
         assert other.version == tile.version
         if entry.group is not None:
-            for one, two in zip(tile.moments, other.moments, strict=True):
+            for one, two in zip(tile.states.values(), other.states.values(), strict=True):
                 assert torch.equal(entry.view(one.data), there.view(two.data))
 
 

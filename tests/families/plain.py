@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -183,6 +184,23 @@ def token_loss(logits_BTV: Tensor, labels_BT: Tensor, shift: int = 1) -> Tensor:
         ignore_index=-100,
         reduction="sum",
     )
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Lion parameter by parameter, as algorithm 2 of the paper reads."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                direction = torch.sign(m * beta1 + p.grad * (1 - beta1))
+                p.copy_(p * (1 - lr * group["weight_decay"]) - lr * direction)
+                m.copy_(m * beta2 + p.grad * (1 - beta2))
 
 
 def _adamw(

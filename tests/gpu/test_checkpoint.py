@@ -53,7 +53,7 @@ def disk(monkeypatch) -> Disk:
 def numbers(engine: Engine) -> list[torch.Tensor]:
     """Masters and moments, on the CPU."""
     masters = [master for _, master in engine.named_masters()]
-    return masters + [m.data.cpu() for tile in engine._store.tiles for m in tile.moments]
+    return masters + [m.data.cpu() for tile in engine._store.tiles for m in tile.states.values()]
 
 
 @pytest.mark.parametrize("blocks", [2, 1000])

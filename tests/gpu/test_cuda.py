@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement, kernels
+from megatrain.optim import RULES
 
 pytestmark = pytest.mark.gpu
 
@@ -126,27 +127,25 @@ def taken(engine: Engine) -> dict[str, int]:
     return {key: size for key, size in engine.memory().items() if key != "device_free_bytes"}
 
 
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
-def test_the_gpu_updates_as_the_host_does(split: bool, grad_dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_the_gpu_updates_as_the_host_does(name: str, split: bool, grad_dtype: torch.dtype) -> None:
+    generator, rule = torch.Generator().manual_seed(0), RULES[name](lr=1e-3, weight_decay=0.1)
     numel = 1_000_003
     master = torch.randn(numel, generator=generator)
     weights, remainder = master.clone(), None
     if split:
         weights, remainder = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel).short()
         kernels.split(master, weights, remainder)
-    planes = [weights, remainder, torch.zeros(numel), torch.zeros(numel)]
+    states = [torch.zeros(numel, dtype=plane.dtype) for plane in rule.states]
+    planes = [weights, remainder, *states]
     there = [None if plane is None else plane.cuda() for plane in planes]
     for step in range(1, 6):
         grad = (torch.randn(numel, generator=generator) * 10**-step).to(grad_dtype)
         grad[:3] = torch.tensor([float("nan"), float("inf"), 0.0])
-        settings = {
-            "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1,
-            "step": step, "grad_scale": 0.3,
-        }  # fmt: skip
-        kernels.adamw(*planes, grad, **settings, threads=4)
-        kernels.adamw(*there, grad.cuda(), **settings, threads=1)
+        for (w, r, *kept), g in ((planes, grad), (there, grad.cuda())):
+            rule.update(w, r, kept, g, vars(rule), step=step, grad_scale=0.3, threads=4)
     for plane, other in zip(planes, there, strict=True):
         if plane is not None:
             assert torch.equal(plane[3:], other.cpu()[3:])

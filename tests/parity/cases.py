@@ -11,6 +11,7 @@ from transformers.models.qwen2 import Qwen2ForCausalLM
 
 from megatrain import AdamW, Engine
 from megatrain.device import Buffer, CpuDevice
+from megatrain.optim import RULES
 from tests.families.plain import Step, accumulate
 from tests.families.tiny import tiny_model
 
@@ -77,8 +78,12 @@ def make_batches(
 def make_engine(
     model: Any, *, clip: float | None = 1.0, precision: Any = "fp32", lr: float = 1e-2, **options
 ) -> Engine:
-    """An engine on the CPU. A large eps lets a wrong scale of the gradient show."""
-    optimizer = AdamW(lr=lr, eps=options.pop("eps", 1e-3))
+    """An engine on the CPU; `rule` names its optimizer.
+
+    A large eps lets a wrong scale of the gradient show, and so do momenta of Lion.
+    """
+    eps, rule = options.pop("eps", 1e-3), options.pop("rule", "adamw")
+    optimizer = AdamW(lr=lr, eps=eps) if rule == "adamw" else RULES[rule](lr=lr / 10)
     options.setdefault("device", "cpu")
     return Engine(model, optimizer=optimizer, max_grad_norm=clip, precision=precision, **options)
 
@@ -88,7 +93,7 @@ def masters(engine: Engine) -> dict[str, Tensor]:
 
 
 def moments(engine: Engine) -> list[Tensor]:
-    return [m.data.clone() for tile in engine._store.tiles for m in tile.moments]
+    return [m.data.clone() for tile in engine._store.tiles for m in tile.states.values()]
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from tests.parity.cases import (
 WIDE = 1000  # tokens of the vocabulary
 PLACEMENTS = {
     "whole": Placement(head_tokens=5),
-    "ranges": Placement(split_bytes=33000, head_tokens=5),
+    "ranges": Placement(max_stream_bytes=33000, head_tokens=5),
 }
 
 

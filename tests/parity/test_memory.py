@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import Buffer, CpuDevice
+from megatrain.engine import opened
+from megatrain.optim import RULES, parameter_bytes
 from megatrain.units import MIB
 from tests.parity.cases import frozen, llama, make_batches, make_engine
 
@@ -39,14 +41,17 @@ def bytes_per_parameter(engine: Engine) -> dict[str, float]:
 
 
 PLANES = [
-    ("bf16", 1.0, {"weights": 2, "remainder": 2, "moments": 8, "gradients": 2}, 14),
-    ("fp32", 1.0, {"weights": 4, "remainder": 0, "moments": 8, "gradients": 4}, 16),
+    ("adamw", "bf16", {"weights": 2, "remainder": 2, "moments": 8, "gradients": 2}, 14),
+    ("adamw", "fp32", {"weights": 4, "remainder": 0, "moments": 8, "gradients": 4}, 16),
+    ("lion", "bf16", {"weights": 2, "remainder": 2, "moments": 4, "gradients": 2}, 10),
+    ("lion", "fp32", {"weights": 4, "remainder": 0, "moments": 4, "gradients": 4}, 12),
 ]
 
 
-@pytest.mark.parametrize(("precision", "clip", "planes", "whole"), PLANES)
-def test_bytes_per_parameter(precision: Any, clip: float, planes: dict, whole: float) -> None:
-    engine = make_engine(MID, precision=precision, clip=clip)
+@pytest.mark.parametrize(("rule", "precision", "planes", "whole"), PLANES)
+def test_bytes_per_parameter(rule: str, precision: Any, planes: dict, whole: float) -> None:
+    engine = make_engine(MID, precision=precision, rule=rule)
+    assert parameter_bytes(RULES[rule](), opened.DTYPES[precision]) == whole
     assert engine.num_parameters > 19e6
     found = bytes_per_parameter(engine)
     for plane, expected in planes.items():

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from megatrain import AdamW, Engine, InputError
-from megatrain.optim import NO_DECAY
-from tests.families.plain import accumulate
+from megatrain.optim import NO_DECAY, RULES
+from tests.families.plain import PlainLion, accumulate
 from tests.parity.cases import (
+    gradients,
     llama,
     make_batches,
     make_engine,
@@ -25,6 +26,7 @@ from tests.parity.cases import (
     same,
 )
 from tests.race.late import LateDevice
+from tests.unit.kernel_cases import exact_roots  # noqa: F401  a fixture
 
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler | None]
 Change = Callable[[int, torch.optim.Optimizer], None]
@@ -132,6 +134,38 @@ def test_a_schedule_takes_effect_at_the_step_it_is_for(
 def test_a_scheduler_does_not_warn_of_a_missing_step(recwarn: pytest.WarningsRecorder) -> None:
     engine_training(llama(), make_batches(2), 1.0, SCHEDULES["torch"], nothing)
     assert not [w for w in recwarn if "optimizer.step()" in str(w.message)]
+
+
+PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=EPS, betas=BETAS, foreach=False),
+    "lion": lambda groups: PlainLion(groups, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0),
+}
+
+
+@pytest.mark.parametrize("clip", [0.5, 1e9])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.usefixtures("exact_roots")
+def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(rule: str, clip: float) -> None:
+    """Bit for bit: a sign or a root hides no gradient that is a little off."""
+    model = llama()
+    engine = make_engine(model, clip=clip, rule=rule)
+    named = {name: torch.nn.Parameter(p) for name, p in parameters(model).items()}
+    plain = PLAIN[rule](
+        [
+            {
+                "params": [named[n] for n in group["param_names"]],
+                "weight_decay": group["weight_decay"],
+            }
+            for group in engine.optimizer.param_groups
+        ]
+    )
+    for step in make_batches(3):
+        norm = engine.step(step).grad_norm
+        engine.flush()
+        for name, gradient in gradients(engine).items():
+            named[name].grad = gradient * min(1.0, clip / (norm + 1e-6))
+        plain.step()
+        assert same(masters(engine), {name: p.detach() for name, p in named.items()})
 
 
 def test_groups_that_the_user_changes_between_steps() -> None:

@@ -21,7 +21,7 @@ from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.probe import outline
 from megatrain.model.program import ModelProgram
-from megatrain.optim import StreamedOptimizer
+from megatrain.optim import RULES, StreamedOptimizer
 from megatrain.store import Store
 
 # Nothing; the ends of the stack and the table; one layer among streamed ones.
@@ -82,6 +82,7 @@ def schedules() -> Iterator[dict]:
     rest = itertools.cycle(
         itertools.product((1, 3, None), (True, False), RESIDENT, ((), (0, 1)), WAITING, CLOSED)
     )
+    rules = itertools.cycle(RULES)
     for slots, boundaries, clip, tied, precision in itertools.product(
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
@@ -108,6 +109,7 @@ def schedules() -> Iterator[dict]:
                     "precision": precision,
                     "saves": saves,
                     "closed": closed,
+                    "rule": next(rules),
                 }
     yield from split_schedules()
 
@@ -145,6 +147,7 @@ def trace(
     saves: tuple[int, ...] = (),
     closed: tuple[int, ...] = (),
     experts: bool = False,
+    rule: str = "adamw",
     without: frozenset[str] = frozenset(),
 ) -> TraceDevice:
     """The device after a few steps and an evaluation of uneven micro-batches.
@@ -158,8 +161,10 @@ def trace(
         program, optimizer = tiny_program_with_experts(tied)
     else:
         program, optimizer = tiny_program(tied, WIDE if placement.max_stream_bytes else VOCAB)
+    if rule != optimizer.rule.name:
+        optimizer = StreamedOptimizer(RULES[rule](), program.outline.skeleton.model)
     layouts = tile_layouts(program.outline, optimizer.group_of())
-    store = Store(device, layouts, dtype, train=True, resident=placement.resident)
+    store = Store(device, layouts, dtype, rule=optimizer.rule, resident=placement.resident)
     assembly = Assembly(device, program, store, dtype, placement, TorchHeads(program))
     with mock.patch.object(sink, "PIECE", PIECE):
         parts = assembly.training(optimizer, max_grad_norm)

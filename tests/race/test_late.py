@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain import AdamW, Engine, Placement
+from megatrain import AdamW, Engine, Lion, Placement
 from megatrain.device import CpuDevice
 from megatrain.engine import sink
+from megatrain.optim import Rule
 from tests.race.late import LateDevice
 
 # Each step has more tokens and longer rows than the one before: every room is replaced.
@@ -28,8 +29,11 @@ PLACEMENTS = {
     "small, prefetching": Placement(slots=3, gradient_lanes=2, keep_rows=False, resident=("head",)),
 }
 
-# Tied or not; clipped to a norm or not; an evaluation after each step, or step upon step.
-CASES = [(False, 0.5, False), (True, None, False), (True, 0.5, True)]
+# Tied or not; clipped to a norm or not; an evaluation after each step, or step upon step; a rule.
+CASES = [
+    *((False, 0.5, False, AdamW(lr=1e-2)), (True, None, False, AdamW(lr=1e-2))),
+    *((True, 0.5, True, AdamW(lr=1e-2)), (True, None, False, Lion(lr=1e-3))),
+]
 
 
 def model(tied: bool) -> LlamaForCausalLM:
@@ -52,13 +56,18 @@ def steps() -> list[list[dict[str, Tensor]]]:
 
 
 def train(
-    device: CpuDevice, placement: Placement, tied: bool, clip: float | None, evaluate: bool
+    device: CpuDevice,
+    placement: Placement,
+    tied: bool,
+    clip: float | None,
+    evaluate: bool,
+    rule: Rule,
 ) -> tuple[list[float], list[Tensor]]:
     """All numbers that a user sees, and the final masters."""
     numbers = []
     with Engine(
         model(tied),
-        optimizer=AdamW(lr=1e-2),
+        optimizer=rule,
         max_grad_norm=clip,
         placement=placement,
         device=device,

@@ -11,9 +11,9 @@ LEVELS = (
     {"disk", "errors", "seeds", "units"},
     {"compat", "json_yaml"},
     {"loss", "placement", "tile", "telemetry", "kernels"},
-    {"machine"},
+    {"machine", "optim"},
     {"config", "device"},
-    {"store", "model", "optim", "data", "distributed"},
+    {"store", "model", "data", "distributed"},
     {"checkpoint"},  # knows tiles and files, no steps: the engine saves itself through it
     {"engine"},
     {"forecast"},  # runs the engine's own step, on a device that keeps time

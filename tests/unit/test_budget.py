@@ -55,7 +55,7 @@ class Asked:
     """A model to be trained in bf16 with clipping, in steps of so many tokens."""
 
     def __init__(self, tokens: int | None = None, config: Any = MID) -> None:
-        self.tokens, self.model = tokens, Model.trained(outline(open_source(config).model))
+        self.tokens, self.model = tokens, Model.trained(outline(open_source(config).model), AdamW())
 
     def needs(self, placement: Placement) -> Needs:
         program = ModelProgram(self.model.outline, torch.device("cpu"), torch.bfloat16)

@@ -7,9 +7,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain import config
+from megatrain import AdamW, config
 from megatrain.errors import InputError
 from megatrain.json_yaml import parse_yaml
+from megatrain.optim import RULES
 from megatrain.placement import Placement
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -56,6 +57,24 @@ def test_the_resolved_file_loads_as_the_same_configuration(load):
     assert load(loaded.as_yaml()) == loaded
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_an_optimizer_s_keys_are_its_rule_s(load, name):
+    """None given: its own values, which the resolved file says and means again."""
+    loaded = load(MINIMAL, f"optimizer.name={name}")
+    assert loaded.optimizer.rule() == RULES[name]()
+    assert loaded.optimizer.lr == RULES[name]().lr
+    assert load(loaded.as_yaml()) == loaded
+    changed = load(
+        MINIMAL, f"optimizer.name={name}", "optimizer.betas=[0.5, 0.6]", "optimizer.lr=1"
+    )
+    assert changed.optimizer.rule() == RULES[name](lr=1, betas=(0.5, 0.6))
+
+
+def test_run_files_that_name_no_optimizer_mean_adamw(load):
+    loaded = load(MINIMAL, "optimizer.eps=1e-6", "optimizer.no_decay=[bias]")
+    assert loaded.optimizer.rule() == AdamW(eps=1e-6, no_decay=("bias",))
+
+
 @pytest.mark.parametrize("number", ["1e-5", "1.5e3", "2E+1", ".5e1", "-1e-3"])
 def test_exponents_are_numbers_as_in_yaml_1_2(number):
     assert parse_yaml(number) == float(number)
@@ -65,10 +84,19 @@ MISTAKES = [
     # overrides, what the line must hold
     (["optimizer.lrr=1"], "--set optimizer.lrr: unknown key; did you mean 'lr'?"),
     (["training.lr=1"], "--set training.lr: unknown key; 'lr' is a key of optimizer; valid here"),
-    (["model.name=x"], "unknown key; 'name' is a key of schedule; valid here are path, config, "),
+    (
+        ["model.name=x"],
+        "unknown key; 'name' is a key of optimizer and schedule; valid here are path",
+    ),
     (["model.paht=x"], "--set model.paht: unknown key; did you mean 'path'?"),
     (["optimiser.lr=1"], "optimiser: unknown key; did you mean 'optimizer'?"),
     (["data.zzz=1"], "--set data.zzz: unknown key; valid are kind, path, sequence_length"),
+    (
+        ["optimizer.name=lyon"],
+        "--set optimizer.name: unknown optimizer 'lyon'; did you mean 'lion'",
+    ),
+    (["optimizer.name=3"], "--set optimizer.name: should be a valid string, got 3"),
+    (["optimizer.name=lion", "optimizer.eps=1e-8"], "optimizer: lion has no eps; it has lr, betas"),
     (["optimizer.lr=abc"], "--set optimizer.lr: should be a valid number, got 'abc'"),
     (["optimizer.lr=-1"], "--set optimizer.lr: should be greater than 0, got -1"),
     (["optimizer.lr=.nan"], "--set optimizer.lr: should be a finite number, got nan"),

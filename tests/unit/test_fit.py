@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from megatrain import AdamW
 from megatrain.autoplace import fit
 from megatrain.device import CpuDevice
 from megatrain.engine.assemble import open_source
@@ -30,7 +31,7 @@ class Gpu(CpuDevice):
 def opened(layers: int = 2, *, train: bool = True) -> Opened:
     source = open_source(tiny_config(layers))
     found = outline(source.model)
-    model = Model.trained(found) if train else Model(found, None)
+    model = Model.trained(found, AdamW()) if train else Model(found, None)
     return Opened(source, model, None, 1.0, "bf16", Gpu(), None, 0)  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from megatrain.forecast.measure import Measured
 from megatrain.forecast.tally import NotForeseeable, Tally
 from megatrain.forecast.workload import Workload
 from megatrain.model.probe import outline
+from megatrain.optim import RULES, Rule
 from megatrain.units import MIB
 from tests.parity.cases import Noting
 from tests.unit.forecast_cases import (
@@ -56,9 +58,15 @@ def forecasts(tied: bool = False) -> Forecasts:
 
 
 def told(
-    placement: Placement, *, clip: bool = True, precision: str = "bf16", tied: bool = False
+    placement: Placement,
+    *,
+    clip: bool = True,
+    precision: Any = "bf16",
+    tied: bool = False,
+    rule: Rule | None = None,
 ) -> Forecast:
-    workload = Workload(ROWS * TOKENS, TOKENS, None, clip, precision, placement.compile)  # type: ignore[arg-type]
+    compiled, rule = placement.compile, rule or AdamW()
+    workload = Workload(ROWS * TOKENS, TOKENS, None, clip, precision, compiled, rule)
     return forecasts(tied).of(small_machine(), placement, workload, 4)
 
 
@@ -71,16 +79,17 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_host_memory_is_the_engines_to_the_byte(name: str) -> None:
+def test_host_memory_is_the_engines_to_the_byte(name: str, rule: str) -> None:
     placement, (clip, precision, tied) = PLACEMENTS[name], CASES[name]
-    found = told(placement, clip=clip, precision=precision, tied=tied)
+    found = told(placement, clip=clip, precision=precision, tied=tied, rule=RULES[rule]())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(512, (ROWS, TOKENS), generator=generator)
     step = [{"input_ids": part, "labels": part} for part in ids.split(4)]
     with Engine(
         tiny_config(tied=tied),
-        optimizer=AdamW(),
+        optimizer=RULES[rule](),
         max_grad_norm=1.0 if clip else None,
         precision=precision,  # type: ignore[arg-type]
         placement=placement,
@@ -201,9 +210,9 @@ def test_kept_graphs_cost_memory_and_save_time() -> None:
 
 
 def test_resident_tiles_are_not_updated_by_the_host() -> None:
-    names = tuple(t.name for t in forecasts().layouts if t.name != "unused")
+    names = tuple(t.name for t in forecasts().model(Workload()).layouts if t.name != "unused")
     everything = told(Placement(resident=names))
-    numel = sum(t.numel for t in forecasts().layouts)
+    numel = sum(t.numel for t in forecasts().model(Workload()).layouts)
     assert everything.bounds["update"] == 0 and everything.bounds["copy in"] == 0
     assert everything.device_bytes["resident tiles"] == pytest.approx(14 * numel, rel=0.01)
 
@@ -285,7 +294,7 @@ def test_weights_on_their_way_count_where_little_follows_them() -> None:
     config = tiny_config(layers=2)
     config.intermediate_size = 1 << 19  # 403 M parameters a layer
     model = outline(open_source(config).model)
-    trainee = Model.trained(model)
+    trainee = Model.trained(model, AdamW())
     layer = max(sum(p.numel() for p in each.module.parameters()) for each in model.layers)
     machine, placement = small_machine(), Placement()
 

@@ -12,6 +12,7 @@ from megatrain.kernels import reference
 from tests.unit.kernel_cases import (
     HYPER,
     assert_same_bits,
+    exact_roots,  # noqa: F401  a fixture
     fuses_like_torch,
     gradient,
     implementations,
@@ -45,15 +46,9 @@ def torch_adamw(size: int, steps: int, grad_scale: float, hyper: dict) -> dict[s
     return {"weights": param.detach(), **optimizer.state[param]}
 
 
-@pytest.fixture
-def exact_roots(monkeypatch):
-    """Torch's optimizer with correctly rounded roots, which MKL's are not."""
-    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: x.double().sqrt_().float())
-
-
 @pytest.mark.parametrize("beta1", [0.9, 0.3])  # torch's lerp has a formula for either side of 0.5
 @pytest.mark.parametrize("grad_scale", [1.0, 0.37])
-def test_reference_is_torch_adamw_bit_for_bit(exact_roots, beta1, grad_scale):
+def test_reference_is_torch_adamw_bit_for_bit(exact_roots, beta1, grad_scale):  # noqa: F811
     hyper = HYPER | {"beta1": beta1}
     size, steps = 10_007, 5
     expected = torch_adamw(size, steps, grad_scale, hyper)

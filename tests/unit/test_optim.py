@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +10,25 @@ import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
-from megatrain import AdamW, InputError
-from megatrain.optim import NO_DECAY, StreamedOptimizer
+from megatrain import AdamW, InputError, Lion
+from megatrain.device import CpuDevice
+from megatrain.engine.opened import DTYPES
+from megatrain.optim import (
+    NO_DECAY,
+    RULES,
+    Plane,
+    Rule,
+    StreamedOptimizer,
+    lion,
+    moved_bytes,
+    parameter_bytes,
+)
+from megatrain.store import Store
+from megatrain.tile import TileLayout
+from tests.families.plain import PlainLion
 from tests.families.tiny import tiny_model
+from tests.structure.source_tree import ROOT
+from tests.unit.kernel_cases import exact_roots, gradient, randn  # noqa: F401
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative rate": ({"lr": -1e-5}, "lr is -1e-05; it must be a number, not negative"),
@@ -35,11 +52,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("rule", RULES.values())
 @pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED)
-def test_impossible_settings_are_refused_in_one_line(settings: dict, message: str) -> None:
-    with pytest.raises(InputError, match=f"^AdamW {message}") as caught:
-        AdamW(**settings)
-    assert "\n" not in str(caught.value)
+def test_impossible_settings_are_refused_in_one_line(
+    settings: dict, message: str, rule: type[Rule]
+) -> None:
+    if settings.keys() <= rule.__dataclass_fields__.keys():
+        with pytest.raises(InputError, match=f"^{rule.__name__} {message}") as caught:
+            rule(**settings)
+        assert "\n" not in str(caught.value)
 
 
 def test_extreme_settings_that_make_sense_are_taken() -> None:
@@ -144,6 +165,102 @@ def test_what_has_no_effect_is_refused_in_one_line(misuse: Any, message: str) ->
         misuse(optimizer)
     assert "\n" not in str(caught.value)
     assert optimizer.num_steps == 0
+
+
+HYPER: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    "lion": {"lr": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.5},
+}
+PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda params, **hyper: torch.optim.AdamW(params, **hyper, foreach=False),
+    "lion": PlainLion,
+}
+
+
+@pytest.mark.parametrize("grad_scale", [1.0, 0.37])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.usefixtures("exact_roots")
+def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
+    name: str, precision: str, grad_scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lion, "_BLOCK", 1000)
+    rule, dtype, size = RULES[name](**HYPER[name]), DTYPES[precision], 3001
+    tile = Store(CpuDevice(), [TileLayout("t", [("a", torch.Size([size]), 0)])], dtype, rule=rule)
+    [tile], master = tile.tiles, torch.nn.Parameter(randn(size, 0))
+    tile.write_master(tile.layout.entries[0], master.detach())
+    plain = PLAIN[name]([master], **HYPER[name])
+    planes = [tile.weights.data, None if tile.remainder is None else tile.remainder.data]
+    states = [buffer.data for buffer in tile.states.values()]
+    for step in range(1, 6):
+        grad = torch.zeros(len(tile.weights.data))
+        grad[:size] = gradient(size, step)
+        settings = {"step": step, "grad_scale": grad_scale, "threads": 1}
+        rule.update(*planes, states, grad, HYPER[name], **settings)
+        master.grad = grad[:size] * grad_scale
+        plain.step()
+    assert torch.equal(tile.read_master(tile.layout.entries[0]), master)
+    kept = [value for value in plain.state[master].values() if value.shape == master.shape]
+    assert len(kept) == len(states)
+    assert all(torch.equal(one[:size], other) for one, other in zip(states, kept, strict=True))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_bad_gradient_is_seen_in_its_weights(name: str) -> None:
+    rule, weights = RULES[name](), torch.ones(4)
+    states = [torch.zeros(4, dtype=plane.dtype) for plane in rule.states]
+    grad = torch.tensor([math.nan, 1.0, -1.0, 0.0])
+    rule.update(weights, None, states, grad, vars(rule), step=1, grad_scale=1.0, threads=1)
+    assert weights.isnan().tolist() == [True, False, False, False]
+
+
+BYTES = {("adamw", "bf16"): (14, 26), ("adamw", "fp32"): (16, 28),
+         ("lion", "bf16"): (10, 18), ("lion", "fp32"): (12, 20)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "precision"), BYTES)
+def test_bytes_of_a_parameter_follow_from_the_planes(name: str, precision: str) -> None:
+    rule, dtype = RULES[name](), DTYPES[precision]
+    assert (parameter_bytes(rule, dtype), moved_bytes(rule, dtype)) == BYTES[name, precision]
+    assert parameter_bytes(None, dtype) == dtype.itemsize  # what inference keeps
+
+
+def test_the_documents_say_these_bytes() -> None:
+    adamw, lions = (parameter_bytes(rule(), torch.bfloat16) for rule in (AdamW, Lion))
+    gradient = torch.bfloat16.itemsize
+
+    said = f"{adamw:g} bytes a parameter with clipping, {adamw - gradient:g} without (Lion: "
+    said += f"{lions:g} and {lions - gradient:g})"
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"AdamW: {adamw:g} bytes a parameter" in (ROOT / "docs" / "engine.md").read_text()
+
+
+def test_planes_may_have_a_value_for_many_elements_or_be_of_some_parameters() -> None:
+    """As scales of 8-bit states, and the momentum of matrices, are going to be."""
+    scales = Plane("scales", torch.bfloat16, per=64)
+    matrices = Plane("momentum", torch.float32, only=lambda entry: len(entry.shape) == 2)
+    shapes = [
+        ("a", torch.Size([3, 50]), 0),
+        ("b", torch.Size([7]), 0),
+        ("c", torch.Size([9]), None),
+    ]
+    layout = TileLayout("tile", shapes)
+    assert layout.trainable_numel == 256 + 128
+    assert (scales.numel(layout), scales.bytes_per_parameter) == ((256 + 128) // 64, 1 / 32)
+    assert scales.place(256, 256 + 7) == slice(4, 5)
+    assert matrices.numel(layout) == 256
+    assert [matrices.has(entry) for entry in layout.entries] == [True, False, False]
+    assert Plane("weights", torch.float32, frozen=True).numel(layout) == layout.numel
+
+
+def test_a_rule_that_needs_matrices_is_refused() -> None:
+    """Until there are updates of whole parameters."""
+
+    class Orthogonal(AdamW):
+        needs_matrices = True
+
+    with pytest.raises(InputError, match="Orthogonal needs matrices"):
+        StreamedOptimizer(Orthogonal(), tiny_model("llama"))
 
 
 def test_groups_are_saved_as_plain_values_and_taken_over_again() -> None:

@@ -9,6 +9,7 @@ from megatrain import config
 from megatrain.engine.assemble import open_source, tile_layouts
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.model.probe import outline
 from megatrain.placement import Placement
@@ -378,7 +379,7 @@ def tiny(**changes):
 def test_bytes_by_tile_add_up(tied, precision):
     found = tiny(tie_word_embeddings=tied, num_hidden_layers=4)
     placement = Placement(resident=("embedding", "layer 0"))
-    tiles = tile_bytes(found, placement, precision=precision, clip=True)
+    tiles = tile_bytes(found, placement, Workload(precision=precision))
     names = {layout.name: layout for layout in tile_layouts(found, dict.fromkeys(
         (n for n, _ in found.skeleton.model.named_parameters()), 0))}  # fmt: skip
     assert [t.name for t in tiles] == [
@@ -397,7 +398,7 @@ def test_bytes_by_tile_add_up(tied, precision):
 
 
 def test_without_clipping_gradients_on_the_host_share_slabs():
-    tiles = tile_bytes(tiny(), Placement(resident=("layer 0",)), precision="bf16", clip=False)
+    tiles = tile_bytes(tiny(), Placement(resident=("layer 0",)), Workload(clip=False))
     assert {tile.name for tile in tiles if tile.planes["gradient"]} == {"layer 0"}
 
 
@@ -405,7 +406,7 @@ def test_frozen_parameters_have_neither_moments_nor_gradients():
     model = llama()
     for parameter in model.model.layers[1].parameters():
         parameter.requires_grad_(False)
-    tiles = tile_bytes(outline(open_source(model).model), PLACED, precision="bf16", clip=True)
+    tiles = tile_bytes(outline(open_source(model).model), PLACED, Workload())
     frozen = next(tile for tile in tiles if tile.name == "layer 1")
     assert frozen.planes["moments"] == frozen.planes["gradient"] == 0 < frozen.planes["weights"]
 

@@ -143,7 +143,7 @@ class Grid:
 
     @cached_property
     def forecasts(self) -> list[fit.Forecast]:
-        names = [t.name for t in FORECASTS.layouts if t.name != "unused"]
+        names = [t.name for t in FORECASTS.model(Workload()).layouts if t.name != "unused"]
         every = product(self.rows, self.places, self.resident, self.graphs)
         return [
             FORECASTS.of(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain import InputError
+from megatrain import AdamW, InputError
 from megatrain.device import CpuDevice
 from megatrain.store import Store
 from megatrain.tile import TileLayout
@@ -23,7 +23,7 @@ def layouts() -> list[TileLayout]:
 
 
 def store(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Store:
-    options.setdefault("train", True)
+    options.setdefault("rule", AdamW())
     return Store(CpuDevice(), layouts(), dtype, **options)
 
 
@@ -94,13 +94,13 @@ def test_planes_begin_at_zero_on_pages_of_their_own() -> None:
             assert not buffer.data.any()
             assert buffer.data.numel() == 0 or buffer.data.data_ptr() % 4096 == 0
     first = kept.tiles[0]
-    assert [len(m.data) for m in first.moments] == [first.layout.trainable_numel] * 2
+    assert [len(m.data) for m in first.states.values()] == [first.layout.trainable_numel] * 2
 
 
 def test_without_training_there_are_weights_only() -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        kept = store(dtype, train=False)
-        assert all(tile.moments is None and tile.remainder is None for tile in kept.tiles)
+        kept = store(dtype, rule=None)
+        assert all(not tile.states and tile.remainder is None for tile in kept.tiles)
         planes = kept.bytes_by_plane()
         assert planes["weights"] > 0 == planes["remainder"] + planes["moments"]
 

@@ -1,84 +1,21 @@
-"""AdamW with decoupled weight decay: the user's settings, and torch's view of them.
+"""torch's view of the engine's optimizer: groups that the user reads, changes and schedules."""
 
-The arithmetic is in megatrain/kernels; it runs on a tile where the tile's state rests.
-"""
-
-import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatrain.compat.transformers import get_parameter_names
 from megatrain.errors import InputError
-
-# Patterns of parameter names without weight decay: those of transformers.Trainer (5.23).
-NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-
-
-_SETTINGS = ("lr", "betas", "eps", "weight_decay")  # of a group
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """Settings of AdamW (Loshchilov and Hutter 2019), with torch.optim.AdamW's defaults for LLMs.
-
-    Attributes:
-        no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
-    """
-
-    lr: float = 1e-5
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    no_decay: Sequence[str] = NO_DECAY
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 <= value < math.inf:
-                raise InputError(f"AdamW {name} is {value!r}; it must be a number, not negative")
-        pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
-        if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
-            raise InputError(f"AdamW betas are {self.betas!r}; they must be two numbers in [0, 1)")
-        if isinstance(self.no_decay, str):
-            raise InputError(f"AdamW no_decay is {self.no_decay!r}; it must be a list of patterns")
-        for pattern in self.no_decay:
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as error:
-                raise InputError(
-                    f"AdamW no_decay has a bad pattern {pattern!r}: {error}"
-                ) from error
-
-    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """torch parameter groups of the trainable parameters: those that decay, those that do not.
-
-        The rule is transformers.Trainer's (`get_decay_parameter_names`).
-        """
-        decaying = set(get_parameter_names(model, [nn.LayerNorm], list(self.no_decay)))
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        groups: list[dict[str, Any]] = [
-            {"params": [(n, p) for n, p in named if n in decaying]},
-            {"params": [(n, p) for n, p in named if n not in decaying], "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
-
-
-def is_number(value: object) -> bool:
-    """Whether a setting is a number; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
+from megatrain.optim.rule import Rule
 
 _NOT_HERE = (
     "moments rest in the engine's tiles: Engine.save writes them and Engine.load reads them; to "
     "change a setting, assign to engine.optimizer.param_groups"
 )
 
-# What torch's AdamW does besides, where a group asks for it.
+# What torch's optimizers do besides, where a group asks for it.
 _UNKNOWN = ("amsgrad", "maximize")
 
 
@@ -100,14 +37,16 @@ class StreamedOptimizer(torch.optim.Optimizer):
     `params`; `param_names` follows.
     """
 
-    def __init__(self, settings: AdamW, model: nn.Module) -> None:
-        groups = settings.groups(model)
+    def __init__(self, rule: Rule, model: nn.Module) -> None:
+        if rule.needs_matrices:
+            raise InputError(f"{type(rule).__name__} needs matrices; updates are of flat ranges")
+        groups = rule.groups(model)
         if not groups:
             raise InputError("every parameter is frozen: there is nothing to train")
         self._names = {p: name for group in groups for name, p in group["params"]}
         self._in_engine = False
-        defaults = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
-        super().__init__(groups, {**defaults, "weight_decay": settings.weight_decay})
+        self.rule = rule
+        super().__init__(groups, {name: getattr(rule, name) for name in rule.settings})
         self.state = _NoState()  # type: ignore[assignment]
         self.num_steps = 0
 
@@ -155,7 +94,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def check(self) -> None:
-        """Whether the groups, which anybody may change, still hold settings of AdamW.
+        """Whether the groups, which anybody may change, still hold settings of the rule.
 
         Raises:
             InputError: one does not: a NaN for a learning rate would become every weight. Or the
@@ -164,10 +103,16 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.group_of()
         for group in self.param_groups:
             group["param_names"] = [self._names[parameter] for parameter in group["params"]]
-            AdamW(**{name: _scalar(group.get(name)) for name in _SETTINGS})
+            self._check(group)
             unknown = next((name for name in _UNKNOWN if group.get(name)), None)
             if unknown is not None:
-                raise InputError(f"a group of the optimizer asks for {unknown}, unknown to AdamW")
+                raise InputError(
+                    f"a group of the optimizer asks for {unknown}, unknown to "
+                    f"{type(self.rule).__name__}"
+                )
+
+    def _check(self, group: dict[str, Any]) -> None:
+        replace(self.rule, **{name: _scalar(group.get(name)) for name in self.rule.settings})
 
     def took_step(self) -> None:
         """Count a step that the engine has taken, by `step`, at which torch's schedulers look."""
@@ -228,10 +173,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
             raise InputError("the optimizer's groups are of other parameters than the model's")
         restored = []
         for group in groups:
-            known: dict[str, Any] = {name: group.get(name) for name in self.defaults}
-            AdamW(**known)  # refuses what is no setting
+            self._check(group)
             params = [by_name[str(name)] for name in group["param_names"]]
-            restored.append({**group, "params": params, "betas": tuple(group["betas"])})
+            pairs = {n: tuple(group[n]) for n in self.rule.settings if isinstance(group[n], list)}
+            restored.append({**group, **pairs, "params": params})
         self.param_groups[:] = restored
         self.num_steps = num_steps
 

@@ -1,0 +1,32 @@
+"""Optimizers: each rule is a file; `RULES` has them by the name that run files know."""
+
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.lion import Lion
+from megatrain.optim.rule import (
+    NO_DECAY,
+    Plane,
+    Rule,
+    gradient_plane,
+    is_number,
+    moved_bytes,
+    parameter_bytes,
+    tile_planes,
+)
+from megatrain.optim.streamed import StreamedOptimizer
+
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdamW, Lion)}
+
+__all__ = [
+    "NO_DECAY",
+    "RULES",
+    "AdamW",
+    "Lion",
+    "Plane",
+    "Rule",
+    "StreamedOptimizer",
+    "gradient_plane",
+    "is_number",
+    "moved_bytes",
+    "parameter_bytes",
+    "tile_planes",
+]

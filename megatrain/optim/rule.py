@@ -1,0 +1,198 @@
+"""What an optimizer is: its settings, what it keeps of each parameter, and how it is applied.
+
+All bytes per parameter are computed here, from the planes of a rule.
+"""
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.compat.transformers import get_parameter_names
+from megatrain.errors import InputError
+from megatrain.kernels.reference import join_block, split_block
+from megatrain.tile import Entry, TileLayout
+from megatrain.tile.layout import ALIGNMENT
+from megatrain.units import align
+
+# Patterns of parameter names without weight decay: those of transformers.Trainer (5.23).
+NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One quantity of a tile; offsets are those of the tile's layout, whichever quantity it is.
+
+    Attributes:
+        name: unlike that of any other plane of the tile.
+        per: elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT.
+        frozen: whether parameters that are not trained have it, too.
+        only: which parameters have it; None: all.
+    """
+
+    name: str
+    dtype: torch.dtype
+    per: int = 1
+    frozen: bool = False
+    only: Callable[[Entry], bool] | None = None
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        return self.dtype.itemsize / self.per
+
+    def has(self, entry: Entry) -> bool:
+        """Whether a parameter has a part in it."""
+        trained = self.frozen or entry.group is not None
+        return trained and (self.only is None or self.only(entry))
+
+    def numel(self, layout: TileLayout) -> int:
+        """Its values for a tile: up to the last parameter that has it."""
+        ends = [entry.offset + entry.numel for entry in layout.entries if self.has(entry)]
+        return align(max(ends, default=0), ALIGNMENT) // self.per
+
+    def place(self, start: int, stop: int) -> slice:
+        """The values of elements `start` to `stop` of a tile; `start` is that of a parameter."""
+        return slice(start // self.per, -(-stop // self.per))
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """An optimizer: a frozen dataclass of settings, `lr`, `weight_decay` and `no_decay` among them.
+
+    Attributes:
+        name: in run files and checkpoints.
+        settings: names of what the groups of torch's optimizer hold of it.
+        needs_matrices: whether `update` needs each parameter in its shape, not flat ranges.
+    """
+
+    name: ClassVar[str]
+    settings: ClassVar[tuple[str, ...]]
+    needs_matrices: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def no_decay(self) -> Sequence[str]:
+        """Patterns of names that do not decay, besides the parameters of nn.LayerNorm."""
+
+    @property
+    @abstractmethod
+    def states(self) -> tuple[Plane, ...]:
+        """What is kept of each trained parameter besides its master; begins as zeros."""
+
+    @abstractmethod
+    def update(
+        self,
+        weights: Tensor,
+        remainder: Tensor | None,
+        states: Sequence[Tensor],
+        grad: Tensor,
+        group: Mapping[str, Any],
+        *,
+        step: int,
+        grad_scale: float,
+        threads: int,
+    ) -> None:
+        """Apply one update in place to a range of a tile, where its planes rest.
+
+        Args:
+            weights: [N] bfloat16 (then `remainder`, [N] int16, has the rest of the master), or
+                float32, on the CPU or on a GPU, where the update is put on the current stream.
+            states: the same range of each of `states`.
+            grad: [N] bfloat16 or float32, read; to be multiplied by `grad_scale` in fp32.
+            group: the settings.
+            step: number of this update, the first is 1.
+            threads: of the host, for those rules that have a kernel of their own.
+        """
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        for name in self.settings:
+            value = getattr(self, name)
+            if name == "betas":
+                _check_betas(kind, value)
+                object.__setattr__(self, "betas", tuple(value))
+            elif not is_number(value) or not 0 <= value < math.inf:
+                raise InputError(f"{kind} {name} is {value!r}; it must be a number, not negative")
+        if isinstance(self.no_decay, str):
+            raise InputError(f"{kind} no_decay is {self.no_decay!r}; it must be a list of patterns")
+        for pattern in self.no_decay:
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise InputError(
+                    f"{kind} no_decay has a bad pattern {pattern!r}: {error}"
+                ) from error
+        object.__setattr__(self, "no_decay", tuple(self.no_decay))
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """torch parameter groups of the trainable parameters: those that decay, those that do not.
+
+        Which do is as in transformers.Trainer (`get_decay_parameter_names`).
+        """
+        decaying = set(get_parameter_names(model, [nn.LayerNorm], list(self.no_decay)))
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [(n, p) for n, p in named if n in decaying]},
+            {"params": [(n, p) for n, p in named if n not in decaying], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+
+def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
+    """What a tile keeps when layers are computed in `dtype`; without a rule: for inference."""
+    weights = Plane("weights", dtype, frozen=True)
+    if rule is None:
+        return (weights,)
+    split = dtype == torch.bfloat16
+    remainder = (Plane("remainder", torch.int16, frozen=True),) if split else ()
+    return (weights, *remainder, *rule.states)
+
+
+def gradient_plane(dtype: torch.dtype) -> Plane:
+    """What is held of a gradient until its update."""
+    return Plane("gradient", dtype)
+
+
+def parameter_bytes(rule: Rule | None, dtype: torch.dtype) -> float:
+    """Bytes of all planes of a trained parameter, the gradient included: AdamW 14, in fp32 16."""
+    gradient = () if rule is None else (gradient_plane(dtype),)
+    planes = (*tile_planes(rule, dtype), *gradient)
+    return sum(plane.bytes_per_parameter for plane in planes)
+
+
+def moved_bytes(rule: Rule, dtype: torch.dtype) -> float:
+    """Bytes of a parameter that cross the memory in an update: AdamW 26, in fp32 28.
+
+    The gradient is read; all else is read and written.
+    """
+    gradient = gradient_plane(dtype).bytes_per_parameter
+    return 2 * parameter_bytes(rule, dtype) - gradient
+
+
+@contextmanager
+def master_of(weights: Tensor, remainder: Tensor | None) -> Iterator[Tensor]:
+    """The fp32 master of a range, to be changed in place within the block, on any device."""
+    if remainder is None:
+        yield weights
+        return
+    master = torch.empty_like(weights, dtype=torch.float32)
+    join_block(weights, remainder, master)
+    yield master
+    split_block(master, weights, remainder)
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_betas(kind: str, betas: Any) -> None:
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise InputError(f"{kind} betas are {betas!r}; they must be two numbers in [0, 1)")
