@@ -37,7 +37,7 @@ compat: $(OLDEST)/.installed native  ## the parity core with the oldest torch an
 		tests/families tests/checkpoint tests/unit/test_weights_read.py \
 		tests/unit/test_weights_write.py tests/unit/test_probe.py
 
-fuzz: $(STAMP)  ## 100,000 hostile files to everything that reads; a quarter of an hour
+fuzz: $(STAMP)  ## 120,000 hostile files to everything that reads; a quarter of an hour
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) tests.reliability.readers 10000
 
 soak: $(STAMP)  ## 5,000 steps killed, stopped, resumed, saved, evaluated; six minutes

@@ -7,6 +7,7 @@ _PLACES = {
     "dataset_config": "data.hub_config",
     "dataset_train_split": "data.hub_split",
     "dataset_text_field": "data.text_field",
+    "chat_template_path": "model.chat_template",
     "max_length": "data.sequence_length",
     "max_seq_length": "data.sequence_length",
     "per_device_train_batch_size": "training.micro_batch_size",
@@ -27,6 +28,7 @@ _PLACES = {
     # LLaMA-Factory
     "cutoff_len": "data.sequence_length",
     "dataset": "data.path",
+    "interleave_probs": "data.weights",
     "flash_attn": "model.attn_implementation",
     "val_size": "data.eval_fraction",
     # axolotl
@@ -48,8 +50,9 @@ _REASONS = {
     "bf16": "write engine.precision: bf16",
     "fp16": "there is no fp16; engine.precision is bf16 or fp32",
     "gradient_checkpointing": "the engine chooses itself what it computes again",
-    "assistant_only_loss": "data.kind: chat always trains on the assistant's tokens only",
-    "template": "the model's own chat template is used",
+    "assistant_only_loss": "of conversations only the replies are learnt",
+    "completion_only_loss": "of prompts and completions only the completions are learnt",
+    "template": "the model's own chat template is used, or that in model.chat_template",
     "resume_from_checkpoint": "resume with `megatrain train RUN.yaml --resume`",
     "deepspeed": "nothing of it is needed: state rests in host memory",
     "fsdp": "nothing of it is needed: state rests in host memory",

@@ -105,6 +105,8 @@ def readers(folder: Path) -> dict[str, Reader]:
         "index": _index(folder),
         "text": _rows(folder, tokenizer, "text"),
         "chat": _rows(folder, tokenizer, "chat"),
+        "json": _files(folder, tokenizer, "rows.json"),
+        "csv": _files(folder, tokenizer, "rows.csv"),
         "config.json": _model_config(folder),
         "tokenizer.json": _tokenizer(folder, tokenizer),
         "metrics": _metrics(folder),
@@ -232,6 +234,36 @@ def _rows(folder: Path, tokenizer_folder: Path, kind: Any) -> Reader:
 
     inputs = spoilt(valid * 2) | changed(row).map(lambda line: line + b"\n" + valid)
     return Reader(valid, inputs, read)
+
+
+def _files(folder: Path, tokenizer_folder: Path, name: str) -> Reader:
+    """Files of other kinds and formats, through a template that rewrites earlier turns."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.chat_template = (
+        "{{ tools }}{% for m in messages %}<{{ m.role }}>{{ '=' if loop.last }}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}|\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    said = [("human", "hi"), ("gpt", "the cat"), ("human", "a dog"), ("gpt", "the mat")]
+    row: dict[str, Any] = {"conversations": [{"from": who, "value": text} for who, text in said]}
+    row |= {"system": "the", "tools": '[{"name": "a"}]', "id": 1}
+    call = {"from": "function_call", "value": '{"name": "a", "arguments": {"b": "c"}}'}
+    row["conversations"][1:1] = [call, {"from": "observation", "value": "a dog"}]
+    valid = json.dumps([row, row]).encode()
+    if name.endswith(".csv"):
+        valid = b'question,answer,id\nthe cat,"a ""dog"", ran",1\nthe mat,sat,2\n'
+    path, cache = folder / name, folder / f"{name}-cache"
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            rows = open_dataset(path, tokenizer=tokenizer, sequence_length=256, cache_dir=cache,
+                                vocab_size=300)  # fmt: skip
+            rows.batch(range(len(rows)))
+        finally:
+            shutil.rmtree(cache, ignore_errors=True)
+
+    return Reader(valid, variants(valid, None if name.endswith(".csv") else [row]), read)
 
 
 def _model_config(folder: Path) -> Reader:

@@ -20,8 +20,8 @@ from tests.reliability.cases import ROOT, sets, toy_run
 from tests.reliability.readers import feed, fuzz, readers
 
 READERS = (
-    "run file", "manifest", "run state", "shard", "index", "text", "chat", "config.json",
-    "tokenizer.json", "metrics",
+    "run file", "manifest", "run state", "shard", "index", "text", "chat", "json", "csv",
+    "config.json", "tokenizer.json", "metrics",
 )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_only_errors_of_our_own_come_out_of_many_inputs():
     command = [sys.executable, "-W", "ignore", "-m", "tests.reliability.readers", "1000"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "10000 inputs: no error but ours" in done.stdout
+    assert "12000 inputs: no error but ours" in done.stdout
 
 
 CODE = """
