@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE
+from megatrain.device.base import COMPUTE, UPDATE
 from megatrain.errors import InputError
 from megatrain.optim import Plane, Rule, tile_planes
 from megatrain.tile import Entry, TileLayout
@@ -32,29 +32,61 @@ class Span:
     numel: int
 
 
+@dataclass(frozen=True)
+class Tier:
+    """Memory that tiles rest in.
+
+    Attributes:
+        streamed: weights are copied from here to the device for each use, gradients back to here.
+        updates: the stream on which tiles that rest here are updated.
+    """
+
+    name: str
+    streamed: bool
+    updates: str
+
+
+DEVICE = Tier("device", streamed=False, updates=COMPUTE)  # in the order of the layers' own work
+HOST = Tier("host", streamed=True, updates=UPDATE)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Who reads a tile's planes as they are now (a save): the next update gives way to it.
+
+    Attributes:
+        event: the update waits for it.
+        wait: the name of this wait.
+        set_aside: copies what is still to be read, on the update's stream; None: nothing is.
+    """
+
+    event: Any
+    wait: str
+    set_aside: Callable[[], None] | None = None
+
+
 @dataclass(eq=False)
 class Tile:
-    """One tile's planes in host memory, all with the offsets of its layout.
+    """One tile's planes, all in one tier and with the offsets of its layout.
 
     Attributes:
         planes: all that the tile keeps.
         weights: what is streamed: bf16, or the fp32 master itself when computing in fp32.
         remainder: int16; `fp32 master = (weights << 16) + remainder`. None in fp32.
         states: what the optimizer's rule keeps, in its order.
-        resident: whether all of it rests on the device, where it is used and updated.
+        tier: where all of it rests, and is updated.
         version: updates applied or on their way.
         updated: event of the newest update; None when there is nothing to wait for.
-        let_go: makes the update wait until nobody else needs the planes as they are (a save that
-            is going on); None: nobody does. Called once, before the update is put on its stream.
+        reader: whom the next update has to give way to; None: nobody.
     """
 
     index: int
     layout: TileLayout
     planes: Mapping[Plane, Buffer]
-    resident: bool = False
+    tier: Tier = HOST
     version: int = 0
     updated: Any = None
-    let_go: Callable[[], None] | None = None
+    reader: Reader | None = None
     begins = ends = True  # as a portion of itself (engine/portion.py)
 
     def __post_init__(self) -> None:
@@ -92,10 +124,10 @@ class Tile:
                 self.remainder.data[entry.offset : entry.offset + entry.numel].zero_()
             return
         remainder = self.remainder.data[entry.offset : entry.offset + entry.numel]
-        high, low = (torch.empty_like(p, device="cpu") if self.resident else p
+        high, low = (torch.empty_like(p, device="cpu") if self.tier is DEVICE else p
                      for p in (weights, remainder))  # fmt: skip
         kernels.split(flat.float(), high, low, threads=threads)
-        if self.resident:
+        if self.tier is DEVICE:
             weights.copy_(high)
             remainder.copy_(low)
 
@@ -139,16 +171,18 @@ class Store:
                 f"placement.resident: the model has no tile {min(unknown)!r}; it has "
                 f"{', '.join(layout.name for layout in layouts)}"
             )
+        tiers = [DEVICE if layout.name in resident else HOST for layout in layouts]
         found: list[dict[Plane, Buffer]] = [{} for _ in layouts]
         for plane in tile_planes(rule, dtype):
             lengths, pinned = [plane.numel(t) for t in layouts], plane.name == "weights"
             buffers = planes(
-                device, plane.name, layouts, lengths, plane.dtype, pinned=pinned, resident=resident
+                device, plane.name, layouts, lengths, plane.dtype, tiers, pinned=pinned
             )
             for own, buffer in zip(found, buffers, strict=True):
                 own[plane] = buffer
         self.tiles = [
-            Tile(i, layout, found[i], layout.name in resident) for i, layout in enumerate(layouts)
+            Tile(i, layout, found[i], tier)
+            for i, (layout, tier) in enumerate(zip(layouts, tiers, strict=True))
         ]
 
     def entries(self) -> Iterator[tuple[Tile, Entry]]:
@@ -161,7 +195,7 @@ class Store:
         """Host bytes of each plane, over all tiles; all that the rule keeps is `moments`."""
         totals = {"weights": 0, "remainder": 0, "moments": 0}
         for tile in self.tiles:
-            if not tile.resident:
+            if tile.tier is HOST:
                 totals["weights"] += tile.weights.data.nbytes
                 totals["remainder"] += tile.remainder.data.nbytes if tile.remainder else 0
                 totals["moments"] += sum(state.data.nbytes for state in tile.states.values())
@@ -174,20 +208,20 @@ def planes(
     layouts: Sequence[TileLayout],
     lengths: Sequence[int],
     dtype: torch.dtype,
+    tiers: Sequence[Tier],
     *,
     pinned: bool = False,
-    resident: Collection[str] = (),
 ) -> list[Buffer]:
-    """A buffer per tile: pieces of one host range, or device memory of their own if `resident`.
+    """A buffer per tile in its tier: a piece of one host range, or device memory of its own.
 
     The sink makes its gradient slabs the same way.
     """
     step = _PAGE // dtype.itemsize
-    on_host = [0 if t.name in resident else n for t, n in zip(layouts, lengths, strict=True)]
+    on_host = [n for n, tier in zip(lengths, tiers, strict=True) if tier is HOST]
     room = device.host(plane, sum(align(n, step) for n in on_host), dtype, pinned=pinned)
     buffers, offset = [], 0
-    for layout, length in zip(layouts, lengths, strict=True):
-        if layout.name in resident:
+    for layout, length, tier in zip(layouts, lengths, tiers, strict=True):
+        if tier is DEVICE:
             buffer = device.empty(f"{layout.name} {plane}", length, dtype)
             device.run(COMPUTE, f"clear {buffer.name}", buffer.data.zero_, writes=[buffer])
             buffers.append(buffer)

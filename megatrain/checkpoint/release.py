@@ -12,7 +12,8 @@ from itertools import zip_longest
 from megatrain.checkpoint.pieces import Piece, Snapshot, TileFile
 from megatrain.checkpoint.spare import AT_ONCE
 from megatrain.device import Device
-from megatrain.device.base import COMPUTE, SAVE, UPDATE
+from megatrain.device.base import COMPUTE, SAVE
+from megatrain.store import DEVICE, Reader
 
 
 class Release:
@@ -25,7 +26,7 @@ class Release:
         """Put everything on its stream; the state saved is that of the updates started so far."""
         resident = []
         for each in tile_files:
-            if each.tile.resident:
+            if each.tile.tier is DEVICE:
                 resident.append(each)
             elif each.pieces:
                 self._release(each)
@@ -44,13 +45,8 @@ class Release:
             partial(snapshot.release, file.pieces),
             list(tile.planes.values()),
         )
-        released = device.record(SAVE)
-
-        def let_go() -> None:
-            device.wait(UPDATE, released, "tile released")
-            device.run(UPDATE, f"set aside {tile.name}", partial(snapshot.set_aside, file.pieces))
-
-        tile.let_go = let_go
+        set_aside = partial(snapshot.set_aside, file.pieces)
+        tile.reader = Reader(device.record(SAVE), "tile released", set_aside)
 
     def _let_leave(self, group: Sequence[TileFile]) -> None:
         """Pieces of several files in turn, so that as many writers have something to do."""
@@ -61,7 +57,7 @@ class Release:
                 device.run(SAVE, f"{piece.plane.name} leaves", work, [piece.plane])
         left = device.record(SAVE)
         for file in group:
-            file.tile.let_go = partial(device.wait, COMPUTE, left, "resident tile saved")
+            file.tile.reader = Reader(left, "resident tile saved")
 
     def _leave(self, piece: Piece) -> None:
         room = self._snapshot.room_for(piece)

@@ -221,7 +221,7 @@ class Assembly:
         found, most = {}, self.placement.max_stream_bytes
         for visit, layer in enumerate(self.program.outline.layers):
             tile = self.tiles[f"layer {visit}"]
-            if most and not tile.resident and tile.layout.numel * self.dtype.itemsize > most:
+            if most and tile.tier.streamed and tile.layout.numel * self.dtype.itemsize > most:
                 found[visit] = stages(tile, layer, most, self.dtype.itemsize)
         return found
 
@@ -240,9 +240,9 @@ class Assembly:
     def ranges(self) -> Ranges | None:
         """The portions of the head, if it is split; as small as layers, they need no more slots."""
         tile, most, size = self.tiles["head"], self.placement.max_stream_bytes, self.dtype.itemsize
-        if not most or tile.resident or tile.layout.numel * size <= most:
+        if not most or not tile.tier.streamed or tile.layout.numel * size <= most:
             return None
-        layers = [t.layout.numel * size for t in self._layers if not t.resident]
+        layers = [t.layout.numel * size for t in self._layers if t.tier.streamed]
         slot = max(layers, default=most)
         return ranges(tile, self.program.outline.projection, most, slot, size)
 
@@ -277,7 +277,7 @@ class Assembly:
         return self.placement.update_threads or update_threads()
 
     def stream(self) -> Stream:
-        sizes = {t.name: t.layout.numel for t in self.visited if not t.resident}
+        sizes = {t.name: t.layout.numel for t in self.visited if t.tier.streamed}
         largest = max(sizes.values(), default=0)
         layer = max((n for name, n in sizes.items() if name.startswith("layer")), default=largest)
         slots, distance = self.placement.slots, self.placement.prefetch_distance
@@ -335,7 +335,7 @@ class Assembly:
         outline = self.program.outline
         tied = any(name in outline.epilogue for name in outline.gathered)
         held = [self.tiles["head"]] if tied else []
-        waiting = tiles if update.deferred else [*held, *(t for t in tiles if t.resident)]
+        waiting = tiles if update.deferred else [*held, *(t for t in tiles if not t.tier.streamed)]
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
         work = self.work_room(train=True)
         slabs, lanes, rooms = placement.host_grad_buffers, placement.gradient_lanes, self.visited

@@ -126,7 +126,7 @@ class Embedding:
         """Start the rows' way to the device and hand them to every micro-batch."""
         self._lay_out(len(batch.unique_U))
         for table, room in zip(self._tables, self._rooms, strict=True):
-            if not table.tile.resident:
+            if table.tile.tier.streamed:
                 plane, updated = table.tile.weights, table.tile.updated
                 self._gather(table, room, plane, updated, batch.unique_U)
             self._bring(table, room, batch)
@@ -148,7 +148,7 @@ class Embedding:
         names = [table.entry.name for table in self._tables]
         rooms = self._work.tables(names, lengths, kept=self._keep_rows)
         for table, staging, length in zip(self._tables, self._staging, lengths, strict=True):
-            if grows and not table.tile.resident:
+            if grows and table.tile.tier.streamed:
                 staging.grow(length)
         self._rooms = [
             _Room(room.rows, room.sums, staging)
@@ -157,7 +157,7 @@ class Embedding:
 
     def _bring(self, table: _Table, room: _Room, batch: Batch) -> None:
         """A table's rows to the device, from where they are or were gathered."""
-        if table.tile.resident:
+        if not table.tile.tier.streamed:
             self._gather_there(table, room, batch)
         else:
             self._arrive(room, room.rows, len(batch.unique_U) * table.width)
@@ -200,7 +200,7 @@ class Embedding:
         for table, room in zip(self._tables, self._rooms, strict=True):
             if table.entry.group is None:
                 continue
-            if table.tile.resident:
+            if not table.tile.tier.streamed:
                 given[table.tile.index] = self._add_there(table, room, batch)
                 continue
             if table.tied:

@@ -13,7 +13,7 @@ from megatrain.device import Buffer
 from megatrain.errors import InputError
 from megatrain.model.outline import Layer, Outline
 from megatrain.model.projection import Projection
-from megatrain.store import Span, Tile
+from megatrain.store import Span, Tier, Tile
 from megatrain.tile import TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from megatrain.units import align
@@ -38,7 +38,6 @@ class Portion:
     spans: list[Span]
     begins: bool = False
     ends: bool = False
-    resident = False
 
     @property
     def index(self) -> int:
@@ -47,6 +46,10 @@ class Portion:
     @property
     def name(self) -> str:
         return self.layout.name
+
+    @property
+    def tier(self) -> Tier:
+        return self.whole.tier
 
     @property
     def weights(self) -> Buffer:

@@ -12,7 +12,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT
 from megatrain.engine.portion import Portion
 from megatrain.engine.workroom import WorkRoom
-from megatrain.store import Span, Tile, planes
+from megatrain.store import HOST, Span, Tile, planes
 
 # Elements of a gradient that are rounded and sent at once. 32 MiB in bf16: large enough for the
 # bus (0.6 ms), small enough that a few of them are nothing beside a tile.
@@ -102,7 +102,7 @@ class Sink:
         self.joined: set[int] = set()
         self.landed: dict[int, tuple[Slab, Any]] = {}
         self._slab: Slab | None = None  # of the tile whose portions are coming
-        on_host = [self._own[tile.index] for tile in own if not tile.resident]
+        on_host = [self._own[tile.index] for tile in own if tile.tier is HOST]
         self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
 
     def _pieces_of_a_layer(self, tiles: Sequence[Tile | Portion]) -> int:
@@ -128,7 +128,7 @@ class Sink:
                 self.squares.data[tile.index] += square
 
         device.run(COMPUTE, f"measure {tile.name}", measure, [sums], [self.squares])
-        if tile.resident:
+        if not tile.tier.streamed:
             slab = self._own[tile.index]
             self._round(room, slice(0, len(sums.data)), slab.buffer)
             self._landed(tile, slab, device.record(COMPUTE))
@@ -176,6 +176,6 @@ class Sink:
 def _own_slabs(device: Device, tiles: Sequence[Tile], dtype: torch.dtype) -> dict[int, Slab]:
     layouts = [tile.layout for tile in tiles]
     lengths = [layout.trainable_numel for layout in layouts]
-    resident = [tile.name for tile in tiles if tile.resident]
-    buffers = planes(device, "gradient", layouts, lengths, dtype, pinned=True, resident=resident)
+    tiers = [tile.tier for tile in tiles]
+    buffers = planes(device, "gradient", layouts, lengths, dtype, tiers, pinned=True)
     return {tile.index: Slab(buffer) for tile, buffer in zip(tiles, buffers, strict=True)}

@@ -87,7 +87,7 @@ class Update:
 
     def ready(self, tile: Tile, slab: Slab, landed: Any) -> None:
         """A tile's gradient is complete in `slab` at `landed`."""
-        if self.deferred or tile.resident:
+        if self.deferred or not tile.tier.streamed:
             self._pending.append((tile, slab, landed))
         else:
             self._start(tile, slab, landed, 1.0)
@@ -161,13 +161,10 @@ class Update:
         return min(1.0, self._max_grad_norm / (norm + _CLIP_EPS))
 
     def _start(self, tile: Tile, slab: Slab, landed: Any, scale: float) -> None:
-        # A tile that rests on the device is updated there, in the order of the layers' own work.
-        stream = COMPUTE if tile.resident else UPDATE
-        if not tile.resident:
-            self._device.wait(UPDATE, landed, "gradient landed")
-        if tile.let_go is not None:
-            tile.let_go()
-            tile.let_go = None
+        stream = tile.tier.updates
+        if tile.tier.streamed:
+            self._device.wait(stream, landed, "gradient landed")
+        self._give_way(tile, stream)
         tile.version += 1
         self._started.append(tile)
         runs = [
@@ -183,6 +180,15 @@ class Update:
             [tile.weights, *tile.state],
         )
         tile.updated = slab.free = self._device.record(stream)
+
+    def _give_way(self, tile: Tile, stream: str) -> None:
+        """Let who reads the tile's planes as they are have them before they are overwritten."""
+        if (reader := tile.reader) is None:
+            return
+        self._device.wait(stream, reader.event, reader.wait)
+        if reader.set_aside is not None:
+            self._device.run(stream, f"set aside {tile.name}", reader.set_aside)
+        tile.reader = None
 
     def _apply(
         self, tile: Tile, slab: Slab, runs: Sequence[_Run], version: int, scale: float
