@@ -206,7 +206,7 @@ def test_a_number_that_is_read_later_breaks_the_step_off() -> None:
         layer.mlp.down_proj.__class__ = cls
     ids = torch.arange(9)[None]
     with (
-        Engine(model, optimizer=AdamW(), precision="fp32", device="cpu") as engine,
+        Engine(model, optimizer=AdamW(), precision="fp32", device="cpu", saveable=False) as engine,
         pytest.raises(RunFailed, match="reads its layer_idx, which it did not"),
     ):
         engine.step([{"input_ids": ids, "labels": ids}])

@@ -8,7 +8,6 @@ import torch
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.checkpoint import files, verify
-from megatrain.checkpoint.pieces import planes_of
 from tests.gpu.test_cuda import model, steps
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +66,7 @@ def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path, d
     with Engine(model(), optimizer=AdamW(lr=1e-3), **options) as engine:
         wanted = [(r.loss, r.grad_norm) for r in map(engine.step, batches)]
         end = numbers(engine)
-        everything = sum(p.data.nbytes for t in engine._store.tiles for p in planes_of(t).values())
+        everything = sum(p.data.nbytes for t in engine._store.tiles for p in t.planes.values())
     saves = []
     with Engine(model(), optimizer=AdamW(lr=1e-3), **options) as engine:
         got = []

@@ -45,7 +45,7 @@ stop.time = types.SimpleNamespace(monotonic=monotonic)
 """
 
 PHASES = {
-    "reading": ("megatrain.train", "prepare", "load_tokenizer"),
+    "reading": ("megatrain.train", "prepare", "run_tokenizer"),
     "loading": ("megatrain.train", "prepare", "_engine"),
     "step": ("megatrain.api", "Engine", "step"),
     "evaluation": ("megatrain.api", "Engine", "evaluate"),

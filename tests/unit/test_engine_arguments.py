@@ -45,7 +45,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "no tile 'layer 9'; it has embedding, prologue, layer 0, layer 1, layer 2, head, unused",
     ),
     "optimizer as text": ({"optimizer": "adamw"}, "optimizer is a str; it must be megatrain.AdamW"),
-    "optimizer class": ({"optimizer": AdamW}, "optimizer is a type"),
+    "optimizer class": ({"optimizer": AdamW}, "optimizer is a ABCMeta; it must be megatrain.AdamW"),
     "seed": ({"seed": "abc"}, "seed is 'abc'; it must be an integer"),
     "attention": ({"attn_implementation": "nope"}, "nope"),
 }
@@ -124,7 +124,10 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "arrays": (each(lambda value: value.numpy()), "micro-batch 1: input_ids is a ndarray"),
     "no labels": (changed(labels=None), "micro-batch 1 has no labels"),
     "no ids": (changed(input_ids=None), "micro-batch 1 has no input_ids"),
-    "unknown key": (changed(pixels=IDS), "micro-batch 1 has an unknown key 'pixels'; known: "),
+    "unknown key": (
+        changed(pixels=IDS),
+        "micro-batch 1 has 'pixels', which neither the model's forward nor the loss takes; known: ",
+    ),
     "int32": (each(lambda value: value.int()), r"input_ids is \[2, 8\] torch.int32 on cpu"),
     "floats": (changed(labels=IDS.float()), r"labels is \[2, 8\] torch.float32"),
     "a row alone": (each(lambda value: value[0]), r"must be \[rows, tokens\], not \[8\]"),
