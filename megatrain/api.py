@@ -169,9 +169,10 @@ def _check_arguments(
     optimizer: Any, max_grad_norm: Any, precision: Any, placement: Any, seed: Any
 ) -> None:
     if optimizer is not None and not isinstance(optimizer, Rule):
+        kind = "class" if isinstance(optimizer, type) else type(optimizer).__name__
         raise InputError(
-            f"optimizer is a {type(optimizer).__name__}; it must be megatrain.AdamW(...), another "
-            "rule of megatrain.optim, or None"
+            f"optimizer is a {kind}; it must be megatrain.AdamW(...), another rule of "
+            "megatrain.optim, or None"
         )
     if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
         raise InputError(f"max_grad_norm is {max_grad_norm!r}; it must be positive, or None")

@@ -119,7 +119,7 @@ class Rule(ABC):
                 object.__setattr__(self, "betas", tuple(value))
             elif not is_number(value) or not 0 <= value < math.inf:
                 raise InputError(f"{kind} {name} is {value!r}; it must be a number, not negative")
-        if isinstance(self.no_decay, str):
+        if not isinstance(self.no_decay, tuple | list):
             raise InputError(f"{kind} no_decay is {self.no_decay!r}; it must be a list of patterns")
         for pattern in self.no_decay:
             try:

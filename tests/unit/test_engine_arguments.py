@@ -45,7 +45,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "no tile 'layer 9'; it has embedding, prologue, layer 0, layer 1, layer 2, head, unused",
     ),
     "optimizer as text": ({"optimizer": "adamw"}, "optimizer is a str; it must be megatrain.AdamW"),
-    "optimizer class": ({"optimizer": AdamW}, "optimizer is a ABCMeta; it must be megatrain.AdamW"),
+    "optimizer class": ({"optimizer": AdamW}, "optimizer is a class; it must be megatrain.AdamW"),
     "seed": ({"seed": "abc"}, "seed is 'abc'; it must be an integer"),
     "attention": ({"attn_implementation": "nope"}, "nope"),
 }

@@ -47,6 +47,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a beta alone": ({"betas": 0.9}, "betas are 0.9"),
     "beta as text": ({"betas": ("0.9", 0.95)}, "betas are"),
     "pattern alone": ({"no_decay": "bias"}, "no_decay is 'bias'; it must be a list of patterns"),
+    "a number": ({"no_decay": 3}, "no_decay is 3; it must be a list of patterns"),
     "bad pattern": ({"no_decay": ["("]}, r"no_decay has a bad pattern '\('"),
     "no pattern": ({"no_decay": [3]}, "no_decay has a bad pattern 3"),
 }
