@@ -150,7 +150,8 @@ def _learn(source: Source, *, must_save: bool) -> Outline:
     if source.saved is None:
         made_here = source.given is None or next(source.given.parameters()).is_meta
         computed = torch.float32 if made_here else source.dtype
-        source.lost = difference(source.model, source.dtype, computed)
+        with_code = source.folder is not None
+        source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
     found = outline(source.model)
     if must_save and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")

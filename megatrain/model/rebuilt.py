@@ -56,22 +56,25 @@ _OF_CONFIG_LEFT_OUT = (
 _UNDO = "set it in the model's configuration, or undo it"
 
 
-def difference(model: PreTrainedModel, dtype: torch.dtype, computed: torch.dtype) -> str | None:
+def difference(
+    model: PreTrainedModel, dtype: torch.dtype, computed: torch.dtype, *, with_code: bool
+) -> str | None:
     """How `model` differs from the one that its saved configuration makes, and what to do about it.
 
     Args:
         model: without its weights; its buffers are real.
         dtype: of its source, in which exports are written.
         computed: in which its class has computed its buffers.
+        with_code: if its class came with a folder, the code goes along.
     """
     try:
-        again = _again(model, dtype)
+        again = _again(model, dtype, with_code)
     except Exception as error:  # each configuration class has its own checks and error types
         reason = first_line(error)[:200]
         return (
             f"a {type(model).__name__} cannot be built from its configuration ({reason}), so "
             "neither a checkpoint nor an export of it could be loaded; give a causal language "
-            "model of transformers"
+            "model of transformers, or the folder that has its code"
         )
     types_there = loaded_types(again, computed)
     found = next(_differences(model, again, types_there), None)
@@ -84,8 +87,8 @@ def difference(model: PreTrainedModel, dtype: torch.dtype, computed: torch.dtype
     )
 
 
-def _again(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    of_folder = type(model).__module__.startswith("transformers_modules.")  # its code goes along
+def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTrainedModel:
+    of_folder = with_code and type(model).__module__.startswith("transformers_modules.")
     known = type(model.config) if of_folder else CONFIG_MAPPING[model.config.model_type]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"

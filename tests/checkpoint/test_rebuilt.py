@@ -1,6 +1,7 @@
 """What a checkpoint or an export could not have of a model is refused when the engine is made."""
 
 import copy
+import json
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -8,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    dynamic_module_utils,
+)
 
 from megatrain import AdamW, Engine, InputError
 from megatrain.checkpoint import open_checkpoint
@@ -241,3 +247,38 @@ def test_a_text_model_of_a_larger_one_is_opened_from_its_export(tmp_path) -> Non
         wanted = engine.logits(batch)
     with Engine(tmp_path / "out", precision="fp32", device="cpu") as again:
         assert torch.equal(again.logits(batch), wanted)
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_that_came_with_a_folder_goes_along_and_of_a_module_is_refused(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "given"
+    llama().save_pretrained(folder)
+    tree = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    tree |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(tree))
+    (folder / "own.py").write_text(CODE)
+    first, *rest = batches(3)
+    engine = engine_of(model=folder, trust_remote_code=True)
+    engine.step(first)
+    engine.save(tmp_path / "saved")
+    again = Engine.load(tmp_path / "saved", device="cpu", trust_remote_code=True)
+    assert [again.step(s).loss for s in rest] == [engine.step(s).loss for s in rest]
+    module = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    with pytest.raises(InputError, match="OwnModel cannot be built .*folder that has its code"):
+        engine_of(model=module)
