@@ -122,6 +122,10 @@ def _subject(options: Options) -> Subject:
         setattr(subject, name, value)
     _check_length(subject)
     _note_quantised(subject, is_run=options.run is not None)
+    if not (rule := subject.workload.rule).keeps_pace:
+        subject.warnings.append(
+            f"updates of {rule.name} on the host take longer than foreseen: they have no kernel yet"
+        )
     return subject
 
 

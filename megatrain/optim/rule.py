@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megatrain import kernels
 from megatrain.compat.transformers import get_parameter_names
 from megatrain.errors import InputError
 from megatrain.kernels.reference import join_block, split_block
@@ -69,11 +70,13 @@ class Rule(ABC):
         name: in run files and checkpoints.
         settings: names of what the groups of torch's optimizer hold of it.
         needs_matrices: whether `update` needs each parameter in its shape, not flat ranges.
+        keeps_pace: whether its update on the host is paced by memory, as forecasts take it to be.
     """
 
     name: ClassVar[str]
     settings: ClassVar[tuple[str, ...]]
     needs_matrices: ClassVar[bool] = False
+    keeps_pace: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -182,9 +185,10 @@ def master_of(weights: Tensor, remainder: Tensor | None) -> Iterator[Tensor]:
         yield weights
         return
     master = torch.empty_like(weights, dtype=torch.float32)
-    join_block(weights, remainder, master)
+    on_host = weights.device.type == "cpu"
+    (kernels.join if on_host else join_block)(weights, remainder, master)
     yield master
-    split_block(master, weights, remainder)
+    (kernels.split if on_host else split_block)(master, weights, remainder)
 
 
 def is_number(value: object) -> bool:

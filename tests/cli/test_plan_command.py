@@ -70,6 +70,21 @@ def test_json_for_programs(megatrain, model_file):
     assert told["save_bytes"] == 2 * PIECE_BYTES  # a small model's planes need not each have one
 
 
+def test_the_plan_of_a_run_with_lion_counts_its_planes_and_says_what_it_does_not_know(
+    megatrain, run_file
+):
+    adamw, lion = (
+        json.loads(megatrain("plan", run_file, *HERE, "--json", *change).stdout)
+        for change in ([], ["--set", "optimizer.name=lion"])
+    )
+    moments = [
+        sum(tier["moments"] for tier in told["bytes_by_tier"].values()) for told in (adamw, lion)
+    ]
+    assert moments[0] == 2 * moments[1] > 0
+    assert any("updates of lion" in warning for warning in lion["warnings"])
+    assert not any("updates of" in warning for warning in adamw["warnings"])
+
+
 def test_saves_take_half_of_what_the_host_has_left(megatrain):
     ask = ["plan", "--model", "0.5B", "--gpu", "4090", "--cores", 16, "--tokens", 8192, "--json"]
     told = json.loads(megatrain(*ask, "--host-memory", "8GiB").stdout)

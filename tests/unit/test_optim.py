@@ -185,7 +185,7 @@ PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
     name: str, precision: str, grad_scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lion, "_BLOCK", 1000)
+    monkeypatch.setattr(lion, "_HOST_BLOCK", 1000)
     rule, dtype, size = RULES[name](**HYPER[name]), DTYPES[precision], 3001
     tile = Store(CpuDevice(), [TileLayout("t", [("a", torch.Size([size]), 0)])], dtype, rule=rule)
     [tile], master = tile.tiles, torch.nn.Parameter(randn(size, 0))
