@@ -37,6 +37,8 @@ from megatrain.model.skeleton import (
 from megatrain.model.state import Dice, example, refuse_state, settle
 from megatrain.model.zeros import zero_pages
 
+_MORE_STATES = "its head computes logits from more than the last hidden states"
+
 
 def outline(model: PreTrainedModel) -> Outline:
     """Learn the structure of `model` (meta parameters, real CPU buffers).
@@ -345,9 +347,12 @@ class _Probe:
     def _logits(self, weights: dict[str, Tensor], output: Any, inputs: Mapping) -> Tensor:
         hidden = last_hidden(output).detach()[:1, :2].clone().requires_grad_()
         few = {**inputs, "input_ids": inputs["input_ids"][:1, :2]}
-        logits = self.skeleton.head(weights, with_hidden(output, hidden), few)
+        try:
+            logits = self.skeleton.head(weights, with_hidden(output, hidden), few)
+        except RuntimeError as error:  # other states of the trunk have more rows and tokens
+            raise Unsupported(_MORE_STATES) from error
         if not isinstance(logits, Tensor) or logits.shape[:2] != hidden.shape[:2]:
-            raise Unsupported("its head computes logits from more than the last hidden states")
+            raise Unsupported(_MORE_STATES)
         if logits.dim() != 3:
             raise Unsupported("its head does not give logits of each token; give a ...ForCausalLM")
         return logits

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine
 from megatrain.errors import InputError
+from tests.families.examine import runs_in_bf16
 from tests.families.plain import LR, Step, make_steps
 
 EXACT, WRONG = "exact", "wrong"
@@ -27,9 +28,13 @@ Results = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
 def round_trips(model: PreTrainedModel) -> dict[str, str]:
-    """How each of `WAYS` to give a float32 model to an engine fares: exact, refused, or wrong."""
+    """How each of `WAYS` to give a float32 model to an engine fares: exact, refused, or wrong.
+
+    Those in bf16 only where transformers' own code runs in it.
+    """
+    ways = WAYS if runs_in_bf16(model) else WAYS[:2]
     with TemporaryDirectory() as folder:
-        return {way: round_trip(model, way, Path(folder) / way.replace(" ", "-")) for way in WAYS}
+        return {way: round_trip(model, way, Path(folder) / way.replace(" ", "-")) for way in ways}
 
 
 def summary(trips: dict[str, str]) -> str:

@@ -15,6 +15,7 @@ from megatrain.model.build import emptied, loaded_types
 from megatrain.model.limits import Unsupported
 from megatrain.model.probe import outline
 from megatrain.model.skeleton import with_hidden
+from tests.families.tiny import tiny_model
 
 
 def tiny(**changes: object) -> LlamaForCausalLM:
@@ -142,3 +143,8 @@ def test_a_tied_head_is_given_its_table_and_no_call_looks_for_ties(
     inputs = found.skeleton.inputs({"input_ids": torch.zeros(1, 1, dtype=torch.long)})
     logits = found.skeleton.head({name: rows}, with_hidden(found.trunk, hidden), inputs)
     assert torch.equal(logits, F.linear(hidden, rows))
+
+
+def test_a_head_that_reads_other_states_of_the_trunk_is_refused() -> None:
+    with pytest.raises(Unsupported, match="more than the last hidden states"):
+        outline(emptied(tiny_model("prophetnet")))
