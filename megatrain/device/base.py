@@ -8,6 +8,7 @@ only checks it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +21,39 @@ UPDATE = "update"  # a host thread: optimizer
 ROWS = "rows"  # a host thread: embedding rows in and out of the host planes
 SAVE = "save"  # a host thread: gives a save's writers what they write
 HOST_STREAMS = (UPDATE, ROWS, SAVE)
+
+
+class Kind(Enum):
+    """What a piece of work is, for whoever prices it; its name is for people."""
+
+    LAYER = auto()  # forward
+    LAYER_BACKWARD = auto()
+    PART = auto()  # of a layer that is split, forward
+    PART_BACKWARD = auto()
+    HEAD = auto()
+    PROLOGUE = auto()  # the model's own forward around the layers, or its backward
+    UPDATE = auto()
+    ROUND = auto()  # a gradient, to the type in which it leaves
+    PLAIN = auto()  # of the same buffers it always takes the same
+    NOTE = auto()  # nothing of the device
+    OTHER = auto()
+
+
+class Name(str):
+    """What people call a piece of work, and what it is."""
+
+    kind: Kind
+
+    def __new__(cls, kind: Kind, text: str) -> "Name":
+        made = super().__new__(cls, text)
+        made.kind = kind
+        return made
+
+
+def kind_of(name: str) -> Kind:
+    """What work of this name is."""
+    return name.kind if isinstance(name, Name) else Kind.OTHER
+
 
 MEMORY_KEYS = (
     "device_bytes",

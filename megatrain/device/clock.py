@@ -1,4 +1,4 @@
-"""A trace device that also keeps time: what a schedule takes, with nothing computed.
+"""A device that keeps time: what a schedule takes, with nothing computed and nothing checked.
 
 A piece of work starts when its stream has come to it, the caller has begun to put it there, and the
 events that its stream waits for have passed; it does not end before the caller is done with it. The
@@ -8,21 +8,13 @@ caller puts on next, as they do on a real device.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from megatrain.device.base import HOST_STREAMS, Buffer
-from megatrain.device.trace import CALLER, TraceDevice, TraceEvent
+from megatrain.device.trace import CALLER, TraceDevice
 from megatrain.telemetry.timeline import Span
-
-
-@dataclass(frozen=True)
-class TimedEvent(TraceEvent):
-    """An event and the seconds at which it passes."""
-
-    seconds: float
 
 
 class Cost(NamedTuple):
@@ -105,14 +97,12 @@ class ClockDevice(TraceDevice):
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
     ) -> Any:
-        super().run(stream, name, work, reads, writes)
         cost = self._costs.run(stream, name, work, reads, writes)
         self._pass(stream, name, cost)
         return cost.result
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         name = f"{source.name} -> {to.name}"
-        super().run(stream, name, lambda: None, [source], [to])
         there = to.data.numel()  # nothing is sliced: a large model's gradients go in many pieces
         num_bytes = to.data.itemsize * (there if numel is None else min(numel, there))
         self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), num_bytes=num_bytes))
@@ -130,12 +120,11 @@ class ClockDevice(TraceDevice):
         after = tuple(self._after.pop(stream, ()))
         self.spans.append(Span(stream, name, start, end, after, cost.num_bytes))
 
-    def record(self, stream: str) -> TimedEvent:
-        reached = max(self._at[stream], self._at[CALLER])
-        return TimedEvent(super().record(stream).clock, reached)
+    def record(self, stream: str) -> Any:
+        """The seconds at which all that was put there is done."""
+        return max(self._at[stream], self._at[CALLER])
 
     def wait(self, stream: str, event: Any | None, why: str) -> None:
-        super().wait(stream, event, why)
         if event is not None:
             self._after[stream].append(why)
-            self._at[stream] = max(self._at[stream], event.seconds)
+            self._at[stream] = max(self._at[stream], event)

@@ -15,8 +15,8 @@ from megatrain.device import Device
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.experts import staged
 from megatrain.engine.ferry import Ferry
-from megatrain.engine.heads import Heads
 from megatrain.engine.layer import Layer
+from megatrain.engine.makers import Makers
 from megatrain.engine.portion import Portion, Ranges, Stages, ranges, stages
 from megatrain.engine.ranges import in_ranges
 from megatrain.engine.resume import (
@@ -213,7 +213,7 @@ class Assembly:
     store: Store
     dtype: torch.dtype
     placement: Placement
-    heads: Heads
+    makers: Makers
 
     @cached_property
     def stages(self) -> dict[int, Stages]:
@@ -300,12 +300,12 @@ class Assembly:
                 trunk += staged(device, program, self.stages[visit], visit)
             else:
                 tile = tiles[f"layer {visit}"]
-                trunk.append(Layer(device, program, tile, visit, policy, ferry))
+                trunk.append(self.makers.layer(device, tile, visit, policy, ferry))
         if self.ranges is not None:
-            rows = self.heads.rows(self.placement)
+            rows = self.makers.rows(self.placement)
             stages, last = in_ranges(device, program, self.ranges, rows)
             return [*trunk, *stages], last
-        whole = self.heads.whole(self.placement)
+        whole = self.makers.head(self.placement)
         return trunk, Head(device, program, tiles["head"], whole)
 
     def embedding(self, sink: Sink | None, work: WorkRoom) -> Embedding:

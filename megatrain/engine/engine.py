@@ -17,8 +17,8 @@ from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, req
 from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, fill, host_bytes
 from megatrain.engine.batch import Batch, most_tokens, prepare
-from megatrain.engine.heads import TorchHeads
 from megatrain.engine.hostroom import HostRoom, Planned
+from megatrain.engine.makers import TorchMakers
 from megatrain.engine.masks import check_masks
 from megatrain.engine.opened import Opened
 from megatrain.engine.packing import Packing
@@ -100,8 +100,8 @@ class PlacedEngine:
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
         self._program = ModelProgram(self._outline, self.device.torch_device, self._dtype)
         self._program.tile_epilogue(placement.head_tokens)
-        heads = TorchHeads(self._program)
-        assembly = Assembly(self.device, self._program, self._store, self._dtype, placement, heads)
+        makers = TorchMakers(self._program)
+        assembly = Assembly(self.device, self._program, self._store, self._dtype, placement, makers)
         self._parts: Parts = (
             assembly.inference()
             if self.optimizer is None

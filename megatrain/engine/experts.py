@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE
+from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.batch import Batch
 from megatrain.engine.graphs import Graph
 from megatrain.engine.layer import Layer, Stage
@@ -141,7 +141,9 @@ class Group(Stage):
                     total = self._add(self.weights(slot), h[index])
                 return {**h[index], self._result: total}
 
-            out.append(self.device.run(COMPUTE, f"{self.name} experts", work, [slot]))
+            out.append(
+                self.device.run(COMPUTE, Name(Kind.PART, f"{self.name} experts"), work, [slot])
+            )
         return out
 
     def _add(self, weights: dict[str, Tensor], values: Activations) -> Tensor:
@@ -169,7 +171,7 @@ class Group(Stage):
             def work(index: int = index, values: Activations = values) -> Activations:
                 return self._pull(slot, values, dh[index], room)
 
-            name = f"{self.name} experts backward"
+            name = Name(Kind.PART_BACKWARD, f"{self.name} experts backward")
             out.append(self.device.run(COMPUTE, name, work, [slot], [room.sums]))
         return out
 

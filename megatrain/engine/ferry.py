@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Name
 from megatrain.units import align
 
 _STEP = 256  # bytes: every tensor starts on a boundary that the widest loads like
@@ -93,7 +93,8 @@ class Ferry:
         device.wait(COMPUTE, lane.busy, f"leaving {self._what} lane free")
         buffer = self._sized(lane, num_bytes)
         stage = partial(_pack, tensors, buffer.data)
-        device.run(COMPUTE, f"stage {self._what}", stage, writes=[buffer])
+        staged = Name(Kind.PLAIN, f"stage {self._what}")
+        device.run(COMPUTE, staged, stage, writes=[buffer.piece(0, num_bytes)])
         device.wait(COPY_OUT, device.record(COMPUTE), f"{self._what} ready")
         room = self._room(group, key, num_bytes, rest)
         device.copy(COPY_OUT, room, buffer, num_bytes)

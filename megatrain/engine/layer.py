@@ -3,13 +3,13 @@
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE
+from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.batch import Batch
 from megatrain.engine.ferry import Ferry, packed_bytes
 from megatrain.engine.graphs import Graph, Held, KeptAttention, KeptGraph, Leaving
@@ -26,11 +26,13 @@ class Layer(Unit):
     """One layer of the stack.
 
     Attributes:
-        name: of its work.
+        name, backward_name: of its work.
         policy: what of its forward is saved for its backward, and where.
         inputs: the activations that it reads.
         pulled: those that its backward gives gradients of, for the gradients of `made`.
     """
+
+    kinds = (Kind.LAYER, Kind.LAYER_BACKWARD)
 
     def __init__(
         self,
@@ -44,7 +46,9 @@ class Layer(Unit):
         """Args: `ferry` takes to the host what `policy` saves there."""
         outline = program.outline
         super().__init__(device, program, tile, outline.layers[visit].name + ".")
-        self.name = f"layer {visit}"
+        forward, backward = self.kinds
+        self.name = Name(forward, f"layer {visit}")
+        self.backward_name = Name(backward, f"{self.name} backward")
         self.visit, self.policy, self.ferry = visit, policy, ferry
         self.inputs = outline.layers[visit].inputs
         read = {ref for layer in outline.layers for ref in layer.inputs}
@@ -54,7 +58,7 @@ class Layer(Unit):
         self.fresh = [ref for ref in made if ref in read]
         later = [layer.inputs for layer in outline.layers[visit + 1 :]]
         self.live = {ref for inputs in [*later, outline.epilogue_inputs] for ref in inputs}
-        self._waiting: dict[int, KeptGraph | KeptAttention] = {}
+        self._waiting: dict[int, Any] = {}
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
         """The same layer under the policy for its place.
@@ -149,8 +153,8 @@ class Layer(Unit):
                     graph = self._ready(index, slot, micro, values, returned)
                     return graph.pull(self.made, dh[index], room)
 
-                name, reads = f"{self.name} backward", [slot, *buffers]
-                out.append(self.device.run(COMPUTE, name, work, reads, [room.sums]))
+                reads = [slot, *buffers]
+                out.append(self.device.run(COMPUTE, self.backward_name, work, reads, [room.sums]))
         return out
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
@@ -224,6 +228,8 @@ class Layer(Unit):
 
 class Stage(Layer):
     """Part of what is visited in several; nothing of it is kept for the backward."""
+
+    kinds = (Kind.PART, Kind.PART_BACKWARD)
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
         """The stage as it is."""

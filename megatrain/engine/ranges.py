@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE
+from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.batch import Batch
 from megatrain.engine.layer import Layer, Stage
 from megatrain.engine.portion import Portion, Ranges
 from megatrain.engine.sink import Room
-from megatrain.engine.units import Head, State
+from megatrain.engine.units import HEAD_NAME, Head, State
 from megatrain.loss import Statistics, range_gradient, range_statistics
 from megatrain.model.program import Activations, MicroBatch, ModelProgram, Program
 from megatrain.model.skeleton import Ref
@@ -182,7 +182,8 @@ class _AfterLayers(Stage):
     def __init__(self, device: Device, program: Program, portion: Portion) -> None:
         super().__init__(device, program, portion, len(program.outline.layers) - 1)
         self.visit += 1
-        self.name, self.prefix = "head", ""
+        self.name, self.prefix = HEAD_NAME, ""
+        self.backward_name = Name(Kind.HEAD, "head backward")
 
 
 class Epilogue(_AfterLayers):

@@ -7,10 +7,12 @@ from typing import Protocol
 from torch import Tensor
 
 from megatrain.device import Device
-from megatrain.device.base import COMPUTE
+from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.ferry import Ferry, packed_bytes
 from megatrain.model.program import Activations
 from megatrain.model.skeleton import Ref
+
+_KEEP, _GIVE = Name(Kind.NOTE, "keep"), Name(Kind.NOTE, "give")
 
 
 class Boundary(Protocol):
@@ -39,7 +41,7 @@ class Saved:
             def keep(index: int = index, kept: Activations = kept) -> None:
                 kept.update({ref: h[index][ref] for ref in unit.fresh})
 
-            self._device.run(COMPUTE, "keep", keep)
+            self._device.run(COMPUTE, _KEEP, keep)
 
     def take(self, unit: Boundary) -> Iterator[Activations]:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
@@ -51,7 +53,7 @@ class Saved:
                     del kept[ref]
                 return inputs
 
-            yield self._device.run(COMPUTE, "give", give)
+            yield self._device.run(COMPUTE, _GIVE, give)
 
 
 class HostSaved:
@@ -89,7 +91,7 @@ class HostSaved:
         for _ in range(self._num_micro):
             for items, buffers in self._ferry.take(len(unit.inputs)):
                 give = partial(_named, unit.inputs, items)
-                yield self._device.run(COMPUTE, "give", give, reads=buffers)
+                yield self._device.run(COMPUTE, _GIVE, give, reads=buffers)
 
 
 def _named(refs: list[Ref], items: list[list[Tensor]]) -> Activations:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatrain.compat.torch import add_each
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_OUT
+from megatrain.device.base import COMPUTE, COPY_OUT, Kind, Name
 from megatrain.engine.portion import Portion
 from megatrain.engine.workroom import WorkRoom
 from megatrain.store import HOST, Span, Tile, planes
@@ -112,7 +112,9 @@ class Sink:
     def room(self, tile: Tile | Portion) -> Room:
         """Zeroed fp32 sums for the gradient of a tile or a portion."""
         sums = self._work.sums(tile.layout.trainable_numel)
-        self._device.run(COMPUTE, "clear gradient sums", sums.data.zero_, writes=[sums])
+        self._device.run(
+            COMPUTE, Name(Kind.PLAIN, "clear gradient sums"), sums.data.zero_, writes=[sums]
+        )
         views = {entry.name: entry.view(sums.data) for entry in tile.layout.trainable}
         return Room(tile, sums, views)
 
@@ -127,7 +129,8 @@ class Sink:
             else:
                 self.squares.data[tile.index] += square
 
-        device.run(COMPUTE, f"measure {tile.name}", measure, [sums], [self.squares])
+        name = Name(Kind.PLAIN, f"measure {tile.name}")
+        device.run(COMPUTE, name, measure, [sums], [self.squares])
         if not tile.tier.streamed:
             slab = self._own[tile.index]
             self._round(room, slice(0, len(sums.data)), slab.buffer)
@@ -155,7 +158,8 @@ class Sink:
         def work() -> None:
             to.data[: part.stop - part.start].copy_(room.sums.data[part])
 
-        self._device.run(COMPUTE, f"round {room.tile.name}", work, [room.sums], [to])
+        name = Name(Kind.ROUND, f"round {room.tile.name}")
+        self._device.run(COMPUTE, name, work, [room.sums], [to])
 
     def _landed(self, tile: Tile | Portion, slab: Slab, event: Any) -> None:
         if tile.index in self.joined:

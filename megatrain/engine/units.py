@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE
+from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import HeadMath
@@ -25,6 +25,8 @@ from megatrain.seeds import derived_seed
 from megatrain.store import Tile
 
 State = list[Activations]
+
+PROLOGUE_NAME, HEAD_NAME = Name(Kind.PROLOGUE, "prologue"), Name(Kind.HEAD, "head")
 
 
 class Unit:
@@ -90,7 +92,7 @@ class Prologue(Unit):
         out = []
         for index, micro in enumerate(batch.micro):
             self.seed(batch, self.visit, index)
-            out.append(self.device.run(COMPUTE, "prologue", partial(work, micro), reads))
+            out.append(self.device.run(COMPUTE, PROLOGUE_NAME, partial(work, micro), reads))
         return out
 
     def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
@@ -101,7 +103,7 @@ class Prologue(Unit):
             self.seed(batch, self.visit, index)
             self.device.run(
                 COMPUTE,
-                "prologue backward",
+                Name(Kind.PROLOGUE, "prologue backward"),
                 partial(self._pull, slot, batch, index, dh, room),
                 reads,
                 writes,
@@ -160,7 +162,7 @@ class Head(Unit):
                 count = batch.normaliser
                 return self.computed.gradients_of(weights, names, micro, h[index], count, room)
 
-            result = self.device.run(COMPUTE, "head", work, [slot], [room.sums])
+            result = self.device.run(COMPUTE, HEAD_NAME, work, [slot], [room.sums])
             loss, gradients = result if result is not None else (None, None)
             losses.append(loss)
             dh.append(gradients)
@@ -200,6 +202,6 @@ class Head(Unit):
         work: Callable[[MicroBatch, Activations], Tensor],
     ) -> list[Tensor]:
         return [
-            self.device.run(COMPUTE, "head", partial(work, m, v), [slot])
+            self.device.run(COMPUTE, HEAD_NAME, partial(work, m, v), [slot])
             for m, v in zip(batch.micro, h, strict=True)
         ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE
+from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
 from megatrain.engine.sink import Slab
 from megatrain.errors import StepRefused
 from megatrain.optim import StreamedOptimizer
@@ -174,7 +174,7 @@ class Update:
         version = tile.version
         self._device.run(
             stream,
-            f"update {tile.name}",
+            Name(Kind.UPDATE, f"update {tile.name}"),
             lambda: self._apply(tile, slab, runs, version, scale),
             [slab.buffer],
             [tile.weights, *tile.state],

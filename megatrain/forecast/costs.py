@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.device import Buffer
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, UPDATE
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, UPDATE, Kind, kind_of
 from megatrain.device.clock import Cost
 from megatrain.forecast.opaque import KEPT_GRAPHS, WORKING_SET
 from megatrain.forecast.tally import Tally, Work
@@ -36,6 +37,9 @@ _PROLOGUE_SECONDS = 4e-3
 
 LANES = "lanes of the host"
 
+# What counts as a layer's or a head's work.
+_UNITS = {Kind.LAYER, Kind.LAYER_BACKWARD, Kind.PART, Kind.PART_BACKWARD, Kind.HEAD}
+
 # Where device memory goes, by the beginning or the end of a buffer's name.
 _PLACES = (
     ("slot", "slots"),
@@ -51,12 +55,16 @@ class MachineCosts:
 
     Attributes:
         put_seconds: of the launching thread, for anything on a stream of the device.
+        group: micro-batches that are followed as one, of which lanes hold one at a time.
+        puts: how often something is put on a stream for one of them.
     """
 
     def __init__(self, machine: Machine, tally: Tally, planes: Sequence[str] = ()) -> None:
         """Args: `planes`: names of all that tiles keep, by which it is known in device memory."""
         self.tally, self.host_bytes = tally, Counter[str]()
         self._planes = tuple(planes)
+        self.group, self.puts = 1, 2
+        self._known: dict[tuple, Cost] = {}
         self._machine = machine
         self._rate = {
             COPY_IN: machine.to_device_gbps * 1e9,
@@ -69,8 +77,9 @@ class MachineCosts:
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Device memory, counted under the part that it belongs to."""
-        with self.tally.placing(self._place(name)):
-            return torch.empty(numel, dtype=dtype, device="meta")
+        place, made = self._place(name), torch.empty(numel, dtype=dtype, device="meta")
+        grouped = self.group if place == LANES else 1
+        return self.tally.made(made, place, made.nbytes // grouped)
 
     def _place(self, name: str) -> str:
         for start, place in _PLACES:
@@ -81,8 +90,7 @@ class MachineCosts:
     def host(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory."""
         self.host_bytes[name] += numel * dtype.itemsize
-        with self.tally.placing(None):
-            return torch.empty(numel, dtype=dtype, device="meta")
+        return self.tally.made(torch.empty(numel, dtype=dtype, device="meta"), None)
 
     def copy(self, stream: str, num_bytes: int) -> float:
         return num_bytes / self._rate[stream]
@@ -96,7 +104,8 @@ class MachineCosts:
         writes: Sequence[Buffer],
     ) -> Cost:
         """Work on COMPUTE is done, on tensors without data; what host threads do is estimated."""
-        if name.startswith("update "):
+        kind = kind_of(name)
+        if kind is Kind.UPDATE:
             moved = _update_bytes(reads, writes)
             if stream == COMPUTE:
                 return Cost(moved / (self._machine.device_gbps * 1e9))
@@ -106,26 +115,44 @@ class MachineCosts:
             return Cost(moved / self._rate[ROWS], num_bytes=moved)
         if stream != COMPUTE:
             return Cost()
-        if name.startswith("round "):  # a large model's gradients leave in thousands of pieces
+        if kind is Kind.NOTE:
+            return Cost(result=work())
+        if kind is Kind.ROUND:  # a large model's gradients leave in thousands of pieces
             rounded = Work(touched_bytes=sum(b.data.numel() for b in writes) * 6)
             return Cost(self._busy(rounded))
-        return self._compute(name, work)
+        if kind is Kind.PLAIN:
+            return self._plain(work, reads, writes)
+        return self._compute(kind, work)
 
-    def _compute(self, name: str, work: Callable[[], Any]) -> Cost:
+    def _plain(
+        self, work: Callable[[], Any], reads: Sequence[Buffer], writes: Sequence[Buffer]
+    ) -> Cost:
+        """Of what takes the same for the same buffers."""
+        function = getattr(work, "func", work)
+        key = function.__qualname__, *(buffer.data.numel() for buffer in (*reads, *writes))
+        if key not in self._known:
+            cost = self._compute(Kind.OTHER, work)
+            self._known[key] = cost._replace(result=None)
+        return self._known[key]
+
+    def _compute(self, kind: Kind, work: Callable[[], Any]) -> Cost:
         self.tally.work = Work()
-        forward = name.startswith("layer") and not name.endswith("backward")
-        with self.tally.placing(KEPT_GRAPHS if forward else WORKING_SET):
+        forward = kind in (Kind.LAYER, Kind.PART)
+        # Layers count for themselves: a step has thousands of them.
+        counting = nullcontext() if kind in (Kind.LAYER, Kind.LAYER_BACKWARD) else self.tally
+        with self.tally.placing(KEPT_GRAPHS if forward else WORKING_SET), counting:
             result = work()
         done = self.tally.work
-        if name.startswith("prologue"):
-            seconds = max(self._busy(done), _PROLOGUE_SECONDS)
+        calls = max(1, done.calls)
+        if kind is Kind.PROLOGUE:
+            seconds = max(self._busy(done), calls * _PROLOGUE_SECONDS)
             return Cost(seconds, blocking=True, result=result)
-        launching = self._launching(done, unit=name.startswith(("layer", "head")))
+        launching = self._launching(done, calls if kind in _UNITS else 0)
         return Cost(self._busy(done), launching, result=result)
 
     def seconds(self, work: Work) -> float:
         """Of a layer's work that is measured in operations."""
-        return max(self._busy(work), self._launching(work, unit=True))
+        return max(self._busy(work), self._launching(work, 1))
 
     def _busy(self, work: Work) -> float:
         """Seconds of the device, if it never waits for a launch."""
@@ -137,9 +164,11 @@ class MachineCosts:
             + work.touched_bytes / (machine.device_gbps * 1e9)
         )
 
-    def _launching(self, work: Work, *, unit: bool) -> float:
+    def _launching(self, work: Work, calls: int) -> float:
         """Seconds of the thread that launches it."""
-        return (unit * _PER_UNIT + work.kernels * _PER_KERNEL) * self._machine.launch_seconds
+        puts = max(0, calls - 1) * self.puts * _PER_PUT  # of all but the one that is put there
+        launches = calls * _PER_UNIT + work.kernels * _PER_KERNEL + puts
+        return launches * self._machine.launch_seconds
 
     def slow_down(self, spans: Sequence[Span]) -> None:
         """Take the rates of the next step from what ran at the same time in this one."""

@@ -17,15 +17,16 @@ from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.opened import Model
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.forecast.costs import MachineCosts
+from megatrain.forecast.groups import grouped
 from megatrain.forecast.measure import Measured
 from megatrain.forecast.opaque import (
     ACTIVATIONS,
     KEPT_ATTENTION,
     KEPT_GRAPHS,
     WORKING_SET,
-    OpaqueHeads,
     OpaqueProgram,
 )
+from megatrain.forecast.opaque_makers import OpaqueMakers
 from megatrain.forecast.tally import Tally
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
@@ -38,6 +39,7 @@ from megatrain.tile import TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from megatrain.units import MIB
 
+_FOLLOWED = 8  # micro-batches one by one; of more, several as one
 _STEPS = 3  # the first starts without updates, the second with the first one's; then it is steady
 _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
 
@@ -266,8 +268,12 @@ def _run(
     kept = (*tile_planes(model.rule, dtype), gradient_plane(dtype))
     costs = MachineCosts(machine, tally, [plane.name for plane in kept])
     device = ClockDevice(costs)
-    batch = measured.batch(rows, micro_batch)
-    with torch.enable_grad(), tally:
+    # What is split is followed micro-batch by micro-batch.
+    most = _FOLLOWED if placement.max_stream_bytes is None else None
+    batch = measured.batch(rows, micro_batch, most)
+    costs.group = max(map(grouped, batch.micro))
+    costs.puts = 3 if placement.layer_inputs == "host" else 2
+    with torch.enable_grad():
         store, parts = _assemble(device, measured, model, placement, tally, clip)
         end = device.now
         for _ in range(_STEPS):
@@ -278,6 +284,9 @@ def _run(
             costs.slow_down(spans)
     parameters = sum(tile.layout.num_parameters for tile in store.tiles)
     host, planes = host_bytes(store, parts), sum(store.bytes_by_plane().values())
+    # Rooms of graphs on the host are as if all groups were as large as the first.
+    every = sum(map(grouped, batch.micro)), costs.group * len(batch.micro)
+    host["host_kept_bytes"] = host["host_kept_bytes"] * every[0] // every[1]
     return _Run(end - begin, spans, tally.peak_live, host, planes, parameters)
 
 
@@ -310,8 +319,9 @@ def _assemble(
     joined = [_joined(each, measured.dtype, placement) for each in model.layouts]
     store = Store(device, joined, measured.dtype, rule=model.rule, resident=placement.resident)
     program = OpaqueProgram(measured, tally, placement.head_tokens)
-    heads = OpaqueHeads(measured, next(e for e in joined if e.name == "head"), tally)
-    assembly = Assembly(device, program, store, measured.dtype, placement, heads)
+    head = next(each for each in joined if each.name == "head")
+    makers = OpaqueMakers(measured, program, head, tally)
+    assembly = Assembly(device, program, store, measured.dtype, placement, makers)
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if clip else None)
     return store, parts

@@ -35,7 +35,7 @@ class Forecasts:
         key = (workload, replace(placement, head_tokens=1))  # no buffer depends on them
         if key not in self._needs:
             measured = self.measured(workload)
-            distinct = measured.batch(workload.rows, workload.rows).unique_U
+            distinct = measured.tokens_of(workload.rows)[1]
             self._needs[key] = needs_of(
                 self.model(workload),
                 measured.program,

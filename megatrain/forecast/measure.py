@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +24,8 @@ from megatrain.engine.head import WholeHead
 from megatrain.engine.sink import Room
 from megatrain.engine.units import Head
 from megatrain.forecast.footprint import Compiled, Recorder, Traced
+from megatrain.forecast.groups import Group, groups
+from megatrain.forecast.opaque_loss import cross_entropy
 from megatrain.forecast.tally import OneAttention, Tally, Work, foreseeing
 from megatrain.forecast.tiling import TileWork, foretold, tiled
 from megatrain.loss import CROSS_ENTROPY
@@ -44,6 +48,15 @@ class Shape:
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
+
+    def times(self, count: int) -> "Shape":
+        """Of so many, one after the other."""
+        first, *others = self.sizes
+        return Shape((count * first, *others), self.dtype)
 
     def empty(self, device: str) -> Tensor:
         return torch.empty(self.sizes, dtype=self.dtype, device=device)
@@ -89,25 +102,6 @@ class _AnyRows(Rows):
         return ids
 
 
-@torch.library.custom_op("megatrain::cross_entropy", mutates_args=())
-def _cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    raise NotImplementedError("only the shapes are of interest")
-
-
-@_cross_entropy.register_fake
-def _(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    return logits_NV.new_empty((), dtype=torch.float32)
-
-
-def _pull_cross_entropy(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return torch.empty_like(ctx.saved_tensors[0]).copy_(ctx.saved_tensors[0]), None
-
-
-_cross_entropy.register_autograd(
-    _pull_cross_entropy, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
-)
-
-
 class Measured:
     """The works of a model's parts, each measured when it is first asked for."""
 
@@ -134,26 +128,36 @@ class Measured:
             self._known[key] = measure()
         return self._known[key]
 
-    def batch(self, rows: int, micro_batch: int) -> Batch:
-        """A step of random tokens: their embedding rows are as many as they can be on average."""
+    def tokens_of(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Random ones of a step `[B, T]`, and those that differ: as many as on average."""
 
-        def made() -> Batch:
+        def made() -> tuple[Tensor, Tensor]:
             config = self.outline.skeleton.model.config.get_text_config(decoder=True)
             generator = torch.Generator().manual_seed(0)
-            shape = (rows, self.tokens)
-            ids_BT = torch.randint(config.vocab_size, shape, generator=generator)
-            micro = [{"input_ids": part, "labels": part} for part in ids_BT.split(micro_batch)]
-            return prepare(
-                micro,
-                _CPU,
-                config.vocab_size,
-                takes=self.outline.skeleton.accepts,
-                loss=CROSS_ENTROPY,
-                seed=0,
-                constants=self.outline.constants,
-            )
+            ids_BT = torch.randint(config.vocab_size, (rows, self.tokens), generator=generator)
+            constants = torch.tensor(self.outline.constants, dtype=torch.long)
+            return ids_BT, torch.cat([ids_BT.flatten(), constants]).unique()
 
-        return self.once(("batch", rows, micro_batch), made)
+        return self.once(("tokens", rows), made)
+
+    def batch(self, rows: int, micro_batch: int, most: int | None = None) -> Batch:
+        """A step of random tokens. Of more than `most` micro-batches several are one `Group`."""
+
+        def made() -> Batch:
+            ids_BT, unique_U = self.tokens_of(rows)
+            counts = groups(rows, micro_batch, most)
+            firsts = accumulate((count * size for count, size in counts), initial=0)
+            parts = [ids_BT[at : at + n] for (_, n), at in zip(counts, firsts, strict=False)]
+            vocabulary = self.outline.skeleton.model.config.get_text_config(decoder=True).vocab_size
+            micro = [{"input_ids": part, "labels": part} for part in parts]
+            takes = self.outline.skeleton.accepts
+            batch = prepare(micro, _CPU, vocabulary, takes=takes, loss=CROSS_ENTROPY, seed=0)
+            pairs = zip(batch.micro, counts, strict=True)
+            batch.micro = [Group(**vars(each), count=count) for each, (count, _) in pairs]
+            batch.unique_U = unique_U
+            return batch
+
+        return self.once(("batch", rows, micro_batch, most), made)
 
     def entering(self, rows: int) -> dict[Ref, Shape]:
         """What the prologue makes of a micro-batch."""
@@ -278,7 +282,7 @@ class Measured:
             h = [{ref: self.shape(ref, rows).empty("cpu") for ref in refs}]
             batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)
             compiled = self.compiled
-            summed = (lambda loss: _cross_entropy) if compiled else (lambda loss: loss.summed)
+            summed = (lambda loss: cross_entropy) if compiled else (lambda loss: loss.summed)
             whole = WholeHead(self.program, head_tokens, summed)
             head = Head(CpuDevice(), self.program, tile, whole)
             tally.ignore((slot.data, sums.data, h, micro.inputs, micro.targets))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatrain.device import Buffer, TraceDevice
 from megatrain.engine.assemble import Assembly
-from megatrain.engine.heads import TorchHeads
+from megatrain.engine.makers import TorchMakers
 from megatrain.engine.opened import Model
 from megatrain.engine.portion import Portion
 from megatrain.engine.step import Parts, TrainingParts
@@ -73,7 +73,7 @@ def needs_of(
     device, dtype = _Counting(), program.dtype
     store = Store(device, model.layouts, dtype, rule=model.rule, resident=placement.resident)
     eager = replace(placement, compile=False, chunk_tokens=None)
-    assembly = Assembly(device, program, store, dtype, eager, TorchHeads(program))
+    assembly = Assembly(device, program, store, dtype, eager, TorchMakers(program))
     parts: Parts = (
         assembly.inference()
         if model.optimizer is None

@@ -4,27 +4,26 @@ without data that gradients flow through.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.compat.torch import current_mode
 from megatrain.engine.experts import GIVEN, RESULT
-from megatrain.engine.head import HeadMath, WholeHead
+from megatrain.engine.head import WholeHead
 from megatrain.engine.ranges import HIDDEN, Rows
 from megatrain.engine.sink import Room
+from megatrain.forecast.groups import grouped
 from megatrain.forecast.measure import LayerWork, Measured, Shape
 from megatrain.forecast.measure_experts import around_experts, some_experts
 from megatrain.forecast.measure_head import projected, some_rows
 from megatrain.forecast.tally import Tally, Work
-from megatrain.model import attention
 from megatrain.model.experts import Chosen, ExpertRows
 from megatrain.model.program import Activations, MicroBatch, Program, Weights
 from megatrain.model.skeleton import Call, Ref
-from megatrain.placement import Placement, Saves
+from megatrain.placement import Saves
 from megatrain.tile import TileLayout
 
 ACTIVATIONS, WORKING_SET, KEPT_GRAPHS = "activations", "working set", "kept graphs"
@@ -45,16 +44,15 @@ class OpaqueProgram(Program):
         """Nothing runs."""
 
     def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
-        rows = len(batch.inputs["input_ids"])
-        shapes = self._measured.entering(rows)
+        rows, count = len(batch.inputs["input_ids"]), grouped(batch)
+        shapes = {ref: s.times(count) for ref, s in self._measured.entering(rows).items()}
+        num_bytes = count * self._measured.argument_bytes(rows)
         with self._tally.placing("layer arguments"):
-            held = torch.empty(
-                self._measured.argument_bytes(rows), dtype=torch.uint8, device="meta"
-            )
+            held = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         batch.calls = [Call([held], None)] * len(self.outline.layers)
         sources = [*batch.rows.tables.values(), *weights.values()]
-        moved = sum(shape.empty("meta").nbytes for shape in shapes.values())
-        work = Work(touched_bytes=2 * moved, kernels=1)
+        moved = sum(shape.num_bytes for shape in shapes.values())
+        work = Work(touched_bytes=2 * moved, kernels=count, calls=count)
         return _call(self._tally, work, work, KEPT_GRAPHS, sources, shapes)
 
     def layer(
@@ -65,20 +63,8 @@ class OpaqueProgram(Program):
         values: Activations,
         saves: Saves | None = None,
     ) -> Activations:
-        work = self._measured.layer(visit, len(batch.inputs["input_ids"]))
-        shapes = {ref: work.outputs[ref.leaf] for ref in self.outline.outputs[visit]}
-        sources = [*(values[ref] for ref in self.outline.layers[visit].inputs), *weights.values()]
-        if not torch.is_grad_enabled():
-            self._tally.add(work.forward)
-            return _results(self._tally, shapes)
-        first, second, place = work.again, work.backward, WORKING_SET
-        if saves == "graph":
-            first, second, place = work.keeping, work.kept_backward, KEPT_GRAPHS
-        elif work.repeating is not None and saves == "nothing":
-            first, second = work.forward, work.repeating
-        else:
-            first = self._attention(first)
-        return _call(self._tally, first, second, place, sources, shapes)
+        """As the model does: whole layers of forecasts count for themselves (opaque_layer.py)."""
+        return self._measured.program.layer(visit, weights, batch, values, saves)
 
     def repeats(
         self,
@@ -104,19 +90,6 @@ class OpaqueProgram(Program):
             return _call(self._tally, work.again, work.backward, WORKING_SET, sources, shapes)
         self._tally.add(work.forward)
         return _results(self._tally, shapes)
-
-    def _attention(self, work: Work) -> Work:
-        """What of a layer's forward is left where attention's results are kept, or known."""
-        mode, size = current_mode(), work.attention_bytes
-        if isinstance(mode, attention.Keep):
-            with self._tally.placing(KEPT_ATTENTION):
-                mode.results.append(torch.empty(size, dtype=torch.uint8, device="meta"))
-        elif isinstance(mode, attention.Replay):
-            work = replace(work, attention_flops=0)
-        else:
-            return work
-        # They are beside the graph that reads them.
-        return replace(work, peak_bytes=work.peak_bytes - size, kept_bytes=work.kept_bytes - size)
 
     def around_experts(
         self,
@@ -203,25 +176,13 @@ class OpaqueHead(WholeHead):
         count: float,
         room: Room,
     ) -> tuple[Tensor, Activations]:
-        self._tally.add(self._work(len(micro.inputs["input_ids"])))
-        with self._tally.placing(ACTIVATIONS):
-            gradients = {ref: _like(v) for ref, v in values.items() if v.is_floating_point()}
-            return torch.empty((), device="meta"), gradients
-
-
-@dataclass(frozen=True)
-class OpaqueHeads:
-    """Makes them, of the model with the head of a `layout`."""
-
-    measured: Measured
-    layout: TileLayout
-    tally: Tally
-
-    def whole(self, placement: Placement) -> HeadMath:
-        return OpaqueHead(placement.head_tokens, self.measured, self.layout, self.tally)
-
-    def rows(self, placement: Placement) -> Rows:
-        return OpaqueRows(placement.head_tokens, self.measured, self.tally)
+        number = grouped(micro)
+        self._tally.add(self._work(len(micro.inputs["input_ids"])).times(number))
+        pulled = {ref: value for ref, value in values.items() if value.is_floating_point()}
+        # Of a group, each one's activations are gone when the next one's gradients are made.
+        gone = sum(value.nbytes for value in pulled.values()) * (number - 1) // number
+        with self._tally.placing(ACTIVATIONS), self._tally.less(ACTIVATIONS, gone):
+            return torch.empty((), device="meta"), {ref: _like(v) for ref, v in pulled.items()}
 
 
 def _results(tally: Tally, shapes: Mapping[Ref, Shape]) -> Activations:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import finalize
 
@@ -55,6 +55,7 @@ class Work:
         attention_bytes: results of attention, which may wait for its backward.
         peak_bytes: that exist at once, besides what the work was given; results count.
         kept_bytes: that wait for a backward, besides results and what the work was given.
+        calls: of the layer or head, if it is more than one.
     """
 
     product_flops: int = 0
@@ -65,6 +66,22 @@ class Work:
     attention_bytes: int = 0
     peak_bytes: int = 0
     kept_bytes: int = 0
+    calls: int = 0
+
+    def times(self, count: int) -> "Work":
+        """Of so many micro-batches, one after the other; what is kept adds up."""
+        if count == 1:
+            return self
+        return replace(
+            self,
+            product_flops=count * self.product_flops,
+            attention_flops=count * self.attention_flops,
+            attention_backward_flops=count * self.attention_backward_flops,
+            touched_bytes=count * self.touched_bytes,
+            kernels=count * self.kernels,
+            attention_bytes=count * self.attention_bytes,
+            calls=count,
+        )
 
 
 @torch.library.custom_op("megatrain::attention", mutates_args=())
@@ -275,12 +292,34 @@ class Tally(TorchDispatchMode):
             self._note_peak("working set", scratch)
         return out
 
-    def _found(self, tensor: Tensor) -> None:
+    def made(self, tensor: Tensor, place: str | None, num_bytes: int | None = None) -> Tensor:
+        """Count a tensor that was made while nobody counted; `num_bytes`: not as many as it has."""
+        with self.placing(place):
+            self._found(tensor, num_bytes)
+        return tensor
+
+    def took(self, num_bytes: int) -> None:
+        """So many bytes more were alive for a moment."""
+        self._note_peak("working set", num_bytes)
+
+    @contextmanager
+    def less(self, place: str, num_bytes: int) -> Iterator[None]:
+        """Within this context so many bytes fewer are alive than are counted."""
+        self._total, self.live[place] = self._total - num_bytes, self.live[place] - num_bytes
+        try:
+            yield
+        finally:
+            self._total, self.live[place] = self._total + num_bytes, self.live[place] + num_bytes
+
+    def _found(self, tensor: Tensor, num_bytes: int | None = None) -> None:
         storage, key = tensor.untyped_storage(), memory_of(tensor)
         if key in self._known:
             return
         self._known.add(key)
-        num_bytes = 0 if self.place is None else storage.nbytes()
+        if num_bytes is None:
+            num_bytes = storage.nbytes()
+        if self.place is None:
+            num_bytes = 0
         place = self.place or ""
         self.live[place] += num_bytes
         self._total += num_bytes
@@ -312,4 +351,5 @@ def added(one: Work, other: Work) -> Work:
         one.touched_bytes + other.touched_bytes,
         one.kernels + other.kernels,
         one.attention_bytes + other.attention_bytes,
+        calls=max(one.calls, other.calls),
     )

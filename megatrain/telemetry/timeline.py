@@ -6,7 +6,7 @@ Times are seconds from the start of the recording.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 # A stream is idle from here on; below, the gap is the launch of the next piece of work.
@@ -161,8 +161,7 @@ def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
     for span in spans:
         begins, ends = max(span.start, start), min(span.end, end)
         if begins < ends:
-            share = (ends - begins) / span.seconds
-            num_bytes = round(span.num_bytes * share)
-            cut = replace(span, start=begins - start, end=ends - start, num_bytes=num_bytes)
-            inside.append(cut)
+            num_bytes = round(span.num_bytes * (ends - begins) / span.seconds)
+            shifted = begins - start, ends - start
+            inside.append(Span(span.stream, span.name, *shifted, span.after, num_bytes))
     return inside

@@ -16,7 +16,7 @@ from megatrain.device import TraceDevice
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, open_source, tile_layouts
 from megatrain.engine.batch import prepare
-from megatrain.engine.heads import TorchHeads
+from megatrain.engine.makers import TorchMakers
 from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.probe import outline
@@ -165,7 +165,7 @@ def trace(
         optimizer = StreamedOptimizer(RULES[rule](), program.outline.skeleton.model)
     layouts = tile_layouts(program.outline, optimizer.group_of())
     store = Store(device, layouts, dtype, rule=optimizer.rule, resident=placement.resident)
-    assembly = Assembly(device, program, store, dtype, placement, TorchHeads(program))
+    assembly = Assembly(device, program, store, dtype, placement, TorchMakers(program))
     with mock.patch.object(sink, "PIECE", PIECE):
         parts = assembly.training(optimizer, max_grad_norm)
     micro_batches = [

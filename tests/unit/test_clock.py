@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE, Kind, Name
 from megatrain.device.clock import ClockDevice, Cost
 from megatrain.forecast.costs import MachineCosts
 from megatrain.forecast.tally import Tally, Work
@@ -126,15 +126,6 @@ def test_copies_take_the_time_of_their_bytes() -> None:
     assert (clock.spans[-1].seconds, clock.spans[-1].num_bytes) == (6, 6)
 
 
-def test_a_race_is_found_by_the_clock_as_well() -> None:
-    clock = device()
-    here = clock.empty("slot", 8, torch.bfloat16)
-    there = clock.host("weights", 8, torch.bfloat16, pinned=True)
-    clock.copy(COPY_IN, here, there)
-    clock.run(COMPUTE, "layer 1", lambda: None, [here])
-    assert any("layer 1" in race for race in clock.races)
-
-
 def costs_after(*spans: Span) -> MachineCosts:
     costs = MachineCosts(H200, Tally())
     costs.slow_down(spans)
@@ -156,7 +147,7 @@ def update_seconds(costs: MachineCosts) -> float:
     planes |= {"first": torch.float32, "second": torch.float32}
     writes = [Buffer(n, torch.empty(10**6, dtype=t, device="meta")) for n, t in planes.items()]
     slab = Buffer("slab", torch.empty(2 * 10**6, dtype=torch.bfloat16, device="meta"))
-    return costs.run(UPDATE, "update layer 0", lambda: None, [slab], writes).seconds
+    return costs.run(UPDATE, Name(Kind.UPDATE, "update"), lambda: None, [slab], writes).seconds
 
 
 def test_updates_slow_down_under_copies() -> None:
@@ -173,7 +164,7 @@ def test_a_small_layer_takes_its_launches(kernels: int, measured: float) -> None
     """A compiled layer of 0.5B and its backward, 4096 tokens (step-0.5b-16x1024-1600mib)."""
     costs = MachineCosts(replace(H200, launch_seconds=22e-6), Tally())
     work = Work(product_flops=10**9, kernels=kernels)
-    cost = costs.run(COMPUTE, "layer 1", lambda: costs.tally.add(work), [], [])
+    cost = costs.run(COMPUTE, Name(Kind.LAYER, "layer"), lambda: costs.tally.add(work), [], [])
     assert cost.seconds < 0.01 * measured
     assert costs.put_seconds + cost.launching == pytest.approx(measured, rel=0.06)
     assert costs.seconds(work) == cost.launching

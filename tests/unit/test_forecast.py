@@ -14,6 +14,7 @@ from transformers import MambaConfig
 from benchmarks.predictions import RESULTS, Prediction, predict
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import CpuDevice
+from megatrain.device.base import Name
 from megatrain.engine import opened
 from megatrain.engine.assemble import open_source
 from megatrain.engine.opened import Model
@@ -307,3 +308,36 @@ def test_weights_on_their_way_count_where_little_follows_them() -> None:
     resident = Placement(resident=("layer 0",))
     down = 4 * config.intermediate_size * config.hidden_size
     assert forecast_module._process_bytes(trainee, machine, resident, 0) == process(0) + down
+
+
+@pytest.mark.parametrize("choices", [
+    {}, {"layer_inputs": "host"}, {"save_activations": 2, "offload_activations": 2},
+    {"head_tokens": 16},
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [26, 53])
+def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(
+    rows: int, choices: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement, workload = Placement(compile=True, **choices), Workload(rows * TOKENS, TOKENS)
+    found = []
+    for most in (None, 8):
+        monkeypatch.setattr(forecast_module, "_FOLLOWED", most)
+        found.append(Forecasts(tiny_outline()).of(small_machine(), placement, workload, 2))
+    every, few = found
+    assert few.seconds == pytest.approx(every.seconds, rel=0.01)
+    assert few.device_peak_bytes == pytest.approx(every.device_peak_bytes, rel=0.01)
+    assert few.host_peak_bytes == pytest.approx(every.host_peak_bytes, rel=0.001)
+    assert len(few.spans) < 0.8 * len(every.spans)
+
+
+def test_names_of_work_are_for_people_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forecast does not change if all work is called otherwise."""
+    workload = Workload(ROWS * TOKENS, TOKENS)
+
+    def seconds() -> list[float]:
+        told = Forecasts(tiny_outline())
+        return [told.of(small_machine(), p, workload, 4).seconds for p in PLACEMENTS.values()]
+
+    before, make = seconds(), Name.__new__
+    monkeypatch.setattr(Name, "__new__", lambda cls, kind, text: make(cls, kind, text[::-1] + "?"))
+    assert seconds() == before

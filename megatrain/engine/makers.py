@@ -1,34 +1,48 @@
-"""Who makes what computes with a head."""
+"""Who makes what computes: with torch, or only says what it takes."""
 
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+from megatrain.device import Device
+from megatrain.engine.ferry import Ferry
 from megatrain.engine.head import HeadMath, WholeHead
+from megatrain.engine.layer import Layer
 from megatrain.engine.ranges import Rows
 from megatrain.loss import Loss, Summed, range_gradient, range_statistics
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import ModelProgram
-from megatrain.placement import Placement
+from megatrain.placement import ActivationPolicy, Placement
+from megatrain.store import Tile
 
 
-class Heads(Protocol):
-    """Makes what computes with a head: with a whole one, or with rows of its table."""
+class Makers(Protocol):
+    """Makes what computes in the units of a step."""
 
-    def whole(self, placement: Placement) -> HeadMath:
-        """Of a head that is streamed as a whole."""
+    def layer(
+        self, device: Device, tile: Tile, visit: int, policy: ActivationPolicy, ferry: Ferry | None
+    ) -> Layer:
+        """A layer that is streamed as a whole."""
+
+    def head(self, placement: Placement) -> HeadMath:
+        """For a head that is streamed as a whole."""
 
     def rows(self, placement: Placement) -> Rows:
-        """Of one that is streamed in ranges of rows."""
+        """For one that is streamed in ranges of its table's rows."""
 
 
 @dataclass(frozen=True)
-class TorchHeads:
-    """Heads that compute, compiled where the placement says so."""
+class TorchMakers:
+    """Makes what computes with torch, compiled where the placement says so."""
 
     program: ModelProgram
 
-    def whole(self, placement: Placement) -> HeadMath:
+    def layer(
+        self, device: Device, tile: Tile, visit: int, policy: ActivationPolicy, ferry: Ferry | None
+    ) -> Layer:
+        return Layer(device, self.program, tile, visit, policy, ferry)
+
+    def head(self, placement: Placement) -> HeadMath:
         summed = cache(_compiled) if placement.compile else _as_it_is
         return WholeHead(self.program, placement.head_tokens, summed)
 
