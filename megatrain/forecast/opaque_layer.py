@@ -62,7 +62,10 @@ class OpaqueLayer(Layer):
                 first, second, place = work.keeping, work.kept_backward, KEPT_GRAPHS
             stays = leaving is None
             held, made = self._black_box(first, work, count, place, stays=stays)
+            # What a graph holds is packed piece by piece, and its inputs are let go of.
+            self._tally.add(Work(kernels=count * len(self.inputs)))
             if leaving is not None:
+                self._tally.add(Work(touched_bytes=held.nbytes))  # read by the bus
                 leaving.memory.append(held)
                 held = torch.empty(0)
             self._waiting[index] = OpaqueGraph(self, micro, self._read(values), first, second, held)
@@ -85,6 +88,7 @@ class OpaqueLayer(Layer):
     ) -> Any:
         waiting = self._waiting.pop(index, None)
         if isinstance(waiting, OpaqueGraph):
+            self._tally.add(Work(touched_bytes=sum(each.nbytes for each in returned)))  # written
             return waiting
         work = self._work(micro)
         first = work.again
