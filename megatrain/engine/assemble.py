@@ -206,7 +206,7 @@ def _drawn_buffers(model: PreTrainedModel, dtype: torch.dtype) -> Untrained:
 
 @dataclass
 class Assembly:
-    """Everything that `parts` is made of."""
+    """Everything that `parts` is made of; `piece`: elements of a gradient that leave at once."""
 
     device: Device
     program: Program
@@ -214,6 +214,7 @@ class Assembly:
     dtype: torch.dtype
     placement: Placement
     makers: Makers
+    piece: int | None = None
 
     @cached_property
     def stages(self) -> dict[int, Stages]:
@@ -339,7 +340,8 @@ class Assembly:
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
         work = self.work_room(train=True)
         slabs, lanes, rooms = placement.host_grad_buffers, placement.gradient_lanes, self.visited
-        sink = Sink(device, tiles, rooms, self.dtype, slabs, waiting, update.ready, work, lanes)
+        given = self.dtype, slabs, waiting, update.ready, work, lanes, self.piece
+        sink = Sink(device, tiles, rooms, *given)
         embedding = self.embedding(sink, work)
         trunk, head = self.units(embedding)
         saved: Saved | HostSaved = Saved(device)

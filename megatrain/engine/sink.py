@@ -75,8 +75,9 @@ class Sink:
         ready: Callable[[Tile, Slab, Any], None],
         work: WorkRoom,
         lanes: int | None,
+        piece: int | None = None,
     ) -> None:
-        """Args: `visited`: what rooms are asked for.
+        """Args: `visited`: what rooms are asked for; `piece`: elements sent at once, not `PIECE`.
 
         `own` tiles have a host slab each; the others share `slabs` of them.
 
@@ -85,7 +86,8 @@ class Sink:
         """
         self._device, self.ready, self._work = device, ready, work
         numel = max(tile.layout.trainable_numel for tile in tiles)
-        self._piece = min(PIECE, max([1, *(t.layout.trainable_numel for t in visited)]))
+        largest = max([1, *(t.layout.trainable_numel for t in visited)])
+        self._piece = min(piece or PIECE, largest)
         self._lanes = [
             _Lane(device.empty(f"leaving gradient {i}", self._piece, dtype))
             for i in range(lanes or self._pieces_of_a_layer(visited))

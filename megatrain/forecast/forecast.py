@@ -15,6 +15,7 @@ from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.device.clock import ClockDevice
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.opened import Model
+from megatrain.engine.sink import PIECE
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.forecast.costs import MachineCosts
 from megatrain.forecast.groups import grouped
@@ -321,10 +322,21 @@ def _assemble(
     program = OpaqueProgram(measured, tally, placement.head_tokens)
     head = next(each for each in joined if each.name == "head")
     makers = OpaqueMakers(measured, program, head, tally)
-    assembly = Assembly(device, program, store, measured.dtype, placement, makers)
+    piece = _coarse(joined) if placement.gradient_lanes is None else None
+    assembly = Assembly(device, program, store, measured.dtype, placement, makers, piece)
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if clip else None)
     return store, parts
+
+
+def _coarse(layouts: Sequence[TileLayout]) -> int:
+    """Elements of a gradient that leave at once: a large layer's in eight pieces.
+
+    All of a layer's pieces have lanes, which take as much memory as if there were more of them.
+    """
+    layers = [layout.trainable_numel for layout in layouts if layout.name.startswith("layer")]
+    pieces = -(-max(layers, default=0) // PIECE)
+    return max(PIECE, -(-pieces * PIECE // 8))
 
 
 def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> TileLayout:
