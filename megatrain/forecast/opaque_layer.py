@@ -25,6 +25,10 @@ from megatrain.model.skeleton import Ref
 from megatrain.placement import ActivationPolicy
 from megatrain.store import Tile
 
+# Of a graph that leaves or returns, what the bus takes from device memory besides the packing: a
+# step of 7B with 15 graphs on the host takes 7.79 s, and is foretold 0.9 % less, without it 2.3 %.
+_CROSSING = 2
+
 
 class OpaqueLayer(Layer):
     """A layer that says what it takes, holds as much memory as a real one, and computes nothing."""
@@ -65,7 +69,7 @@ class OpaqueLayer(Layer):
             # What a graph holds is packed piece by piece, and its inputs are let go of.
             self._tally.add(Work(kernels=count * len(self.inputs)))
             if leaving is not None:
-                self._tally.add(Work(touched_bytes=held.nbytes))  # read by the bus
+                self._tally.add(Work(touched_bytes=_CROSSING * held.nbytes))
                 leaving.memory.append(held)
                 held = torch.empty(0)
             self._waiting[index] = OpaqueGraph(self, micro, self._read(values), first, second, held)
@@ -88,7 +92,8 @@ class OpaqueLayer(Layer):
     ) -> Any:
         waiting = self._waiting.pop(index, None)
         if isinstance(waiting, OpaqueGraph):
-            self._tally.add(Work(touched_bytes=sum(each.nbytes for each in returned)))  # written
+            crossed = sum(each.nbytes for each in returned)
+            self._tally.add(Work(touched_bytes=_CROSSING * crossed))
             return waiting
         work = self._work(micro)
         first = work.again
