@@ -47,7 +47,7 @@ def test_the_rule_moves_every_weight_by_its_rate(shown: dict[str, Any]) -> None:
 def test_the_loss_is_more_than_cross_entropy(shown: dict[str, Any]) -> None:
     with make_engine(llama()) as engine:
         plain, more = engine.evaluate(STEP), engine.evaluate(STEP, shown["ZLoss"](share=1.0))
-        assert more > plain
+        assert more > plain + 1
         assert engine.step(STEP, shown["ZLoss"](share=1.0)).loss == pytest.approx(more, rel=1e-6)
 
 
