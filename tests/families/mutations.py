@@ -291,7 +291,7 @@ def _tied_inside(model: PreTrainedModel) -> None:
         part = leaf(layer)
         other = part.weight if index == 1 else nn.Parameter(part.weight.detach().clone())
         part.register_parameter("other", other)
-        extended(part, lambda self, output: output * (2 + self.other.mean()))
+        extended(part, lambda self, output: tilted(output, 2 + self.other.mean()))
     cls = type(leaf(stack(model)[0]))
     for layer in stack(model):
         leaf(layer).__class__ = cls
