@@ -82,8 +82,6 @@ class Settings:
 
     Attributes:
         steps: optimizer steps done.
-        kept_graphs: what the engine measured to choose how many layers keep their graphs; None
-            if the placement says how many.
         dtype: of the model's source, in which exports are written.
         model_class: of transformers.
         attn_implementation: of each configuration that the model's has inside, by its path; older
@@ -93,6 +91,7 @@ class Settings:
         optimizer: its rule's name and settings.
         groups: torch's parameter groups as a schedule left them.
         num_steps: the optimizer's own count.
+        kept_graphs: measurements in checkpoints of earlier versions; nobody reads them.
     """
 
     steps: Count
@@ -101,7 +100,6 @@ class Settings:
     max_grad_norm: float | None
     device: str
     placement: dict[str, Any]
-    kept_graphs: dict[str, Any] | None
     dtype: str
     model_class: str
     attn_implementation: dict[str, str] | str | None
@@ -111,6 +109,7 @@ class Settings:
     num_steps: Count
     frozen_dtypes: dict[str, str] = field(default_factory=dict)
     experts_implementation: dict[str, str] = field(default_factory=dict)
+    kept_graphs: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -333,7 +333,6 @@ class PlacedEngine:
             max_grad_norm=self._opened.max_grad_norm,
             device=self.device.kind,
             placement=self.placement.as_dict(),
-            kept_graphs=None,
             optimizer=describe_optimizer(self._opened.model.rule),
             groups=() if optimizer is None else tuple(optimizer.saved_groups()),
             num_steps=0 if optimizer is None else optimizer.num_steps,

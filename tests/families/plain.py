@@ -80,19 +80,9 @@ class Trained:
     gradients: dict[str, Tensor | None]
 
 
-def plain_training(
-    model: PreTrainedModel,
-    steps: list[Step],
-    *,
-    lr: float = LR,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = EPS,
-    weight_decay: float = 0.1,
-    max_grad_norm: float | None = 1.0,
-) -> Trained:
-    """Train a copy of `model` with torch's AdamW."""
-    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return train_in_place(copy.deepcopy(model), steps, max_grad_norm=max_grad_norm, **settings)
+def plain_training(model: PreTrainedModel, steps: list[Step], **settings: Any) -> Trained:
+    """Train a copy of `model` with torch's AdamW, with the settings of `train_in_place`."""
+    return train_in_place(copy.deepcopy(model), steps, **settings)
 
 
 def train_in_place(

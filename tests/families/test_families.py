@@ -1,10 +1,8 @@
 """Each causal-LM family of transformers trains as in plain torch, or is refused with a reason."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from megatrain import AdamW, Engine
 from megatrain.errors import InputError
@@ -61,15 +59,6 @@ QUICK_VARIANTS = [
     "zamba2 with several hybrid layers",
 ]
 OTHER_MODE = ["llama", "gemma2", "mixtral", "jamba", "bert", "cpmant", "gemma4_text", "zaya"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The order of sums, and so the last bits, must not depend on the machine's cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _check(family: str, changes: dict | None, name: str) -> None:

@@ -1,7 +1,5 @@
 """Every family trains from a folder as it does where transformers has loaded it."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,15 +9,6 @@ from tests.families.folders import from_folders
 from tests.families.report import documented
 from tests.families.sizes import VARIANTS
 from tests.families.tiny import families
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The order of sums must not depend on the machine's cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.exhaustive
