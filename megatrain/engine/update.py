@@ -14,6 +14,7 @@ from megatrain.engine.sink import Slab
 from megatrain.errors import StepRefused
 from megatrain.optim import StreamedOptimizer
 from megatrain.store import Tile
+from megatrain.tile.layout import MOST_ELEMENTS
 
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
 _CLIP_EPS = 1e-6
@@ -202,6 +203,7 @@ class Update:
                 [b.data[plane.place(start, stop)] for plane, b in tile.states.items()],
                 slab.buffer.data[start:stop],
                 group,
+                at=tile.index * MOST_ELEMENTS + start,
                 step=version,
                 grad_scale=scale,
                 threads=self._threads,

@@ -29,7 +29,7 @@ class AdamW(Rule):
     no_decay: Sequence[str] = NO_DECAY
 
     @property
-    def states(self) -> tuple[Plane, ...]:
+    def state_planes(self) -> tuple[Plane, ...]:
         return (Plane("first moment", torch.float32), Plane("second moment", torch.float32))
 
     def update(
@@ -40,6 +40,7 @@ class AdamW(Rule):
         grad: Tensor,
         group: Mapping[str, Any],
         *,
+        at: int,
         step: int,
         grad_scale: float,
         threads: int,

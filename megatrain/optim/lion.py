@@ -34,7 +34,7 @@ class Lion(Rule):
     no_decay: Sequence[str] = NO_DECAY
 
     @property
-    def states(self) -> tuple[Plane, ...]:
+    def state_planes(self) -> tuple[Plane, ...]:
         return (Plane("momentum", torch.float32),)
 
     def update(
@@ -45,6 +45,7 @@ class Lion(Rule):
         grad: Tensor,
         group: Mapping[str, Any],
         *,
+        at: int,
         step: int,
         grad_scale: float,
         threads: int,

@@ -85,7 +85,7 @@ class Rule(ABC):
 
     @property
     @abstractmethod
-    def states(self) -> tuple[Plane, ...]:
+    def state_planes(self) -> tuple[Plane, ...]:
         """What is kept of each trained parameter besides its master; begins as zeros."""
 
     @abstractmethod
@@ -97,6 +97,7 @@ class Rule(ABC):
         grad: Tensor,
         group: Mapping[str, Any],
         *,
+        at: int,
         step: int,
         grad_scale: float,
         threads: int,
@@ -106,9 +107,11 @@ class Rule(ABC):
         Args:
             weights: [N] bfloat16 (then `remainder`, [N] int16, has the rest of the master), or
                 float32, on the CPU or on a GPU, where the update is put on the current stream.
-            states: the same range of each of `states`.
+            states: the same range of each of `state_planes`.
             grad: [N] bfloat16 or float32, read; to be multiplied by `grad_scale` in fp32.
             group: the settings.
+            at: place of the range's first element among those of all tiles, for random numbers: the
+                same in every placement.
             step: number of this update, the first is 1.
             threads: of the host, for those rules that have a kernel of their own.
         """
@@ -154,7 +157,7 @@ def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
         return (weights,)
     split = dtype == torch.bfloat16
     remainder = (Plane("remainder", torch.int16, frozen=True),) if split else ()
-    return (weights, *remainder, *rule.states)
+    return (weights, *remainder, *rule.state_planes)
 
 
 def gradient_plane(dtype: torch.dtype) -> Plane:

@@ -72,7 +72,7 @@ def update_gparams(threads: int, room_bytes: int) -> float:
     weights, remainder, *states, grad = (host_range("update", numel, dtype) for dtype in types)
     grad.fill_(0.01)
     update = partial(_RULE.update, weights, remainder, states, grad, vars(_RULE))
-    seconds = host_seconds(lambda: update(step=10, grad_scale=1.0, threads=threads))
+    seconds = host_seconds(lambda: update(at=0, step=10, grad_scale=1.0, threads=threads))
     return numel / seconds / 1e9
 
 

@@ -18,6 +18,9 @@ from megatrain.units import align
 # device loads and the host's cache lines both like.
 ALIGNMENT = 128
 
+# Of a tile: what numbers the elements of all tiles, whatever their sizes.
+MOST_ELEMENTS = 1 << 40
+
 
 @dataclass(frozen=True)
 class Entry:

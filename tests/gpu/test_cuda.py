@@ -138,14 +138,14 @@ def test_the_gpu_updates_as_the_host_does(name: str, split: bool, grad_dtype: to
     if split:
         weights, remainder = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel).short()
         kernels.split(master, weights, remainder)
-    states = [torch.zeros(numel, dtype=plane.dtype) for plane in rule.states]
+    states = [torch.zeros(numel, dtype=plane.dtype) for plane in rule.state_planes]
     planes = [weights, remainder, *states]
     there = [None if plane is None else plane.cuda() for plane in planes]
     for step in range(1, 6):
         grad = (torch.randn(numel, generator=generator) * 10**-step).to(grad_dtype)
         grad[:3] = torch.tensor([float("nan"), float("inf"), 0.0])
         for (w, r, *kept), g in ((planes, grad), (there, grad.cuda())):
-            rule.update(w, r, kept, g, vars(rule), step=step, grad_scale=0.3, threads=4)
+            rule.update(w, r, kept, g, vars(rule), at=0, step=step, grad_scale=0.3, threads=4)
     for plane, other in zip(planes, there, strict=True):
         if plane is not None:
             assert torch.equal(plane[3:], other.cpu()[3:])

@@ -196,7 +196,7 @@ def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
     for step in range(1, 6):
         grad = torch.zeros(len(tile.weights.data))
         grad[:size] = gradient(size, step)
-        settings = {"step": step, "grad_scale": grad_scale, "threads": 1}
+        settings = {"at": 0, "step": step, "grad_scale": grad_scale, "threads": 1}
         rule.update(*planes, states, grad, HYPER[name], **settings)
         master.grad = grad[:size] * grad_scale
         plain.step()
@@ -209,9 +209,9 @@ def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
 @pytest.mark.parametrize("name", RULES)
 def test_a_bad_gradient_is_seen_in_its_weights(name: str) -> None:
     rule, weights = RULES[name](), torch.ones(4)
-    states = [torch.zeros(4, dtype=plane.dtype) for plane in rule.states]
+    states = [torch.zeros(4, dtype=plane.dtype) for plane in rule.state_planes]
     grad = torch.tensor([math.nan, 1.0, -1.0, 0.0])
-    rule.update(weights, None, states, grad, vars(rule), step=1, grad_scale=1.0, threads=1)
+    rule.update(weights, None, states, grad, vars(rule), at=0, step=1, grad_scale=1.0, threads=1)
     assert weights.isnan().tolist() == [True, False, False, False]
 
 
