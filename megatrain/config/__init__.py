@@ -1,18 +1,13 @@
 """The run file: YAML in, one validated and frozen value out.
 
-`schema` says what may be written; `load` reads it from untrusted text and puts it together with the
-overrides of the command line.
+`schema` says what may be written, with `learning` for what decides how a model learns; `load` reads
+it from untrusted text and puts it together with the overrides of the command line.
 """
 
+from megatrain.config.learning import TrainingSection
 from megatrain.config.load import load, validate
-from megatrain.config.schema import (
-    CheckpointSection,
-    Config,
-    DataSection,
-    ModelSection,
-    TrainingSection,
-    nearest,
-)
+from megatrain.config.schema import CheckpointSection, Config, DataSection, ModelSection
+from megatrain.config.section import nearest
 
 __all__ = [
     "CheckpointSection",

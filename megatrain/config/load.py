@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatrain.config.foreign import foreign
-from megatrain.config.schema import Config, Section, nearest, shown
+from megatrain.config.schema import Config
+from megatrain.config.section import Section, nearest, shown
 from megatrain.errors import InputError
 from megatrain.json_yaml import parse_yaml, read_yaml
 

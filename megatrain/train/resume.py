@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from megatrain.checkpoint import open_checkpoint, verify
 from megatrain.config import Config
-from megatrain.config.schema import shown
+from megatrain.config.section import shown
 from megatrain.errors import InputError
 from megatrain.telemetry.metrics import lines
 from megatrain.train.folders import checkpoint_folder, checkpoints, require_plain

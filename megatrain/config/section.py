@@ -1,0 +1,53 @@
+"""What all sections of a run file share: strictness, kinds of values, words for messages."""
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _a_name(text: str) -> str:
+    """An empty path would be the current folder, read or written to."""
+    try:
+        possible = bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a pair: JSON's way to write what is beyond 16 bits
+        possible = False
+    if not possible:
+        raise ValueError(f"should be a name or a path, got {shown(text)}")
+    try:
+        Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"no home folder is known for {shown(text)}") from error
+    return text
+
+
+Name = Annotated[str, AfterValidator(_a_name)]
+
+
+class Section(BaseModel):
+    """One section of the run file; strict, so that `"8"` is not quietly taken for `8`."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`; did you mean 'x'?`, or the valid names where none is near and they fit in a line."""
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; valid are {', '.join(known)}" if len(known) <= 16 else ""
+
+
+def shown(value: Any) -> str:
+    """A value as it appears in a message: its beginning when it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
