@@ -15,6 +15,7 @@ from megatrain.data.conversation import Conversation, Message
 from megatrain.data.template import REASONING, Template
 from megatrain.errors import InputError
 
+_WORD = re.compile(r"[A-Za-z0-9]+")  # which no way of writing a string changes
 _PRIVATE = range(0xE000, 0xF900)  # characters that Unicode leaves to private use
 Span = tuple[int, int]
 
@@ -48,8 +49,7 @@ class Replies:
         self._signs = list(zip(talk.messages, signs, signs, strict=False))
         self._sign = re.compile(f"[{''.join(sign for _, *pair in self._signs for sign in pair)}]")
         self._texts: dict[tuple[int, bool], str] = {}
-        if any(message.get("content", "").strip() not in self.text for message in talk.messages):
-            self._refuse_left_out()
+        self._refuse_left_out()
 
     def span(self, turn: int) -> Span:
         """Where the reply `messages[turn]` begins and ends, with its end of turn.
@@ -69,13 +69,17 @@ class Replies:
                 "otherwise when more follows, so replies cannot be told apart: mark them in the "
                 "template with {% generation %}, or give each reply a row of its own"
             )
+        if any(word not in self.text[slice(*found)] for word in _called(self._talk.messages[turn])):
+            raise self._left_out(turn)
         return found[0], self._closed(turn, *found)
 
     def _closed(self, turn: int, begin: int, end: int) -> int:
         """After the first tokens behind what a reply says: templates may end the text once more."""
         content = self._talk.messages[turn].get("content", "").strip()
-        said = self.text.rfind(content, begin, end)
-        if not content or said < 0 or "tool_calls" in self._talk.messages[turn]:
+        if "tool_calls" in self._talk.messages[turn]:
+            return end
+        said = self.text.rfind(content, begin, end) if content else self._places.get(turn, -1)
+        if said < 0:
             return end
         tokens = self._tokens.search(self.text, said + len(content), end)
         return end if tokens is None else tokens.end()
@@ -102,7 +106,9 @@ class Replies:
         message = self._talk.messages[turn]
         if any(message.get(name) for name in ("tool_calls", *REASONING)):
             return False
-        introduction, _, conclusion = self.text[begin:end].rpartition(message["content"].strip())
+        whole, content = self.text[begin:end], message["content"].strip()
+        said = whole.rfind(content) if content else 0
+        introduction, conclusion = whole[:said], whole[said + len(content) :]
         closing = self._token.findall(conclusion)
         if len(closing) < 2 and not self._token.search(introduction):
             return False
@@ -128,6 +134,7 @@ class Replies:
         begin = self._begin(asked[before:], header, places[turn - 1], places[turn])
         closings = self._token.findall(asked[before : len(asked) - len(header)])
         end = self._end(upto[after:], closings, places[turn], turn)
+        begin = self._in_turn(turn) if begin is None else begin
         if begin is None or not self._says(turn, begin, end):
             return None
         return begin, end
@@ -142,6 +149,15 @@ class Replies:
         start = -1 if opening is None else self.text.find(opening.group(), place, end)
         return None if start < 0 else start + self._common(header.lstrip(), start)
 
+    def _in_turn(self, turn: int) -> int | None:
+        """Where a reply begins that goes on with its turn after the result of a tool."""
+        messages = self._talk.messages
+        content = messages[turn].get("content", "").rstrip()
+        start = self._places[turn] - len(content)
+        if messages[turn - 1]["role"] != "tool" or "tool_calls" in messages[turn]:
+            return None
+        return start if content and self.text.startswith(content, start) else None
+
     def _end(self, closing: str, closings: list[str], place: int, turn: int) -> int:
         """After the tokens that end the turn, where `closing` follows the reply at its end.
 
@@ -153,10 +169,19 @@ class Replies:
             return place + first.end()
         for token in self._tokens.finditer(closing):
             if token.start() <= same < token.end():
-                place += token.start()
+                place = self._past(token.group(), place + token.start())
                 other = next((t for t in closings if self.text.startswith(t, place)), "")
                 return place + len(other)
         return place + self._common(closing, place)
+
+    def _past(self, tokens: str, place: int) -> int:
+        """After as many of these tokens as are at `place`, white space between them or not."""
+        for token in self._token.findall(tokens):
+            start = len(self.text) - len(self.text[place:].lstrip())
+            if not self.text.startswith(token, start):
+                break
+            place = start + len(token)
+        return place
 
     def _same(self, expected: str, place: int) -> int:
         found = self.text[place : place + len(expected)]
@@ -172,12 +197,7 @@ class Replies:
 
     def _says(self, turn: int, begin: int, end: int) -> bool:
         message, text = self._talk.messages[turn], self.text[begin:end]
-        functions = [call["function"] for call in message.get("tool_calls", ())]
-        said = [function["name"] for function in functions]
-        values = [value for function in functions for value in function["arguments"].values()]
-        said += [value for value in values if isinstance(value, str) and value.isalnum()]
-        if message.get("content"):
-            said.append(message["content"].split("</think>")[-1].strip())
+        said = [*_called(message), message.get("content", "").split("</think>")[-1].strip()]
         return all(each in text for each in said)
 
     @cached_property
@@ -186,8 +206,11 @@ class Replies:
 
     def _find(self, num_messages: int, text: str, *, asking: bool = False) -> Mapping[int, int]:
         """Where the messages end in `text`; those for which signs do not show it are left out."""
-        shown = self._shown(num_messages, asking=asking)
-        if self._sign.sub("", shown) != text:
+        for empty in (True, False):  # templates may ask whether there is content
+            shown = self._shown(num_messages, asking=asking, empty=empty)
+            if self._sign.sub("", shown) == text:
+                break
+        else:
             return {}
         ends: dict[int, int] = {}
         places: dict[str, list[int]] = {}
@@ -200,29 +223,49 @@ class Replies:
                 ends[turn] = found[0]
         return ends
 
-    def _shown(self, num_messages: int, *, asking: bool = False) -> str:
-        """The text of the first messages with their signs."""
+    def _shown(self, num_messages: int, *, asking: bool = False, empty: bool = False) -> str:
+        """The text of the first messages with their signs; with `empty`, in empty replies too."""
         talk = self._talk.upto(num_messages)
-        signed = [_signed(*each) for each in self._signs[:num_messages]]
+        signed = [_signed(*each, empty=empty) for each in self._signs[:num_messages]]
         talk = talk._replace(messages=[*signed, *talk.messages[len(signed) :]])
         return self._template.render(talk, self._where, add_generation_prompt=asking)[0]
 
     def _refuse_left_out(self) -> None:
-        """Raises InputError: a message is nowhere in the text, however it is written there."""
-        shown = self._shown(len(self._talk.messages))
-        for turn, (message, sign, _) in enumerate(self._signs, start=1):
-            content = message.get("content", "").strip()
-            if content not in self.text and sign not in shown:
-                raise InputError(
-                    f"{self._where}: the chat template leaves out message {turn}: use one that has "
-                    "a place for it, or drop the message"
-                )
+        """Raises InputError: what a message says is nowhere in the text, however it is written."""
+        messages = self._talk.messages
+        contents = [message.get("content", "").strip() for message in messages]
+        missing = any(content not in self.text for content in contents)
+        shown = self._shown(len(messages)) if missing else ""
+        reasoning = next(filter(None, map(messages[-1].get, REASONING)), "").strip()
+        for turn, (content, (message, sign, _)) in enumerate(
+            zip(contents, self._signs, strict=True)
+        ):
+            said = [*_called(message), *([reasoning] if message is messages[-1] else [])]
+            if any(each not in self.text for each in said) or (
+                content not in self.text and sign not in shown
+            ):
+                raise self._left_out(turn)
+
+    def _left_out(self, turn: int) -> InputError:
+        return InputError(
+            f"{self._where}: the chat template leaves out message {turn + 1}, or a part of it: use "
+            "one that has a place for it, or drop the message"
+        )
 
 
-def _signed(message: Message, of_content: str, of_calls: str) -> Message:
+def _called(message: Message) -> list[str]:
+    """What the calls of a message must show in its text, however a template writes arguments."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    values = [value for function in functions for value in function["arguments"].values()]
+    words = [word for value in values if isinstance(value, str) for word in _WORD.findall(value)]
+    return [*(function["name"] for function in functions), *words]
+
+
+def _signed(message: Message, of_content: str, of_calls: str, *, empty: bool) -> Message:
     """With one sign at the end of the content, and the other after the name of the last call."""
     made = dict(message)
-    if text := message.get("content", "").rstrip():
+    text = message.get("content", "").rstrip()
+    if text or (empty and "content" in message and "tool_calls" not in message):
         made["content"] = text + of_content + message["content"][len(text) :]
     if "tool_calls" in message:
         *others, last = message["tool_calls"]

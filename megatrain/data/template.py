@@ -21,7 +21,9 @@ _SECONDS, _NUM_BYTES = 20.0, GIB
 _LONGEST = 64 << 20  # characters, twice what a row may have; tokenising takes 50 times as much
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-_KEY, _VALUE = "somekey", "some value"
+_KEY, _VALUE, _ID = "somekey", "some value", "abcdefghi"
+_ASKED: Message = {"role": "user", "content": "some words"}
+_SAID: Message = {"role": "assistant", "content": "some words"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Template:
             )
         self._tokenizer = tokenizer
         self._shapes: dict[tuple[str, bool], Shape] = {}
-        self._reasoning: dict[str, str | None] = {}
+        self._reasoning: dict[tuple[str, str], str | None] = {}
 
     def source(self, talk: Conversation) -> str:
         """The text of the template that the conversation gets: one may be for tools."""
@@ -108,15 +110,15 @@ class Template:
 
     def reasoning(self, talk: Conversation) -> str | None:
         """The field of a reply whose text the template writes as reasoning, if it has one."""
-        source = self.source(talk)
-        if source not in self._reasoning:
+        key = (self.source(talk), repr(sorted(talk.options.items())))
+        if key not in self._reasoning:
             names = (n for n in REASONING if self.has_place(talk, n))
-            self._reasoning[source] = next((n for n in names if self._writes(n, talk)), None)
-        return self._reasoning[source]
+            self._reasoning[key] = next((n for n in names if self._writes(n, talk)), None)
+        return self._reasoning[key]
 
     def _writes(self, name: str, talk: Conversation) -> bool:
         reply: Message = {"role": "assistant", "content": "some words", name: _VALUE}
-        messages = [{"role": "user", "content": "some words"}, reply]
+        messages = [_ASKED, _SAID, _ASKED, reply]  # some drop the reasoning of the only reply
         return _VALUE in self._tried(talk._replace(messages=messages))
 
     def _named(self, talk: Conversation, message: Message) -> Message:
@@ -140,21 +142,28 @@ class Template:
         calls = any("tool_calls" in message for message in talk.messages)
         key = (self.source(talk), calls)
         if key not in self._shapes:
-            fitting = (s for s in _shapes(calls) if self._fits(s, talk, calls))
+            tried = ((shape, said) for said in _trials(calls) for shape in _shapes(calls))
+            fitting = (shape for shape, said in tried if self._fits(shape, said, talk))
             self._shapes[key] = next(fitting, Shape())
         return self._shapes[key]
 
-    def _fits(self, shape: Shape, talk: Conversation, calls: bool) -> bool:
+    def _fits(self, shape: Shape, said: list[Message], talk: Conversation) -> bool:
         """Whether what is said in this shape is there in the text, and as it should be."""
-        reply: Message = {"role": "assistant", "content": _VALUE}
-        if calls:
-            function = {"name": "somename", "arguments": {_KEY: _VALUE}}
-            call = {"type": "function", "id": "abcdefghi", "function": function}
-            reply = {"role": "assistant", "tool_calls": [call]}
-        messages = [shape.put(m) for m in ({"role": "user", "content": "some words"}, reply)]
-        text = self._tried(talk._replace(messages=messages))
+        text = self._tried(talk._replace(messages=[shape.put(message) for message in said]))
         garbled = f'\\"{_KEY}' in text or f"'{_KEY}'" in text
         return "some words" in text and _VALUE in text and not garbled
+
+
+def _trials(calls: bool) -> Iterator[list[Message]]:
+    """Conversations to try a template with, the one that tells most first."""
+    reply: Message = {"role": "assistant", "content": _VALUE}
+    if calls:
+        function = {"name": "somename", "arguments": {_KEY: _VALUE}}
+        call = {"type": "function", "id": _ID, "function": function}
+        reply = {"role": "assistant", "tool_calls": [call]}
+        result = {"role": "tool", "content": "some words", "name": "somename", "tool_call_id": _ID}
+        yield [_ASKED, reply, result, _SAID, _ASKED]
+    yield [_ASKED, reply]
 
 
 def _shapes(calls: bool) -> Iterator[Shape]:

@@ -8,8 +8,12 @@ import itertools
 import pytest
 from data_cases import encode_row, make_tokenizer, talk
 
+from megatrain.data.chat import ChatEncoder
+from megatrain.data.examples import Found
+from megatrain.data.formats import Reading
 from megatrain.errors import InputError
 
+READING = Reading("auto", {})
 SPECIAL = ("<s>", "</s>", "<pad>", "<|a|>", "<|u|>", "<|end|>", "<|stop|>", "<think>", "</think>",
            "<|call|>", "<|tool|>")  # fmt: skip
 FOR = "{%- for m in messages %}"
@@ -101,6 +105,21 @@ def test_reasoning_that_a_template_only_names_is_refused():
         spoken(template, {"messages": turns})
 
 
+def test_reasoning_that_a_setting_of_the_row_turns_on_is_learnt_then_alone():
+    thinking = "{{- '<|a|>' + (m.thinking or '' if loud else '') + m.content + '<|end|>' }}"
+    template = FOR + OTHERS + "{%- else %}" + thinking + "{%- endif %}" + END
+    encoder = ChatEncoder(make_tokenizer(template, special=SPECIAL), None)
+    turns = [*TURNS[:-1], {**TURNS[-1], "thinking": "hm "}]
+    for loud in (False, True):
+        row = {"messages": turns, "chat_template_kwargs": {"loud": loud}}
+        example, _ = READING.example(READING.find(row, "r:1"), row, "r:1")
+        if loud:
+            assert encoder.conversation(Found(0, 1, "r:1", example)).targets.any()
+        else:
+            with pytest.raises(InputError, match="no place for 'thinking'"):
+                encoder.conversation(Found(0, 1, "r:1", example))
+
+
 def with_calls(**arguments):
     call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
     return [*TURNS[:2], {"role": "assistant", "tool_calls": [call]},
@@ -146,6 +165,70 @@ def test_turns_after_a_tool_are_found_where_its_result_is_closed_otherwise():
     template = FOR + tool + OTHERS.replace("{%- if", "{%- elif") + reply + END
     _, runs = spoken(macro + "{%- endmacro %}" + template, {"messages": with_calls(city="a")})
     assert runs[1:] == ["tell 2<|end|>", "tell 4<|end|>"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_of_empty_replies_the_end_of_turn_is_learnt(name):
+    ends = [run[-7:] for run in spoken(TEMPLATES[name], {"messages": talk("a", "", "b", "")})[1]]
+    last = "<|stop|>"[-7:] if "otherwise" in name else "<|end|>"
+    assert ends == ([] if "no end" in name else ["<|end|>", last])
+
+
+MACRO = (
+    "{%- macro calls(m) %}" + CALL.replace("ARGS", "c.function.arguments | tojson")
+    + "{%- endmacro %}"
+)  # fmt: skip
+
+
+def test_a_reply_that_goes_on_after_the_result_of_a_tool_is_learnt_from_there():
+    tool = "{%- if m.role == 'tool' %}{{- '[' + m.content + ']' }}"
+    reply = (
+        "{%- else %}{{- ('' if messages[loop.index0 - 1].role == 'tool' else '<|a|>') }}"
+        "{{- (m.content or '') + calls(m) + ('' if m.tool_calls else '<|end|>') }}{%- endif %}"
+    )
+    template = MACRO + FOR + tool + OTHERS.replace("{%- if", "{%- elif") + reply + END
+    text, runs = spoken(template, {"messages": with_calls(city="a")})
+    assert "[warm]tell 2<|end|>" in text
+    assert runs[1:] == ["tell 2<|end|>", "tell 4<|end|>"]
+
+
+def test_a_call_whose_end_is_spaced_otherwise_later_is_learnt_to_its_end():
+    reply = (
+        "{%- else %}{{- '<|a|>' + (m.content or '') + calls(m) }}{%- if m.tool_calls %}"
+        "{{- '<|tool|>' + ('' if loop.last else ' ') }}{%- endif %}{{- '<|end|>' }}{%- endif %}"
+    )
+    template = MACRO + FOR + OTHERS + reply + END
+    _, runs = spoken(template, {"messages": with_calls(city="a")})
+    assert runs[0].endswith('{"city": "a"}<|tool|> <|end|>') and len(runs) == 3
+
+
+def test_a_template_that_asks_for_the_content_of_earlier_calls_gets_an_empty_one():
+    result = "{%- if m.role == 'tool' %}{%- set _ = messages[loop.index0 - 1].content + '' %}"
+    reply = REPLY.replace("m.content", "(m.content or '') + calls(m)")
+    template = MACRO + FOR + result + "{%- endif %}" + OTHERS + reply + END
+    assert len(spoken(template, {"messages": with_calls(city="a")})[1]) == 3
+
+
+@pytest.mark.parametrize("generation", [("", ""), ("{% generation %}", "{% endgeneration %}")])
+def test_what_a_template_leaves_out_of_a_reply_is_refused(generation):
+    """As gpt-oss's does with all calls but the first, and others with the only reasoning."""
+    begin, end = generation
+    call = "{%- if m.tool_calls %}{{- m.tool_calls[0].function | tojson }}{%- endif %}"
+    reply = "{%- else %}" + begin + "{{- '<|a|>' + (m.content or '') }}" + call + (
+        "{%- if loop.index > 3 and m.thinking %}{{- m.thinking }}{%- endif %}{{- '<|end|>' }}"
+    ) + end + "{%- endif %}"  # fmt: skip
+    template = FOR + OTHERS + reply + END
+    twice = with_calls(city="Paris")
+    twice[2]["tool_calls"] = [
+        {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+        for city in ("Paris", "Rome")
+    ]
+    with pytest.raises(InputError, match="leaves out message 3, or a part of it"):
+        spoken(template, {"messages": twice})
+    turns = [{**m, "thinking": "hm"} if m["content"] == "tell 4" else m for m in TURNS]
+    assert "hm" in spoken(template, {"messages": turns})[1][1]
+    with pytest.raises(InputError, match="leaves out message 2, or a part of it"):
+        spoken(template, {"messages": turns[-2:]})
 
 
 @pytest.mark.parametrize(
