@@ -25,6 +25,8 @@ _PLACES = {
     "save_total_limit": "checkpoint.keep",
     "logging_steps": "output.log_every",
     "output_dir": "output.folder",
+    "report_to": "tracking.to",
+    "trackio_space_id": "tracking.options",
     # LLaMA-Factory
     "cutoff_len": "data.sequence_length",
     "dataset": "data.path",
@@ -38,6 +40,8 @@ _PLACES = {
     "sample_packing": "data.packing",
     "val_set_size": "data.eval_fraction",
     "num_epochs": "training.epochs",
+    "wandb_project": "tracking.project",
+    "wandb_name": "tracking.run_name",
     "lr_scheduler": "schedule.name",
     # DeepSpeed
     "train_batch_size": "training.batch_size",
@@ -54,6 +58,7 @@ _REASONS = {
     "completion_only_loss": "of prompts and completions only the completions are learnt",
     "template": "the model's own chat template is used, or that in model.chat_template",
     "resume_from_checkpoint": "resume with `megatrain train RUN.yaml --resume`",
+    "logging_dir": "trackers write into the run's folder (output.folder), below tracking/",
     "deepspeed": "nothing of it is needed: state rests in host memory",
     "fsdp": "nothing of it is needed: state rests in host memory",
 }

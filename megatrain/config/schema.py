@@ -157,6 +157,36 @@ class OutputSection(Section):
     timeline_every: Annotated[int, Field(ge=2)] | None = None
 
 
+Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
+
+
+class TrackingSection(Section):
+    """Trackers that get what `metrics.jsonl` gets, under the names `train/...` and `eval/...`.
+
+    `run_name`: null: that of the run's folder. Nothing leaves the machine unless `online` is true:
+    then each library's own settings say where to. `options`: further arguments of a library's own
+    start, by tracker.
+    """
+
+    to: Tracker | list[Tracker] = Field(default_factory=list)
+    project: Name = "megatrain"
+    run_name: Name | None = None
+    online: bool = False
+    options: dict[Tracker, dict[str, Any]] = Field(default_factory=dict)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """Their names, each once."""
+        return list(dict.fromkeys(self.to if isinstance(self.to, list) else [self.to]))
+
+    @model_validator(mode="after")
+    def _options_of_trackers(self) -> Self:
+        for name in self.options:
+            if name not in self.trackers:
+                raise ValueError(f"options are given for {name}, which is not in tracking.to")
+        return self
+
+
 class Config(Section):
     """A whole run."""
 
@@ -169,6 +199,7 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     checkpoint: CheckpointSection = CheckpointSection()
     output: OutputSection = OutputSection()
+    tracking: TrackingSection = TrackingSection()
 
     def as_yaml(self) -> str:
         """The resolved run file: every key, defaults included."""

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -27,8 +27,14 @@ class MetricsWriter:
     attempt: a file object whose flush has failed keeps the unwritten bytes and fails for ever.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None] = _warn) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        warn: Callable[[str], None] = _warn,
+        also: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+    ) -> None:
+        """Args: `also` get each line's values, too, once it is written."""
+        self._path, self._also = path, also
         self._warn = warn
         self._warned = False
         self._unwritten: deque[bytes] = deque(maxlen=100_000)
@@ -48,6 +54,8 @@ class MetricsWriter:
                 self._warn(f"{self._path}: cannot be written ({error.strerror}); the run goes on")
         else:
             self._unwritten.clear()
+        for tell in self._also:
+            tell(values)
 
     def _append(self, lines: bytes) -> None:
         """All of `lines`, or nothing: a line cut short would swallow the next one."""

@@ -16,6 +16,7 @@ METRICS = "metrics.jsonl"
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 FINISHED = "finished.json"
+TRACKING = "tracking"
 LOCK = ".lock"
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")

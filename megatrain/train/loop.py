@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatrain.train.saves import Saves
 from megatrain.train.steps import Steps
 from megatrain.train.stop import Signals
 from megatrain.train.timeline import RunTimeline
+from megatrain.train.trackers import Trackers
 from megatrain.units import duration
 
 log = logging.getLogger(__name__)
@@ -70,17 +71,23 @@ def train(
             return Outcome(opened.folder, opened.steps)
         folder, job = opened
         try:
-            return _run(job, config, folder, signals)
+            return _tracked(job, config, folder, signals)
         except OSError as error:
             raise RunFailed(f"{folder}: cannot be written to or read: {told(error)}") from error
 
 
-def _run(job: Job, config: Config, folder: Path, signals: Signals) -> Outcome:
+def _tracked(job: Job, config: Config, folder: Path, signals: Signals) -> Outcome:
     first = job.resumed.step if job.resumed else 0
     log.info("%s %s", f"going on after step {first} in" if first else "writing to", folder)
+    with closing(Trackers(config, folder, first)) as trackers:
+        return _run(job, config, folder, signals, trackers)
+
+
+def _run(job: Job, config: Config, folder: Path, signals: Signals, trackers: Trackers) -> Outcome:
+    first = job.resumed.step if job.resumed else 0
     describe_run(folder, config, job)
     logged = cut_metrics(folder / METRICS, first)
-    metrics = MetricsWriter(folder / METRICS)
+    metrics = MetricsWriter(folder / METRICS, also=[trackers.log])
     every, left = config.output.timeline_every, job.total_steps - first
     timeline = RunTimeline(job.engine.recording, folder, left, every)
     steps = Steps(job, config, metrics, timeline)

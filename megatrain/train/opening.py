@@ -24,6 +24,7 @@ from megatrain.train.lock import locked
 from megatrain.train.outputs import finished_steps
 from megatrain.train.prepare import Job, prepare
 from megatrain.train.resume import Damaged, check_config, find_starts, say_differences
+from megatrain.train.trackers import check_trackers
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def open_run(
         InputError: configuration, data, model, folder or checkpoint cannot be used.
         DoesNotFit: more memory is needed than there is.
     """
+    check_trackers(config)
     folder = run_to_resume(config.output.folder, name) if resume else None
     if folder is None:
         new_run_folder(config.output.folder, name)  # what is wrong with it is known at once

@@ -16,7 +16,7 @@ from megatrain.train.folders import checkpoint_folder, checkpoints, require_plai
 
 # What a resumed run may do differently: it still learns the same model from the same rows. Paths of
 # data and tokenizer are free because the data position knows the rows themselves (a fingerprint).
-_FREE_SECTIONS = ("loss", "schedule", "checkpoint", "output")
+_FREE_SECTIONS = ("loss", "schedule", "checkpoint", "output", "tracking")
 FREE_KEYS = {
     "model": ("tokenizer", "chat_template", "trust_remote_code", "attn_implementation"),
     "data": ("path", "eval_path", "cache_dir", "hub_config", "hub_split"),
@@ -94,7 +94,7 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
 def say_differences(config: Config, state: RunState) -> None:
     """Say what the run does otherwise from here on."""
     for section, key, before, now in _differences(state.config, config):
-        if section not in ("output", "checkpoint"):
+        if section not in ("output", "checkpoint", "tracking"):
             log.info("resume: %s.%s was %s, is %s now", section, key, shown(before), shown(now))
 
 

@@ -1,0 +1,122 @@
+"""Trackers get what `metrics.jsonl` gets, for real, and never end a run."""
+
+import json
+
+import pytest
+from accelerate.tracking import TensorBoardTracker
+
+from megatrain import config
+from megatrain.errors import InputError
+from megatrain.telemetry.metrics import read_metrics
+from megatrain.train import trackers
+from megatrain.train.trackers import Trackers
+from tests.cli.test_mistakes import assert_refused
+
+TENSORBOARD = ("--set", "tracking.to=tensorboard", "--set", "training.steps=3")
+
+
+def scalars(folder):
+    """Steps and values of each name, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    names = events.Tags()["scalars"]
+    return {name: [(each.step, each.value) for each in events.Scalars(name)] for name in names}
+
+
+def test_tensorboard_has_the_metrics_of_a_run_and_of_its_continuation(megatrain, run_file):
+    run = run_file.parent / "run"
+    assert megatrain("train", run_file, *TENSORBOARD).exit_code == 0
+    longer = ("--set", "training.steps=5")
+    result = megatrain("train", run_file, "--resume", *TENSORBOARD, *longer)
+    assert result.exit_code == 0, result.output
+    records = list(read_metrics(run / "metrics.jsonl"))
+    found = scalars(run / "tracking" / "tensorboard")
+    for there, here in (("train/loss", "loss"), ("eval/loss", "eval_loss"),
+                        ("train/learning_rate", "lr")):  # fmt: skip
+        ours = [(each["step"], each[here]) for each in records if here in each]
+        assert len(ours) >= 2
+        assert found[there] == [(step, pytest.approx(value)) for step, value in ours]
+
+
+def test_a_tracker_that_fails_costs_one_warning(megatrain, run_file, monkeypatch, caplog):
+    def log(self, values, step=None, **kwargs):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(TensorBoardTracker, "log", log)
+    result = megatrain("train", run_file, *TENSORBOARD)
+    assert result.exit_code == 0, result.output
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["tensorboard: no route; it gets no more, the run goes on"]
+    assert (run_file.parent / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_a_tracker_that_does_not_start_is_refused_and_leaves_nothing(
+    megatrain, run_file, monkeypatch
+):
+    def start(self):
+        raise PermissionError("not logged in")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorBoardTracker, "start", start)
+        result = megatrain("train", run_file, *TENSORBOARD)
+    assert_refused(result, "tracking.to: tensorboard does not start: not logged in")
+    assert [path.name for path in (run_file.parent / "run").iterdir()] == [".lock"]
+    assert megatrain("train", run_file, *TENSORBOARD).exit_code == 0
+
+
+def test_what_is_not_installed_is_refused_with_what_to_install(megatrain, run_file, monkeypatch):
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    result = megatrain("train", run_file, "--set", "tracking.to=[wandb]")
+    assert_refused(result, 'wandb is not installed; pip install "megatrain[wandb]"')
+    assert not (run_file.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("tracking.to=tensorbord", "tracking.to: "),
+        ("tracking={to: wandb, options: {mlflow: {}}}", "given for mlflow, which is not in"),
+    ],
+)
+def test_mistakes_of_the_section_are_named(run_file, mistake, told):
+    with pytest.raises(InputError, match=told):
+        config.load(run_file, [mistake])
+
+
+def logged_twice(run_file, tmp_path, name):
+    """A run's tracker that logs step 1 and, resumed, step 2; the folder."""
+    loaded = config.load(run_file, [f"tracking.to={name}"])
+    for first in (0, 1):
+        started = Trackers(loaded, tmp_path, first)
+        started.log({"step": first + 1, "loss": 3.0 - first, "mfu": None})
+        started.close()
+    return tmp_path / "tracking"
+
+
+def test_mlflow_goes_on_in_the_same_run(run_file, tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    folder = logged_twice(run_file, tmp_path, "mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    run = json.loads((folder / "runs.json").read_text())["mlflow"]
+    history = client.get_metric_history(run, "train/loss")
+    assert [(each.step, each.value) for each in history] == [(1, 3.0), (2, 2.0)]
+    assert client.get_run(run).data.params["training.steps"] == "6"
+
+
+def test_wandb_writes_offline_files_of_one_run(run_file, tmp_path):
+    pytest.importorskip("wandb")
+    folder = logged_twice(run_file, tmp_path, "wandb")
+    run = json.loads((folder / "runs.json").read_text())["wandb"]
+    assert len([*folder.glob(f"wandb/offline-run-*/run-{run}.wandb")]) >= 1
+
+
+def test_trackio_goes_on_in_the_same_run(run_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    logged_twice(run_file, tmp_path, "trackio")
+    (run,) = trackio.Api().runs("megatrain")
+    rows = SQLiteStorage.get_logs("megatrain", run.name)
+    assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 3.0), (2, 2.0)]
