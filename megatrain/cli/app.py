@@ -155,29 +155,99 @@ def export(
     print(f"{out}")
 
 
+ModelArgument = Annotated[
+    str, typer.Argument(help="A run's folder, a checkpoint, a model folder, or a hub id.")
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to add at most.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="0: always the likeliest. As the model says, or 0.8."),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, max=1.0, help="The likeliest tokens up to this. As the model says, or 0.95."
+    ),
+]
+TopK = Annotated[
+    int | None, typer.Option(min=0, help="So many of the likeliest tokens at most; 0: all.")
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(min=0.01, help="Above 1: what was said becomes less likely.")
+]
+Seed = Annotated[int, typer.Option(min=0)]
+DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="Compute dtype.")]
+DeviceMemory = Annotated[
+    str | None, typer.Option(help="Of the GPU at most, such as 10GiB; more is streamed.")
+]
+HostMemory = Annotated[str | None, typer.Option(help="Of the host at most, such as 64GiB.")]
+
+
 @app.command()
 def generate(
-    model: Annotated[
-        str, typer.Argument(help="A run's folder, a checkpoint, a model folder, or a hub id.")
-    ],
-    prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest.")] = 0.8,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens up to this.")
-    ] = 0.95,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    precision: Annotated[Precision, typer.Option(help="Compute dtype.")] = "bf16",
+    model: ModelArgument,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="The text to continue; may be repeated.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="A prompt a line; or .jsonl with `prompt` or `messages`."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="A text is a message, put into the chat template.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Write prompts and completions there (.jsonl).")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts continued together.")] = 16,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = 0,
+    device: DeviceName = "auto",
+    precision: PrecisionOption = "bf16",
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
 ) -> None:
-    """Continue a text, streaming the layers.
+    """Continue texts, or reply to messages.
 
-    There is no key-value cache: each token costs one pass over all tokens before it.
+    What does not fit on the device is streamed from host memory, layer by layer: all prompts of a
+    batch share each pass over the weights.
     """
-    from megatrain.cli.generate import Sampling, generate_from
+    from megatrain.cli.generate import Where, all_prompts, print_texts
+    from megatrain.generate import Sampling
 
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    generate_from(model, prompt, sampling, device=device, precision=precision)
+    asked = all_prompts(prompt or [], prompts, chat=chat)
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
+    where = Where(device, precision, device_memory, host_memory)
+    print_texts(model, asked, sampling, where, batch_size=batch_size, output=output)
+
+
+@app.command()
+def chat(
+    model: ModelArgument,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = 0,
+    device: DeviceName = "auto",
+    precision: PrecisionOption = "bf16",
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+) -> None:
+    """Talk with a model, by its own chat template."""
+    from megatrain.cli.chat import talk
+    from megatrain.cli.generate import Where
+    from megatrain.generate import Sampling
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
+    talk(model, system, sampling, Where(device, precision, device_memory, host_memory))
 
 
 @app.command()

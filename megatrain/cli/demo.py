@@ -7,10 +7,11 @@ from pathlib import Path
 
 import megatrain
 from megatrain import config
-from megatrain.cli.generate import Sampling, generate_from
+from megatrain.cli.generate import Where, print_texts
 from megatrain.cli.train import say_end
 from megatrain.data import stdlib_corpus, train_bpe_tokenizer
 from megatrain.errors import InputError
+from megatrain.generate import Sampling
 from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.folders import METRICS, whole_folder
@@ -38,12 +39,11 @@ def run_demo(overrides: Sequence[str]) -> None:
     print(f"\nloss     {loss_curve(outcome.folder)}   ({outcome.folder / 'loss.png'})\n")
     for prompt in PROMPTS:
         print(f"--- sampled from the model, prompt {prompt!r}")
-        generate_from(
+        print_texts(
             str(outcome.folder),
-            prompt,
+            [prompt],
             Sampling(max_new_tokens=96, temperature=0.6),
-            device=run_file.engine.device,
-            precision=run_file.engine.precision,
+            Where(run_file.engine.device, run_file.engine.precision),
         )
     print_memory(outcome)
     print(f"\nThe run is in {outcome.folder}; more of it:")

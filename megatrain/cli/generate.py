@@ -1,108 +1,139 @@
-"""Sampling from a model whose layers are streamed through the device."""
+"""`megatrain generate`: prompts in, texts out as they come."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import TextStreamer
 
-from megatrain.api import Engine
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import load_tokenizer
-from megatrain.data.tokenizer import tokenising
+from megatrain.data.prompts import Prompt
 from megatrain.errors import InputError
+from megatrain.generate import Sampling, generate, open_model
+from megatrain.json_yaml import parse_json
 from megatrain.model.weights import resolve_model
 from megatrain.train.trained import trained_model
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn; a temperature of 0 takes the likeliest one."""
+class Where:
+    """What a model is run on, and in what."""
 
-    max_new_tokens: int = 128
-    temperature: float = 0.8
-    top_p: float = 0.95
-    seed: int = 0
+    device: str = "auto"
+    precision: Literal["bf16", "fp32"] = "bf16"
+    device_memory: str | None = None
+    host_memory: str | None = None
 
 
-def generate_from(
-    model: str,
-    prompt: str,
-    sampling: Sampling,
-    device: str,
-    precision: Literal["bf16", "fp32"],
-) -> None:
-    """Load `model` for inference only and print `prompt` and its continuation as it comes.
+def open_with_tokenizer(model: str, where: Where) -> tuple[Any, Any]:
+    """The model of a run, checkpoint, folder or hub id, and its tokenizer.
 
     Raises:
-        InputError: no such model, or the prompt leaves no room in the model's context.
+        InputError: one of them cannot be read.
+        DoesNotFit: host memory cannot hold the model.
     """
     source = trained_model(model)
     if isinstance(source, str):
         resolve_model(source)  # first: of a misspelt folder it is not the tokenizer that is missing
     tokenizer = load_tokenizer(source.model_folder if isinstance(source, Checkpoint) else source)
-    engine = Engine(
+    opened = open_model(
         source,
-        optimizer=None,
-        precision=precision,
-        device=None if device == "auto" else device,
+        precision=where.precision,
+        device=None if where.device == "auto" else where.device,
+        device_memory=where.device_memory,
+        host_memory=where.host_memory,
     )
-    try:
-        print_continuation(engine, tokenizer, prompt, sampling)
-    finally:
-        engine.close()
+    return opened, tokenizer
 
 
-def print_continuation(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, prompt: str, sampling: Sampling
+def print_texts(
+    model: str,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    where: Where,
+    *,
+    batch_size: int = 16,
+    output: Path | None = None,
 ) -> None:
-    """Print `prompt` and what the model continues it with, word by word."""
-    with tokenising("the prompt"):
-        ids = tokenizer(prompt, add_special_tokens=True)["input_ids"]
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-    streamer.put(torch.tensor(ids))
-    ends = _end_tokens(engine, tokenizer)
-    for token in continue_tokens(engine, ids, sampling):
-        if token in ends:
-            break
-        streamer.put(torch.tensor([token]))
-    streamer.end()
+    """Print each prompt with its continuation; of a single one as it comes.
 
-
-def _end_tokens(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
-    """The tokenizer's end token, and those of the configuration: none, one or a list."""
-    ends = getattr(engine.config.get_text_config(decoder=True), "eos_token_id", None)
-    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-
-
-def continue_tokens(engine: Engine, ids: list[int], sampling: Sampling) -> Iterator[int]:
-    """New token ids, each from one forward pass over all tokens so far.
+    Args:
+        output: also write prompts and completions there, a line of JSON each.
 
     Raises:
-        InputError: an empty prompt, or one as long as the model's context.
+        InputError: no such model, or a prompt that cannot be used.
     """
-    if not ids:
-        raise InputError("--prompt: holds no token")
-    limit = getattr(engine.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit is not None and len(ids) >= limit:
-        raise InputError(f"--prompt: {len(ids)} tokens leave no room in a context of {limit}")
-    generator = torch.Generator().manual_seed(sampling.seed)
-    room = sampling.max_new_tokens if limit is None else limit - len(ids)
-    tokens = list(ids)
-    for _ in range(min(room, sampling.max_new_tokens)):
-        logits_BTV = engine.logits({"input_ids": torch.tensor([tokens])})
-        tokens.append(draw(logits_BTV[0, -1], sampling, generator))
-        yield tokens[-1]
+    source, tokenizer = open_with_tokenizer(model, where)
+    try:
+        if output is None and len(prompts) == 1:
+            streamer = TextStreamer(
+                tokenizer, skip_prompt=not isinstance(prompts[0], str), skip_special_tokens=True
+            )
+            generate(source, tokenizer, prompts, sampling, streamer=streamer)
+            return
+        for start in range(0, len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
+            texts = generate(source, tokenizer, batch, sampling, batch_size=batch_size)
+            _show(batch, texts, output)
+    finally:
+        source.close()
 
 
-def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token id by temperature and nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751)."""
-    if sampling.temperature == 0:
-        return int(logits_V.argmax())
-    scaled_V = (logits_V - logits_V.max()).double() / sampling.temperature  # never above 0
-    probabilities, ids = torch.softmax(scaled_V, -1).sort(descending=True)
-    before = probabilities.cumsum(-1) - probabilities
-    probabilities[(before >= sampling.top_p) & (before > 0)] = 0
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+def _show(prompts: Sequence[Prompt], texts: Sequence[str], output: Path | None) -> None:
+    for prompt, text in zip(prompts, texts, strict=True):
+        if output is None:
+            asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            print(f"--- {asked}\n{text}\n", flush=True)
+            continue
+        key = "prompt" if isinstance(prompt, str) else "messages"
+        with output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({key: prompt, "completion": text}, ensure_ascii=False) + "\n")
+
+
+def all_prompts(texts: Sequence[str], path: Path | None, *, chat: bool) -> list[Prompt]:
+    """The prompts given and those in a file; with `chat`, texts are messages of a user.
+
+    Raises:
+        InputError: there are none, or the file cannot be used.
+    """
+    found = [*texts, *([] if path is None else read_prompts(path))]
+    if not found:
+        raise InputError("no prompt: give --prompt TEXT, or --prompts FILE")
+    return [
+        [{"role": "user", "content": each}] if chat and isinstance(each, str) else each
+        for each in found
+    ]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts in a file: a line of text each, or of a `.jsonl` file `prompt` or `messages`.
+
+    Raises:
+        InputError: it cannot be read, or a line has neither.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise InputError(f"{path}: cannot be read: {reason}; name a file of prompts") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise InputError(f"{path}: holds no prompt; write one on each line")
+    if path.suffix != ".jsonl":
+        return [line for _, line in numbered]
+    return [_prompt(line, f"{path}:{number}") for number, line in numbered]
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise InputError(f"{where}: not JSON: {error}; write one object on each line") from error
+    row = row if isinstance(row, dict) else {}
+    prompt = row.get("messages", row.get("prompt"))
+    if not isinstance(prompt, str | list) or isinstance(row.get("messages"), str):
+        raise InputError(f"{where}: neither 'prompt' (a text) nor 'messages' (a list)")
+    return prompt

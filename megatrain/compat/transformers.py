@@ -14,6 +14,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -21,6 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megatrain.compat.torch import FORWARD_HOOKS
 
 __all__ = [
+    "CausalLMOutput",
     "WeightConverter",
     "WeightRenaming",
     "dot_natural_key",

@@ -43,7 +43,7 @@ class TextEncoder:
             )
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._lead, tail = _surroundings(tokenizer)
+        self._lead, tail = surroundings(tokenizer)
         eos = tokenizer.eos_token_id
         self._tail = tail if tail[-1:] == [eos] else [*tail, eos]
 
@@ -96,7 +96,7 @@ class TextEncoder:
         return Document(found.source, found.number, tokens, targets)
 
 
-def _surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
+def surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The special tokens that the tokenizer puts before and after a text."""
     with tokenising("a text"):
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]

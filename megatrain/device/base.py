@@ -58,6 +58,7 @@ def kind_of(name: str) -> Kind:
 MEMORY_KEYS = (
     "device_bytes",
     "device_peak_bytes",
+    "device_used_bytes",
     "device_used_peak_bytes",
     "device_total_bytes",
     "device_free_bytes",
@@ -155,8 +156,9 @@ class Device(Protocol):
         """Bytes of device memory.
 
         `device_bytes` and `device_peak_bytes` taken from the driver, now and at most;
-        `device_used_peak_bytes` of it in use at most; `device_total_bytes` that there are or that
-        `limit` allows, and `device_free_bytes` of them that no process has taken;
+        `device_used_bytes` and `device_used_peak_bytes` of it in use, now and at most;
+        `device_total_bytes` that there are or that `limit` allows, and `device_free_bytes` of them
+        that no process has taken;
         `device_context_bytes` that the driver itself takes for this process.
         """
 

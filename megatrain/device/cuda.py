@@ -259,6 +259,7 @@ class CudaDevice:
         return {
             "device_bytes": taken,
             "device_peak_bytes": torch.cuda.max_memory_reserved(self.torch_device),
+            "device_used_bytes": torch.cuda.memory_allocated(self.torch_device),
             "device_used_peak_bytes": torch.cuda.max_memory_allocated(self.torch_device),
             "device_total_bytes": total,
             "device_free_bytes": free,

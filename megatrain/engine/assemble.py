@@ -35,7 +35,7 @@ from megatrain.engine.update import Update
 from megatrain.engine.workroom import WorkRoom
 from megatrain.errors import InputError
 from megatrain.model.build import emptied, empty_model, load_config, loaded_types
-from megatrain.model.companions import Companions, companions
+from megatrain.model.companions import Companions, companions, set_generation
 from megatrain.model.init import initialise
 from megatrain.model.limits import refuse_rounding
 from megatrain.model.outline import Outline
@@ -91,6 +91,7 @@ def open_source(
             model, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
         )
         beside = saved_companions(model)
+        set_generation(empty, beside)
         return Source(empty, saved_dtype(model), saved=model, companions=beside)
     if isinstance(model, PreTrainedModel):
         empty = emptied(model, attn_implementation=attn_implementation)
@@ -110,6 +111,7 @@ def open_source(
         dtype, beside = getattr(model, "dtype", None) or torch.float32, {}
     else:
         dtype, beside = source_dtype(folder), companions(folder)
+        set_generation(empty, beside)
     return Source(empty, dtype, folder, untrained=_drawn_buffers(empty, dtype), companions=beside)
 
 

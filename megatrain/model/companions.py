@@ -9,10 +9,15 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatrain.errors import InputError
+from transformers import GenerationConfig, PreTrainedModel
+
+from megatrain.errors import InputError, first_line
+from megatrain.json_yaml import parse_json
 from megatrain.units import MIB
 
 Companions = Mapping[str, bytes]  # by path inside the folder
+
+GENERATION = "generation_config.json"
 
 _MOST_BYTES = 256 * MIB  # of all; the largest tokenizers that are known have 34 MB
 _TEMPLATES = "additional_chat_templates"
@@ -88,6 +93,16 @@ def write_companions(folder: Path, given: Companions) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)  # it may be a link to another folder's file
         target.write_bytes(data)
+
+
+def set_generation(model: PreTrainedModel, given: Companions) -> None:
+    """Give a model the generation settings among its companions, if there are any."""
+    if (data := given.get(GENERATION)) is None or not model.can_generate():
+        return
+    try:
+        model.generation_config = GenerationConfig(**parse_json(data))
+    except Exception as error:  # transformers checks each value in a way of its own
+        log.warning("%s is left aside: %s", GENERATION, first_line(error))
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:

@@ -6,7 +6,8 @@ between layers and the epilogue are all read off transformers' forward.
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -236,6 +237,17 @@ class Skeleton:
         """Give the layers back what they do themselves."""
         for layer in self._stack:
             put_back(layer, self._own[id(layer)])
+
+    @contextmanager
+    def with_layers(self) -> Iterator[PreTrainedModel]:
+        """The model itself: within this context its layers do what they do themselves."""
+        self.restore()
+        try:
+            yield self.model
+        finally:
+            for layer in self._stack:
+                lay_aside(layer)
+                self._replace(layer)
 
     def takes(self, name: str) -> bool:
         """Whether the model's forward has an argument of this name."""

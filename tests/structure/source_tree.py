@@ -19,6 +19,7 @@ LEVELS = (
     {"forecast"},  # runs the engine's own step, on a device that keeps time
     {"autoplace"},
     {"api", "plan"},
+    {"generate"},
     {"train"},
     {"report"},
     {"cli"},

@@ -1,43 +1,68 @@
-"""How tokens are drawn from logits."""
+"""Prompts as tokens, what `generate` is told, and where it stops."""
 
-import torch
+import pytest
+from data_cases import chat_tokenizer, encode_row, make_tokenizer, talk
+from transformers import GenerationConfig
 
-from megatrain.cli.generate import Sampling, draw
-
-LOGITS = torch.tensor([0.0, 3.0, 2.0, -1.0, 1.0])
-
-
-def drawn(sampling: Sampling, count: int = 2000) -> torch.Tensor:
-    """Share of each token in `count` draws."""
-    generator = torch.Generator().manual_seed(sampling.seed)
-    tokens = [draw(LOGITS, sampling, generator) for _ in range(count)]
-    return torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)) / count
+from megatrain import InputError
+from megatrain.data.prompts import end_of_turn, prompt_ids
+from megatrain.generate import Sampling
 
 
-def test_a_temperature_of_zero_takes_the_likeliest():
-    assert drawn(Sampling(temperature=0), 5).tolist() == [0, 1, 0, 0, 0]
+def told(sampling: Sampling, **own) -> GenerationConfig:
+    return sampling.settings(GenerationConfig(**own), room=7, stops={2}, pad=0, cached=True)
 
 
-def test_without_a_nucleus_the_shares_are_the_softmax():
-    shares = drawn(Sampling(temperature=0.7, top_p=1.0), 20000)
-    assert torch.allclose(shares, torch.softmax(LOGITS / 0.7, 0), atol=0.015)
+def test_a_temperature_of_zero_or_next_to_nothing_takes_the_likeliest():
+    for temperature in (0, 1e-300):
+        made = told(Sampling(temperature=temperature), do_sample=True, temperature=0.7, top_p=0.8)
+        assert (made.do_sample, made.temperature, made.top_p) == (False, None, None)
 
 
-def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p():
-    # softmax: 0.64, 0.24, 0.09, ... so 0.7 needs the first two, and 0.1 the first one only.
-    probabilities = torch.softmax(LOGITS, 0)
-    two = probabilities * torch.tensor([0, 1, 1, 0, 0])
-    shares = drawn(Sampling(temperature=1.0, top_p=0.7), 20000)
-    assert torch.allclose(shares, two / two.sum(), atol=0.015)
-    assert drawn(Sampling(temperature=1.0, top_p=0.1), 50).tolist() == [0, 1, 0, 0, 0]
-    assert drawn(Sampling(temperature=1.0, top_p=0.0), 50).tolist() == [0, 1, 0, 0, 0]
+def test_what_is_not_said_is_as_the_model_says_or_usual():
+    own = {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05}
+    made = told(Sampling(top_p=0.5), **own)
+    assert (made.temperature, made.top_p, made.top_k) == (0.7, 0.5, 20)
+    assert (made.repetition_penalty, made.max_new_tokens, made.eos_token_id) == (1.05, 7, [2])
+    made = told(Sampling(top_k=3))
+    assert (made.do_sample, made.temperature, made.top_p, made.top_k) == (True, 0.8, 0.95, 3)
 
 
-def test_the_seed_decides_the_draws():
-    first, again, other = (drawn(Sampling(seed=seed), 50) for seed in (1, 1, 2))
-    assert first.equal(again)
-    assert not first.equal(other)
+ENDS = {"qwen": "<|im_end|>", "marked": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>",
+        "gemma": "<end_of_turn>"}  # fmt: skip
 
 
-def test_a_temperature_next_to_nothing_takes_the_likeliest():
-    assert drawn(Sampling(temperature=1e-300), 5).tolist() == [0, 1, 0, 0, 0]
+@pytest.mark.parametrize("name", ENDS)
+def test_the_token_that_ends_a_reply_is_found_in_the_template(name):
+    tokenizer = chat_tokenizer(name)
+    assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(ENDS[name])
+
+
+def test_without_a_token_at_its_end_a_reply_ends_with_none():
+    tokenizer = chat_tokenizer("qwen")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    assert end_of_turn(tokenizer) is None
+    tokenizer.chat_template = None
+    assert end_of_turn(tokenizer) is None
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_messages_are_asked_as_they_are_trained(name):
+    """The tokens before the first reply to predict are the prompt."""
+    tokenizer, messages = chat_tokenizer(name), talk("What is it?", "It is 42.")
+    ids, targets = encode_row(tokenizer, {"messages": messages})
+    first = int(targets.argmax())
+    assert prompt_ids(tokenizer, messages[:1], None, "prompt 1") == ids[:first].tolist()
+
+
+def test_a_text_is_asked_as_documents_begin():
+    tokenizer = make_tokenizer()
+    found = prompt_ids(tokenizer, "the sea", None, "prompt 1")
+    assert found == tokenizer("the sea", add_special_tokens=True)["input_ids"]
+    with pytest.raises(InputError, match="prompt 1: holds no token"):
+        prompt_ids(tokenizer, "", None, "prompt 1")
+    with pytest.raises(InputError, match="prompt 1: message 1 has no 'role'"):
+        prompt_ids(chat_tokenizer("qwen"), [{"content": "a"}], None, "prompt 1")

@@ -1,0 +1,57 @@
+"""What a model is asked with, and where it stops, by the rules that its training data followed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatrain.data.conversation import Conversation, messages
+from megatrain.data.replies import Replies
+from megatrain.data.template import Template
+from megatrain.data.text import surroundings
+from megatrain.data.tokenizer import check_encodable, token_ids, tokenising
+from megatrain.errors import InputError
+
+Prompt = str | Sequence[Mapping[str, Any]]  # a text to continue, or messages to reply to
+
+_ASKED, _ANSWERED = "some words", "an answer"
+
+
+def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: str) -> list[int]:
+    """A text as the beginning of a document, or messages up to where a reply begins.
+
+    Raises:
+        InputError: nothing to go on from, or the tokenizer or its template refuses it.
+    """
+    if isinstance(prompt, str):
+        text, (lead, _) = prompt, surroundings(tokenizer)
+    else:
+        talk = Conversation(*messages(prompt, "messages", where))
+        text, _ = Template(tokenizer).render(talk, where, add_generation_prompt=True)
+        lead = []
+    check_encodable(text, where)
+    with tokenising(where):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if not ids:
+        raise InputError(f"{where}: holds no token; give some text")
+    return token_ids([*lead, *ids], vocab_size, where).tolist()
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The token that the chat template ends a reply with.
+
+    None: there is no template, or it ends replies otherwise.
+    """
+    if not tokenizer.chat_template or not tokenizer.is_fast:
+        return None
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+    talk = Conversation(
+        [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}],
+        [False, True],
+    )
+    try:
+        replies = Replies(Template(tokenizer), list(added), talk, "the chat template")
+        begin, end = replies.span(1)
+    except InputError:  # it takes other conversations only
+        return None
+    _, _, closing = replies.text[begin:end].rpartition(_ANSWERED)
+    places = {closing.find(token): token for token in added if token and token in closing}
+    return added[places[min(places)]] if places else None

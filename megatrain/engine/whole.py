@@ -1,0 +1,187 @@
+"""The transformers model itself, computing with weights that the engine streams.
+
+Its forward is its own, with caches and masks: whatever transformers does with a model, `generate`
+above all, it can do with this one. Before a layer runs, its weights are put in place; rows of
+embedding tables are gathered on the host.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COPY_IN
+from megatrain.engine.layer import Layer
+from megatrain.engine.portion import Portion
+from megatrain.engine.step import Parts
+from megatrain.engine.units import Head, Prologue
+from megatrain.errors import InputError, RunFailed
+from megatrain.model.outline import Outline
+from megatrain.model.skeleton import stand_in
+from megatrain.store import Tile
+from megatrain.tile import Entry
+
+_HARMLESS = ("__get__", "dim", "size", "is_floating_point", "requires_grad_")  # of a table
+
+
+def is_whole(parts: Parts, outline: Outline) -> bool:
+    """Whether layers and head are each streamed as a whole."""
+    units = [*parts.trunk, parts.head]
+    return len(units) == len(outline.layers) + 2 and isinstance(parts.head.tile, Tile)
+
+
+@contextmanager
+def whole_model(
+    device: Device, parts: Parts, outline: Outline, tiles: Sequence[Tile], dtype: torch.dtype
+) -> Iterator[PreTrainedModel]:
+    """The model of `outline`, in the mode that it is in; within this context it can be called.
+
+    Raises:
+        InputError: layers or head are streamed in portions.
+    """
+    if not is_whole(parts, outline):
+        raise InputError(
+            "layers or the head are streamed in portions, so the model cannot run as a whole: "
+            "leave placement.max_stream_bytes out"
+        )
+    with ExitStack() as held:
+        model = held.enter_context(outline.skeleton.with_layers())
+        places = _Places(model)
+        held.callback(places.restore)
+        tables = _Tables(device, places, outline, tiles, dtype)
+        held.enter_context(tables)
+        feed = _Feed(parts, places, tables)
+        for hook in feed.hooks(model, [layer.module for layer in outline.layers]):
+            held.callback(hook.remove)
+        held.enter_context(torch.no_grad())
+        yield model
+        # What was loaded ahead must not be read any more when the next update writes it.
+        device.synchronize(device.record(COPY_IN), "weights read")
+
+
+class _Places:
+    """Where a model's modules hold each parameter, tied ones more than once."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._own = dict(model.named_parameters())
+        first = {id(parameter): name for name, parameter in self._own.items()}
+        self._held: defaultdict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for module in model.modules():
+            for attribute, parameter in module.named_parameters(recurse=False):
+                self._held[first[id(parameter)]].append((module, attribute))
+
+    def put(self, name: str, values: Tensor) -> nn.Parameter:
+        """Let the model compute with these values."""
+        made = nn.Parameter(values, requires_grad=False)
+        self._set(name, made)
+        return made
+
+    def restore(self) -> None:
+        """As they were."""
+        for name, parameter in self._own.items():
+            self._set(name, parameter)
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        for module, attribute in self._held[name]:
+            setattr(module, attribute, parameter)
+
+
+class _Tables(TorchFunctionMode):
+    """Looks rows of embedding tables up where these rest, instead of in their stand-ins."""
+
+    def __init__(
+        self,
+        device: Device,
+        places: _Places,
+        outline: Outline,
+        tiles: Sequence[Tile],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._device, self._places = device.torch_device, places
+        entries = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
+        self._rest = {name: _view(*entries[name]) for name in outline.gathered}
+        self._dtype = dtype
+        self._tables: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def put(self) -> None:
+        """Stand-ins in their places: of a tied table the head has taken it."""
+        self._tables = {}
+        for name, table in self._rest.items():
+            made = self._places.put(name, stand_in(table, self._device, self._dtype))
+            self._tables[id(made)] = made, table
+
+    def __enter__(self) -> Any:
+        self.put()
+        return super().__enter__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding and (table := self._of(args[1])) is not None:
+            return F.embedding(args[0].to(table.device), table, *args[2:], **kwargs).to(
+                self._device
+            )
+        if func is Tensor.__getitem__ and (table := self._of(args[0])) is not None:
+            return table[args[1]].to(self._device)
+        if any(self._of(each) is not None for each in args) and _name(func) not in _HARMLESS:
+            raise RunFailed(f"the model's forward uses an embedding table for {_name(func)}")
+        return func(*args, **kwargs)
+
+    def _of(self, value: Any) -> Tensor | None:
+        return self._tables[id(value)][1] if id(value) in self._tables else None
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _view(tile: Tile, entry: Entry) -> Tensor:
+    return entry.view(tile.weights.data)
+
+
+class _Feed:
+    """Puts each unit's weights in place when the model's forward comes to it."""
+
+    def __init__(self, parts: Parts, places: _Places, tables: _Tables) -> None:
+        self._parts, self._places, self._tables = parts, places, tables
+        self._visits: Iterator[tuple[Prologue | Layer | Head, Buffer]] = iter(())
+
+    def hooks(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterable[Any]:
+        """Hooks on the model and its layers; whoever holds them removes them."""
+
+        def begin(module: nn.Module, args: Any) -> None:
+            units = [*self._parts.trunk, self._parts.head]
+            self._tables.put()
+            self._parts.stream.begin(units)
+            self._visits = self._parts.stream.visit(units)
+            self._next(0)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if next(self._visits, None) is not None:
+                raise RunFailed("the model's forward has left out a layer")
+
+        yield model.register_forward_pre_hook(begin)
+        for number, layer in enumerate(layers, 1):
+            yield layer.register_forward_pre_hook(
+                lambda module, args, number=number: self._next(number), prepend=True
+            )
+        yield layers[-1].register_forward_hook(
+            lambda module, args, output: self._next(len(layers) + 1)
+        )
+        yield model.register_forward_hook(end)
+
+    def _next(self, number: int) -> None:
+        """The weights of the unit of this number, which is the next one."""
+        unit, slot = next(self._visits)
+        if unit is not [*self._parts.trunk, self._parts.head][number]:
+            raise RunFailed("the model's forward calls its layers in another order than it did")
+        assert not isinstance(unit.tile, Portion)
+        for name, values in unit.tile.layout.views(slot.data).items():
+            self._places.put(name, values)

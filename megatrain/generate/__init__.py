@@ -1,0 +1,11 @@
+"""Texts and replies from a model that is open, be it in training or resident on the device.
+
+`generate` is all that most callers need; `open_model` opens what `megatrain generate` is given.
+"""
+
+from megatrain.generate.opening import open_model
+from megatrain.generate.resident import Resident
+from megatrain.generate.sampling import Sampling
+from megatrain.generate.texts import generate
+
+__all__ = ["Resident", "Sampling", "generate", "open_model"]

@@ -1,0 +1,89 @@
+"""How much memory a model's own cache of keys, values and states will take."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatrain.device import Device
+from megatrain.errors import DoesNotFit
+from megatrain.generate.recomputed import Recomputed
+from megatrain.telemetry.memory import host_available_bytes
+from megatrain.units import gib
+
+_TRIED = (2, 3)  # tokens of the prompts whose caches are compared
+
+# Of each layer: bytes of a row with the lengths tried, and the tokens that it keeps at most.
+_Layers = list[tuple[int, int, int | None]]
+_known: WeakKeyDictionary[PreTrainedModel, _Layers] = WeakKeyDictionary()
+
+
+def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
+    """Bytes that the model's cache takes of `rows` rows of `tokens` tokens.
+
+    Measured once for a model, by two short prompts: what a layer keeps of a token is the same of
+    each, up to its window. The largest layer counts twice, since a cache grows into a new one.
+    """
+    if model not in _known:
+        _known[model] = _measured(model)
+    sizes = []
+    for first, second, window in _known[model]:
+        kept = min(tokens, window or tokens)
+        sizes.append(rows * (first + (second - first) * (kept - _TRIED[0])))
+    return sum(sizes) + max(sizes, default=0)
+
+
+def check_cache(device: Device, model: PreTrainedModel, rows: int, tokens: int) -> None:
+    """Raises DoesNotFit unless the device has room for the cache."""
+    if isinstance(model, Recomputed):
+        return
+    needed, free = cache_bytes(model, rows, tokens), free_bytes(device)
+    if needed > free:
+        raise DoesNotFit(
+            f"the keys and values of {rows} prompts of {tokens} tokens take {gib(needed)}, and "
+            f"{gib(free)} are free; take fewer prompts at once, shorter ones, or fewer new tokens"
+        )
+
+
+def free_bytes(device: Device, host_limit: int | None = None) -> int:
+    """Memory where the device computes that nothing uses."""
+    if device.kind != "cuda":
+        return host_available_bytes(host_limit)
+    memory = device.memory()
+    return memory["device_free_bytes"] + memory["device_bytes"] - memory["device_used_bytes"]
+
+
+def _measured(model: PreTrainedModel) -> _Layers:
+    first, second = (_layers(_cache(model, length)) for length in _TRIED)
+    return [(a, b, window) for (a, window), (b, _) in zip(first, second, strict=True)]
+
+
+def _cache(model: PreTrainedModel, length: int) -> Any:
+    ids = torch.zeros(1, length, dtype=torch.long, device=model.device)
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=1,
+        do_sample=False,
+        use_cache=True,
+        return_dict_in_generate=True,
+    )
+    return made.past_key_values
+
+
+def _layers(cache: Any) -> list[tuple[int, int | None]]:
+    """Of each layer its bytes, and its window."""
+    if cache is None:
+        return []
+    layers = getattr(cache, "layers", [cache])
+    return [(_held(vars(layer)), getattr(layer, "sliding_window", None)) for layer in layers]
+
+
+def _held(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_held, value.values()))
+    return sum(map(_held, value)) if isinstance(value, list | tuple) else 0

@@ -1,0 +1,98 @@
+"""A model whose weights all rest on the device: as `from_pretrained` makes it."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from megatrain.checkpoint import masters
+from megatrain.compat.torch import buffers_of, parameters_of
+from megatrain.device import Device
+from megatrain.engine.assemble import Source
+from megatrain.engine.resume import read_untrained
+from megatrain.errors import InputError
+from megatrain.model.build import loaded_types
+from megatrain.model.kind import move_buffers
+from megatrain.model.weights import read_weights
+from megatrain.telemetry.cores import update_threads
+
+log = logging.getLogger(__name__)
+
+
+class Resident:
+    """A model on a device, ready to run.
+
+    Attributes:
+        is_whole: as an engine says it.
+    """
+
+    is_whole = True
+
+    def __init__(self, source: Source, device: Device, dtype: torch.dtype) -> None:
+        """Read the weights of `source` to the device.
+
+        Raises:
+            InputError: they are damaged, or not those of the model.
+        """
+        self.device = device
+        self._model = source.model.eval()
+        self.config: PreTrainedConfig = source.model.config
+        types = loaded_types(source.model, dtype)
+        values: dict[str, Tensor] = {}
+
+        def write(name: str, tensor: Tensor) -> None:
+            values[name] = tensor.to(device.torch_device, types[name])
+
+        if source.saved is not None:
+            for name, read in masters(source.saved).items():
+                write(name, read())
+            read_untrained(source.saved, source.model)
+        elif source.folder is not None:
+            missing = read_weights(source.folder, source.model, write, threads=update_threads())
+            if missing:
+                raise InputError(f"{source.folder}: has no {missing[0]}; it cannot generate")
+        _fill(source.model, values)
+        move_buffers(source.model, device.torch_device, types)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The model's own settings."""
+        return self._model.generation_config
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits `[B, T, V]`, fp32 on the CPU."""
+        with self.whole_model() as model:
+            moved = {name: each.to(self.device.torch_device) for name, each in batch.items()}
+            return model(**moved).logits.float().cpu()
+
+    @contextmanager
+    def whole_model(self) -> Iterator[PreTrainedModel]:
+        """The model; random numbers drawn within do not count outside."""
+        gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
+        with torch.random.fork_rng(devices=gpus), torch.no_grad():
+            yield self._model
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for module in self._model.modules():
+            parameters_of(module).clear()
+        self.device.close()
+
+
+def _fill(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
+    """Put parameters and persistent buffers in all places that they have."""
+    made = {
+        id(parameter): nn.Parameter(values[name], requires_grad=False)
+        for name, parameter in model.named_parameters()
+    }
+    buffers = {id(buffer): values[name] for name, buffer in model.named_buffers() if name in values}
+    for module in model.modules():
+        for name, parameter in parameters_of(module).items():
+            if parameter is not None:
+                parameters_of(module)[name] = made[id(parameter)]
+        for name, buffer in buffers_of(module).items():
+            if id(buffer) in buffers:
+                buffers_of(module)[name] = buffers[id(buffer)]

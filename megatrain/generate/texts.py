@@ -1,0 +1,124 @@
+"""From prompts to texts: batches of prompts through transformers' own `generate`."""
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
+from megatrain.data.tokenizer import pad_id
+from megatrain.errors import DoesNotFit, InputError
+from megatrain.generate.cache import check_cache
+from megatrain.generate.recomputed import Recomputed
+from megatrain.generate.sampling import Sampling
+from megatrain.generate.source import Source
+
+# cuDNN's attention is planned anew for each length, and each new token makes another one.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+log = logging.getLogger(__name__)
+
+
+def generate(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | None = None,
+    *,
+    batch_size: int = 16,
+    streamer: Any = None,
+) -> list[str]:
+    """What the model makes of each prompt, without the prompt and special tokens.
+
+    Where weights are streamed, all prompts of a batch share each pass over them.
+
+    Args:
+        source: an engine (also one in training: its state is not changed), or a resident model.
+        prompts: texts to continue, and messages to reply to.
+        sampling: None: the model's own settings.
+        batch_size: prompts that are continued together.
+        streamer: transformers' streamer, which gets the tokens as they come; of one prompt.
+
+    Raises:
+        InputError: a prompt that cannot be used, or leaves no room in the model's context.
+        DoesNotFit: no memory for the keys and values of a batch.
+    """
+    sampling = sampling or Sampling()
+    config = source.config.get_text_config(decoder=True)
+    ids = [
+        prompt_ids(tokenizer, prompt, config.vocab_size, f"prompt {number}")
+        for number, prompt in enumerate(prompts, 1)
+    ]
+    limit = getattr(config, "max_position_embeddings", None)
+    _check_room(ids, limit)
+    chat = any(not isinstance(prompt, str) for prompt in prompts)
+    stops = stop_ids(source, tokenizer, chat=chat)
+    pad = pad_id(tokenizer, config.vocab_size)
+    out: list[str] = []
+    with _running(source) as model, sdpa_kernel(_ATTENTION):
+        torch.manual_seed(sampling.seed)
+        for start in range(0, len(ids), batch_size):
+            batch = _padded(ids[start : start + batch_size], pad, source.device.torch_device)
+            rows, width = batch["input_ids"].shape
+            room = min(sampling.max_new_tokens, (limit or sys.maxsize) - width)
+            check_cache(source.device, model, rows, width + room)
+            settings = sampling.settings(
+                source.generation_config, room=room, stops=stops, pad=pad, cached=source.is_whole
+            )
+            made = model.generate(**batch, generation_config=settings, streamer=streamer)
+            new = [_until(stops, row) for row in made[:, width:].tolist()]
+            out += tokenizer.batch_decode(new, skip_special_tokens=True)
+    return out
+
+
+@contextmanager
+def _running(source: Source) -> Iterator[PreTrainedModel]:
+    try:
+        if source.is_whole:
+            with source.whole_model() as model:
+                yield model
+        else:
+            log.info("layers are streamed in portions: every token is made of all before it anew")
+            yield Recomputed(source)
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit(
+            "the device has no memory left; take fewer prompts at once, or shorter ones"
+        ) from error
+
+
+def stop_ids(source: Source, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:
+    """The tokens that end a text: the model's, the tokenizer's, and in a chat the template's."""
+    own = source.generation_config.eos_token_id
+    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
+    if chat:
+        ends.add(end_of_turn(tokenizer))
+    return {end for end in ends if end is not None}
+
+
+def _until(stops: set[int], row: list[int]) -> list[int]:
+    return row[: next((at for at, token in enumerate(row) if token in stops), len(row))]
+
+
+def _check_room(ids: Sequence[Sequence[int]], limit: int | None) -> None:
+    for number, row in enumerate(ids, 1):
+        if limit is not None and len(row) >= limit:
+            raise InputError(
+                f"prompt {number}: {len(row)} tokens leave no room in a context of {limit}"
+            )
+
+
+def _padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
+    """Token ids `[B, T]` with padding on the left, and the mask that tells it apart."""
+    width = max(len(row) for row in rows)
+    ids = [[pad] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {
+        "input_ids": torch.tensor(ids, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+    }

@@ -1,0 +1,69 @@
+"""`megatrain generate`: where prompts come from, and where texts go."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from megatrain.cli.app import app
+
+OPTIONS = ["--max-new-tokens", "4", "--temperature", "0", "--device", "cpu", "--precision", "fp32"]
+PROMPTS = ["the cat", "a dog ran"]
+
+
+def alone(megatrain, folder) -> list[str]:
+    """Each prompt with its continuation, one command each."""
+    results = [megatrain("generate", folder, "--prompt", each, *OPTIONS) for each in PROMPTS]
+    assert all(result.exit_code == 0 for result in results), results[0].output
+    return [result.stdout.strip() for result in results]
+
+
+def test_prompts_of_options_and_files_are_continued_together(megatrain, trained, tmp_path):
+    folder, _ = trained
+    wanted = alone(megatrain, folder)
+    given = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+    printed = megatrain("generate", folder, *given, *OPTIONS).stdout
+    assert [text.strip() for text in printed.split("--- ")[1:]] == [
+        f"{prompt}\n{text.removeprefix(prompt)}".strip()
+        for prompt, text in zip(PROMPTS, wanted, strict=True)
+    ]
+    (tmp_path / "prompts.txt").write_text("\n".join([PROMPTS[0], "", PROMPTS[1]]) + "\n")
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
+    )
+    for name in ("prompts.txt", "prompts.jsonl"):
+        out = tmp_path / f"{name}.out"
+        asked = ["--prompts", tmp_path / name, "--output", out, "--batch-size", "1"]
+        assert megatrain("generate", folder, *asked, *OPTIONS).exit_code == 0
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [row["prompt"] + row["completion"] for row in rows] == wanted
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "p.jsonl: cannot be read: No such file"),
+        (b"", "p.jsonl: holds no prompt"),
+        (b"\xff\xfe", "p.jsonl: cannot be read: not UTF-8"),
+        (b'{"prompt": "a"}\n{', "p.jsonl:2: not JSON"),
+        (b'{"text": "a"}\n', "p.jsonl:1: neither 'prompt'"),
+        (b'{"messages": "a"}\n', "p.jsonl:1: neither 'prompt'"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}\n', "no chat template"),
+    ],
+)
+def test_prompts_that_cannot_be_used(megatrain, trained, tmp_path, content, problem):
+    if content is not None:
+        (tmp_path / "p.jsonl").write_bytes(content)
+    result = megatrain("generate", trained[0], "--prompts", tmp_path / "p.jsonl", *OPTIONS)
+    assert result.exit_code == 2 and problem in result.stderr
+    assert result.stderr.count("megatrain: error:") == 1
+
+
+def test_a_prompt_is_needed(megatrain, trained):
+    result = megatrain("generate", trained[0])
+    assert result.exit_code == 2 and "no prompt: give --prompt TEXT" in result.stderr
+
+
+def test_a_model_without_a_template_cannot_chat(trained):
+    result = CliRunner().invoke(app, ["chat", str(trained[0]), *OPTIONS], input="hello\n")
+    assert result.exit_code == 2 and "has no chat template" in result.stderr
