@@ -14,8 +14,8 @@ from typing import Any
 
 from megatrain.cli.shapes import qwen2_config
 from megatrain.engine.assemble import open_source
-from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
 from megatrain.model.probe import outline

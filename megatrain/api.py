@@ -6,18 +6,18 @@ from typing import Any, Literal, Self
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megatrain.autoplace.budget import limits
-from megatrain.autoplace.fit import settle
+from megatrain.autoplace.auto import settle
+from megatrain.autoplace.fits import limits
 from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.device import Device, Recording, open_device
 from megatrain.engine.assemble import Source, open_source
 from megatrain.engine.engine import PlacedEngine, StepResult
 from megatrain.engine.opened import DTYPES, Model, Opened
-from megatrain.engine.resume import check_precision, resumed_placement, saved_optimizer
+from megatrain.engine.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.errors import InputError
-from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
 from megatrain.model.rebuilt import difference
+from megatrain.model.spec import Outline
 from megatrain.optim import Rule, StreamedOptimizer, is_number
 from megatrain.placement import Placement
 

@@ -87,7 +87,7 @@ class Tile:
     version: int = 0
     updated: Any = None
     reader: Reader | None = None
-    begins = ends = True  # as a portion of itself (engine/portion.py)
+    begins = ends = True  # as a portion of itself (engine/tile_slice.py)
 
     def __post_init__(self) -> None:
         named = {plane.name: buffer for plane, buffer in self.planes.items()}

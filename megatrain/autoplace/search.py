@@ -1,19 +1,19 @@
 """The search for a placement: the fastest by forecast among those that fit.
 
-First the frame (autoplace/frames.py). One that fits leaves memory to spend on tiles that rest on
-the device and on kept graphs. What each way of spending could bring at best is known from the
-frame's forecast (autoplace/ways.py). The most promising are forecast in full.
+First the frame (autoplace/candidates.py). One that fits leaves memory to spend on tiles that rest
+on the device and on kept graphs. What each way of spending could bring at best is known from the
+frame's forecast (autoplace/spend.py). The most promising are forecast in full.
 """
 
 from collections.abc import Iterator
 from itertools import islice
 
-from megatrain.autoplace.frames import MOST_SLOTS, Frames
-from megatrain.autoplace.frugal import Frugal
-from megatrain.autoplace.ways import Budget, FirstTiles, Ways
+from megatrain.autoplace.candidates import MOST_SLOTS, Frames
+from megatrain.autoplace.min_memory import Frugal
+from megatrain.autoplace.spend import Budget, FirstTiles, Ways
 from megatrain.errors import DoesNotFit
-from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.placement import Placement

@@ -17,7 +17,7 @@ from megatrain.checkpoint.manifest import BUFFERS, COMPUTED, MODEL, Checkpoint, 
 from megatrain.checkpoint.masters import masters
 from megatrain.checkpoint.read import read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving
-from megatrain.checkpoint.spare import spare_bytes_of, useful_bytes
+from megatrain.checkpoint.staging_blocks import spare_bytes_of, useful_bytes
 
 __all__ = [
     "BUFFERS",

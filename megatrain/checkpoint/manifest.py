@@ -12,7 +12,7 @@ from megatrain.checkpoint.decode import decode
 from megatrain.checkpoint.files import ALGORITHMS, MAX_PIECE_BYTES, OldFile, regular_size
 from megatrain.errors import InputError
 from megatrain.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, read_json
-from megatrain.model.shards import DTYPES, MAX_DIMENSIONS
+from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
 from megatrain.units import MIB
 
 FORMAT, VERSION = "megatrain checkpoint", 1

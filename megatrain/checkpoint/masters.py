@@ -11,7 +11,7 @@ from megatrain import kernels
 from megatrain.checkpoint.folders import offering_another
 from megatrain.checkpoint.manifest import Checkpoint, Parameter
 from megatrain.checkpoint.read import tile_planes
-from megatrain.model.shards import Stored
+from megatrain.model.safetensors_io import Stored
 
 READERS = 4
 

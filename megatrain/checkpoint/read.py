@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatrain.checkpoint.files import OldFile
 from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord
-from megatrain.checkpoint.pieces import dtype_name, planes_of
+from megatrain.checkpoint.snapshot import dtype_name, planes_of
 from megatrain.errors import InputError
-from megatrain.model.shards import DTYPES, Stored, read_header
+from megatrain.model.safetensors_io import DTYPES, Stored, read_header
 from megatrain.store import Tile
 from megatrain.tile import Entry
 

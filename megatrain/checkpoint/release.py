@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 
-from megatrain.checkpoint.pieces import Piece, Snapshot, TileFile
-from megatrain.checkpoint.spare import AT_ONCE
+from megatrain.checkpoint.snapshot import Piece, Snapshot, TileFile
+from megatrain.checkpoint.staging_blocks import AT_ONCE
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE, SAVE
 from megatrain.store import DEVICE, Reader

@@ -28,9 +28,9 @@ from megatrain.checkpoint.manifest import (
     TileRecord,
     check_name,
 )
-from megatrain.checkpoint.pieces import Snapshot, TileFile, dtype_name, planes_of, tile_file
 from megatrain.checkpoint.release import Release
-from megatrain.checkpoint.spare import AT_ONCE, Spare
+from megatrain.checkpoint.snapshot import Snapshot, TileFile, dtype_name, planes_of, tile_file
+from megatrain.checkpoint.staging_blocks import AT_ONCE, Spare
 from megatrain.device import Device
 from megatrain.device.base import SAVE
 from megatrain.errors import MegatrainError, RunFailed

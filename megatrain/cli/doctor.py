@@ -8,7 +8,7 @@ from rich.table import Table
 
 from megatrain.plan.doctor import Diagnosis, diagnose
 from megatrain.plan.facts import Facts
-from megatrain.plan.measure import Measurement
+from megatrain.plan.rate_measurement import Measurement
 from megatrain.units import duration, gib
 
 

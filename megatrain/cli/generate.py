@@ -15,7 +15,7 @@ from megatrain.errors import InputError
 from megatrain.generate import Sampling, generate, open_model
 from megatrain.json_yaml import parse_json
 from megatrain.model.weights import resolve_model
-from megatrain.train.trained import trained_model
+from megatrain.train.resolve_model import trained_model
 
 
 @dataclass(frozen=True)

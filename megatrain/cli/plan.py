@@ -14,7 +14,7 @@ from megatrain.cli.plan_table import missing, show
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import SEQUENCE_LENGTH, Workload
 from megatrain.machine import Machine, machine_for, present_machine
-from megatrain.machine.listed import update_gbps
+from megatrain.machine.published import update_gbps
 from megatrain.placement import CPU_PLACEMENT, Placement
 from megatrain.plan.ask import Ask
 from megatrain.plan.planner import Plan, make_plan
@@ -306,7 +306,7 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
         machine=machine, placement=subject.placement, **vars(subject.workload)
     )
     from megatrain.engine.assemble import open_source
-    from megatrain.forecast.tally import NotForeseeable
+    from megatrain.forecast.op_counter import NotForeseeable
     from megatrain.model.probe import outline
 
     source = open_source(

@@ -5,7 +5,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.simulate import Forecast
 from megatrain.plan.planner import Plan
 from megatrain.plan.remedies import Remedy
 from megatrain.plan.tiles import PLANES, by_tier

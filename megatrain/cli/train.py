@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatrain import config
 from megatrain.errors import InputError
 from megatrain.train.folders import CONFIG, MODEL
-from megatrain.train.stop import Signals, Stopped
+from megatrain.train.signals import Signals, Stopped
 
 if TYPE_CHECKING:
     from megatrain.train.loop import Outcome

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device.base import MEMORY_KEYS, Buffer
-from megatrain.device.ranges import host_range
+from megatrain.device.host_mappings import host_range
 from megatrain.errors import InputError
 
 

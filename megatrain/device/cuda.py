@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer
-from megatrain.device.pace import Pace
-from megatrain.device.ranges import host_range
-from megatrain.device.worker import HostWorker
+from megatrain.device.host_mappings import host_range
+from megatrain.device.host_stream import HostWorker
+from megatrain.device.launch_throttle import Pace
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.machine import CONTEXT_BYTES, mapping_bytes
 from megatrain.telemetry.gpu_state import held_by_others

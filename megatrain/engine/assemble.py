@@ -12,34 +12,34 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import Checkpoint, offering_another, read_tiles
 from megatrain.device import Device
+from megatrain.engine.boundaries import HostSaved, Saved
 from megatrain.engine.embedding import Embedding
-from megatrain.engine.experts import staged
-from megatrain.engine.ferry import Ferry
+from megatrain.engine.expert_split import staged
+from megatrain.engine.host_offload import Ferry
 from megatrain.engine.layer import Layer
 from megatrain.engine.makers import Makers
-from megatrain.engine.portion import Portion, Ranges, Stages, ranges, stages
-from megatrain.engine.ranges import in_ranges
-from megatrain.engine.resume import (
+from megatrain.engine.modules import Head, Prologue
+from megatrain.engine.scratch import WorkRoom
+from megatrain.engine.sink import Sink
+from megatrain.engine.state_io import (
     open_model,
     read_untrained,
     saved_companions,
     saved_dtype,
 )
-from megatrain.engine.saved import HostSaved, Saved
-from megatrain.engine.sink import Sink
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.stream import Stream
-from megatrain.engine.units import Head, Prologue
+from megatrain.engine.tile_slice import Portion, Ranges, Stages, ranges, stages
 from megatrain.engine.untrained import Untrained, computed_buffers, persistent_buffers
 from megatrain.engine.update import Update
-from megatrain.engine.workroom import WorkRoom
+from megatrain.engine.vocab_split import in_ranges
 from megatrain.errors import InputError
 from megatrain.model.build import emptied, empty_model, load_config, loaded_types
 from megatrain.model.companions import Companions, companions, set_generation
 from megatrain.model.init import initialise
-from megatrain.model.limits import refuse_rounding
-from megatrain.model.outline import Outline
 from megatrain.model.program import Program
+from megatrain.model.spec import Outline
+from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import read_weights, resolve_model, source_dtype
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement

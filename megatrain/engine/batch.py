@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig
 
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, Loss, targets_of
+from megatrain.model.capture import Rows
 from megatrain.model.program import MicroBatch
-from megatrain.model.skeleton import Rows
 
 
 @dataclass

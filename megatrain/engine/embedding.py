@@ -20,8 +20,8 @@ from megatrain import kernels
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS
 from megatrain.engine.batch import Batch
+from megatrain.engine.scratch import WorkRoom
 from megatrain.engine.sink import Sink, Slab
-from megatrain.engine.workroom import WorkRoom
 from megatrain.store import Tile
 from megatrain.tile import Entry
 

@@ -17,14 +17,14 @@ from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, req
 from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, fill, host_bytes
 from megatrain.engine.batch import Batch, most_tokens, prepare
-from megatrain.engine.hostroom import HostRoom, Planned
+from megatrain.engine.host_memory_guard import HostRoom, Planned
 from megatrain.engine.makers import TorchMakers
 from megatrain.engine.masks import check_masks
+from megatrain.engine.modules import Head, State
 from megatrain.engine.opened import Opened
 from megatrain.engine.packing import Packing
-from megatrain.engine.resume import describe_optimizer, documents, settings_of
+from megatrain.engine.state_io import describe_optimizer, documents, settings_of
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
-from megatrain.engine.units import Head, State
 from megatrain.engine.whole import is_whole, whole_model
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, Loss
@@ -77,7 +77,7 @@ class PlacedEngine:
             DoesNotFit: the memory is not to be had.
             InputError: the placement has choices that this model cannot have.
         """
-        self._opened, self._outline, self._dtype = opened, opened.model.outline, opened.dtype
+        self._opened, self._outline, self._dtype = opened, opened.model.spec, opened.dtype
         self.device, self.placement, self._planned = opened.device, placement, planned
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer

@@ -6,11 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatrain.engine.graphs import add
+from megatrain.engine.saved_tensors import add
 from megatrain.engine.sink import Room
 from megatrain.loss import Loss, Summed, chunked_loss, chunked_loss_gradients, chunked_losses
+from megatrain.model.capture import last_hidden, with_hidden
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
-from megatrain.model.skeleton import last_hidden, with_hidden
 
 
 class HeadMath(Protocol):

@@ -11,11 +11,11 @@ from torch import Tensor
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.batch import Batch
-from megatrain.engine.ferry import Ferry, packed_bytes
-from megatrain.engine.graphs import Graph, Held, KeptAttention, KeptGraph, Leaving
-from megatrain.engine.portion import Portion
+from megatrain.engine.host_offload import Ferry, packed_bytes
+from megatrain.engine.modules import State, Unit
+from megatrain.engine.saved_tensors import Graph, Held, KeptAttention, KeptGraph, Leaving
 from megatrain.engine.sink import Room
-from megatrain.engine.units import State, Unit
+from megatrain.engine.tile_slice import Portion
 from megatrain.model import attention
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Saves

@@ -5,10 +5,10 @@ from functools import cache
 from typing import Protocol
 
 from megatrain.device import Device
-from megatrain.engine.ferry import Ferry
 from megatrain.engine.head import HeadMath, WholeHead
+from megatrain.engine.host_offload import Ferry
 from megatrain.engine.layer import Layer
-from megatrain.engine.ranges import Rows
+from megatrain.engine.vocab_split import Rows
 from megatrain.loss import Loss, Summed, range_gradient, range_statistics
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import ModelProgram

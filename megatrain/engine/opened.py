@@ -8,7 +8,7 @@ import torch
 
 from megatrain.device import Recording
 from megatrain.engine.assemble import Source, tile_layouts
-from megatrain.model.outline import Outline
+from megatrain.model.spec import Outline
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.tile import TileLayout
 

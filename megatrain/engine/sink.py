@@ -10,8 +10,8 @@ from torch import Tensor
 from megatrain.compat.torch import add_each
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, Kind, Name
-from megatrain.engine.portion import Portion
-from megatrain.engine.workroom import WorkRoom
+from megatrain.engine.scratch import WorkRoom
+from megatrain.engine.tile_slice import Portion
 from megatrain.store import HOST, Span, Tile, planes
 
 # Elements of a gradient that are rounded and sent at once. 32 MiB in bf16: large enough for the

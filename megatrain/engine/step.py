@@ -11,12 +11,12 @@ from typing import Any
 
 from megatrain.device import Buffer
 from megatrain.engine.batch import Batch
+from megatrain.engine.boundaries import HostSaved, Saved
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.layer import Layer
-from megatrain.engine.saved import HostSaved, Saved
+from megatrain.engine.modules import Head, Prologue, State
 from megatrain.engine.sink import Sink
 from megatrain.engine.stream import Stream
-from megatrain.engine.units import Head, Prologue, State
 from megatrain.engine.update import Report, Update
 from megatrain.placement import ActivationPolicy
 

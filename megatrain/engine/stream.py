@@ -11,7 +11,7 @@ import torch
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN
-from megatrain.engine.portion import Portion
+from megatrain.engine.tile_slice import Portion
 from megatrain.store import Tile
 
 

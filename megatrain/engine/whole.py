@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COPY_IN
 from megatrain.engine.layer import Layer
+from megatrain.engine.modules import Head, Prologue
 from megatrain.engine.portion import Portion
 from megatrain.engine.step import Parts
-from megatrain.engine.units import Head, Prologue
 from megatrain.errors import InputError, RunFailed
-from megatrain.model.outline import Outline
-from megatrain.model.skeleton import stand_in
+from megatrain.model.capture import stand_in
+from megatrain.model.spec import Outline
 from megatrain.store import Tile
 from megatrain.tile import Entry
 

@@ -16,10 +16,10 @@ from megatrain.device import Buffer, TraceDevice
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.makers import TorchMakers
 from megatrain.engine.opened import Model
-from megatrain.engine.portion import Portion
 from megatrain.engine.step import Parts, TrainingParts
-from megatrain.model.outline import PROBE_SHAPE, Outline
+from megatrain.engine.tile_slice import Portion
 from megatrain.model.program import ModelProgram
+from megatrain.model.spec import PROBE_SHAPE, Outline
 from megatrain.placement import Placement
 from megatrain.store import Store, Tile
 

@@ -12,10 +12,10 @@ from megatrain.checkpoint import masters
 from megatrain.compat.torch import buffers_of, parameters_of
 from megatrain.device import Device
 from megatrain.engine.assemble import Source
-from megatrain.engine.resume import read_untrained
+from megatrain.engine.state_io import read_untrained
 from megatrain.errors import InputError
 from megatrain.model.build import loaded_types
-from megatrain.model.kind import move_buffers
+from megatrain.model.layer_template import move_buffers
 from megatrain.model.weights import read_weights
 from megatrain.telemetry.cores import update_threads
 

@@ -1,7 +1,7 @@
 """What predictions are made of: the rates of a machine, measured here or taken from a list."""
 
-from megatrain.machine.listed import CONTEXT_BYTES, machine_for
 from megatrain.machine.present import present_cpu, present_machine
+from megatrain.machine.published import CONTEXT_BYTES, machine_for
 from megatrain.machine.rates import Machine, mapping_bytes
 
 __all__ = [

@@ -5,7 +5,7 @@ from typing import Literal
 
 from megatrain.errors import InputError
 from megatrain.machine import cache
-from megatrain.machine.listed import machine_for
+from megatrain.machine.published import machine_for
 from megatrain.machine.rates import Machine
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import cpu_name

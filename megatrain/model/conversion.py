@@ -26,7 +26,7 @@ from megatrain.compat.transformers import (
     set_conversions,
 )
 from megatrain.errors import RunFailed
-from megatrain.model.shards import Described, Stored
+from megatrain.model.safetensors_io import Described, Stored
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from megatrain.compat.torch import without_modes
 from megatrain.errors import RunFailed
-from megatrain.model.tiles import behaves
+from megatrain.model.token_chunks import behaves
 
 _FEW, _TOKENS, _CHOSEN = 4, 7, 2  # of a trial
 _UNIT = 16  # what sizes are multiples of in it, as kernels want them

@@ -18,7 +18,7 @@ from megatrain.errors import InputError, RunFailed
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import Companions, write_companions
 from megatrain.model.conversion import ExportBatch, plan_export
-from megatrain.model.shards import INDEX_FILE, SINGLE_FILE, Described, write_shard
+from megatrain.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Described, write_shard
 from megatrain.units import GIB, gib
 
 Values = Mapping[str, Callable[[], Tensor]]

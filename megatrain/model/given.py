@@ -16,7 +16,7 @@ from megatrain.compat.torch import (
     parameters_of,
 )
 from megatrain.model.fingerprint import Reader
-from megatrain.model.limits import Unsupported
+from megatrain.model.unsupported import Unsupported
 
 _TABLE_SETTINGS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 

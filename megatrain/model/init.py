@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from megatrain.compat.torch import TorchDispatchMode, parameters_of, version_of
 from megatrain.compat.transformers import initialise as initialise_module
-from megatrain.model.outline import Outline
+from megatrain.model.spec import Outline
 from megatrain.seeds import derived_seed
 
 Owners = dict[int, PreTrainedModel]

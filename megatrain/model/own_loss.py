@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from megatrain.compat.transformers import CAUSAL_LM_CLASSES
 from megatrain.loss import IGNORED, targets_of
-from megatrain.model.limits import Unsupported
-from megatrain.model.outline import Outline
-from megatrain.model.skeleton import last_hidden, with_hidden
+from megatrain.model.capture import last_hidden, with_hidden
+from megatrain.model.spec import Outline
+from megatrain.model.unsupported import Unsupported
 from megatrain.model.zeros import zero_pages
 
 _SHAPE = (2, 6)

@@ -15,15 +15,8 @@ from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
 from megatrain.compat.torch import pytree
-from megatrain.model.fingerprint import Reader
-from megatrain.model.given import refuse_behaviour
-from megatrain.model.kind import Kind, NumberRead, without_index
-from megatrain.model.limits import Unsupported, Watch, draws_for_layers, refuse_settings
-from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
-from megatrain.model.own_loss import label_shift
-from megatrain.model.projection import mixes_tokens
-from megatrain.model.reach import reach, tag
-from megatrain.model.skeleton import (
+from megatrain.model.autograd_deps import reach, tag
+from megatrain.model.capture import (
     PROLOGUE,
     Reached,
     Ref,
@@ -34,7 +27,14 @@ from megatrain.model.skeleton import (
     last_hidden,
     with_hidden,
 )
+from megatrain.model.fingerprint import Reader
+from megatrain.model.given import refuse_behaviour
+from megatrain.model.layer_template import Kind, NumberRead, without_index
+from megatrain.model.own_loss import label_shift
+from megatrain.model.projection import mixes_tokens
+from megatrain.model.spec import PROBE_SHAPE, Layer, Outline
 from megatrain.model.state import Dice, example, refuse_state, settle
+from megatrain.model.unsupported import Unsupported, Watch, draws_for_layers, refuse_settings
 from megatrain.model.zeros import zero_pages
 
 _MORE_STATES = "its head computes logits from more than the last hidden states"

@@ -16,11 +16,7 @@ from megatrain.compat.torch import pytree, without_torch_function
 from megatrain.errors import RunFailed
 from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.model.build import loaded_types
-from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
-from megatrain.model.kind import Arguments, move_buffers
-from megatrain.model.limits import refuse_rounding
-from megatrain.model.outline import PROBE_SHAPE, Layer, Outline
-from megatrain.model.skeleton import (
+from megatrain.model.capture import (
     PROLOGUE,
     Call,
     Reached,
@@ -31,7 +27,11 @@ from megatrain.model.skeleton import (
     stand_in,
     with_hidden,
 )
-from megatrain.model.tiles import Tiled, parts
+from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
+from megatrain.model.layer_template import Arguments, move_buffers
+from megatrain.model.spec import PROBE_SHAPE, Layer, Outline
+from megatrain.model.token_chunks import Tiled, parts
+from megatrain.model.unsupported import refuse_rounding
 from megatrain.placement import Saves
 
 Activations = dict[Ref, Tensor]

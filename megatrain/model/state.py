@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.compat.torch import buffers_of, is_saved, version_of
+from megatrain.model.capture import Reached, Skeleton
 from megatrain.model.fingerprint import value_of
-from megatrain.model.kind import Kind
-from megatrain.model.limits import Change, Unsupported, Watch
-from megatrain.model.outline import PROBE_SHAPE
-from megatrain.model.skeleton import Reached, Skeleton
+from megatrain.model.layer_template import Kind
+from megatrain.model.spec import PROBE_SHAPE
+from megatrain.model.unsupported import Change, Unsupported, Watch
 from megatrain.model.zeros import zero_pages
 
 

@@ -24,7 +24,7 @@ from megatrain.compat.transformers import drop_ignorable
 from megatrain.errors import InputError, first_line
 from megatrain.json_yaml import read_json
 from megatrain.model.conversion import Recipe, plan_load
-from megatrain.model.shards import (
+from megatrain.model.safetensors_io import (
     INDEX_FILE,
     SINGLE_FILE,
     Stored,

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from megatrain.autoplace.search import Search
 from megatrain.device.base import COMPUTE
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
-from megatrain.model.outline import Outline
+from megatrain.model.spec import Outline
 from megatrain.placement import Placement
 from megatrain.units import gib, size
 

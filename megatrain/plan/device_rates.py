@@ -16,7 +16,7 @@ from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
 from megatrain.errors import first_line
 from megatrain.machine import Machine, present_cpu
 from megatrain.plan.host_rates import UPDATE_BYTES, update_gparams
-from megatrain.plan.measure import Measurement, attempt, device_seconds
+from megatrain.plan.rate_measurement import Measurement, attempt, device_seconds
 from megatrain.telemetry.cores import update_threads
 from megatrain.units import GIB, MIB
 

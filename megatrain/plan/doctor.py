@@ -19,10 +19,10 @@ from megatrain.plan.device_rates import (
     other_measurements,
     product_name,
 )
+from megatrain.plan.diagnostics import Finding, findings
 from megatrain.plan.facts import Facts, collect, existing
-from megatrain.plan.findings import Finding, findings
 from megatrain.plan.host_rates import UPDATE_BYTES, host_measurements
-from megatrain.plan.measure import Measurement
+from megatrain.plan.rate_measurement import Measurement
 from megatrain.telemetry.gpu_state import GpuState, gpu_state
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from megatrain import kernels
-from megatrain.autoplace.fit import can_compile
+from megatrain.autoplace.auto import can_compile
 from megatrain.telemetry.cgroups import cgroup_files
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import cpu_name

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from megatrain.checkpoint.files import open_direct
-from megatrain.device.ranges import host_range
+from megatrain.device.host_mappings import host_range
 from megatrain.errors import DoesNotFit
 from megatrain.optim import AdamW, gradient_plane, moved_bytes, parameter_bytes, tile_planes
-from megatrain.plan.measure import Measurement, attempt, host_seconds
+from megatrain.plan.rate_measurement import Measurement, attempt, host_seconds
 from megatrain.telemetry.cores import update_threads, usable_cores
 from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import GIB, MIB

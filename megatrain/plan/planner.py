@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain.checkpoint import spare_bytes_of, useful_bytes
-from megatrain.forecast.forecast import Forecast
-from megatrain.model.outline import Outline
+from megatrain.forecast.simulate import Forecast
+from megatrain.model.spec import Outline
 from megatrain.plan.ask import Ask, Planner, compute_bound_tokens
 from megatrain.plan.remedies import Remedy, Shortage, fitting, remedies, shortage
 from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes

@@ -14,7 +14,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from megatrain.errors import DoesNotFit
-from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.simulate import Forecast
 from megatrain.machine import Machine, machine_for
 from megatrain.plan.ask import Ask, Plans, compute_bound_tokens
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus

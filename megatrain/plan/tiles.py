@@ -6,7 +6,7 @@ from typing import Any
 
 from megatrain.engine.opened import Model
 from megatrain.forecast.workload import Workload
-from megatrain.model.outline import Outline
+from megatrain.model.spec import Outline
 from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
 from megatrain.tile import TileLayout

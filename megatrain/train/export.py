@@ -9,12 +9,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatrain.checkpoint import Checkpoint, masters
-from megatrain.engine.resume import open_model, read_untrained, saved_companions, saved_dtype
+from megatrain.engine.state_io import open_model, read_untrained, saved_companions, saved_dtype
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED, write_weights
 from megatrain.train.folders import require_empty, whole_folder
-from megatrain.train.trained import trained_model
+from megatrain.train.resolve_model import trained_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

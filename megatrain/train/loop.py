@@ -14,14 +14,14 @@ from megatrain.errors import MegatrainError, RunFailed, first_line, told
 from megatrain.loss import num_labelled, targets_of
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter
+from megatrain.train.checkpointing import Saves
 from megatrain.train.folders import METRICS
 from megatrain.train.opening import Finished, open_run
 from megatrain.train.outputs import describe_run, draw_curve, note_finished, write_model
-from megatrain.train.prepare import Job
 from megatrain.train.resume import cut_metrics
-from megatrain.train.saves import Saves
+from megatrain.train.setup import Job
+from megatrain.train.signals import Signals
 from megatrain.train.steps import Steps
-from megatrain.train.stop import Signals
 from megatrain.train.timeline import RunTimeline
 from megatrain.train.trackers import Trackers
 from megatrain.units import duration

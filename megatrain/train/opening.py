@@ -22,8 +22,8 @@ from megatrain.train.folders import (
 )
 from megatrain.train.lock import locked
 from megatrain.train.outputs import finished_steps
-from megatrain.train.prepare import Job, prepare
 from megatrain.train.resume import Damaged, check_config, find_starts, say_differences
+from megatrain.train.setup import Job, prepare
 from megatrain.train.trackers import check_trackers
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from megatrain.train.folders import (
     partial_name,
     whole_folder,
 )
-from megatrain.train.prepare import Job
+from megatrain.train.setup import Job
 
 _MOST_BYTES = 1 << 16
 

@@ -38,7 +38,7 @@ class RunState:
     Attributes:
         step: steps taken, skipped ones included.
         data: the loader's position.
-        refusals: what the rule for refused steps remembers (train/refusals.py).
+        refusals: what the rule for refused steps remembers (train/bad_steps.py).
         config: the run file, resolved.
     """
 

@@ -10,10 +10,10 @@ from megatrain.data import Step
 from megatrain.errors import DoesNotFit, MegatrainError, RunFailed, StepRefused
 from megatrain.loss import CROSS_ENTROPY, LabelSmoothing
 from megatrain.telemetry.metrics import MetricsWriter
+from megatrain.train.bad_steps import Refusals
 from megatrain.train.meter import Meter
-from megatrain.train.prepare import Job
-from megatrain.train.refusals import Refusals
 from megatrain.train.resume import RunState
+from megatrain.train.setup import Job
 from megatrain.train.timeline import RunTimeline
 
 log = logging.getLogger(__name__)

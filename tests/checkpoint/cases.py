@@ -15,7 +15,7 @@ from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import _own_checksum
 from megatrain.device import Buffer, CpuDevice
 from megatrain.device.base import HOST_STREAMS
-from megatrain.device.worker import HostWorker
+from megatrain.device.host_stream import HostWorker
 from tests.families.plain import Step
 from tests.parity.cases import llama, make_batches, make_engine, masters
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatrain import Engine, InputError, Placement, RunFailed, kernels
 from megatrain.checkpoint import files, newest_whole, verify, whole_checkpoints
-from megatrain.checkpoint.spare import TO_LEAVE
+from megatrain.checkpoint.staging_blocks import TO_LEAVE
 from megatrain.device import CpuDevice
 from tests.checkpoint.cases import (
     SlowWrites,
@@ -193,7 +193,7 @@ def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path) -> None:
 
 def test_saves_take_half_of_what_is_free(tmp_path, monkeypatch) -> None:
     """Where nobody says how much."""
-    free = "megatrain.checkpoint.spare.host_available_bytes"
+    free = "megatrain.checkpoint.staging_blocks.host_available_bytes"
     monkeypatch.setattr(free, lambda limit: 12 * 4096 + 1)
     with engine_of(placement=Placement(slots=1)) as engine:
         engine.save(tmp_path / "saved", wait=False)
@@ -321,7 +321,7 @@ def _die(*args, **kwargs) -> None:
 
 def test_a_dead_save_thread_fails_the_save(tmp_path, monkeypatch) -> None:
     engine = engine_of(device=ThreadedDevice(), placement=Placement(**RESIDENT))
-    monkeypatch.setattr("megatrain.checkpoint.pieces.Snapshot.release", _die)
+    monkeypatch.setattr("megatrain.checkpoint.snapshot.Snapshot.release", _die)
     saving = engine.save(tmp_path / "saved", wait=False)
     with pytest.raises(RunFailed, match="save thread failed"):
         saving.wait()

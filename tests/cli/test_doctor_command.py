@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from megatrain.plan import doctor, measure
+from megatrain.plan import doctor, rate_measurement
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """The host's measurements take their time; what is done with them does not depend on it."""
     found = [
-        measure.Measurement("update_gparams", "AdamW on the host", 1.25, "Gparam/s"),
-        measure.Measurement("disk_write_gbps", "disk, write", None, "GB/s", "it is full"),
+        rate_measurement.Measurement("update_gparams", "AdamW on the host", 1.25, "Gparam/s"),
+        rate_measurement.Measurement("disk_write_gbps", "disk, write", None, "GB/s", "it is full"),
     ]
     monkeypatch.setattr(doctor, "host_measurements", lambda folder: found)
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from megatrain import __version__
-from megatrain.device import ranges
+from megatrain.device import host_mappings
 from megatrain.telemetry.gpu import Gpu
-from megatrain.train import prepare
+from megatrain.train import setup
 
 
 def assert_refused(result, expected, code=2):
@@ -139,7 +139,7 @@ def test_no_gpu_where_one_was_demanded(megatrain, run_file, monkeypatch):
 
 
 def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(ranges, "host_available_bytes", lambda limit: 1 << 12)
+    monkeypatch.setattr(host_mappings, "host_available_bytes", lambda limit: 1 << 12)
     result = megatrain("train", run_file)
     assert_refused(result, "no host memory for weights: ", code=3)
     assert not (tmp_path / "run").exists()
@@ -147,7 +147,7 @@ def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path
     assert plan in result.stderr
 
     for gpu in (Gpu("NVIDIA H200", 1, "580"), None):  # without one, `plan` wants its name
-        monkeypatch.setattr(prepare, "find_gpu", lambda device, gpu=gpu: gpu)
+        monkeypatch.setattr(setup, "find_gpu", lambda device, gpu=gpu: gpu)
         result = megatrain("train", run_file, "--set", "engine.device=auto")
         assert_refused(result, "no host memory for weights: ", code=3)
         assert (plan in result.stderr) == (gpu is not None)

@@ -333,9 +333,9 @@ def test_a_model_that_cannot_be_followed_cannot_be_planned(
         raise RecursionError("maximum recursion depth exceeded")
 
     if where == "count":
-        monkeypatch.setattr("megatrain.forecast.tally.MOST_OPERATIONS", 5)
+        monkeypatch.setattr("megatrain.forecast.op_counter.MOST_OPERATIONS", 5)
     else:
-        monkeypatch.setattr("megatrain.forecast.measure.Measured._layer", too_deep)
+        monkeypatch.setattr("megatrain.forecast.profile.Measured._layer", too_deep)
     result = megatrain("plan", "--model", model_file, "--sequence-length", 32, *HERE)
     refused(result, "cannot be planned: ")
     assert reason in result.stderr and "train streams all of it" in result.stderr

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from megatrain import AdamW, Engine, Placement
 from megatrain.errors import InputError
 from megatrain.model.build import emptied, loaded_types
-from megatrain.model.limits import refuse_rounding
-from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
+from megatrain.model.spec import Outline
+from megatrain.model.unsupported import refuse_rounding
 from tests.families.folders import FromFolder
 from tests.families.parity import Errors, compare
 from tests.families.plain import accumulate, make_steps

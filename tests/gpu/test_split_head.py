@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.engine.assemble import open_source
-from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast.cache import Forecasts
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
 from megatrain.model.probe import outline

@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine, Placement
-from megatrain.autoplace.fit import foretold_on_cpu
+from megatrain.autoplace.auto import foretold_on_cpu
 from megatrain.device import CpuDevice
-from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.machine import present_cpu
 from megatrain.model.build import empty_model

@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
 from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.engine.assemble import tile_layouts
 from megatrain.engine.layer import Layer
-from megatrain.engine.portion import least_split
+from megatrain.engine.tile_slice import least_split
 from megatrain.model.build import emptied
 from megatrain.model.probe import outline
 from megatrain.optim import StreamedOptimizer

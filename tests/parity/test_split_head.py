@@ -12,7 +12,7 @@ from transformers import PhiConfig, PhiForCausalLM
 
 from megatrain import Engine, InputError, Placement
 from megatrain.engine.assemble import Assembly
-from megatrain.engine.ranges import LastRows
+from megatrain.engine.vocab_split import LastRows
 from megatrain.errors import StepRefused
 from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.build import emptied

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain import Placement
-from megatrain.model.tiles import Tiled, acts_on_tokens_alone
+from megatrain.model.token_chunks import Tiled, acts_on_tokens_alone
 from tests.families.plain import Step
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (

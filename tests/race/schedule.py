@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from megatrain import AdamW, Placement
-from megatrain.checkpoint.pieces import Snapshot, tile_file
 from megatrain.checkpoint.release import Release
-from megatrain.checkpoint.spare import Spare
+from megatrain.checkpoint.snapshot import Snapshot, tile_file
+from megatrain.checkpoint.staging_blocks import Spare
 from megatrain.device import TraceDevice
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, open_source, tile_layouts

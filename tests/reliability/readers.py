@@ -37,9 +37,9 @@ from megatrain.data.formats import Reading
 from megatrain.data.sources import find_files
 from megatrain.errors import MegatrainError
 from megatrain.model.build import empty_model, load_config
-from megatrain.model.shards import stored_tensors
+from megatrain.model.safetensors_io import stored_tensors
 from megatrain.optim import AdamW
-from megatrain.train.refusals import Refusals
+from megatrain.train.bad_steps import Refusals
 from megatrain.train.resume import RunState, check_config, cut_metrics
 from tests.cli.cases import SENTENCES, tiny_llama, write_run_file
 from tests.reliability.mutations import changed, spoilt

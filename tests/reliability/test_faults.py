@@ -445,7 +445,7 @@ Layer.vjp = dying
 NAN_AT = """
 import megatrain.api as engine
 from megatrain.device.recording import Recording
-from megatrain.engine.units import Head
+from megatrain.engine.modules import Head
 loss_and_vjp = Head.loss_and_vjp
 step_of, calls = {steps!r}, [0]
 def poisoned(self, weights, batch, h, room):

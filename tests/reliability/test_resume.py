@@ -21,7 +21,7 @@ LONG = {
 
 # On a busy disk one checkpoint may still be written when the next is due, which then comes late.
 ON_TIME = """
-from megatrain.train.saves import Saves
+from megatrain.train.checkpointing import Saves
 begin = Saves._begin
 def prompt(self, state):
     begin(self, state)

@@ -34,7 +34,7 @@ Engine.step = beside
 # The clock of `Signals`: stands still until a file is there, and says when it is looked at.
 CLOCK = """
 import itertools, os, pathlib, types
-import megatrain.train.stop as stop
+import megatrain.train.signals as stop
 looks = itertools.count(1)
 def monotonic():
     os.write(1, b"look %d\\n" % next(looks))

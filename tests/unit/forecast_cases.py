@@ -9,10 +9,10 @@ from transformers import LlamaConfig, MixtralConfig
 
 from megatrain.engine.assemble import open_source
 from megatrain.machine import Machine
-from megatrain.model.outline import Outline
+from megatrain.model.capture import Rows
 from megatrain.model.probe import outline
 from megatrain.model.program import Activations, MicroBatch, Program
-from megatrain.model.skeleton import Rows
+from megatrain.model.spec import Outline
 from megatrain.units import GIB
 
 # What benchmarks/results/step-*.json were taken on.

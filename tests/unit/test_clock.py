@@ -11,8 +11,8 @@ from torch import Tensor
 from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE, Kind, Name
 from megatrain.device.clock import ClockDevice, Cost
-from megatrain.forecast.costs import MachineCosts
-from megatrain.forecast.tally import Tally, Work
+from megatrain.forecast.cost_model import MachineCosts
+from megatrain.forecast.op_counter import Tally, Work
 from megatrain.telemetry.timeline import Span, breakdown
 from tests.unit.forecast_cases import H200
 

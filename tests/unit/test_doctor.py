@@ -11,10 +11,10 @@ import pytest
 
 from megatrain.device import CpuDevice
 from megatrain.machine import Machine, cache
-from megatrain.plan import device_rates, doctor, facts, host_rates, measure
+from megatrain.plan import device_rates, doctor, facts, host_rates, rate_measurement
 from megatrain.plan.device_rates import Sizes, bus_measurements, compute_measurements
+from megatrain.plan.diagnostics import findings
 from megatrain.plan.facts import Facts, parse_cores
-from megatrain.plan.findings import findings
 from megatrain.telemetry import cgroups
 from megatrain.telemetry import gpu_state as states
 from megatrain.telemetry.gpu_state import GpuState
@@ -190,8 +190,8 @@ def test_a_measurement_that_fails_says_why():
     def fail() -> float:
         raise RuntimeError("CUDA error: busy\nmore")
 
-    assert measure.attempt("a", "b", "s", fail).why_not == "CUDA error: busy"
-    assert measure.attempt("a", "b", "s", lambda: 2.0).value == 2.0
+    assert rate_measurement.attempt("a", "b", "s", fail).why_not == "CUDA error: busy"
+    assert rate_measurement.attempt("a", "b", "s", lambda: 2.0).value == 2.0
 
 
 def test_every_rate_can_be_measured(monkeypatch):
@@ -251,7 +251,9 @@ def gpu_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(
         doctor,
         "host_measurements",
-        lambda folder: [measure.Measurement(name, name, value, "") for name, value in host],
+        lambda folder: [
+            rate_measurement.Measurement(name, name, value, "") for name, value in host
+        ],
     )
     return SimpleNamespace(device=device, key=key, folder=tmp_path)
 

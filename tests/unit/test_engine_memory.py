@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine
-from megatrain.engine.graphs import Graph
+from megatrain.engine.saved_tensors import Graph
 
 
 def test_out_of_memory_is_one_line_and_changes_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,11 @@ from megatrain.device.base import Name
 from megatrain.engine import opened
 from megatrain.engine.assemble import open_source
 from megatrain.engine.opened import Model
-from megatrain.forecast import forecast as forecast_module
-from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.forecasts import Forecasts
-from megatrain.forecast.measure import Measured
-from megatrain.forecast.tally import NotForeseeable, Tally
+from megatrain.forecast import simulate
+from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.op_counter import NotForeseeable, Tally
+from megatrain.forecast.profile import Measured
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.model.probe import outline
 from megatrain.optim import RULES, Rule
@@ -169,7 +169,7 @@ def test_a_recurrence_that_would_take_minutes_to_count_is_refused() -> None:
     model = outline(open_source(config).model)
     assert Measured(model, torch.bfloat16, 8, compiled=True).layer(0, 1).forward.kernels > 10
     with pytest.MonkeyPatch.context() as patch, pytest.raises(NotForeseeable, match="operations"):
-        patch.setattr("megatrain.forecast.tally.MOST_OPERATIONS", 20)
+        patch.setattr("megatrain.forecast.op_counter.MOST_OPERATIONS", 20)
         Measured(model, torch.bfloat16, 8, compiled=True).layer(0, 1)
 
 
@@ -273,7 +273,7 @@ def test_a_layer_taken_as_one_parameter_takes_what_its_parameters_do(
         return Forecasts(tiny_outline()).of(small_machine(), PLACEMENTS[name], workload, 4)
 
     with monkeypatch.context() as apart:
-        apart.setattr("megatrain.forecast.forecast._joined", lambda layout, *given: layout)
+        apart.setattr("megatrain.forecast.simulate._joined", lambda layout, *given: layout)
         expected = foretold()
     assert foretold() == expected
 
@@ -300,14 +300,14 @@ def test_weights_on_their_way_count_where_little_follows_them() -> None:
     machine, placement = small_machine(), Placement()
 
     def process(later: int) -> int:
-        return forecast_module._process_bytes(trainee, machine, placement, later)
+        return simulate._process_bytes(trainee, machine, placement, later)
 
-    early = forecast_module._EARLY_PROCESS_BYTES
-    assert process(0) == early + 4 * layer > forecast_module.PROCESS_BYTES
-    assert process(4 * layer) == forecast_module.PROCESS_BYTES
+    early = simulate._EARLY_PROCESS_BYTES
+    assert process(0) == early + 4 * layer > simulate.PROCESS_BYTES
+    assert process(4 * layer) == simulate.PROCESS_BYTES
     resident = Placement(resident=("layer 0",))
     down = 4 * config.intermediate_size * config.hidden_size
-    assert forecast_module._process_bytes(trainee, machine, resident, 0) == process(0) + down
+    assert simulate._process_bytes(trainee, machine, resident, 0) == process(0) + down
 
 
 @pytest.mark.parametrize("choices", [
@@ -321,7 +321,7 @@ def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(
     placement, workload = Placement(compile=True, **choices), Workload(rows * TOKENS, TOKENS)
     found = []
     for most in (None, 8):
-        monkeypatch.setattr(forecast_module, "_FOLLOWED", most)
+        monkeypatch.setattr(simulate, "_FOLLOWED", most)
         found.append(Forecasts(tiny_outline()).of(small_machine(), placement, workload, 2))
     every, few = found
     assert few.seconds == pytest.approx(every.seconds, rel=0.01)

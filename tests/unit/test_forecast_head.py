@@ -10,8 +10,8 @@ from benchmarks.predictions import model_forecasts
 from megatrain import AdamW, Engine, Placement
 from megatrain.autoplace.search import Search
 from megatrain.device import Buffer
-from megatrain.forecast import tally
-from megatrain.forecast.forecasts import Forecasts
+from megatrain.forecast import op_counter
+from megatrain.forecast.cache import Forecasts
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.units import GIB, MIB
@@ -111,7 +111,7 @@ def test_what_a_step_works_with_is_foretold(
     step, device = drawn(tokens, 2), Keeping()
     with Engine(wide_config(), device=device, **options) as engine:  # type: ignore[arg-type]
         engine.step(step)
-        with tallied(), tally.Tally() as counts:
+        with tallied(), op_counter.Tally() as counts:
             counts.ignore(device.kept)
             engine.step(step)
     assert counts.peak_bytes == pytest.approx(told, rel=0.03)

@@ -12,11 +12,11 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from transformers import LlamaConfig
 
 from megatrain.engine.assemble import open_source
-from megatrain.engine.graphs import Held, Leaving
-from megatrain.forecast.measure import Measured
-from megatrain.model.outline import Outline
+from megatrain.engine.saved_tensors import Held, Leaving
+from megatrain.forecast.profile import Measured
 from megatrain.model.probe import outline
 from megatrain.model.program import ModelProgram
+from megatrain.model.spec import Outline
 from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH = 2, 512, 256

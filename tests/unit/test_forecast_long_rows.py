@@ -13,18 +13,18 @@ from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.assemble import open_source, tile_layouts
 from megatrain.engine.batch import Batch
 from megatrain.engine.head import WholeHead
+from megatrain.engine.modules import Head
 from megatrain.engine.sink import Room
-from megatrain.engine.units import Head
-from megatrain.forecast import tally
-from megatrain.forecast.forecast import Forecast
-from megatrain.forecast.measure import LayerWork, Measured, eager_work
-from megatrain.forecast.tiling import acts_alone
+from megatrain.forecast import op_counter
+from megatrain.forecast.profile import LayerWork, Measured, eager_work
+from megatrain.forecast.profile_chunks import acts_alone
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
-from megatrain.model import tiles
-from megatrain.model.outline import Outline
+from megatrain.model import token_chunks
+from megatrain.model.capture import Rows
 from megatrain.model.probe import outline
 from megatrain.model.program import MicroBatch, ModelProgram
-from megatrain.model.skeleton import Rows
+from megatrain.model.spec import Outline
 from megatrain.optim import Plane, StreamedOptimizer
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
@@ -47,8 +47,8 @@ def tensors(values: Any) -> list[Tensor]:
 def tallied() -> Iterator[None]:
     """Tallies count real tensors, also in the forward of tiles."""
     with pytest.MonkeyPatch.context() as patch, torch.enable_grad():
-        patch.setattr(tally, "tensors", tensors)
-        patch.setattr(tiles, "without_modes", contextlib.nullcontext)
+        patch.setattr(op_counter, "tensors", tensors)
+        patch.setattr(token_chunks, "without_modes", contextlib.nullcontext)
         yield
 
 
@@ -112,7 +112,7 @@ def real_head_bytes(head_tokens: int) -> int:
     head = Head(CpuDevice(), program, tile, whole)
     room = Room(tile, sums, layout.views(sums.data))
     head.loss_and_vjp(slot, batch, [*h], room)  # parts are tried at the first call
-    with tallied(), tally.Tally() as counts:
+    with tallied(), op_counter.Tally() as counts:
         counts.ignore([slot.data, sums.data, h, micro.inputs, micro.targets])
         head.loss_and_vjp(slot, batch, h, room)
     return counts.peak_bytes
@@ -147,7 +147,7 @@ def test_parts_that_run_in_tiles_are_known_without_weights(family: str) -> None:
     source = open_source(model_of(family)).model
     found = set()
     for layer in outline(source).layers:
-        for name, part in tiles.parts(layer.kind.module):
+        for name, part in token_chunks.parts(layer.kind.module):
             bound = {**dict(part.named_parameters()), **dict(part.named_buffers())}
             if "." not in name and acts_alone(part, bound, source.config.hidden_size):
                 found.add(name)

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config
 
 from megatrain.engine.assemble import open_source
-from megatrain.forecast.measure import LayerWork, Measured
+from megatrain.forecast.profile import LayerWork, Measured
 from megatrain.model.probe import outline
 from megatrain.placement import Saves
 from tests.unit.forecast_cases import layer_call

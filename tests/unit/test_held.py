@@ -2,8 +2,8 @@
 
 import torch
 
-from megatrain.engine.graphs import Held, Leaving
-from megatrain.model.skeleton import Ref
+from megatrain.engine.saved_tensors import Held, Leaving
+from megatrain.model.capture import Ref
 
 REF = Ref(0, 0)
 

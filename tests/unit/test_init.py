@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatrain.engine.assemble import open_source
 from megatrain.model import init
-from megatrain.model.outline import Outline
 from megatrain.model.probe import outline
+from megatrain.model.spec import Outline
 from tests.families.tiny import tiny_config
 from tests.unit.forecast_cases import tiny_config as llama_config
 from tests.unit.forecast_cases import tiny_outline

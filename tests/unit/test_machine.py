@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.errors import InputError
 from megatrain.machine import Machine, cache, machine_for, present, present_machine
-from megatrain.machine.listed import update_gbps
+from megatrain.machine.published import update_gbps
 from megatrain.telemetry.gpu import Gpu
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus, named_gpu
 from megatrain.units import GIB

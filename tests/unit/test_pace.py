@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatrain.device.pace import AHEAD, Pace
-from megatrain.device.worker import HostWorker
+from megatrain.device.host_stream import HostWorker
+from megatrain.device.launch_throttle import AHEAD, Pace
 
 
 class Gpu:

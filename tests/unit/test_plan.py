@@ -8,7 +8,7 @@ import pytest
 from megatrain import config
 from megatrain.engine.assemble import open_source, tile_layouts
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.forecast.forecast import Forecast
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.model.probe import outline

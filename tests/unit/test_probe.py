@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from megatrain import AdamW, Engine
 from megatrain.errors import RunFailed
 from megatrain.model.build import emptied, loaded_types
-from megatrain.model.limits import Unsupported
+from megatrain.model.capture import with_hidden
 from megatrain.model.probe import outline
-from megatrain.model.skeleton import with_hidden
+from megatrain.model.unsupported import Unsupported
 from tests.families.tiny import tiny_model
 
 

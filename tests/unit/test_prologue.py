@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megatrain import Engine, Placement
+from megatrain.model.capture import Skeleton, _Lookup
 from megatrain.model.program import ModelProgram
-from megatrain.model.skeleton import Skeleton, _Lookup
 from tests.parity.cases import llama, make_batches, make_engine
 
 LAYERS = 6
@@ -57,7 +57,7 @@ def test_recording_is_not_watched_for_lookups(engine: Engine, monkeypatch: Any) 
             seen[func] += 1
             return super().__torch_function__(func, types, args, kwargs)
 
-    monkeypatch.setattr("megatrain.model.skeleton._Lookup", Counting)
+    monkeypatch.setattr("megatrain.model.capture._Lookup", Counting)
     engine.step(STEP)
     runs = 3 * len(STEP)  # forward, epilogue, backward
     assert 0 < max(seen.values()) < runs * LAYERS

@@ -8,7 +8,7 @@ import torch
 import torch._functorch.config
 
 from megatrain import Placement
-from megatrain.model.kind import draws
+from megatrain.model.layer_template import draws
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama, make_batches, make_engine
 from tests.parity.test_dropout import gpt2, slope_error

@@ -14,7 +14,7 @@ from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.folders import model_folder, new_run_folder, run_to_resume, whole_folder
 from megatrain.train.lock import locked
 from megatrain.train.resume import cut_metrics
-from megatrain.train.stop import Signals, Stopped
+from megatrain.train.signals import Signals, Stopped
 
 
 def test_a_folder_appears_only_when_its_content_is_complete(tmp_path):

@@ -11,13 +11,13 @@ import pytest
 from transformers import LlamaConfig
 
 from megatrain import Placement
-from megatrain.autoplace import fit, frames
+from megatrain.autoplace import auto, candidates
 from megatrain.autoplace.search import Search
-from megatrain.autoplace.ways import Budget, Ways
+from megatrain.autoplace.spend import Budget, Ways
 from megatrain.engine.assemble import open_source
 from megatrain.errors import DoesNotFit
-from megatrain.forecast.forecasts import Forecasts
-from megatrain.forecast.tally import NotForeseeable
+from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.probe import outline
@@ -35,11 +35,11 @@ FEW_LAYERS = Forecasts(tiny_outline(2))
 WORKLOAD = Workload(512, 64, None, True, "bf16", True)
 
 
-def choose(device_mib: float, host_gib: float = 1e6, **given: object) -> fit.Forecast:
+def choose(device_mib: float, host_gib: float = 1e6, **given: object) -> auto.Forecast:
     forecasts = given.pop("forecasts", FORECASTS)
     workload = replace(WORKLOAD, **given)  # type: ignore[arg-type]
     machine = small_machine(device_mib, host_gib)
-    return fit.choose(tiny_outline(), machine, workload, forecasts=forecasts)  # type: ignore[arg-type]
+    return auto.choose(tiny_outline(), machine, workload, forecasts=forecasts)  # type: ignore[arg-type]
 
 
 @cache
@@ -80,12 +80,12 @@ def test_what_does_not_fit_is_refused_with_the_least_that_would() -> None:
 def test_layers_are_streamed_in_portions_only_where_nothing_else_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(frames, "_PORTION", 1)
+    monkeypatch.setattr(candidates, "_PORTION", 1)
     forecasts = Forecasts(experts_outline())
 
-    def found(device_mib: float) -> fit.Forecast:
+    def found(device_mib: float) -> auto.Forecast:
         machine = small_machine(device_mib)
-        return fit.choose(experts_outline(), machine, WORKLOAD, forecasts=forecasts)
+        return auto.choose(experts_outline(), machine, WORKLOAD, forecasts=forecasts)
 
     assert found(40).placement.max_stream_bytes is None
     split = found(20)
@@ -99,7 +99,7 @@ def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
     forecasts = Forecasts(wide_outline())
     layer = 2 * sum(p.numel() for p in wide_outline().layers[0].module.parameters())
 
-    def found(device_mib: float) -> fit.Forecast:
+    def found(device_mib: float) -> auto.Forecast:
         chosen = choose(device_mib, forecasts=forecasts)
         assert chosen.device_peak_bytes <= 0.95 * device_mib * 2**20
         return chosen
@@ -119,10 +119,10 @@ def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
 def test_micro_batches_are_even_and_a_given_one_is_kept() -> None:
     assert choose(1e4, tokens_per_step=64 * 9, forecasts=FEW_LAYERS).micro_batch == 9
     assert choose(1e4, micro_batch=3, forecasts=FEW_LAYERS).micro_batch == 3
-    sizes = fit.Search(FORECASTS, H200, WORKLOAD)._frames.sizes()
+    sizes = auto.Search(FORECASTS, H200, WORKLOAD)._frames.sizes()
     assert sizes == [8, 4, 2, 1]  # of short rows, too
     workload = Workload(96 * 1024, 1024, None, True, "bf16", True)
-    sizes = fit.Search(FORECASTS, H200, workload)._frames.sizes()
+    sizes = auto.Search(FORECASTS, H200, workload)._frames.sizes()
     assert sizes == [48, 32, 16, 8, 4, 2, 1]
 
 
@@ -142,7 +142,7 @@ class Grid:
     graphs: Sequence[tuple[int, int]]
 
     @cached_property
-    def forecasts(self) -> list[fit.Forecast]:
+    def forecasts(self) -> list[auto.Forecast]:
         names = [t.name for t in FORECASTS.model(Workload()).layouts if t.name != "unused"]
         every = product(self.rows, self.places, self.resident, self.graphs)
         return [
@@ -211,9 +211,9 @@ def fast_bus(device_mib: float, host_gib: float) -> Machine:
 
 
 def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room() -> None:
-    def with_host(mib: float) -> fit.Forecast:
+    def with_host(mib: float) -> auto.Forecast:
         machine, workload = fast_bus(16.0, mib / 1024), replace(WORKLOAD, micro_batch=2)
-        return fit.choose(tiny_outline(), machine, workload, forecasts=FORECASTS)
+        return auto.choose(tiny_outline(), machine, workload, forecasts=FORECASTS)
 
     much, little = with_host(1e6), with_host(just_mib() + 5)
     assert much.placement.offload_activations >= 3
@@ -259,7 +259,7 @@ def test_a_machine_without_room_for_the_planes_is_told_before_anything_is_measur
     def measure(*given: object) -> None:
         raise AssertionError("a layer was measured")
 
-    monkeypatch.setattr("megatrain.forecast.measure.Measured.layer", measure)
+    monkeypatch.setattr("megatrain.forecast.profile.Measured.layer", measure)
     assert not Search(FORECASTS, machine, WORKLOAD).could_fit()
 
 
@@ -274,17 +274,17 @@ def test_a_large_head_s_gradient_is_counted_once() -> None:
 
 @pytest.fixture
 def soon_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "_LONG", 1024)
-    monkeypatch.setattr(frames, "_TILE", 128)
+    monkeypatch.setattr(candidates, "_LONG", 1024)
+    monkeypatch.setattr(candidates, "_TILE", 128)
 
 
-def long_row(device_mib: float, attention_tflops: float, host_gib: float = 1e6) -> fit.Forecast:
+def long_row(device_mib: float, attention_tflops: float, host_gib: float = 1e6) -> auto.Forecast:
     machine = replace(
         fast_bus(device_mib, host_gib),
         attention_forward_tflops=attention_tflops,
         attention_backward_tflops=attention_tflops,
     )
-    return fit.choose(tiny_outline(), machine, Workload(2048, 2048), forecasts=FEW_LAYERS)
+    return auto.choose(tiny_outline(), machine, Workload(2048, 2048), forecasts=FEW_LAYERS)
 
 
 def test_a_long_row_runs_in_tiles_where_attention_is_most_of_it(soon_long: None) -> None:
@@ -300,7 +300,7 @@ def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(
     least = Search(FEW_LAYERS, fast_bus(1.0, 1e6), workload).least().machine
     budget = least.device_memory_bytes / 2**20
     assert long_row(budget, 20.0).placement.chunk_tokens == 128
-    monkeypatch.setattr(frames, "_LONG", 1 << 20)
+    monkeypatch.setattr(candidates, "_LONG", 1 << 20)
     with pytest.raises(DoesNotFit):
         long_row(budget, 20.0)
 
@@ -310,7 +310,7 @@ def long_search(device_mib: float, host_mib: float = 1e9) -> Search:
     return Search(FORECASTS, fast_bus(device_mib, host_mib / 1024), workload)
 
 
-def hand_made(**choices: object) -> fit.Forecast:
+def hand_made(**choices: object) -> auto.Forecast:
     asked, given = long_search(1.0), {"slots": 2, "compile": True, "head_tokens": 512}
     return asked._frames.of(Placement(**given | {"chunk_tokens": 128} | choices), 1)  # type: ignore[arg-type]
 
@@ -348,9 +348,9 @@ def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
     def refuse(*given: object) -> None:
         raise NotForeseeable("not in tiles")
 
-    monkeypatch.setattr("megatrain.forecast.measure.tiled", refuse)
+    monkeypatch.setattr("megatrain.forecast.profile.tiled", refuse)
     forecasts = Forecasts(tiny_outline(2))
-    found = fit.choose(
+    found = auto.choose(
         tiny_outline(), small_machine(64.0), Workload(2048, 2048), forecasts=forecasts
     )
     assert found.placement.chunk_tokens is None

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
 from megatrain.model import weights
-from megatrain.model.shards import read_header, stored_tensors
+from megatrain.model.safetensors_io import read_header, stored_tensors
 from megatrain.model.weights import read_weights, resolve_model, source_dtype
 from tests.unit.weights_cases import blank, entry, saved_model, write_raw
 

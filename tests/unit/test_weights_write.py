@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from megatrain.errors import InputError, RunFailed
 from megatrain.model import export
 from megatrain.model.export import write_weights
-from megatrain.model.shards import stored_tensors
+from megatrain.model.safetensors_io import stored_tensors
 from megatrain.model.weights import read_weights, source_dtype
 from tests.unit.weights_cases import FAMILIES, blank, kept_tensors, saved_model, values_of
 

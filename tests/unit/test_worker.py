@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from megatrain.device.worker import HostWorker
+from megatrain.device.host_stream import HostWorker
 from megatrain.errors import InputError, RunFailed
 
 

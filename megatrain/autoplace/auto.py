@@ -1,0 +1,207 @@
+"""`placement="auto"`: the fastest placement by forecast (autoplace/search.py), and whether it fits.
+
+Where the machine or the model cannot be foreseen, everything is streamed and nothing kept.
+"""
+
+import importlib.util
+import logging
+import os
+import shutil
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatrain.autoplace.fits import check_fits
+from megatrain.autoplace.search import Search
+from megatrain.device import available_bytes
+from megatrain.engine.host_memory_guard import Planned
+from megatrain.engine.opened import Opened
+from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.op_counter import NotForeseeable
+from megatrain.forecast.simulate import Forecast
+from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Workload
+from megatrain.machine import Machine, present_cpu, present_machine
+from megatrain.model.spec import Outline
+from megatrain.placement import CPU_PLACEMENT, Placement
+from megatrain.units import gib
+
+_log = logging.getLogger(__name__)
+
+# Of the device's memory: so much may a model take that is only run, to rest there as a whole.
+_RESIDENT = 0.5
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A placement, and what it was chosen for.
+
+    Attributes:
+        micro_batch: rows that micro-batches should have; None: nobody knows.
+        planned: None: nothing was foreseen.
+    """
+
+    placement: Placement
+    micro_batch: int | None
+    planned: Planned | None = None
+
+
+def settle(
+    opened: Opened,
+    placement: Placement | Literal["auto"],
+    tokens_per_step: int | None,
+    sequence_length: int | None,
+    micro_batch: int | None,
+) -> Settled:
+    """The placement of an engine to come, given or chosen; what is None is as `Workload` says.
+
+    Raises:
+        DoesNotFit: nothing does, or what was given does not.
+    """
+    length = sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, _longest(opened))
+    clip = opened.max_grad_norm is not None
+    workload = Workload(tokens_per_step or TOKENS, length, micro_batch, clip, opened.precision)
+    if opened.model.rule is not None:
+        workload = replace(workload, rule=opened.model.rule)
+    settled = (
+        Settled(placement, micro_batch)
+        if isinstance(placement, Placement)
+        else _chosen(opened, workload)
+    )
+    known = tokens_per_step is not None and sequence_length is not None
+    trained = opened.model.optimizer is not None
+    told = None
+    if known and trained and opened.device.kind == "cpu":
+        told = foretold_on_cpu(opened.model.outline, settled.placement, workload)
+    check_fits(
+        opened.device,
+        opened.model,
+        settled.placement,
+        opened.dtype,
+        opened.host_limit,
+        clip=clip,
+        tokens=tokens_per_step,
+        foretold=told,
+    )
+    return settled
+
+
+def _longest(opened: Opened) -> int:
+    """Tokens of the longest row that the model is made for."""
+    text = opened.source.model.config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None) or SEQUENCE_LENGTH
+
+
+def _chosen(opened: Opened, workload: Workload) -> Settled:
+    if opened.device.kind != "cuda":
+        return Settled(CPU_PLACEMENT, workload.micro_batch)
+    if opened.model.optimizer is None:
+        return Settled(_to_run(opened), workload.micro_batch)
+    found = _foreseen(opened, workload)
+    if found is None:
+        placement = Placement(slots=3, head_tokens=8192, compile=can_compile())
+        return Settled(placement, workload.micro_batch)
+    rows = found.micro_batch
+    planned = Planned(found.tokens_per_step, rows * found.sequence_length, found.host_bytes)
+    return Settled(found.placement, rows, planned)
+
+
+def _to_run(opened: Opened) -> Placement:
+    """Of a model that is only run: it rests on the device, or is streamed.
+
+    Sampling makes each pass a token longer: compiled, every token would compile all kinds anew.
+    """
+    tiles = [layout for layout in opened.model.layouts if layout.name != "unused"]
+    needed = sum(layout.numel for layout in tiles) * opened.dtype.itemsize
+    rests = needed <= _RESIDENT * available_bytes(opened.device)
+    names = tuple(layout.name for layout in tiles) if rests else ()
+    return Placement(slots=3, head_tokens=8192, resident=names)
+
+
+def _foreseen(opened: Opened, workload: Workload) -> Forecast | None:
+    """What `choose` finds for this device as it is now, with the reasons in the log.
+
+    None: nothing is known of the machine, or what the model computes cannot be foreseen.
+    """
+    device = opened.device
+    machine = present_machine(str(device.torch_device), precision=workload.precision)
+    if machine is None:
+        _log.info("placement: all is streamed, since this GPU is neither measured nor listed")
+        return None
+    # What the process has of its context is in neither free nor taken bytes.
+    there = available_bytes(device) + machine.device_context_bytes
+    memory = min(there, device.memory()["device_total_bytes"])
+    host = min(machine.host_memory_bytes, opened.host_limit or machine.host_memory_bytes)
+    try:
+        found = choose(
+            opened.model.outline,
+            replace(machine, device_memory_bytes=memory, host_memory_bytes=host),
+            replace(workload, compile=can_compile()),
+        )
+    except NotForeseeable as error:
+        _log.info("placement: all is streamed, since %s", error)
+        return None
+    for line in reasons(found):
+        _log.info("placement: %s", line)
+    return found
+
+
+def foretold_on_cpu(outline: Outline, placement: Placement, workload: Workload) -> Forecast | None:
+    """What a step takes of the host's memory where the device is the CPU; nothing of its time.
+
+    None: what the model computes cannot be foreseen.
+    """
+    workload = replace(workload, compile=placement.compile)
+    rows = workload.usual_micro_batch
+    try:
+        return Forecasts(outline).of(present_cpu(), placement, workload, rows)
+    except NotForeseeable as error:
+        _log.info("the memory of a step is not counted beforehand, since %s", error)
+        return None
+
+
+def reasons(found: Forecast) -> list[str]:
+    """What was chosen and why, in two lines."""
+    placement, machine = found.placement, found.machine
+    resident = len(placement.resident)
+    rows = f"{found.micro_batch} row{'s' * (found.micro_batch > 1)}"
+    offloaded = placement.offload_activations
+    graphs = f"{placement.save_activations} kept graphs" + f" and {offloaded} on the host" * bool(
+        offloaded
+    )
+    tiles = ""
+    if placement.chunk_tokens is not None:
+        where = placement.save_attention
+        kept = "attention computed twice" if where == "none" else f"attention kept on the {where}"
+        tiles = f", tiles of {placement.chunk_tokens} tokens, {kept}"
+    if placement.max_stream_bytes is not None:
+        tiles += f", layers and head in portions of at most {gib(placement.max_stream_bytes)}"
+    return [
+        f"micro-batches of {rows}, {placement.slots} slots, {resident} resident tiles, "
+        f"{graphs}, boundaries on the {placement.layer_inputs}{tiles}",
+        f"{found.seconds:.3g} s a step expected ({found.model_tflops:.0f} model TFLOPS), "
+        f"{found.binds} is busy {found.bounds[found.binds] / found.seconds:.0%} of it; "
+        f"{gib(found.device_peak_bytes)} of {gib(machine.device_memory_bytes)} on the device, "
+        f"{gib(found.host_peak_bytes)} of {gib(machine.host_memory_bytes)} on the host",
+    ]
+
+
+def can_compile() -> bool:
+    """Whether Triton can build its kernels here: it is installed, and there is a C compiler."""
+    compilers = (os.environ.get("CC"), "gcc", "clang")
+    found = any(shutil.which(name) for name in compilers if name)
+    return found and importlib.util.find_spec("triton") is not None
+
+
+def choose(
+    outline: Outline, machine: Machine, workload: Workload, *, forecasts: Forecasts | None = None
+) -> Forecast:
+    """The fastest placement (and rows of a micro-batch, if None) that fits the machine's memory.
+
+    Args:
+        machine: `device_memory_bytes` and `host_memory_bytes` are the budgets.
+        forecasts: of the same outline, to be used again.
+
+    Raises:
+        DoesNotFit: nothing fits; names the least memory that would do.
+        NotForeseeable: what the model computes depends on its values.
+    """
+    return Search(forecasts or Forecasts(outline), machine, workload).best()

@@ -1,0 +1,181 @@
+"""Frames of a placement, and what each takes at least, told before a whole step is followed.
+
+A frame is rows of a micro-batch, slots, where boundaries wait, tokens of a head chunk, with nothing
+resident and nothing kept.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from megatrain.engine.tile_slice import least_split
+from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.needs import UNSUMMED
+from megatrain.forecast.op_counter import Work
+from megatrain.forecast.simulate import PROCESS_BYTES, Forecast
+from megatrain.forecast.workload import Workload
+from megatrain.machine import Machine, mapping_bytes
+from megatrain.placement import Placement
+from megatrain.tile import TileLayout
+from megatrain.units import GIB
+
+# From the fastest to the most frugal.
+_FRAMES: tuple[dict[str, Any], ...] = (
+    {"slots": 3, "head_tokens": 8192},
+    {"slots": 3, "head_tokens": 8192, "layer_inputs": "host"},
+    {"slots": 2, "head_tokens": 2048},
+    {"slots": 2, "head_tokens": 2048, "layer_inputs": "host"},
+    {"slots": 2, "head_tokens": 2048, "layer_inputs": "host", "layer_input_lanes": 2},
+    {"slots": 2, "head_tokens": 512, "gradient_lanes": 2, "keep_rows": False},
+    {
+        "slots": 2,
+        "head_tokens": 512,
+        "gradient_lanes": 2,
+        "keep_rows": False,
+        "layer_inputs": "host",
+        "layer_input_lanes": 2,
+    },
+)
+MOST_SLOTS: int = _FRAMES[0]["slots"]
+
+_PORTION = GIB  # what layers that must be split are streamed in, if they can; a head in no more
+
+# From so many tokens a row on, layers may run in tiles, with attention's results kept: it grows
+# with the square of a row, so what computing a tile again costs is soon less than its. A boundary
+# is large then, and leaves in less time than a layer takes: frames with few slots take half the
+# lanes.
+_LONG, _TILE = 16384, 8192
+_ATTENTION: tuple[Literal["device", "host", "none"], ...] = ("device", "host", "none")
+
+# Tokens of a micro-batch, at most. With the largest no overhead of a call counts any more; the
+# small ones are for rows shorter than they are.
+_TOKENS = (49152, *(2**power for power in range(15, -1, -1)))
+
+_FEW = 6  # micro-batches: with more a forecast takes clearly longer than with two
+
+_CHUNKS = 64  # of a micro-batch in the head, at most: forecasts count each operation
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The frames of a workload."""
+
+    forecasts: Forecasts
+    machine: Machine
+    workload: Workload
+
+    def sizes(self) -> list[int]:
+        """Rows that a micro-batch may have, largest first."""
+        workload = self.workload
+        if workload.micro_batch is not None:
+            return [workload.micro_batch]
+        most = (max(1, tokens // workload.sequence_length) for tokens in _TOKENS)
+        # As few micro-batches as hold all rows, and as even as they can be.
+        return sorted(
+            {-(-workload.rows // -(-workload.rows // rows)) for rows in most}, reverse=True
+        )
+
+    def families(self, rows: int, *, split: bool = False) -> list[list[Placement]]:
+        """Frames, from the fastest to the most frugal: of whole layers; for long rows, in tiles.
+
+        With `split`, the same with the head in portions; or if layers are so large, too, the most
+        frugal one with both. They are for when memory is short.
+        """
+        portions = self.portions if split else None
+        if split and portions is None:
+            return []
+        least = -(-rows * self.workload.sequence_length // _CHUNKS)
+        frames = [Placement(**frame, compile=self.workload.compile) for frame in _FRAMES]
+        whole = [
+            replace(f, head_tokens=max(least, f.head_tokens), max_stream_bytes=portions)
+            for f in frames
+        ]
+        long = self.workload.sequence_length >= _LONG
+        if long:
+            lanes = [f.layer_input_lanes // (1 if f.slots == MOST_SLOTS else 2) for f in whole]
+            whole = [replace(f, layer_input_lanes=n) for f, n in zip(whole, lanes, strict=True)]
+        if not self.whole(portions):
+            return [whole[-1:]]
+        if not long:
+            return [whole]
+        tiled = [
+            [replace(frame, chunk_tokens=_TILE, save_attention=where) for frame in whole]
+            for where in _ATTENTION
+        ]
+        return [whole, *tiled]
+
+    @cached_property
+    def portions(self) -> int | None:
+        """Bytes of the portions that layers and head can be streamed in; None: none is so large."""
+        layouts, itemsize = self._layouts, self.workload.dtype.itemsize
+        head = next(t.numel for t in layouts if t.name == "head") * itemsize
+        least = least_split(self.forecasts.outline, layouts, itemsize)
+        portions = max(least, min(_PORTION, self._layer_bytes))
+        return portions if portions < max(self._layer_bytes, head) else None
+
+    @property
+    def _layouts(self) -> list[TileLayout]:
+        return self.forecasts.model(self.workload).layouts
+
+    @cached_property
+    def _layer_bytes(self) -> int:
+        """Of the largest layer."""
+        layers = [t.numel for t in self._layouts if t.name.startswith("layer")]
+        return max(layers) * self.workload.dtype.itemsize
+
+    def whole(self, max_stream_bytes: int | None) -> bool:
+        """Whether no layer is split."""
+        return max_stream_bytes is None or max_stream_bytes >= self._layer_bytes
+
+    def of(self, placement: Placement, rows: int) -> Forecast:
+        """The forecast of a frame."""
+        return self.forecasts.of(self.machine, placement, self.workload, rows)
+
+    def lasting(self, placement: Placement) -> tuple[int, int]:
+        """Bytes on device and host without which a frame cannot be, told at once.
+
+        What a layer or the head computes with is left out.
+        """
+        needs = self.forecasts.needs(self.workload, placement)
+        device, host = sum(needs.device.values()), sum(needs.host.values())
+        device += self.machine.device_context_bytes + mapping_bytes(host)
+        return device, host + PROCESS_BYTES
+
+    def floor(self, placement: Placement, rows: int) -> tuple[int, int]:
+        """The same with what they compute with."""
+        device, host = self.lasting(placement)
+        # Gradients that are not summed yet are among what is worked with.
+        unsummed = self.forecasts.needs(self.workload, placement).device[UNSUMMED]
+        return device + max(0, self._working_bytes(placement, rows) - unsummed), host
+
+    def estimate(self, placement: Placement, rows: int) -> tuple[int, int]:
+        """The same from the forecast of a step of few micro-batches, closer to the truth."""
+        taken = self.workload.rows if self.workload.rows <= _FEW * rows else 2 * rows
+        tokens = taken * self.workload.sequence_length
+        few = replace(self, workload=replace(self.workload, tokens_per_step=tokens))
+        found = few.of(placement, rows)
+        more = zip(self.lasting(placement), few.lasting(placement), strict=True)
+        device, host = (full - part for full, part in more)
+        # What waits there besides: kept attention, and what a head in portions goes through twice.
+        sizes = found.host_bytes
+        waiting = sizes["host_boundaries_bytes"] + sizes["host_kept_bytes"]
+        if placement.layer_inputs == "host":
+            waiting -= self.forecasts.needs(few.workload, placement).host["boundaries"]
+        host += waiting * (self.workload.rows - taken) // taken
+        return found.device_peak_bytes + device, found.host_peak_bytes + host
+
+    def _working_bytes(self, placement: Placement, rows: int) -> int:
+        """What a layer or the head computes with, and one activation of every token."""
+        measured = self.forecasts.measured(self.workload, placement.chunk_tokens)
+        layout = next(each for each in self._layouts if each.name == "head")
+        chunk = min(rows, -(-placement.head_tokens // self.workload.sequence_length))
+        for visit in range(len(self.forecasts.outline.layers)):
+            measured.layer(visit, chunk)  # whose results the head is given
+        works: list[Work] = []
+        if placement.max_stream_bytes is None:
+            works.append(measured.head(layout, chunk, placement.head_tokens))
+        if self.whole(placement.max_stream_bytes):
+            works += measured.layer(0, rows).computed_twice
+        working = max((work.peak_bytes for work in works), default=0)
+        entering = measured.entering(rows).values()
+        return working + sum(s.empty("meta").nbytes for s in entering) * self.workload.rows // rows

@@ -1,0 +1,259 @@
+"""What a frame's spare memory can be spent on: resident tiles, kept graphs on device and host.
+
+A frame is a forecast with nothing resident and nothing kept (autoplace/candidates.py). What each
+way of spending could bring at best is known from it: no resource does less work than it must.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
+from megatrain.engine.assemble import LEAVING, RETURNING
+from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.cost_model import MachineCosts
+from megatrain.forecast.op_counter import Tally
+from megatrain.forecast.simulate import Forecast
+from megatrain.forecast.workload import Workload
+from megatrain.machine import Machine
+from megatrain.optim import parameter_bytes
+from megatrain.placement import Placement
+from megatrain.tile import TileLayout
+
+# Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
+_USED = 0.95
+
+# Besides what a forecast counts, a share of the driver's context (840 MiB on an H200): what
+# torch.compile tries kernels out with. 0.5B in a limit of 1600 MiB took 46 MiB more than foretold.
+_LIBRARIES = 0.08
+
+
+class FirstTiles:
+    """A model's tiles from the first one on, in which order they come to rest on the device."""
+
+    def __init__(self, layouts: Sequence[TileLayout], workload: Workload) -> None:
+        self.tiles = [each for each in layouts if each.name != "unused"]
+        self._sums = [0, *accumulate(each.numel for each in self.tiles)]
+        self._on_device = parameter_bytes(workload.rule, workload.dtype)
+        # Without clipping the host holds only those gradients that are in flight.
+        self._on_host = self._on_device - (0 if workload.clip else workload.dtype.itemsize)
+
+    def names(self, count: int) -> tuple[str, ...]:
+        """Of the first `count`."""
+        return tuple(each.name for each in self.tiles[:count])
+
+    def device_bytes(self, count: int) -> int:
+        """That they take there."""
+        return int(self._sums[count] * self._on_device)
+
+    def host_bytes(self, count: int) -> int:
+        """That they spare the host."""
+        return int(self._sums[count] * self._on_host)
+
+    def most(self, room: int) -> int:
+        """How many the device holds; -1: not even none."""
+        return sum(numel * self._on_device <= room for numel in self._sums) - 1
+
+    def fewest(self, lacking: int) -> int:
+        """How many spare the host what it lacks; more than there are: not even all."""
+        return sum(numel * self._on_host < lacking for numel in self._sums)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory that a machine lends."""
+
+    machine: Machine
+
+    @property
+    def device(self) -> int:
+        """Bytes that may be used."""
+        total = self.machine.device_memory_bytes
+        return min(int(_USED * total), total - self._libraries)
+
+    @property
+    def _libraries(self) -> int:
+        return int(_LIBRARIES * self.machine.device_context_bytes)
+
+    @property
+    def host(self) -> int:
+        """The same of the host."""
+        return int(_USED * self.machine.host_memory_bytes)
+
+    def spare(self, found: Forecast) -> int:
+        """Device bytes left; negative: it does not fit."""
+        return self.device - found.device_peak_bytes
+
+    def host_spare(self, found: Forecast) -> int:
+        """The same of the host."""
+        return self.host - found.host_peak_bytes
+
+    def fits(self, found: Forecast) -> bool:
+        """Whether both hold it."""
+        return self.spare(found) >= 0 and self.host_spare(found) >= 0
+
+    def raised(self, device: int, host: int) -> Machine:
+        """The machine with as much memory besides as it lacks to hold so many bytes."""
+        there = self.machine
+        on_device, on_host = there.device_memory_bytes, there.host_memory_bytes
+        if device > self.device:
+            on_device = max(int(device / _USED), device + self._libraries) + 2
+        if host > self.host:
+            on_host = int(host / _USED) + 2
+        return replace(there, device_memory_bytes=on_device, host_memory_bytes=on_host)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A frame and what its spare memory is spent on; it takes `seconds` at least.
+
+    It will likely take `likely`.
+    """
+
+    frame: Forecast
+    resident: tuple[str, ...]
+    save_activations: int
+    offload_activations: int
+    seconds: float
+    likely: float
+
+    def placement(self, save_activations: int, offload_activations: int) -> Placement:
+        """The frame's with so many graphs."""
+        return replace(
+            self.frame.placement,
+            resident=self.resident,
+            save_activations=save_activations,
+            offload_activations=offload_activations,
+        )
+
+
+class Ways:
+    """The ways of one frame."""
+
+    def __init__(
+        self, forecasts: Forecasts, workload: Workload, frame: Forecast, budget: Budget
+    ) -> None:
+        self._forecasts, self._workload, self._frame = forecasts, workload, frame
+        self._budget = budget
+        self._layers = len(forecasts.outline.layers)
+        self._micro = -(-workload.rows // frame.micro_batch)
+        measured = forecasts.measured(workload, frame.placement.chunk_tokens)
+        self._work = measured.layer(0, frame.micro_batch)
+        self._first = FirstTiles(forecasts.model(workload).layouts, workload)
+        self._tiles = self._first.tiles
+        self._costs = MachineCosts(budget.machine, Tally())
+
+    @property
+    def _graph(self) -> int:
+        """Bytes of a layer's graph."""
+        return self._work.keeping.kept_bytes * self._micro
+
+    def _more(self, where: Literal["device", "host"]) -> int:
+        """Bytes that a graph takes there beyond the attention results that wait without it."""
+        kept = self._frame.placement.save_attention == where
+        return max(1, self._graph - kept * self._work.again.attention_bytes * self._micro)
+
+    def all(self) -> Iterator[Way]:
+        """Every way that is worth a look."""
+        first = self._first
+        spare, host_spare = self._budget.spare(self._frame), self._budget.host_spare(self._frame)
+        least, fitting = first.fewest(-host_spare), first.most(spare)
+        if least > len(self._tiles):
+            return  # the host has no room even if every tile leaves it
+        begin = sum(t.name in ("embedding", "prologue", "layer 0") for t in self._tiles)
+        parts = (least + (fitting - least) * part // 4 for part in (0, 1, 2, 3, 4))
+        for count in sorted({0, begin, *parts}):
+            if not least <= count <= fitting or (count and not self._tiles[count - 1].numel):
+                continue  # too few, too many, or one that brings nothing
+            left, left_on_host = first.device_bytes(count), first.host_bytes(count)
+            yield from self._graphs(count, spare - left, host_spare + left_on_host)
+
+    def _graphs(self, count: int, spare: int, host_spare: int) -> Iterator[Way]:
+        """With `count` resident tiles."""
+        resident = self._first.names(count)
+        told = set()
+        for offload in self._offloads(host_spare):
+            lanes = (LEAVING + RETURNING) * self._work.keeping.kept_bytes if offload else 0
+            if lanes > spare:
+                continue
+            keep = min(self._layers, (spare - lanes) // self._more("device"))
+            offloaded = min(offload, self._layers - keep)
+            if (keep, offloaded) in told:
+                continue  # as many are left by those that stay on the device
+            told.add((keep, offloaded))
+            yield Way(self._frame, resident, keep, offloaded, *self._times(count, keep, offloaded))
+
+    def _offloads(self, host_spare: int) -> list[int]:
+        """Numbers of graphs on the host: none, all that it holds, those that leave unnoticed."""
+        if not self._graph:
+            return [0]
+        most = min(self._layers, host_spare // self._more("host"))
+        unnoticed = int(self._forward() / self._leaving())
+        found = {0, most, min(most, unnoticed), min(most, unnoticed) // 2}
+        return sorted(count for count in found if count >= 0)
+
+    def _forward(self) -> float:
+        """Seconds of the layers' forward."""
+        return self._layers * self._micro * self._costs.seconds(self._work.forward)
+
+    def _leaving(self) -> float:
+        """Seconds that a graph takes to the host."""
+        return self._costs.copy(COPY_OUT, self._graph)
+
+    def _times(self, count: int, keep: int, offload: int) -> tuple[float, float]:
+        """Seconds that the busiest resource takes at least, and those that the step likely takes.
+
+        What compute waits for in the frame are tiles on their way or in their updates, which no
+        bound tells; it waits less as fewer are streamed.
+        """
+        all_tiles, gone = self._tiles, self._tiles[:count]
+        left = 1 - sum(t.numel for t in gone) / sum(t.numel for t in all_tiles)
+        streamed = sum(t.numel for t in all_tiles if t.name != "embedding")
+        crossing = 1 - sum(t.numel for t in gone if t.name != "embedding") / streamed
+        bounds, compute = self._frame.bounds, self._compute(keep, offload)
+        returning = self._costs.copy(COPY_IN, self._graph)
+        least = max(
+            compute,
+            bounds[UPDATE] * left,
+            bounds[COPY_IN] * crossing + offload * returning,
+            bounds[COPY_OUT] * crossing + offload * self._leaving(),
+        )
+        waited = self._frame.seconds - bounds[COMPUTE]
+        return least, max(least, compute + waited * left)
+
+    def _compute(self, keep: int, offload: int) -> float:
+        """Seconds of computing, and of waiting for lanes to the host."""
+        work, seconds = self._work, self._costs.seconds
+        saved = sum(map(seconds, work.computed_twice))
+        if self._frame.placement.save_attention != "none":
+            saved -= seconds(work.again) - seconds(replace(work.again, attention_flops=0))
+        saved -= seconds(work.keeping) + seconds(work.kept_backward)
+        late = max(0.0, offload * self._leaving() - self._forward())
+        spared = (keep + offload) * max(0.0, saved) * self._micro
+        return self._frame.bounds[COMPUTE] - spared + late
+
+    def spent(self, way: Way) -> Forecast | None:
+        """The forecast of a way; fewer graphs are kept if it does not fit, more if it leaves room.
+
+        None: it does not fit without any.
+        """
+        graph, on_host, layers = self._more("device"), self._more("host"), self._layers
+        keep, offload, best = way.save_activations, way.offload_activations, None
+        for _ in range(3):
+            placement = way.placement(keep, offload)
+            found = self._forecasts.of(
+                self._budget.machine, placement, self._workload, way.frame.micro_batch
+            )
+            if self._budget.fits(found) and (best is None or found.seconds < best.seconds):
+                best = found
+            more = self._budget.spare(found) // graph
+            more_on_host = min(0, self._budget.host_spare(found) // on_host)
+            if keep + more < 0:
+                break
+            before = keep, offload
+            keep = min(layers, keep + more)
+            offload = max(0, min(layers - keep, offload + more_on_host))
+            if (keep, offload) == before:
+                break
+        return best

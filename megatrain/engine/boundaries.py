@@ -1,0 +1,98 @@
+"""Activations between the sweeps: layer inputs wait for the backward that recomputes from them."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from megatrain.device import Device
+from megatrain.device.base import COMPUTE, Kind, Name
+from megatrain.engine.host_offload import Ferry, packed_bytes
+from megatrain.model.capture import Ref
+from megatrain.model.program import Activations
+
+_KEEP, _GIVE = Name(Kind.NOTE, "keep"), Name(Kind.NOTE, "give")
+
+
+class Boundary(Protocol):
+    """What `Saved` asks of a unit: its place, and the activations that it reads."""
+
+    visit: int
+    inputs: list[Ref]
+    fresh: list[Ref]  # made by the unit before it, read by it or a later layer
+
+
+class Saved:
+    """Keeps layer inputs on the device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._kept: list[Activations] = []
+
+    def begin(self, num_micro: int) -> None:
+        """Forget everything; a step of `num_micro` micro-batches begins."""
+        self._kept = [{} for _ in range(num_micro)]
+
+    def put(self, unit: Boundary, h: list[Activations]) -> None:
+        """Keep what `unit` is about to read and nobody has kept yet."""
+        for index, kept in enumerate(self._kept):
+
+            def keep(index: int = index, kept: Activations = kept) -> None:
+                kept.update({ref: h[index][ref] for ref in unit.fresh})
+
+            self._device.run(COMPUTE, _KEEP, keep)
+
+    def take(self, unit: Boundary) -> Iterator[Activations]:
+        """The unit's inputs, one micro-batch after the other; each holds until the next."""
+        for kept in self._kept:
+
+            def give(kept: Activations = kept) -> Activations:
+                inputs = {ref: kept[ref] for ref in unit.inputs}
+                for ref in unit.fresh:
+                    del kept[ref]
+                return inputs
+
+            yield self._device.run(COMPUTE, _GIVE, give)
+
+
+class HostSaved:
+    """Keeps layer inputs in pinned host memory, fetched again ahead of their backward."""
+
+    def __init__(self, device: Device, lanes: int) -> None:
+        self._device = device
+        self._ferry = Ferry(device, "boundary", lanes, lanes)
+        self._num_micro = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory held."""
+        return self._ferry.host_bytes
+
+    def begin(self, num_micro: int) -> None:
+        """Forget everything; a step of `num_micro` micro-batches begins."""
+        self._num_micro = num_micro
+        self._ferry.begin()
+
+    def put(self, unit: Boundary, h: list[Activations]) -> None:
+        """Send out what `unit` is about to read and nobody has sent yet."""
+        keys = [(index, ref) for index in range(self._num_micro) for ref in unit.fresh]
+        # Where nothing is computed there are no values.
+        values = [[h[index][ref].contiguous()] if h[index] else [] for index, ref in keys]
+        rest = sum(packed_bytes(tensors) for tensors in values)
+        for key, tensors in zip(keys, values, strict=True):
+            rest -= packed_bytes(tensors)
+            self._ferry.send(unit.visit, key, tensors, rest)
+        reads = [[(index, ref) for ref in unit.inputs] for index in range(self._num_micro)]
+        self._ferry.expect(*reads)
+
+    def take(self, unit: Boundary) -> Iterator[Activations]:
+        """The unit's inputs, one micro-batch after the other; each holds until the next."""
+        for _ in range(self._num_micro):
+            for items, buffers in self._ferry.take(len(unit.inputs)):
+                give = partial(_named, unit.inputs, items)
+                yield self._device.run(COMPUTE, _GIVE, give, reads=buffers)
+
+
+def _named(refs: list[Ref], items: list[list[Tensor]]) -> Activations:
+    return {ref: value for ref, [value] in zip(refs, items, strict=True)}

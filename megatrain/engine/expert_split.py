@@ -1,0 +1,195 @@
+"""A layer too large for the device, visited in stages: up to its experts, some experts after the
+others, and the layer as a whole with their result.
+
+Each stage passes all micro-batches before the next one's weights are used, as layers do; what it
+gives to the next is an activation. In the backward, `After` gives the gradient of the experts'
+result, each `Group` those of its weights and of what the experts are given, and `Before` all the
+rest in one go: so each weight's gradient is complete after one stage.
+
+What is computed twice for it: in each sweep, all but the experts.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE, Kind, Name
+from megatrain.engine.batch import Batch
+from megatrain.engine.layer import Layer, Stage
+from megatrain.engine.modules import State
+from megatrain.engine.saved_tensors import Graph
+from megatrain.engine.sink import Room
+from megatrain.engine.tile_slice import Portion, Stages
+from megatrain.model.capture import Ref
+from megatrain.model.experts import Chosen, ExpertRows
+from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.placement import Saves
+
+# Leaves beside those of a layer's output: hidden states, choices, their shares; what experts make.
+GIVEN, RESULT = (-1, -2, -3), -4
+
+
+def staged(device: Device, program: Program, stages: Stages, visit: int) -> list[Layer]:
+    """The stages of a layer, in their order."""
+    after = After(device, program, stages.again, visit)
+    groups = [
+        Group(device, program, portion, visit, start)
+        for portion, start in zip(stages.groups, stages.bounds, strict=False)
+    ]
+    groups[0].fresh = groups[0].inputs
+    return [Before(device, program, stages.core, visit, after), *groups, after]
+
+
+class _AroundExperts(Stage):
+    """The layer, but for its experts."""
+
+    def __init__(self, device: Device, program: Program, portion: Portion, visit: int) -> None:
+        super().__init__(device, program, portion, visit)
+        self.given = [Ref(visit, leaf) for leaf in GIVEN]
+        self.result = Ref(visit, RESULT)
+
+    def _call(
+        self,
+        weights: dict[str, Tensor],
+        micro: MicroBatch,
+        values: Activations,
+        saves: Saves | None = None,
+    ) -> Activations:
+        result = values.get(self.result)
+        made, given = self.program.around_experts(self.visit, weights, micro, values, result)
+        return {**made, **dict(zip(self.given, given, strict=True))}
+
+
+class After(_AroundExperts):
+    """All of the layer's forward, the experts' result given; passes back its gradient.
+
+    Attributes:
+        results: in the backward, the experts' result of each micro-batch, for `Before`.
+    """
+
+    def __init__(self, device: Device, program: Program, portion: Portion, visit: int) -> None:
+        super().__init__(device, program, portion, visit)
+        self.inputs = [*self.inputs, self.result]
+        self.fresh = self.pulled = [self.result]
+        self.made = []  # the gradients of what it makes wait for `Before`
+        self.results: dict[int, Tensor] = {}
+
+    def begin(self) -> None:
+        super().begin()
+        self.results.clear()
+
+    def _ready(
+        self,
+        index: int,
+        slot: Buffer,
+        micro: MicroBatch,
+        values: Activations,
+        returned: list[Tensor],
+    ) -> Graph:
+        self.results[index] = values[self.result].clone()  # it may lie in a lane from the host
+        return self._graph(slot, micro, values)[0]
+
+
+class Before(_AroundExperts):
+    """The layer up to its experts; its backward is that of all but the experts."""
+
+    def __init__(
+        self, device: Device, program: Program, portion: Portion, visit: int, after: After
+    ) -> None:
+        super().__init__(device, program, portion, visit)
+        self.made = [*self.made, *self.given, self.result]
+        self.live |= set(self.inputs)
+        self._after = after
+
+    def _ready(
+        self,
+        index: int,
+        slot: Buffer,
+        micro: MicroBatch,
+        values: Activations,
+        returned: list[Tensor],
+    ) -> Graph:
+        result = self._after.results.pop(index)
+        return self._graph(slot, micro, {**values, self.result: result})[0]
+
+
+class Group(Stage):
+    """Some of the layer's experts, for the tokens that chose them."""
+
+    def __init__(
+        self, device: Device, program: Program, portion: Portion, visit: int, start: int
+    ) -> None:
+        """Args: `start` is the number of the first of them."""
+        super().__init__(device, program, portion, visit)
+        experts = program.outline.layers[visit].kind.experts
+        assert experts is not None
+        self.prefix += f"{experts.path}."
+        self._start, self._stop = start, start + portion.layout.entries[0].shape[0]
+        self.inputs, self.fresh = [Ref(visit, leaf) for leaf in GIVEN], []
+        self._result = Ref(visit, RESULT)
+
+    def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
+        """The sum of the experts' results so far, beside the other activations."""
+        out = []
+        for index in range(len(batch.micro)):
+            self.seed(batch, self.visit, index)
+
+            def work(index: int = index) -> Activations:
+                with torch.no_grad():
+                    total = self._add(self.weights(slot), h[index])
+                return {**h[index], self._result: total}
+
+            out.append(
+                self.device.run(COMPUTE, Name(Kind.PART, f"{self.name} experts"), work, [slot])
+            )
+        return out
+
+    def _add(self, weights: dict[str, Tensor], values: Activations) -> Tensor:
+        pairs, rows = self._chosen(values)
+        total_ND = values.get(self._result)
+        if total_ND is None:
+            total_ND = torch.zeros_like(values[self.inputs[0]])
+        if sum(pairs.counts):
+            pairs.add(total_ND, self.program.experts(self.visit, weights, rows))
+        return total_ND
+
+    def _chosen(self, values: Activations) -> tuple[Chosen, ExpertRows]:
+        """The tokens that chose these experts, with each one's row, expert and share."""
+        hidden_ND, index_NK, share_NK = (values[ref].detach() for ref in self.inputs)
+        pairs = self.program.chosen(self.visit, index_NK, self._start, self._stop)
+        where = (pairs.tokens_S, pairs.choices_S)
+        return pairs, (hidden_ND[pairs.tokens_S], index_NK[where] - self._start, share_NK[where])
+
+    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
+        """Gradients of the weights into `room`; those of what the experts are given are added."""
+        out = []
+        for index, values in enumerate(h):
+            self.seed(batch, self.visit, index)
+
+            def work(index: int = index, values: Activations = values) -> Activations:
+                return self._pull(slot, values, dh[index], room)
+
+            name = Name(Kind.PART_BACKWARD, f"{self.name} experts backward")
+            out.append(self.device.run(COMPUTE, name, work, [slot], [room.sums]))
+        return out
+
+    def _pull(self, slot: Buffer, values: Activations, dh: Activations, room: Room) -> Activations:
+        hidden, _, shares = self.inputs
+        for ref in (hidden, shares):
+            dh.setdefault(ref, torch.zeros_like(values[ref]))
+        pairs, (rows_SD, index_S, share_S) = self._chosen(values)
+        if self._result not in dh or not sum(pairs.counts):
+            return dh
+        weights, names = self.leaves(slot)
+        inputs = [rows_SD.requires_grad_(), share_S.requires_grad_()]
+        with torch.enable_grad():
+            made_SD = self.program.experts(self.visit, weights, (rows_SD, index_S, share_S))
+        sources = [*inputs, *(weights[name.removeprefix(self.prefix)] for name in names)]
+        gradient_SD = dh[self._result][pairs.tokens_S]
+        grads = torch.autograd.grad(made_SD, sources, gradient_SD, allow_unused=True)
+        pairs.add(dh[hidden], grads[0])
+        dh[shares][pairs.tokens_S, pairs.choices_S] = grads[1]
+        room.add(names, grads[2:])
+        return dh

@@ -1,0 +1,106 @@
+"""Host memory for what waits from the forward to the backward, where a step needs more than before.
+
+Graphs and attention results can be computed again; a host that is full cannot be helped. So a step
+that is too large for them goes without.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from megatrain.engine.assemble import host_bytes, kept_ferry
+from megatrain.engine.batch import Batch
+from megatrain.engine.host_offload import Ferry
+from megatrain.engine.step import Parts
+from megatrain.store import Store
+from megatrain.telemetry.memory import host_available_bytes
+from megatrain.units import gib
+
+_log = logging.getLogger(__name__)
+
+_KEPT = "host_kept_bytes"
+_OTHERS = ("host_rows_bytes", "host_boundaries_bytes")  # which a step cannot do without
+
+# What a step takes by the tokens of another is not exact, and the process grows a little.
+_CAUTION = 1.05
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The step that a placement was chosen for.
+
+    Attributes:
+        micro_batch_tokens: of one micro-batch.
+        host_bytes: that it holds, as `Engine.memory()` names them.
+    """
+
+    tokens_per_step: int
+    micro_batch_tokens: int
+    host_bytes: Mapping[str, int]
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether a step is no larger."""
+        largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
+        within = batch.num_tokens <= self.tokens_per_step
+        return within and largest <= self.micro_batch_tokens
+
+
+class HostRoom:
+    """Says before each step whether what could wait on the host may, and gives it up if not."""
+
+    def __init__(
+        self,
+        store: Store,
+        parts: Parts,
+        limit_bytes: int | None,
+        planned: Planned | None,
+    ) -> None:
+        """Args:
+        limit_bytes: that the process may take in all; None: what the machine allows.
+        planned: a step for which there is room; None: the first one shows what steps take.
+        """
+        self._held, self._limit = partial(host_bytes, store, parts), limit_bytes
+        self._ferry = kept_ferry(parts)
+        self._seen: dict[str, tuple[int, int]] = {}  # bytes, for so many tokens
+        self._most_tokens, self._told = 0, False
+        if planned is not None:
+            self._note(planned.host_bytes, planned.tokens_per_step, (_KEPT, *_OTHERS))
+
+    @contextmanager
+    def of(self, num_tokens: int) -> Iterator[bool]:
+        """Around a step of so many tokens: whether there is room for what layers save there."""
+        if self._ferry is None:
+            yield True
+            return
+        has_room = self._has_room(self._ferry, num_tokens)
+        yield has_room
+        if num_tokens >= self._most_tokens:
+            self._most_tokens = num_tokens
+            names = (_KEPT, *_OTHERS) if has_room else _OTHERS
+            self._note(self._held(), num_tokens, names)
+
+    def _note(self, sizes: Mapping[str, int], num_tokens: int, names: Iterable[str]) -> None:
+        self._seen.update({name: (sizes[name], num_tokens) for name in names})
+
+    def _has_room(self, ferry: Ferry, num_tokens: int) -> bool:
+        held = self._held()
+        more = {
+            name: max(0, num_bytes * num_tokens // tokens - held[name])
+            for name, (num_bytes, tokens) in self._seen.items()
+        }
+        wanted = _CAUTION * sum(more.values())
+        room = host_available_bytes(self._limit) if wanted else 0
+        if wanted <= room:
+            return True
+        if wanted - _CAUTION * more[_KEPT] > room:
+            ferry.release()
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "The host has no room for what should wait there in a step of %d tokens (%s more "
+                "are wanted, %s are left): in steps that are too large it is computed again",
+                num_tokens, gib(wanted), gib(room),
+            )  # fmt: skip
+        return False

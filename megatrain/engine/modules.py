@@ -1,0 +1,207 @@
+"""What is visited in the sweeps, put on the device's compute stream: prologue and head.
+
+Each takes the weights that the stream has brought and a list of activations, one entry per
+micro-batch, and knows how to run forward and backward for all micro-batches in turn.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE, Kind, Name
+from megatrain.engine.batch import Batch
+from megatrain.engine.embedding import Embedding
+from megatrain.engine.head import HeadMath
+from megatrain.engine.sink import Room
+from megatrain.engine.tile_slice import Portion
+from megatrain.model.capture import PROLOGUE, Ref
+from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.placement import ActivationPolicy
+from megatrain.seeds import derived_seed
+from megatrain.store import Tile
+
+State = list[Activations]
+
+PROLOGUE_NAME, HEAD_NAME = Name(Kind.PROLOGUE, "prologue"), Name(Kind.HEAD, "head")
+
+
+class Unit:
+    """The weights of one tile, or of a portion of one, as a function.
+
+    Attributes:
+        tile: where its weights rest.
+        prefix: what the tile's parameter names have before the names that the function knows.
+    """
+
+    def __init__(
+        self, device: Device, program: Program, tile: Tile | Portion, prefix: str = ""
+    ) -> None:
+        self.device, self.program, self.tile, self.prefix = device, program, tile, prefix
+
+    def begin(self) -> None:
+        """A step begins: drop what one that was broken off has left."""
+
+    def under(self, policies: Sequence[ActivationPolicy]) -> Self:
+        """The unit as it is where layers save what `policies` say; most units save nothing."""
+        return self
+
+    def weights(self, slot: Buffer) -> dict[str, Tensor]:
+        """The tile's parameters by the function's names."""
+        return {
+            entry.name.removeprefix(self.prefix): entry.view(slot.data)
+            for entry in self.tile.layout.entries
+        }
+
+    def leaves(self, slot: Buffer) -> tuple[dict[str, Tensor], list[str]]:
+        """The parameters as autograd leaves, and the names of the trainable ones."""
+        weights = {name: view.detach() for name, view in self.weights(slot).items()}
+        names = [entry.name for entry in self.tile.layout.trainable]
+        for name in names:
+            weights[name.removeprefix(self.prefix)].requires_grad_()
+        return weights, names
+
+    def seed(self, batch: Batch, visit: int, index: int) -> None:
+        """Random numbers that depend on the place alone: a recomputed dropout is the same."""
+        self.device.seed(derived_seed(batch.seed, visit, index))
+
+
+class Prologue(Unit):
+    """From token ids to the first layer's arguments; the embedding rows come from `embedding`."""
+
+    visit = PROLOGUE
+
+    def __init__(self, device: Device, program: Program, tile: Tile, embedding: Embedding) -> None:
+        super().__init__(device, program, tile)
+        self.embedding = embedding
+        self.inputs: list[Ref] = []
+        self.fresh: list[Ref] = []
+
+    def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
+        """The first activations of every micro-batch (`h` is not read: there are none)."""
+        reads = [slot, *self.embedding.rows]
+
+        def work(micro: MicroBatch) -> Activations:
+            with torch.enable_grad():  # what requires gradients here is an activation there
+                values = self.program.prologue(self._all_leaves(slot), _rows_as_leaves(micro))
+            return {ref: value.detach() for ref, value in values.items()}
+
+        out = []
+        for index, micro in enumerate(batch.micro):
+            self.seed(batch, self.visit, index)
+            out.append(self.device.run(COMPUTE, PROLOGUE_NAME, partial(work, micro), reads))
+        return out
+
+    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
+        """Gradients of the prologue's weights into `room`, of the rows into `embedding`."""
+        self.embedding.prepare_gradients(batch)
+        reads, writes = [slot, *self.embedding.rows], [room.sums, *self.embedding.sums]
+        for index in range(len(batch.micro)):
+            self.seed(batch, self.visit, index)
+            self.device.run(
+                COMPUTE,
+                Name(Kind.PROLOGUE, "prologue backward"),
+                partial(self._pull, slot, batch, index, dh, room),
+                reads,
+                writes,
+            )
+        return [{} for _ in batch.micro]
+
+    def _pull(self, slot: Buffer, batch: Batch, index: int, state: State, room: Room) -> None:
+        micro, dh = batch.micro[index], state[index]
+        weights, names = self.leaves(slot)
+        with torch.enable_grad():
+            values = self.program.prologue({**self._all_leaves(slot), **weights}, micro)
+            tables = micro.rows.tables
+            pairs = [(values[ref], dh[ref]) for ref in dh if ref in values]
+            sources = [*tables.values(), *(weights[name] for name in names)]
+            if not pairs or not sources:
+                return
+            outputs, gradients = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
+        rows = dict(zip(tables, grads, strict=False))
+        self.embedding.add({name: g for name, g in rows.items() if g is not None})
+        room.add(names, grads[len(tables) :])
+
+    def _all_leaves(self, slot: Buffer) -> dict[str, Tensor]:
+        return {n: w.detach().requires_grad_() for n, w in self.weights(slot).items()}
+
+
+def _rows_as_leaves(micro: MicroBatch) -> MicroBatch:
+    tables = micro.rows.tables
+    for name in tables:
+        tables[name] = tables[name].detach().requires_grad_()
+    return micro
+
+
+class Head(Unit):
+    """Epilogue and language-model head: from the last activations to loss or logits."""
+
+    def __init__(
+        self, device: Device, program: Program, tile: Tile | Portion, computed: HeadMath
+    ) -> None:
+        super().__init__(device, program, tile)
+        self.computed = computed
+
+    def loss_and_vjp(
+        self, slot: Buffer, batch: Batch, h: State, room: Room
+    ) -> tuple[list[Tensor], State]:
+        """Each micro-batch's share of the step's loss, and the activations' gradients.
+
+        Takes the activations out of `h`.
+        """
+        losses: list[Any] = []
+        dh: list[Any] = []
+        for index, micro in enumerate(batch.micro):
+
+            def work(index: int = index, micro: MicroBatch = micro) -> tuple[Tensor, Activations]:
+                weights, names = self.leaves(slot)
+                count = batch.normaliser
+                return self.computed.gradients_of(weights, names, micro, h[index], count, room)
+
+            result = self.device.run(COMPUTE, HEAD_NAME, work, [slot], [room.sums])
+            loss, gradients = result if result is not None else (None, None)
+            losses.append(loss)
+            dh.append(gradients)
+            h[index] = {}  # nobody reads it any more: it would stay until the backward's end
+        return losses, dh
+
+    def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
+        """Each micro-batch's share of the step's loss, without gradients."""
+
+        def work(micro: MicroBatch, values: Activations) -> Tensor:
+            return self.computed.loss(self.weights(slot), micro, values) / batch.normaliser
+
+        return self._each(slot, batch, h, work)
+
+    def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
+        """Each token's loss `[B, T]`, fp32, on the CPU; 0 where nothing is predicted."""
+
+        def work(micro: MicroBatch, values: Activations) -> Tensor:
+            found = self.computed.losses(self.weights(slot), micro, values)
+            return found.view(micro.rows.ids.shape).cpu()
+
+        return self._each(slot, batch, h, work)
+
+    def logits(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
+        """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""
+
+        def work(micro: MicroBatch, values: Activations) -> Tensor:
+            return self.computed.logits(self.weights(slot), micro, values)
+
+        return self._each(slot, batch, h, work)
+
+    def _each(
+        self,
+        slot: Buffer,
+        batch: Batch,
+        h: State,
+        work: Callable[[MicroBatch, Activations], Tensor],
+    ) -> list[Tensor]:
+        return [
+            self.device.run(COMPUTE, HEAD_NAME, partial(work, m, v), [slot])
+            for m, v in zip(batch.micro, h, strict=True)
+        ]

@@ -1,0 +1,193 @@
+"""Autograd graphs of layers, and what of them waits from the forward to the backward, and where.
+
+A kept graph holds no weights and no inputs of its own: in the backward its layer's weights are in a
+slot again, and its inputs are given again. All else that it saved either stays on the device or
+waits on the host (engine/host_offload.py).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from megatrain.compat.torch import FakeTensor, memory_of, pytree
+from megatrain.engine.sink import Room
+from megatrain.model.capture import Ref
+from megatrain.model.program import Activations
+
+
+@dataclass
+class Graph:
+    """One layer's graph of one micro-batch, ready to be pulled back."""
+
+    inputs: Activations
+    made: dict[Ref, GradientEdge]
+    sources: list[Tensor]
+    names: list[str]
+
+    @classmethod
+    def of(
+        cls, inputs: Activations, made: Activations, sources: list[Tensor], names: list[str]
+    ) -> "Graph":
+        """The graph that has made `made`."""
+        edges = {
+            ref: get_gradient_edge(value) for ref, value in made.items() if value.requires_grad
+        }
+        return cls(inputs, edges, sources, names)
+
+    def let_go(self) -> None:
+        """Hold no memory of the inputs: of them, gradients need the identity alone."""
+        for value in self.inputs.values():
+            value.data = value.data.new_empty(0)
+
+    def pull(self, made: Iterable[Ref], dh: Activations, room: Room) -> Activations:
+        """Gradients of the weights into `room`; returns `dh`, the inputs' in place of `made`'s."""
+        of_layer = set(made)
+        pairs = [(self.made[ref], dh[ref]) for ref in self.made if ref in dh]
+        rest = {ref: gradient for ref, gradient in dh.items() if ref not in of_layer}
+        if not pairs:
+            return rest
+        outputs, gradients = zip(*pairs, strict=True)
+        pulled = [ref for ref, value in self.inputs.items() if value.requires_grad]
+        sources = [*(self.inputs[ref] for ref in pulled), *self.sources]
+        grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
+        room.add(self.names, grads[len(pulled) :])
+        return add(rest, pulled, grads)
+
+
+def add(total: Activations, refs: list[Ref], gradients: Iterable[Tensor | None]) -> Activations:
+    """`total` with more gradients of activations."""
+    for ref, gradient in zip(refs, gradients, strict=False):
+        if gradient is not None:
+            total[ref] = total[ref] + gradient if ref in total else gradient
+    return total
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor as a piece of memory that is found again in the backward."""
+
+    source: Any  # None: the weights; a Ref: an input; a number: one of `Leaving.memory`
+    start: int  # bytes
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """The byte after its last."""
+        reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.start + (reach + 1) * self.dtype.itemsize
+
+    def on(self, memory: Tensor) -> Tensor:
+        """The same piece of `memory`."""
+        start = memory.storage_offset() * memory.itemsize + self.start
+        made = torch.empty(0, dtype=self.dtype, device=memory.device)
+        offset = start // self.dtype.itemsize
+        return made.set_(memory.untyped_storage(), offset, self.size, self.stride)
+
+
+class Leaving:
+    """Tensors that leave as the whole allocations they lie in, so that all views are kept.
+
+    Attributes:
+        memory: what leaves, in bytes.
+    """
+
+    def __init__(self) -> None:
+        self.memory: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def view(self, tensor: Tensor) -> _View:
+        """Where the tensor will be found."""
+        memory = memory_of(tensor)
+        if memory not in self._numbers:
+            self._numbers[memory] = len(self.memory)
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            self.memory.append(whole.set_(tensor.untyped_storage()))
+        return _view(tensor, self._numbers[memory], 0)
+
+
+def _view(tensor: Tensor, source: Any, begin: int) -> _View:
+    start = int(tensor.storage_offset()) * tensor.itemsize - begin
+    return _View(source, start, tensor.dtype, tensor.size(), tensor.stride())
+
+
+class Held:
+    """What a kept graph saved. The graph is made within `saving()`."""
+
+    def __init__(
+        self, weights: Tensor, inputs: Activations, outside: Iterable[Any], leaving: Leaving | None
+    ) -> None:
+        """Args: `outside` are other arguments, which stay; None: so does all that it saves."""
+        self._weights, self._inputs, self._leaving = weights, inputs, leaving
+        self._returned: list[Tensor] = []
+        found = {ref: value for ref, value in inputs.items() if value.is_contiguous()}
+        self._known: dict[int, Any] = {memory_of(value): ref for ref, value in found.items()}
+        self._known[memory_of(weights)] = None
+        self._outside = {memory_of(leaf) for leaf in outside if isinstance(leaf, Tensor)}
+
+    def saving(self) -> saved_tensors_hooks:
+        """Within this context a graph hands over what it saves."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def let_go(self) -> None:
+        """Hold no memory of weights and inputs any more, nor of what leaves."""
+        self._weights, self._inputs, self._leaving = torch.empty(0), {}, None
+
+    def give_back(self, weights: Tensor, inputs: Activations, returned: list[Tensor]) -> None:
+        """The backward comes: where weights and inputs are now, and what has come back."""
+        self._weights, self._inputs, self._returned = weights, inputs, returned
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, FakeTensor):  # a compiler at work
+            return tensor
+        memory = memory_of(tensor)
+        if memory in self._known:
+            source = self._known[memory]
+            base = self._weights if source is None else self._inputs[source]
+            found = _view(tensor, source, int(base.storage_offset()) * base.itemsize)
+            if found.start >= 0 and found.stop <= base.nbytes:
+                return found  # else it lies beside an input that is part of something larger
+        if self._leaving is None or memory in self._outside:
+            return tensor.detach()
+        return self._leaving.view(tensor)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if packed.source is None:
+            return packed.on(self._weights)
+        if isinstance(packed.source, Ref):
+            return packed.on(self._inputs[packed.source])
+        return packed.on(self._returned[packed.source])
+
+
+@dataclass
+class KeptGraph:
+    """A graph that waits, and what it saved."""
+
+    graph: Graph
+    held: Held
+
+
+class KeptAttention:
+    """Results of a layer's attention, on the device or on their way to the host."""
+
+    def __init__(self, results: list[Any], leaving: Leaving | None) -> None:
+        leaves, self._spec = pytree.tree_flatten(results)
+        self._leaves = [
+            leaving.view(leaf) if leaving is not None and isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+
+    def results(self, returned: list[Tensor]) -> list[Any]:
+        """As `attention.Replay` takes them."""
+        leaves = [
+            leaf.on(returned[leaf.source]) if isinstance(leaf, _View) else leaf
+            for leaf in self._leaves
+        ]
+        return pytree.tree_unflatten(leaves, self._spec)

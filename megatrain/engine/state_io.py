@@ -1,0 +1,229 @@
+"""What a checkpoint holds of an engine besides its tiles, and the way back."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from megatrain.checkpoint import BUFFERS, COMPUTED, MODEL, Checkpoint, Settings
+from megatrain.compat.transformers import attention_of, experts_of, set_attention, set_experts
+from megatrain.engine.untrained import Untrained, computed_buffers, persistent_buffers
+from megatrain.errors import InputError
+from megatrain.model.build import configs, empty_model, load_config
+from megatrain.model.companions import Companions, read_files, write_companions
+from megatrain.model.export import write_configs
+from megatrain.model.safetensors_io import Described, read_header, write_shard
+from megatrain.optim import RULES, AdamW, Rule
+from megatrain.placement import Placement, renamed
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+SOURCE_DTYPES = {
+    _name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
+
+
+def describe_optimizer(rule: Rule | None) -> dict[str, Any] | None:
+    """A rule's name and settings as plain JSON values."""
+    if rule is None:
+        return None
+    return {"name": rule.name} | {
+        each.name: list(value) if isinstance(value := getattr(rule, each.name), tuple) else value
+        for each in fields(rule)
+    }
+
+
+def documents(
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    untrained: Untrained,
+    beside: Companions,
+) -> Callable[[Path], None]:
+    """Writes the model's configuration and companions and its buffers into a checkpoint."""
+
+    def write(folder: Path) -> None:
+        write_configs(folder / MODEL, model, dtype)
+        write_companions(folder / MODEL, beside)
+        _write_buffers(folder / BUFFERS, untrained.buffers)
+        _write_buffers(folder / COMPUTED, untrained.computed)
+
+    return write
+
+
+def _write_buffers(path: Path, buffers: Mapping[str, Tensor]) -> None:
+    names = sorted(buffers, key=lambda name: -buffers[name].itemsize)
+    if names:
+        described = [Described(n, buffers[n].dtype, tuple(buffers[n].shape)) for n in names]
+        write_shard(path, described, (buffers[name] for name in names))
+
+
+def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
+    """What of a checkpoint was not trained; `model` is given all buffers.
+
+    Raises:
+        InputError: they are those of another model.
+    """
+    path = checkpoint.folder / BUFFERS
+    stored = {}
+    if BUFFERS in checkpoint.manifest.files:
+        stored = {each.name: each for each in read_header(path)}
+    buffers = persistent_buffers(model)
+    if {n: (each.dtype.is_floating_point, each.shape) for n, each in stored.items()} != {
+        n: (each.is_floating_point(), tuple(each.shape)) for n, each in buffers.items()
+    }:
+        raise InputError(f"{path}: its buffers are not those of a {type(model).__name__}")
+    found = Untrained({name: each.read() for name, each in stored.items()})
+    for name, buffer in buffers.items():
+        buffer.copy_(found.buffers[name])
+    usual, others = checkpoint.settings.dtype, checkpoint.settings.frozen_dtypes
+    for tile in checkpoint.manifest.tiles:
+        for each in tile.parameters:
+            if each.group is None:
+                found.dtypes[each.name] = _dtype(checkpoint, others.get(each.name, usual))
+    _restore_computed(checkpoint, model)
+    return found
+
+
+def _restore_computed(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Give `model` the buffers that its class computed where the checkpoint's model was made.
+
+    Another version of transformers, or a model that was made in bf16, has others. Checkpoints of
+    older versions have none.
+
+    Raises:
+        InputError: they are those of another model.
+    """
+    path, buffers = checkpoint.folder / COMPUTED, computed_buffers(model)
+    for each in read_header(path) if COMPUTED in checkpoint.manifest.files else ():
+        if each.name not in buffers or each.shape != tuple(buffers[each.name].shape):
+            raise InputError(f"{path}: {each.name!r} is no buffer of a {type(model).__name__}")
+        model.get_buffer(each.name).copy_(each.read())
+
+
+def open_model(
+    checkpoint: Checkpoint,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """The checkpoint's model without its weights, frozen where it was.
+
+    Raises:
+        InputError: transformers makes another model of its configuration.
+    """
+    settings, folder = checkpoint.settings, checkpoint.model_folder
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    _set_choices(config, settings)
+    model = empty_model(
+        config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+    )
+    if type(model).__name__ != settings.model_class:
+        raise InputError(
+            f"{folder / 'config.json'}: transformers makes a {type(model).__name__} of it, and the "
+            f"checkpoint is of a {settings.model_class}, which cannot be rebuilt"
+        )
+    frozen, parameters = set(settings.frozen), dict(model.named_parameters())
+    if unknown := frozen - parameters.keys():
+        raise InputError(f"{checkpoint.folder}: its frozen parameter {min(unknown)!r} is unknown")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name not in frozen)
+    return model
+
+
+def _set_choices(config: PreTrainedConfig, settings: Settings) -> None:
+    """What config.json does not say: the code that computes attention and experts."""
+    attention = settings.attn_implementation
+    for path, part in configs(config):  # the outer ones first: they set those inside, too
+        set_attention(part, attention.get(path) if isinstance(attention, dict) else attention)
+        set_experts(part, settings.experts_implementation.get(path))
+
+
+def saved_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """What a checkpoint has beside the model's configuration: all of it was checked."""
+    names = [name for name in checkpoint.manifest.files if name.startswith(f"{MODEL}/")]
+    inner = {name.removeprefix(f"{MODEL}/"): checkpoint.folder / name for name in names}
+    return read_files({n: path for n, path in inner.items() if n != "config.json"})
+
+
+def saved_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of the model's source. Raises InputError."""
+    return _dtype(checkpoint, checkpoint.settings.dtype)
+
+
+def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
+    if name not in SOURCE_DTYPES:
+        raise InputError(f"{checkpoint.folder}: its dtype {name!r} is unknown")
+    return SOURCE_DTYPES[name]
+
+
+def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
+    """The rule with its settings as they were given. Raises InputError."""
+    if checkpoint.settings.optimizer is None:
+        return None
+    given = {"name": AdamW.name} | checkpoint.settings.optimizer  # the first ones did not say
+    name = given.pop("name")
+    rule = RULES.get(name) if isinstance(name, str) else None
+    if rule is None or given.keys() != {each.name for each in fields(rule)}:
+        raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
+    return rule(**given)
+
+
+def resumed_placement(
+    checkpoint: Checkpoint, wanted: Placement | Literal["auto"] | None, device: str
+) -> Placement | Literal["auto"]:
+    """The placement to go on with; None takes the saved one where the kind of device is the same.
+
+    Raises:
+        InputError: the saved one has choices that are unknown here.
+    """
+    if wanted is not None:
+        return wanted
+    saved = renamed(checkpoint.settings.placement)
+    if checkpoint.settings.device != device:
+        return "auto"
+    unknown = saved.keys() - set(Placement.names())
+    if unknown or not isinstance(saved.get("resident"), list):
+        raise InputError(
+            f"{checkpoint.folder}: its placement is of another version "
+            f"({', '.join(sorted(unknown)) or 'resident'}); give one: placement='auto'"
+        )
+    return Placement(**saved | {"resident": tuple(saved["resident"])})
+
+
+def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
+    """The precision to go on with, which is the saved one. Raises InputError."""
+    saved = checkpoint.settings.precision
+    if wanted not in (None, saved):
+        raise InputError(
+            f"precision is {wanted!r}, but {checkpoint.folder} was trained in {saved!r}, which "
+            "cannot change on the way; leave it out, or export the model and start from it"
+        )
+    return saved
+
+
+def settings_of(
+    model: PreTrainedModel, dtype: torch.dtype, untrained: Untrained, **rest: Any
+) -> Settings:
+    """All that a checkpoint says of an engine; `dtype` is that of the model's source."""
+    attention = {path: attention_of(part) for path, part in configs(model.config)}
+    experts = {path: experts_of(part) for path, part in configs(model.config)}
+    if untrained.rounded:
+        dtype = torch.bfloat16  # an export of the checkpoint claims no bits that are not there
+        untrained = Untrained()
+    others = {name: each for name, each in untrained.dtypes.items() if each != dtype}
+    return Settings(
+        dtype=_name(dtype),
+        frozen_dtypes={name: _name(each) for name, each in others.items()},
+        model_class=type(model).__name__,
+        attn_implementation={path: name for path, name in attention.items() if name},
+        experts_implementation={path: name for path, name in experts.items() if name},
+        frozen=tuple(n for n, p in model.named_parameters() if not p.requires_grad),
+        **rest,
+    )

@@ -1,0 +1,230 @@
+"""Portions: what of a tile is streamed together, and has its gradient summed, when a tile is too
+large for that as a whole. Its planes stay as they are.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from megatrain.device import Buffer
+from megatrain.errors import InputError
+from megatrain.model.projection import Projection
+from megatrain.model.spec import Layer, Outline
+from megatrain.store import Span, Tier, Tile
+from megatrain.tile import TileLayout
+from megatrain.tile.layout import ALIGNMENT
+from megatrain.units import align
+
+_ROWS = 64  # what numbers of a range's rows are multiples of: kernels want rows of logits aligned
+
+Rows = Mapping[str, tuple[int, int] | None]
+
+
+@dataclass(eq=False)
+class Portion:
+    """Rows of some parameters of a tile; wherever a tile is streamed, this may be.
+
+    Attributes:
+        layout: of what is streamed.
+        spans: where it lies in the tile's planes.
+        begins, ends: whether its gradient is the tile's first, or last, of a step.
+    """
+
+    whole: Tile
+    layout: TileLayout
+    spans: list[Span]
+    begins: bool = False
+    ends: bool = False
+
+    @property
+    def index(self) -> int:
+        return self.whole.index
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def tier(self) -> Tier:
+        return self.whole.tier
+
+    @property
+    def weights(self) -> Buffer:
+        return self.whole.weights
+
+    @property
+    def updated(self) -> object:
+        return self.whole.updated
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The head's portions: all but its projection's rows, and these in ranges.
+
+    Attributes:
+        bounds: the first row of each range, and the end.
+    """
+
+    rest: Portion
+    rows: list[Portion]
+    bounds: list[int]
+
+    @property
+    def all(self) -> list[Portion]:
+        return [self.rest, *self.rows]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A layer's portions: all but its experts, these in groups, and the first one to read again.
+
+    Attributes:
+        bounds: the first expert of each group, and the end.
+    """
+
+    core: Portion
+    groups: list[Portion]
+    again: Portion
+    bounds: list[int]
+
+    @property
+    def all(self) -> list[Portion]:
+        return [self.core, *self.groups, self.again]
+
+
+def portion(tile: Tile, name: str, rows: Rows, *, trainable: bool = True) -> Portion:
+    """Of each parameter in `rows` the `[start, stop)` of its first dimension; None: all of it."""
+    layout = _layout(tile.layout, name, rows, trainable=trainable)
+    spans: list[Span] = []
+    for entry in layout.entries:
+        full, place = tile.layout.by_name[entry.name], rows[entry.name]
+        offset = full.offset + (place[0] * prod(entry.shape[1:]) if place else 0)
+        numel = entry.numel
+        if place is None or place[1] == full.shape[0]:  # then with what is left free behind it
+            end = align(full.offset + full.numel, ALIGNMENT)
+            numel = min(align(numel, ALIGNMENT), end - offset)
+        last = spans[-1] if spans else Span(0, 0, 0)
+        if (last.start + last.numel, last.at + last.numel) == (offset, entry.offset):
+            spans[-1:] = [Span(last.start, last.at, last.numel + numel)]
+        else:
+            spans.append(Span(offset, entry.offset, numel))
+    return Portion(tile, layout, spans)
+
+
+def _layout(tile: TileLayout, name: str, rows: Rows, *, trainable: bool = True) -> TileLayout:
+    parameters = []
+    for entry in tile.entries:
+        if entry.name in rows:
+            place, shape = rows[entry.name], entry.shape
+            shape = shape if place is None else (place[1] - place[0], *shape[1:])
+            parameters.append((entry.name, torch.Size(shape), entry.group if trainable else None))
+    return TileLayout(name, parameters)
+
+
+def stages(tile: Tile, layer: Layer, max_stream_bytes: int, itemsize: int) -> Stages:
+    """The portions of a layer of more than `max_stream_bytes`.
+
+    Raises:
+        InputError: a portion would be larger.
+    """
+    _check(_indivisible(tile.layout, layer, itemsize), max_stream_bytes)
+    experts, (own, rest) = layer.kind.experts, _names(tile.layout, layer)
+    assert experts is not None
+    one = _layout(tile.layout, "", dict.fromkeys(own, (0, 1)))
+    num_groups = -(-experts.num // (max_stream_bytes // itemsize // one.numel))
+    bounds = [experts.num * group // num_groups for group in range(num_groups + 1)]
+    groups = [
+        portion(tile, f"{tile.name} experts {a} to {b - 1}", dict.fromkeys(own, (a, b)))
+        for a, b in itertools.pairwise(bounds)
+    ]
+    core = portion(tile, f"{tile.name} without experts", dict.fromkeys(rest))
+    again = portion(tile, f"{tile.name} again", dict.fromkeys(rest), trainable=False)
+    again.begins = core.ends = True  # the backward comes from the end
+    return Stages(core, groups, again, bounds)
+
+
+def ranges(
+    tile: Tile, projection: Projection, max_stream_bytes: int, slot_bytes: int, itemsize: int
+) -> Ranges:
+    """The portions of a head of more than `max_stream_bytes`; rows are as many as fit in a slot.
+
+    Raises:
+        InputError: a portion would be larger.
+    """
+    _check(_parts_of_head(tile.layout, projection, itemsize), max_stream_bytes)
+    entries = [tile.layout.by_name[name] for name in projection.names]
+    row, padding = sum(prod(e.shape[1:]) for e in entries), ALIGNMENT * len(entries)
+    most = max(1, (min(max_stream_bytes, slot_bytes) // itemsize - padding) // row)  # rows
+    step = _ROWS if most >= _ROWS else 1
+    count = -(-projection.num // (most // step * step))
+    rows = align(-(-projection.num // count), step)
+    bounds = [*range(0, projection.num, rows), projection.num]
+    portions = [
+        portion(tile, f"{tile.name} rows {a} to {b - 1}", dict.fromkeys(projection.names, (a, b)))
+        for a, b in itertools.pairwise(bounds)
+    ]
+    names = [e.name for e in tile.layout.entries if e.name not in projection.names]
+    rest = portion(tile, f"{tile.name} without rows", dict.fromkeys(names))
+    portions[-1].begins = rest.ends = True  # the backward comes from the end
+    return Ranges(rest, portions, bounds)
+
+
+def least_split(outline: Outline, layouts: Sequence[TileLayout], itemsize: int) -> int:
+    """The least `max_stream_bytes` for a model; if its largest tile cannot be split, its bytes."""
+    by_name = {layout.name: layout for layout in layouts}
+    head = _parts_of_head(by_name["head"], outline.projection, itemsize)
+    layers = [
+        part
+        for visit, layer in enumerate(outline.layers)
+        for part in _indivisible(by_name[f"layer {visit}"], layer, itemsize)
+    ]
+    return max(num_bytes for _, num_bytes in [*layers, *head])
+
+
+def _check(parts: list[tuple[str, int]], max_stream_bytes: int) -> None:
+    for what, num_bytes in parts:
+        if num_bytes > max_stream_bytes:
+            raise InputError(
+                f"placement.max_stream_bytes is {max_stream_bytes}, but {what} takes {num_bytes} "
+                "bytes and cannot be split; set it to that or more"
+            )
+
+
+def _parts_of_head(
+    tile: TileLayout, projection: Projection, itemsize: int
+) -> list[tuple[str, int]]:
+    """What of the head is streamed as a whole in any case, and its bytes."""
+    if projection.obstacle:
+        return [(f"the head, {projection.obstacle},", tile.numel * itemsize)]
+    rest = [entry.name for entry in tile.entries if entry.name not in projection.names]
+    core = _layout(tile, "", dict.fromkeys(rest))
+    row = _layout(tile, "", dict.fromkeys(projection.names, (0, 1)))
+    return [
+        ("all but the rows of the head", core.numel * itemsize),
+        ("a row of the head", row.numel * itemsize),
+    ]
+
+
+def _indivisible(tile: TileLayout, layer: Layer, itemsize: int) -> list[tuple[str, int]]:
+    """What of a layer is streamed as a whole in any case, and its bytes."""
+    if layer.kind.experts is None:
+        what = f"{tile.name}, which has no experts that could be taken some at a time,"
+        return [(what, tile.numel * itemsize)]
+    own, rest = _names(tile, layer)
+    one = _layout(tile, "", dict.fromkeys(own, (0, 1)))
+    core = _layout(tile, "", dict.fromkeys(rest))
+    return [
+        (f"all but the experts of {tile.name}", core.numel * itemsize),
+        (f"an expert of {tile.name}", one.numel * itemsize),
+    ]
+
+
+def _names(tile: TileLayout, layer: Layer) -> tuple[list[str], list[str]]:
+    """Of the experts' parameters, and of the others."""
+    assert layer.kind.experts is not None
+    prefix = f"{layer.name}.{layer.kind.experts.path}."
+    own = [f"{prefix}{name}" for name in layer.kind.experts.shapes]
+    return own, [entry.name for entry in tile.entries if entry.name not in own]

@@ -1,0 +1,274 @@
+"""A head too large for the device, visited in stages: up to its projection, and ranges of rows.
+
+In the forward sweep each range of the table's rows adds to every token's log-sum-exp, and finds the
+targets' logits among its own. With the last range these statistics are known, and so the loss and
+its slopes by them; it goes on to its gradients; the others come again in the backward, each
+computing its logits once more. Each stage passes all micro-batches before the next one's weights
+are used, as layers do; what it gives to the next is an activation.
+
+Legend: N tokens of a micro-batch, C tokens of a chunk, D width, R rows of a range.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE, Kind, Name
+from megatrain.engine.batch import Batch
+from megatrain.engine.layer import Layer, Stage
+from megatrain.engine.modules import HEAD_NAME, Head, State
+from megatrain.engine.sink import Room
+from megatrain.engine.tile_slice import Portion, Ranges
+from megatrain.loss import Statistics, range_gradient, range_statistics
+from megatrain.model.capture import Ref
+from megatrain.model.program import Activations, MicroBatch, ModelProgram, Program
+from megatrain.placement import Saves
+
+# Leaves of the head: what is projected `[B, T, D]`; the log-sum-exp, the targets' logits and the
+# logits' sum so far `[N]`. Backward: the gradient of what is projected; the log-sum-exp as it was,
+# the weight of each token's cross entropy, and the loss's slopes by mean and log-sum-exp besides.
+# Where logits are asked for, those of a range have the number of its first row after these.
+HIDDEN, LSE, PICKED, SUM, LSE_SLOPE, LOGITS = range(6)
+
+SomeStatistics = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Gradient = Callable[..., Tensor]
+
+
+def in_ranges(
+    device: Device, program: Program, ranges: Ranges, rows: "Rows"
+) -> tuple[list[Layer], Head]:
+    """The stages of a head, in their order; the last one is apart."""
+    *stages, last = zip(ranges.rows, ranges.bounds, strict=False)
+    firsts = [Range(device, program, *stage, rows) for stage in stages]
+    for stage in firsts[:1]:
+        stage.fresh = stage.inputs
+    epilogue = Epilogue(device, program, ranges.rest)
+    portion, start = last
+    return [epilogue, *firsts], Head(device, program, portion, LastRows(rows, start))
+
+
+class Rows:
+    """What is computed with some rows of the head's table, in chunks of `tokens`."""
+
+    def __init__(
+        self,
+        program: ModelProgram,
+        tokens: int,
+        statistics: SomeStatistics = range_statistics,
+        gradient: Gradient = range_gradient,
+    ) -> None:
+        """Args: `statistics`, `gradient` of a chunk's logits; compiled, or as they are."""
+        self._program, self._tokens = program, tokens
+        self._statistics_of, self._gradient_of = statistics, gradient
+        visit = len(program.outline.layers)
+        refs = (Ref(visit, leaf) for leaf in range(LOGITS + 1))
+        self.hidden, self.lse, self.picked, self.sum, self.lse_slope, self.first = refs
+        self._num = program.outline.num_logits
+
+    def see(
+        self, weights: dict[str, Tensor], start: int, micro: MicroBatch, values: Activations
+    ) -> Activations:
+        """`values`, and what is known of the logits after the rows from `start` on."""
+        with torch.no_grad():
+            if micro.targets is None:
+                logits = self._program.projection(weights, micro, values[self.hidden])
+                return {**values, Ref(self.first.visit, LOGITS + start): logits.float().cpu()}
+            lse_N, picked_N, *sum_N = self._statistics(weights, start, micro, values[self.hidden])
+        if self.lse in values:
+            lse_N = torch.logaddexp(values[self.lse], lse_N)
+            picked_N = values[self.picked] + picked_N
+            sum_N = [values[self.sum] + each for each in sum_N]
+        beside = dict(zip([self.sum], sum_N, strict=False))
+        return {**values, self.lse: lse_N, self.picked: picked_N, **beside}
+
+    def _statistics(
+        self, weights: dict[str, Tensor], start: int, micro: MicroBatch, hidden_BTD: Tensor
+    ) -> list[Tensor]:
+        hidden_ND, places_N = _flat(hidden_BTD), _targets(micro) - start
+        found = []
+        for chunk in self._chunks(len(hidden_ND)):
+            logits = self._program.projection(weights, micro, hidden_ND[None, chunk])[0]
+            sums = [logits.float().sum(1)] if micro.loss.uses_mean else []
+            found.append((*self._statistics_of(logits, places_N[chunk]), *sums))
+        return [torch.cat(each) for each in zip(*found, strict=True)]
+
+    def logits(self, values: Activations) -> Tensor:
+        """All of them `[B, T, V]`, after the last range."""
+        return torch.cat([values[ref] for ref in sorted(values) if ref >= self.first], -1)
+
+    def losses(self, micro: MicroBatch, values: Activations) -> Tensor:
+        """Each token's loss `[N]`, after the last range; 0 where nothing is predicted."""
+        return micro.loss.each(self._found(values), _targets(micro), *_given(micro))
+
+    def loss(self, micro: MicroBatch, values: Activations) -> Tensor:
+        """The sum of these."""
+        return self.losses(micro, values).sum()
+
+    def _found(self, values: Activations) -> Statistics:
+        mean_N = values[self.sum] / self._num if self.sum in values else None
+        return Statistics(values[self.picked] - values[self.lse], values[self.lse], mean_N)
+
+    def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
+        """What `pull` adds to: the gradient of what is projected, fp32; and what it reads.
+
+        Args:
+            count: what the step's loss is divided by.
+        """
+        slopes = micro.loss.slopes(self._found(values), _targets(micro), _given(micro), count)
+        assert slopes.log_prob is not None
+        total_BTD = torch.zeros_like(values[self.hidden], dtype=torch.float32)
+        made = {self.hidden: total_BTD, self.lse: values[self.lse], self.picked: -slopes.log_prob}
+        if slopes.mean is not None:
+            made[self.sum] = slopes.mean / self._num
+        if slopes.lse is not None:
+            made[self.lse_slope] = slopes.lse
+        return made
+
+    def pull(
+        self,
+        weights: dict[str, Tensor],
+        start: int,
+        micro: MicroBatch,
+        values: Activations,
+        gradients: Activations,
+        names: list[str],
+        room: Room,
+    ) -> None:
+        """Add the gradients of the rows from `start` on to `room`, that of the rest to `gradients`.
+
+        Args:
+            values: what is projected, among others.
+            gradients: as `gradients` makes them.
+            names: of the weights that have gradients.
+        """
+        hidden_ND, total_ND = _flat(values[self.hidden]), _flat(gradients[self.hidden])
+        targets_N, lse_N = _targets(micro), gradients[self.lse]
+        weights_N = gradients[self.picked]
+        more = [gradients.get(ref) for ref in (self.lse_slope, self.sum)]
+        for chunk in self._chunks(len(hidden_ND)):
+            with torch.enable_grad():
+                hidden_CD = hidden_ND[None, chunk].detach().requires_grad_()
+                logits = self._program.projection(weights, micro, hidden_CD)[0]
+            given = logits.detach(), targets_N[chunk] - start, lse_N[chunk], weights_N[chunk]
+            sources = [hidden_CD, *(weights[name] for name in names)]
+            slopes = () if more == [None, None] else (None if s is None else s[chunk] for s in more)
+            gradient = self._gradient_of(*given, *slopes)
+            grads = torch.autograd.grad(logits, sources, gradient, allow_unused=True)
+            total_ND[chunk] += grads[0][0]
+            room.add(names, grads[1:])
+
+    def _chunks(self, total: int) -> Iterator[slice]:
+        return (slice(at, at + self._tokens) for at in range(0, total, self._tokens))
+
+
+def _flat(hidden_BTD: Tensor) -> Tensor:
+    return hidden_BTD.view(-1, hidden_BTD.shape[-1])
+
+
+def _targets(micro: MicroBatch) -> Tensor:
+    assert micro.targets is not None
+    return micro.targets.view(-1)
+
+
+def _given(micro: MicroBatch) -> list[Tensor]:
+    return [each.view(-1) for each in micro.given]
+
+
+class _AfterLayers(Stage):
+    """Visited after the last layer."""
+
+    def __init__(self, device: Device, program: Program, portion: Portion) -> None:
+        super().__init__(device, program, portion, len(program.outline.layers) - 1)
+        self.visit += 1
+        self.name, self.prefix = HEAD_NAME, ""
+        self.backward_name = Name(Kind.HEAD, "head backward")
+
+
+class Epilogue(_AfterLayers):
+    """From the last layer's activations to what is projected."""
+
+    def __init__(self, device: Device, program: Program, portion: Portion) -> None:
+        super().__init__(device, program, portion)
+        outline = program.outline
+        read = {ref for layer in outline.layers for ref in layer.inputs}
+        self.inputs = self.pulled = outline.epilogue_inputs
+        self.fresh = [ref for ref in self.inputs if ref not in read]
+        self.made = [Ref(self.visit, leaf) for leaf in range(LOGITS)]
+        self.live = set()
+
+    def _call(
+        self,
+        weights: dict[str, Tensor],
+        micro: MicroBatch,
+        values: Activations,
+        saves: Saves | None = None,
+    ) -> Activations:
+        return {self.made[0]: self.program.projected(weights, micro, values)}
+
+
+class Range(_AfterLayers):
+    """Some rows of the table, but not the last ones."""
+
+    def __init__(
+        self, device: Device, program: Program, portion: Portion, start: int, rows: Rows
+    ) -> None:
+        """Args: `start` is the first of them."""
+        super().__init__(device, program, portion)
+        self._rows, self._start = rows, start
+        self.inputs, self.fresh = [rows.hidden], []
+
+    def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
+        """What is known of the logits so far, beside what is projected."""
+        out = []
+        for index, micro in enumerate(batch.micro):
+
+            def work(index: int = index, micro: MicroBatch = micro) -> Activations:
+                return self._rows.see(self.weights(slot), self._start, micro, h[index])
+
+            out.append(self.device.run(COMPUTE, self.name, work, [slot]))
+        return out
+
+    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
+        """Gradients of the rows into `room`; that of what is projected is added to."""
+        for index, values in enumerate(h):
+
+            def work(index: int = index, values: Activations = values) -> None:
+                weights, names = self.leaves(slot)
+                given = batch.micro[index], values, dh[index]
+                self._rows.pull(weights, self._start, *given, names, room)
+
+            self.device.run(COMPUTE, self.name, work, [slot], [room.sums])
+        return dh
+
+
+class LastRows:
+    """What is computed with the last rows of the table, from `start` on: the loss is known."""
+
+    def __init__(self, rows: Rows, start: int) -> None:
+        self._rows, self._start = rows, start
+
+    def gradients_of(
+        self,
+        weights: dict[str, Tensor],
+        names: list[str],
+        micro: MicroBatch,
+        values: Activations,
+        count: float,
+        room: Room,
+    ) -> tuple[Tensor, Activations]:
+        rows = self._rows
+        values = rows.see(weights, self._start, micro, values)
+        gradients = rows.gradients(micro, values, count)
+        rows.pull(weights, self._start, micro, values, gradients, names, room)
+        return rows.loss(micro, values) / count, gradients
+
+    def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        return self._rows.loss(micro, self._rows.see(weights, self._start, micro, values))
+
+    def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        return self._rows.losses(micro, self._rows.see(weights, self._start, micro, values))
+
+    def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        return self._rows.logits(self._rows.see(weights, self._start, micro, values))

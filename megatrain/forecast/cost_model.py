@@ -1,0 +1,207 @@
+"""Seconds and bytes of all that a step puts on a device, from a machine's rates."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, UPDATE, Kind, kind_of
+from megatrain.device.clock import Cost
+from megatrain.forecast.meta_program import KEPT_GRAPHS, WORKING_SET
+from megatrain.forecast.op_counter import Tally, Work
+from megatrain.machine import Machine
+from megatrain.optim import AdamW, moved_bytes
+from megatrain.telemetry.timeline import Span
+
+# What couples resources, measured on an H200 with 16 cores (55.5 and 55.4 GB/s one way):
+# 101.7 GB/s in both directions at once, and 2.97 instead of 4.56 Gparam/s of AdamW's updates
+# under such copies: a byte over the bus takes 0.41 from what an update may move.
+_BOTH_WAYS = 101.7 / (55.5 + 55.4)
+_TAKEN_PER_BUS_BYTE = moved_bytes(AdamW(), torch.bfloat16) * (4.56 - 2.97) / 101.7
+
+# A device that is faster than the thread that launches waits for it. In launches of the machine
+# (22 us where it was not measured): what Python and torch take around the kernels of a layer or a
+# head, each of these kernels, and whatever is put on a stream. In a step of 0.5B, 16 x 1024 by 4,
+# on an H200 a compiled layer's 16 kernels take 0.95 ms and the 45 of its backward 1.95, of which
+# the device has 0.2 and 0.7 ms of work; a boundary takes 0.14 ms to its lane.
+_PER_UNIT, _PER_KERNEL, _PER_PUT = 20, 1.4, 1.8
+
+# The model's own forward around the layers is Python and small kernels, whatever the batch, and
+# looks at the positions, which waits for the device: 2.6 to 6.9 ms forward and 2.2 to 5.4 backward,
+# a micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
+_PROLOGUE_SECONDS = 4e-3
+
+LANES = "lanes of the host"
+
+# What counts as a layer's or a head's work.
+_UNITS = {Kind.LAYER, Kind.LAYER_BACKWARD, Kind.PART, Kind.PART_BACKWARD, Kind.HEAD}
+
+# Where device memory goes, by the beginning or the end of a buffer's name.
+_PLACES = (
+    ("slot", "slots"),
+    ("work room", "gradients and rows"),
+    ("leaving gradient", "gradients and rows"),
+    ("leaving", LANES),
+    ("returning", LANES),
+)
+
+
+class MachineCosts:
+    """What work takes on a machine; memory is counted by `tally`, which runs along.
+
+    Attributes:
+        put_seconds: of the launching thread, for anything on a stream of the device.
+        group: micro-batches that are followed as one, of which lanes hold one at a time.
+        puts: how often something is put on a stream for one of them.
+    """
+
+    def __init__(self, machine: Machine, tally: Tally, planes: Sequence[str] = ()) -> None:
+        """Args: `planes`: names of all that tiles keep, by which it is known in device memory."""
+        self.tally, self.host_bytes = tally, Counter[str]()
+        self._planes = tuple(planes)
+        self.group, self.puts = 1, 2
+        self._known: dict[tuple, Cost] = {}
+        self._machine = machine
+        self._rate = {
+            COPY_IN: machine.to_device_gbps * 1e9,
+            COPY_OUT: machine.from_device_gbps * 1e9,
+            UPDATE: machine.update_gbps * 1e9,
+            ROWS: machine.update_gbps * 1e9,
+        }
+        self._alone = dict(self._rate)
+        self.put_seconds = _PER_PUT * machine.launch_seconds
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Device memory, counted under the part that it belongs to."""
+        place, made = self._place(name), torch.empty(numel, dtype=dtype, device="meta")
+        grouped = self.group if place == LANES else 1
+        return self.tally.made(made, place, made.nbytes // grouped)
+
+    def _place(self, name: str) -> str:
+        for start, place in _PLACES:
+            if name.startswith(start):
+                return place
+        return "resident tiles" if name.endswith(self._planes) else "small buffers"
+
+    def host(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory."""
+        self.host_bytes[name] += numel * dtype.itemsize
+        return self.tally.made(torch.empty(numel, dtype=dtype, device="meta"), None)
+
+    def copy(self, stream: str, num_bytes: int) -> float:
+        return num_bytes / self._rate[stream]
+
+    def run(
+        self,
+        stream: str,
+        name: str,
+        work: Callable[[], Any],
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+    ) -> Cost:
+        """Work on COMPUTE is done, on tensors without data; what host threads do is estimated."""
+        kind = kind_of(name)
+        if kind is Kind.UPDATE:
+            moved = _update_bytes(reads, writes)
+            if stream == COMPUTE:
+                return Cost(moved / (self._machine.device_gbps * 1e9))
+            return Cost(moved / self._rate[UPDATE], num_bytes=moved)
+        if stream == ROWS:
+            moved = 2 * min((b.data.nbytes for b in (*reads, *writes)), default=0)
+            return Cost(moved / self._rate[ROWS], num_bytes=moved)
+        if stream != COMPUTE:
+            return Cost()
+        if kind is Kind.NOTE:
+            return Cost(result=work())
+        if kind is Kind.ROUND:  # a large model's gradients leave in thousands of pieces
+            rounded = Work(touched_bytes=sum(b.data.numel() for b in writes) * 6)
+            return Cost(self._busy(rounded))
+        if kind is Kind.PLAIN:
+            return self._plain(work, reads, writes)
+        return self._compute(kind, work)
+
+    def _plain(
+        self, work: Callable[[], Any], reads: Sequence[Buffer], writes: Sequence[Buffer]
+    ) -> Cost:
+        """Of what takes the same for the same buffers."""
+        function = getattr(work, "func", work)
+        key = function.__qualname__, *(buffer.data.numel() for buffer in (*reads, *writes))
+        if key not in self._known:
+            cost = self._compute(Kind.OTHER, work)
+            self._known[key] = cost._replace(result=None)
+        return self._known[key]
+
+    def _compute(self, kind: Kind, work: Callable[[], Any]) -> Cost:
+        self.tally.work = Work()
+        forward = kind in (Kind.LAYER, Kind.PART)
+        # Layers count for themselves: a step has thousands of them.
+        counting = nullcontext() if kind in (Kind.LAYER, Kind.LAYER_BACKWARD) else self.tally
+        with self.tally.placing(KEPT_GRAPHS if forward else WORKING_SET), counting:
+            result = work()
+        done = self.tally.work
+        calls = max(1, done.calls)
+        if kind is Kind.PROLOGUE:
+            seconds = max(self._busy(done), calls * _PROLOGUE_SECONDS)
+            return Cost(seconds, blocking=True, result=result)
+        launching = self._launching(done, calls if kind in _UNITS else 0)
+        return Cost(self._busy(done), launching, result=result)
+
+    def seconds(self, work: Work) -> float:
+        """Of a layer's work that is measured in operations."""
+        return max(self._busy(work), self._launching(work, 1))
+
+    def _busy(self, work: Work) -> float:
+        """Seconds of the device, if it never waits for a launch."""
+        machine = self._machine
+        return (
+            work.product_flops / (machine.matmul_tflops * 1e12)
+            + work.attention_flops / (machine.attention_forward_tflops * 1e12)
+            + work.attention_backward_flops / (machine.attention_backward_tflops * 1e12)
+            + work.touched_bytes / (machine.device_gbps * 1e9)
+        )
+
+    def _launching(self, work: Work, calls: int) -> float:
+        """Seconds of the thread that launches it."""
+        puts = max(0, calls - 1) * self.puts * _PER_PUT  # of all but the one that is put there
+        launches = calls * _PER_UNIT + work.kernels * _PER_KERNEL + puts
+        return launches * self._machine.launch_seconds
+
+    def slow_down(self, spans: Sequence[Span]) -> None:
+        """Take the rates of the next step from what ran at the same time in this one."""
+        copies_in = [s for s in spans if s.stream == COPY_IN]
+        copies_out = [s for s in spans if s.stream == COPY_OUT]
+        updates = [s for s in spans if s.stream == UPDATE]
+        both = _overlap(copies_in, copies_out)
+        for stream, own in ((COPY_IN, copies_in), (COPY_OUT, copies_out)):
+            share = both / busy if (busy := sum(s.seconds for s in own)) else 0.0
+            self._rate[stream] = self._alone[stream] * (1 - share * (1 - _BOTH_WAYS))
+        if busy := sum(s.seconds for s in updates):
+            seconds = {
+                COPY_IN: _overlap(updates, copies_in),
+                COPY_OUT: _overlap(updates, copies_out),
+            }
+            moved = sum(self._rate[stream] * each for stream, each in seconds.items())
+            self._rate[UPDATE] = self._alone[UPDATE] - _TAKEN_PER_BUS_BYTE * moved / busy
+
+
+def _update_bytes(reads: Sequence[Buffer], writes: Sequence[Buffer]) -> int:
+    """The gradient is read, all else read and written; a shared slab is longer than its tile."""
+    numel = max((buffer.data.numel() for buffer in writes), default=0)
+    gradient = sum(buffer.data[:numel].nbytes for buffer in reads)
+    return gradient + 2 * sum(buffer.data.nbytes for buffer in writes)
+
+
+def _overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
+    """Seconds in which both did something; each is in order and does one thing at a time."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i].end, other[j].end) - max(one[i].start, other[j].start))
+        if one[i].end < other[j].end:
+            i += 1
+        else:
+            j += 1
+    return total

@@ -1,0 +1,390 @@
+"""What the parts of a model take at one shape of micro-batch, read off the model's own code.
+
+Each kind of layer, and the head, runs once on fake tensors (shapes without data) under a tally of
+its operations: FLOPs, bytes touched, and bytes alive. That takes tenths of a second, for any size.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megatrain.compat.torch import FakeTensorMode, without_modes
+from megatrain.compat.transformers import unpacked
+from megatrain.device import Buffer, CpuDevice
+from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.head import WholeHead
+from megatrain.engine.modules import Head
+from megatrain.engine.sink import Room
+from megatrain.forecast.groups import Group, groups
+from megatrain.forecast.inductor_model import Compiled, Recorder, Traced
+from megatrain.forecast.meta_loss import cross_entropy
+from megatrain.forecast.op_counter import OneAttention, Tally, Work, foreseeing
+from megatrain.forecast.profile_chunks import TileWork, foretold, tiled
+from megatrain.loss import CROSS_ENTROPY
+from megatrain.model.capture import Call, Ref, Rows, stand_in
+from megatrain.model.layer_template import KEPT_SHARE, Kind
+from megatrain.model.program import Activations, MicroBatch, ModelProgram
+from megatrain.model.spec import Outline
+from megatrain.optim import Plane
+from megatrain.store import Tile
+from megatrain.tile import TileLayout
+
+_CPU = torch.device("cpu")
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of an activation, and its type."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
+
+    def times(self, count: int) -> "Shape":
+        """Of so many, one after the other."""
+        first, *others = self.sizes
+        return Shape((count * first, *others), self.dtype)
+
+    def empty(self, device: str) -> Tensor:
+        return torch.empty(self.sizes, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What one micro-batch takes in a layer.
+
+    Attributes:
+        forward: nothing is kept.
+        again: the forward of the backward sweep, which keeps what the backward needs.
+        backward: what was kept counts in its peak.
+        keeping, kept_backward: the same two of a layer that keeps its graph between the sweeps.
+        repeating: the backward of a graph that holds nothing, made by `forward` (then nothing is
+            run `again`); None: layers do not make such graphs.
+        outputs: by output leaf.
+    """
+
+    forward: Work
+    again: Work
+    backward: Work
+    keeping: Work
+    kept_backward: Work
+    repeating: Work | None
+    outputs: dict[int, Shape]
+
+    @property
+    def computed_twice(self) -> list[Work]:
+        """All works of a layer of which nothing is kept."""
+        if self.repeating is not None:
+            return [self.forward, self.repeating]
+        return [self.forward, self.again, self.backward]
+
+
+class _AnyRows(Rows):
+    """Rows of which only shapes count."""
+
+    def position(self, token: int) -> int | None:
+        return 0
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return ids
+
+
+class Measured:
+    """The works of a model's parts, each measured when it is first asked for."""
+
+    def __init__(
+        self,
+        outline: Outline,
+        dtype: torch.dtype,
+        sequence_length: int,
+        *,
+        compiled: bool,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles."""
+        self.outline, self.dtype, self.tokens = outline, dtype, sequence_length
+        self.compiled, self.chunk_tokens = compiled, chunk_tokens
+        self.program = ModelProgram(outline, _CPU, dtype)
+        self.program.train(True)
+        self._known: dict[Hashable, Any] = {}
+        self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}
+
+    def once(self, key: Hashable, measure: Callable[[], Found]) -> Found:
+        """What `measure` has found when it was first asked for `key`: of parts of layers, heads."""
+        if key not in self._known:
+            self._known[key] = measure()
+        return self._known[key]
+
+    def tokens_of(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Random ones of a step `[B, T]`, and those that differ: as many as on average."""
+
+        def made() -> tuple[Tensor, Tensor]:
+            config = self.outline.skeleton.model.config.get_text_config(decoder=True)
+            generator = torch.Generator().manual_seed(0)
+            ids_BT = torch.randint(config.vocab_size, (rows, self.tokens), generator=generator)
+            constants = torch.tensor(self.outline.constants, dtype=torch.long)
+            return ids_BT, torch.cat([ids_BT.flatten(), constants]).unique()
+
+        return self.once(("tokens", rows), made)
+
+    def batch(self, rows: int, micro_batch: int, most: int | None = None) -> Batch:
+        """A step of random tokens. Of more than `most` micro-batches several are one `Group`."""
+
+        def made() -> Batch:
+            ids_BT, unique_U = self.tokens_of(rows)
+            counts = groups(rows, micro_batch, most)
+            firsts = accumulate((count * size for count, size in counts), initial=0)
+            parts = [ids_BT[at : at + n] for (_, n), at in zip(counts, firsts, strict=False)]
+            vocabulary = self.outline.skeleton.model.config.get_text_config(decoder=True).vocab_size
+            micro = [{"input_ids": part, "labels": part} for part in parts]
+            takes = self.outline.skeleton.accepts
+            batch = prepare(micro, _CPU, vocabulary, takes=takes, loss=CROSS_ENTROPY, seed=0)
+            pairs = zip(batch.micro, counts, strict=True)
+            batch.micro = [Group(**vars(each), count=count) for each, (count, _) in pairs]
+            batch.unique_U = unique_U
+            return batch
+
+        return self.once(("batch", rows, micro_batch, most), made)
+
+    def entering(self, rows: int) -> dict[Ref, Shape]:
+        """What the prologue makes of a micro-batch."""
+        return self._prologue(rows)[0]
+
+    def argument_bytes(self, rows: int) -> int:
+        """What it makes besides and layers are given: positions, masks."""
+        return self._prologue(rows)[2]
+
+    def layer(self, visit: int, rows: int) -> LayerWork:
+        """The work of a layer, from that of its kind."""
+        kind = self.outline.layers[visit].kind
+
+        def measure() -> LayerWork:
+            with foreseeing(self.outline.layers[visit].name):
+                return self._layer(visit, rows, kind)
+
+        return self.once(("layer", id(kind), rows), measure)
+
+    def head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
+        """The work of epilogue, logits, loss and their gradients."""
+
+        def measure() -> Work:
+            with foreseeing("the head"):
+                return self._head(layout, rows, head_tokens)
+
+        return self.once(("head", rows, head_tokens), measure)
+
+    def shape(self, ref: Ref, rows: int) -> Shape:
+        """Of an activation."""
+        if ref in self.entering(rows):
+            return self.entering(rows)[ref]
+        return self.layer(ref.visit, rows).outputs[ref.leaf]
+
+    def _prologue(self, rows: int) -> tuple[dict[Ref, Shape], list[Call], int]:
+        if rows not in self._micro:
+            with foreseeing("what comes before the layers"), fakes():
+                micro = self.micro_batch(rows)
+                outer = dict(self.outline.skeleton.model.named_parameters())
+                weights = {
+                    name: stand_in(outer[name], _CPU, self.dtype).requires_grad_()
+                    for name in self.outline.prologue
+                }
+                with torch.enable_grad():
+                    values = self.program.prologue(weights, micro)
+                shapes = {ref: Shape(tuple(v.shape), v.dtype) for ref, v in values.items()}
+                leaves = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
+                num_bytes = sum(v.nbytes for v in leaves.values() if isinstance(v, Tensor))
+                self._micro[rows] = shapes, micro.calls, num_bytes
+        return self._micro[rows]
+
+    def micro_batch(self, rows: int) -> MicroBatch:
+        """One without data, within `fakes()`."""
+        ids = torch.zeros(rows, self.tokens, dtype=torch.long)
+        widths = dict(self.outline.skeleton.model.named_parameters())
+        tables = {
+            name: torch.empty(1, *widths[name].shape[1:], dtype=self.dtype).requires_grad_()
+            for name in self.outline.gathered
+        }
+        return MicroBatch({"input_ids": ids}, ids, _AnyRows(ids, ids, tables, ids.view(-1)[:1]))
+
+    def called(self, visit: int, rows: int) -> tuple[MicroBatch, dict[str, Tensor], Activations]:
+        """A micro-batch, weights and inputs to call a layer with, within `fakes()`."""
+        layer, calls = self.outline.layers[visit], self._prologue(rows)[1]
+        micro = replace(self.micro_batch(rows), calls=_as_fakes(calls))
+        values = {ref: self.shape(ref, rows).empty("cpu") for ref in layer.inputs}
+        for value in values.values():
+            value.requires_grad_(value.is_floating_point())
+        weights = {
+            name: torch.empty(p.shape, dtype=self.dtype).requires_grad_(p.requires_grad)
+            for name, p in layer.module.named_parameters()
+        }
+        return micro, weights, values
+
+    def _layer(self, visit: int, rows: int, kind: Kind) -> LayerWork:
+        with fakes(), torch.enable_grad(), self.program.eager():
+            micro, weights, values = self.called(visit, rows)
+            given = [*values.values(), *weights.values(), *micro.calls[visit].leaves]
+
+            def run() -> Activations:
+                return self.program.layer(visit, weights, micro, values)
+
+            if self.chunk_tokens is None:
+                return (_compiled if self.compiled else eager_work)(run, given)
+            with tiled(kind, self.chunk_tokens, partial(self._tile, self.compiled)):
+                return eager_work(run, given)
+
+    def _tile(
+        self,
+        compiled: bool,
+        part: nn.Module,
+        bound: dict[str, Tensor],
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> TileWork:
+        """What one tile takes in a part."""
+        grown = {name for name, _ in part.named_parameters()}
+        with fakes(), torch.enable_grad():
+            x = torch.empty(sizes, dtype=dtype).requires_grad_()
+            weights = {n: _anew(v).requires_grad_(n in grown) for n, v in bound.items()}
+
+            def run() -> Activations:
+                return {Ref(0, 0): functional_call(part, weights, (x,))}
+
+            work = (_compiled if compiled else eager_work)(run, [x, *weights.values()])
+            made = work.outputs[0]
+            return TileWork(work.forward, work.again, work.backward, made.sizes, made.dtype)
+
+    def tiles_of_head(self, tokens: int) -> AbstractContextManager[None]:
+        """Within this context what follows the layers runs over so many tokens at a time."""
+        return foretold(self.program.rest, tokens, partial(self._tile, False))
+
+    def _head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
+        with self.tiles_of_head(head_tokens), fakes(), torch.enable_grad():
+            tally = Tally()
+            tile = Tile(0, layout, {Plane("weights", self.dtype): Buffer("", torch.empty(0))})
+            slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
+            sums = Buffer("sums", torch.empty(layout.trainable_numel))
+            views = {entry.name: entry.view(sums.data) for entry in layout.trainable}
+            micro = self.micro_batch(rows)
+            refs = self.outline.epilogue_inputs
+            h = [{ref: self.shape(ref, rows).empty("cpu") for ref in refs}]
+            batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)
+            compiled = self.compiled
+            summed = (lambda loss: cross_entropy) if compiled else (lambda loss: loss.summed)
+            whole = WholeHead(self.program, head_tokens, summed)
+            head = Head(CpuDevice(), self.program, tile, whole)
+            tally.ignore((slot.data, sums.data, h, micro.inputs, micro.targets))
+            with tally:
+                result = head.loss_and_vjp(slot, batch, h, Room(tile, sums, views))
+            del result
+            return replace(tally.work, peak_bytes=tally.peak_bytes)
+
+
+def _compiled(run: Any, given: list[Any]) -> LayerWork:
+    """What a layer takes once it is compiled."""
+    recorder = Recorder()
+    with recorder:
+        made = run()
+        split = len(recorder.ops)
+        values, gradients = _ends(made)
+        pulled = torch.autograd.grad(values, _leaves(given), gradients, allow_unused=True)
+    traced = Traced(
+        recorder.ops,
+        recorder.sizes,
+        split,
+        recorder.numbers((given, gradients)),
+        recorder.numbers(list(made.values())),
+        recorder.numbers(pulled),
+    )
+    works = Compiled(traced)
+    share = (
+        None if recorder.random else KEPT_SHARE
+    )  # as model/layer_template.py compiles kept graphs
+    return LayerWork(
+        works.forward(),
+        works.forward_keeping(),
+        works.backward(),
+        works.forward_keeping(share),
+        works.backward(share),
+        None if recorder.random else works.backward(0.0),
+        _shapes(made),
+    )
+
+
+def eager_work(run: Any, given: list[Any]) -> LayerWork:
+    """What a layer takes as it is."""
+    plain, graph = Tally(), Tally()
+    with torch.no_grad(), plain:
+        plain.ignore(given)
+        run()
+    forward = replace(plain.work, peak_bytes=plain.peak_bytes)
+    with graph:
+        graph.ignore(given)
+        made = run()
+    values, gradients = _ends(made)
+    graph.ignore(gradients)
+    results = sum(value.nbytes for value in made.values())
+    kept = graph.total_bytes - results
+    first = replace(graph.work, peak_bytes=graph.peak_bytes, kept_bytes=kept)
+    graph.restart()
+    with graph:
+        torch.autograd.grad(values, _leaves(given), gradients, allow_unused=True)
+    second = replace(graph.work, peak_bytes=graph.peak_bytes - results)
+    return LayerWork(forward, first, second, first, second, None, _shapes(made))
+
+
+def _ends(made: Activations) -> tuple[list[Tensor], list[Tensor]]:
+    """A layer's results that gradients flow through, and such gradients."""
+    values = [value for value in made.values() if value.requires_grad]
+    return values, [torch.empty_like(value) for value in values]
+
+
+def _leaves(given: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _shapes(made: Activations) -> dict[int, Shape]:
+    return {ref.leaf: Shape(tuple(v.shape), v.dtype) for ref, v in made.items()}
+
+
+def _as_fakes(calls: list[Call]) -> list[Call]:
+    """The arguments of layers, made anew: fake tensors belong to the mode they were made in."""
+    known: dict[int, Tensor] = {}
+
+    def fresh(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in known:
+            known[id(leaf)] = _anew(leaf)
+        return known[id(leaf)]
+
+    return [Call([fresh(leaf) for leaf in call.leaves], call.spec) for call in calls]
+
+
+def _anew(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+@contextmanager
+def fakes() -> Iterator[None]:
+    """Tensors made within this context have no data."""
+    # A forecast may be in the middle of its own counting.
+    with (
+        without_modes(),
+        unpacked(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        OneAttention(),
+    ):
+        yield

@@ -1,0 +1,104 @@
+"""What the stages of a head take that is streamed in ranges of rows (engine/vocab_split.py)."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer
+from megatrain.engine.sink import Room
+from megatrain.engine.vocab_split import HIDDEN, Rows
+from megatrain.forecast.op_counter import Tally, Work, foreseeing
+from megatrain.forecast.profile import LayerWork, Measured, Shape, eager_work, fakes
+from megatrain.model.capture import Ref
+from megatrain.model.program import Activations, Weights
+from megatrain.optim import Plane
+from megatrain.store import Tile
+from megatrain.tile import TileLayout
+
+
+@torch.library.custom_op("megatrain::range_statistics", mutates_args=())
+def _statistics(logits_CR: Tensor, places_C: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("only the shapes are of interest")
+
+
+@_statistics.register_fake
+def _(logits_CR: Tensor, places_C: Tensor) -> tuple[Tensor, Tensor]:
+    one, other = (logits_CR.new_empty(len(logits_CR), dtype=torch.float32) for _ in range(2))
+    return one, other
+
+
+@torch.library.custom_op("megatrain::range_gradient", mutates_args=())
+def _gradient(logits_CR: Tensor, places_C: Tensor, lse_C: Tensor, weights_C: Tensor) -> Tensor:
+    raise NotImplementedError("only the shapes are of interest")
+
+
+@_gradient.register_fake
+def _(logits_CR: Tensor, places_C: Tensor, lse_C: Tensor, weights_C: Tensor) -> Tensor:
+    return torch.empty_like(logits_CR)
+
+
+def projected(measured: Measured, rows: int, head_tokens: int) -> LayerWork:
+    """The work of what comes before the projection."""
+    outline = measured.outline
+
+    def measure() -> LayerWork:
+        tiles = measured.tiles_of_head(head_tokens)
+        with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
+            micro = measured.micro_batch(rows)
+            shapes = {ref: measured.shape(ref, rows) for ref in outline.epilogue_inputs}
+            values = {ref: s.empty("cpu").requires_grad_() for ref, s in shapes.items()}
+            sizes = dict(outline.skeleton.model.named_parameters())
+            names = (name for name in outline.epilogue if name not in outline.projection.names)
+            weights = {
+                name: torch.empty(sizes[name].shape, dtype=measured.dtype).requires_grad_()
+                for name in names
+            }
+
+            def run() -> Activations:
+                made = measured.program.projected(weights, micro, values)
+                return {Ref(len(outline.layers), HIDDEN): made}
+
+            return eager_work(run, [*values.values(), *weights.values()])
+
+    return measured.once(("projected", rows, head_tokens), measure)
+
+
+def some_rows(
+    measured: Measured, weights: Weights, rows: int, head_tokens: int
+) -> tuple[Work, Work]:
+    """The work of as many rows of the table as `weights` has: of `Rows.see`, and of `Rows.pull`."""
+    shapes = {name: weight.shape for name, weight in weights.items()}
+
+    def measure() -> tuple[Work, Work]:
+        hidden = projected(measured, rows, head_tokens).outputs[HIDDEN]
+        with foreseeing("the head"), fakes():
+            kernels = (_statistics, _gradient) if measured.compiled else ()
+            computed = Rows(measured.program, head_tokens, *kernels)
+            return _both(measured, computed, shapes, rows, hidden)
+
+    return measured.once(("rows", *shapes.values(), rows, head_tokens), measure)
+
+
+def _both(
+    measured: Measured, computed: Rows, shapes: dict[str, torch.Size], rows: int, hidden: Shape
+) -> tuple[Work, Work]:
+    micro, values = measured.micro_batch(rows), {computed.hidden: hidden.empty("cpu")}
+    weights = {
+        name: torch.empty(shape, dtype=measured.dtype).requires_grad_()
+        for name, shape in shapes.items()
+    }
+    layout = TileLayout("", [(name, shape, 0) for name, shape in shapes.items()])
+    sums = Buffer("sums", torch.empty(layout.trainable_numel))
+    tile = Tile(0, layout, {Plane("weights", sums.data.dtype): sums})
+    room = Room(tile, sums, layout.views(sums.data))
+    given = [weights, sums.data, values, micro.inputs, micro.targets]
+    with Tally() as first:
+        first.ignore(given)
+        values = computed.see(weights, 0, micro, values)
+    gradients = computed.gradients(micro, values, 1)
+    with Tally() as second:
+        second.ignore([*given, values, gradients])
+        computed.pull(weights, 0, micro, values, gradients, list(weights), room)
+    one, other = (replace(t.work, peak_bytes=t.peak_bytes) for t in (first, second))
+    return one, other

@@ -1,0 +1,358 @@
+"""What a step will take before it is run: seconds by stream, device and host memory by part.
+
+The one cost model, of `placement="auto"` (autoplace/auto.py) and of `megatrain plan`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
+from megatrain.device.clock import ClockDevice
+from megatrain.engine.assemble import Assembly, host_bytes
+from megatrain.engine.opened import Model
+from megatrain.engine.sink import PIECE
+from megatrain.engine.step import TrainingParts, train_step
+from megatrain.forecast.cost_model import MachineCosts
+from megatrain.forecast.groups import grouped
+from megatrain.forecast.meta_makers import OpaqueMakers
+from megatrain.forecast.meta_program import (
+    ACTIVATIONS,
+    KEPT_ATTENTION,
+    KEPT_GRAPHS,
+    WORKING_SET,
+    OpaqueProgram,
+)
+from megatrain.forecast.op_counter import Tally
+from megatrain.forecast.profile import Measured
+from megatrain.machine import Machine, mapping_bytes
+from megatrain.model.init import most_drawn_at_once
+from megatrain.model.weights import IN_FLIGHT_BYTES
+from megatrain.optim import gradient_plane, tile_planes
+from megatrain.placement import Placement
+from megatrain.store import Store
+from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
+from megatrain.tile import TileLayout
+from megatrain.tile.layout import ALIGNMENT
+from megatrain.units import MIB
+
+_FOLLOWED = 8  # micro-batches one by one; of more, several as one
+_STEPS = 3  # the first starts without updates, the second with the first one's; then it is steady
+_BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
+
+# What torch's allocator takes beyond what is in use, with expandable segments
+# (benchmarks/results/step-*.json): 60 to 150 MiB, here as a share of the driver's context (840 MiB
+# on an H200); of what waits from the forward to the backward 2.2 to 3.7 %, in five of six steps.
+# Of what is freed within a layer or the head, whose blocks come in many sizes, some 15 % of the
+# working set is left lying. It is given back where a limit is reached (32B in 24 GiB); in tiles,
+# which no limit was tried with, it counts as taken.
+_ALLOCATOR, _ALLOCATOR_WAITING, _ALLOCATOR_TORN = 60 / 840, 0.03, 0.15
+
+# Workspaces of cuBLAS, which torch takes from its own memory and keeps: 32 MiB on an H200 for each
+# thread that launches products, and there are two, the engine's and that of autograd's backward. As
+# a share of the driver's context, which is 840 MiB there: both are less on smaller GPUs.
+_WORKSPACES = 64 / 840
+
+# Resident memory of a process beside all planes and buffers: Python, torch, CUDA's libraries, and
+# compiling. It is 1.8 to 4.0 GB in nine runs of 1.5B to 7B, whatever the size. Before it compiles
+# it has the second.
+PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_300_000_000, 1_100_000_000
+
+# On the CPU it is 0.51 GB with the smallest model (`megatrain train`).
+CPU_PROCESS_BYTES = 550_000_000
+
+# So much of it comes with the first step, the C library's small blocks included: 25 to 38 MiB where
+# that gives all back at once (MALLOC_MMAP_THRESHOLD_=131072), 59 in a step of 16 tokens.
+_CPU_GROWTH_BYTES = 72 * MIB
+
+# The C library gives blocks of up to 32 MiB back only when none that lies behind them is in use;
+# larger ones at once. What it kept was half of the working set to all of it in six steps of a model
+# of 27 M parameters (204 MiB), and 206 MiB of 844 in a step whose activations take 32 to 96 MiB
+# each (tests/parity/test_host_limit.py measures two smaller steps).
+_MOST_LEFT_LYING = 320 * MIB
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One steady optimizer step, as it will be on a machine.
+
+    Attributes:
+        seconds: from one step's end to the next one's, while the updates of the first run.
+        model_tflops: `6 x parameters x tokens / seconds`, in 1e12.
+        spans: what each stream does when, from the step's begin (telemetry/timeline.py).
+        breakdown: the same, summed up.
+        bounds: seconds that each resource is busy; no schedule can be faster than the largest.
+        binds: the name of the largest.
+        device_bytes: at the step's peak, by part: `slots`, `gradients and rows`, `resident tiles`,
+            `activations`, `kept graphs`, `kept attention`, `working set` (of one layer or the
+            head), `lanes of the host`, `layer arguments`, `small buffers`, `libraries` (their
+            workspaces), `allocator` (taken beyond what is in use), `context` (of the process;
+            everything else is what `Engine.memory()` counts).
+        host_bytes: as `Engine.memory()` names them (`host_weights_bytes`, ...), and
+            `host_process_bytes` for the process itself. Where the device is the CPU what would be
+            in `device_bytes` is here (`host_working_set_bytes`, ...).
+    """
+
+    placement: Placement
+    machine: Machine
+    parameters: int
+    tokens_per_step: int
+    sequence_length: int
+    micro_batch: int
+    seconds: float
+    spans: Sequence[Span]
+    breakdown: Breakdown
+    bounds: dict[str, float]
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.seconds
+
+    @property
+    def model_tflops(self) -> float:
+        return 6 * self.parameters * self.tokens_per_step / self.seconds / 1e12
+
+    @property
+    def binds(self) -> str:
+        return max(self.bounds, key=self.bounds.__getitem__)
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """What the process needs at most, the context included."""
+        return sum(self.device_bytes.values())
+
+    @property
+    def device_held_bytes(self) -> int:
+        """What the driver will show: torch keeps freed memory as long as there is room."""
+        torn = 0 if self.placement.chunk_tokens else self.device_bytes.get(WORKING_SET, 0)
+        room = max(0, self.machine.device_memory_bytes - self.device_peak_bytes)
+        return self.device_peak_bytes + min(room, int(_ALLOCATOR_TORN * torn))
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Resident memory of the whole process at most."""
+        return sum(self.host_bytes.values())
+
+    @property
+    def host_parts(self) -> dict[str, int]:
+        """`host_bytes` by names for people."""
+        return {
+            name.removeprefix("host_").removesuffix("_bytes").replace("_", " "): num_bytes
+            for name, num_bytes in self.host_bytes.items()
+        }
+
+    @property
+    def host_growth(self) -> tuple[Counter[str], int]:
+        """On the CPU: what is still to come by part, and what the process grows by besides."""
+        parts = Counter(self.host_parts)
+        return parts, parts.pop("process") - CPU_PROCESS_BYTES + _CPU_GROWTH_BYTES
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for `--json`; without the spans."""
+        return {
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "model_tflops": self.model_tflops,
+            "binds": self.binds,
+            "bounds": self.bounds,
+            "tokens_per_step": self.tokens_per_step,
+            "sequence_length": self.sequence_length,
+            "micro_batch": self.micro_batch,
+            "placement": self.placement.as_dict(),
+            "machine": self.machine.as_dict(),
+            "parameters": self.parameters,
+            "breakdown": self.breakdown.as_dict(),
+            "device_bytes": self.device_bytes,
+            "device_peak_bytes": self.device_peak_bytes,
+            "device_held_bytes": self.device_held_bytes,
+            "host_bytes": self.host_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
+        }
+
+
+def forecast(
+    model: Model,
+    machine: Machine,
+    placement: Placement,
+    measured: Measured,
+    *,
+    rows: int,
+    micro_batch: int,
+    clip: bool,
+) -> Forecast:
+    """One steady step of a model: the engine's own step, on a device that only keeps time.
+
+    Nothing is allocated and nothing computed.
+
+    Args:
+        measured: of the same model, compiled or not and in tiles as the placement says.
+        rows: of a step.
+        micro_batch: rows of one.
+        clip: with exact clipping updates wait for the global norm.
+
+    Raises:
+        NotForeseeable: what the model computes depends on its values.
+    """
+    run = _run(model, machine, placement, measured, rows, micro_batch, clip=clip)
+    device, host = _memory(run, machine, in_tiles=placement.chunk_tokens is not None)
+    later = sum(host.values()) - run.planes_bytes - host.get("host_resident_tiles_bytes", 0)
+    host["host_process_bytes"] = _process_bytes(model, machine, placement, later)
+    return Forecast(
+        placement=placement,
+        machine=machine,
+        parameters=run.parameters,
+        tokens_per_step=rows * measured.tokens,
+        sequence_length=measured.tokens,
+        micro_batch=micro_batch,
+        seconds=run.seconds,
+        spans=run.spans,
+        breakdown=breakdown(run.spans, COMPUTE),
+        bounds={name: sum(s.seconds for s in run.spans if s.stream == name) for name in _BOUNDS},
+        device_bytes=device,
+        host_bytes=host,
+    )
+
+
+def _memory(
+    run: "_Run", machine: Machine, *, in_tiles: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What device and host hold at the peak; the process apart."""
+    used = {place: num_bytes for place, num_bytes in run.peak_live.items() if num_bytes}
+    context = machine.device_context_bytes
+    if machine.unified:
+        used["allocator"] = min(used.get(WORKING_SET, 0), _MOST_LEFT_LYING)
+        here = {f"host_{name.replace(' ', '_')}_bytes": size for name, size in used.items()}
+        return {}, {**run.host_bytes, **here}
+    return {
+        **used,
+        "libraries": int(_WORKSPACES * context),
+        "allocator": _allocator_bytes(used, context, in_tiles=in_tiles),
+        "context": context + mapping_bytes(sum(run.host_bytes.values())),
+    }, dict(run.host_bytes)
+
+
+def _allocator_bytes(used: Mapping[str, int], context_bytes: int, *, in_tiles: bool) -> int:
+    waiting = sum(used.get(place, 0) for place in (KEPT_GRAPHS, KEPT_ATTENTION, ACTIVATIONS))
+    torn = used.get(WORKING_SET, 0) if in_tiles else 0
+    return int(_ALLOCATOR * context_bytes + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn)
+
+
+@dataclass(frozen=True)
+class _Run:
+    seconds: float
+    spans: list[Span]
+    peak_live: Counter[str]
+    host_bytes: dict[str, int]
+    planes_bytes: int
+    parameters: int
+
+
+def _run(
+    model: Model,
+    machine: Machine,
+    placement: Placement,
+    measured: Measured,
+    rows: int,
+    micro_batch: int,
+    *,
+    clip: bool,
+) -> _Run:
+    """The last of a few steps, which is like all that follow."""
+    tally = Tally()
+    dtype = measured.dtype
+    kept = (*tile_planes(model.rule, dtype), gradient_plane(dtype))
+    costs = MachineCosts(machine, tally, [plane.name for plane in kept])
+    device = ClockDevice(costs)
+    # What is split is followed micro-batch by micro-batch.
+    most = _FOLLOWED if placement.max_stream_bytes is None else None
+    batch = measured.batch(rows, micro_batch, most)
+    costs.group = max(map(grouped, batch.micro))
+    costs.puts = 3 if placement.layer_inputs == "host" else 2
+    with torch.enable_grad():
+        store, parts = _assemble(device, measured, model, placement, tally, clip)
+        end = device.now
+        for _ in range(_STEPS):
+            begin = end
+            train_step(parts, batch)
+            end = device.now
+            spans = window(device.spans, begin, end)
+            costs.slow_down(spans)
+    parameters = sum(tile.layout.num_parameters for tile in store.tiles)
+    host, planes = host_bytes(store, parts), sum(store.bytes_by_plane().values())
+    # Rooms of graphs on the host are as if all groups were as large as the first.
+    every = sum(map(grouped, batch.micro)), costs.group * len(batch.micro)
+    host["host_kept_bytes"] = host["host_kept_bytes"] * every[0] // every[1]
+    return _Run(end - begin, spans, tally.peak_live, host, planes, parameters)
+
+
+def _process_bytes(model: Model, machine: Machine, placement: Placement, later: int) -> int:
+    """Of the process itself when it runs; or when weights arrive, if it takes more then.
+
+    Then `later` bytes are still to come. On their way to the planes are a layer or a table that is
+    drawn, in fp32 (of what rests on the device a parameter goes by way of two more of half its
+    size), or as much as is read at once.
+    """
+    resident = [layout for layout in model.layouts if layout.name in placement.resident]
+    split = max((prod(e.shape) for layout in resident for e in layout.entries), default=0)
+    drawn = 4 * most_drawn_at_once(model.outline)
+    read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
+    arriving = max(drawn + 4 * split, read)
+    if machine.unified:
+        return CPU_PROCESS_BYTES + max(0, arriving - later)
+    return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + arriving - later)
+
+
+def _assemble(
+    device: ClockDevice,
+    measured: Measured,
+    model: Model,
+    placement: Placement,
+    tally: Tally,
+    clip: bool,
+) -> tuple[Store, TrainingParts]:
+    """The parts of a step as the engine makes them, around a program that computes nothing."""
+    joined = [_joined(each, measured.dtype, placement) for each in model.layouts]
+    store = Store(device, joined, measured.dtype, rule=model.rule, resident=placement.resident)
+    program = OpaqueProgram(measured, tally, placement.head_tokens)
+    head = next(each for each in joined if each.name == "head")
+    makers = OpaqueMakers(measured, program, head, tally)
+    piece = _coarse(joined) if placement.gradient_lanes is None else None
+    assembly = Assembly(device, program, store, measured.dtype, placement, makers, piece)
+    assert model.optimizer is not None
+    parts = assembly.training(model.optimizer, 1.0 if clip else None)
+    return store, parts
+
+
+def _coarse(layouts: Sequence[TileLayout]) -> int:
+    """Elements of a gradient that leave at once: a large layer's in eight pieces.
+
+    All of a layer's pieces have lanes, which take as much memory as if there were more of them.
+    """
+    layers = [layout.trainable_numel for layout in layouts if layout.name.startswith("layer")]
+    pieces = -(-max(layers, default=0) // PIECE)
+    return max(PIECE, -(-pieces * PIECE // 8))
+
+
+def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> TileLayout:
+    """A layer's as one parameter for each group, since all that counts of them is their bytes.
+
+    A step then goes through less than half the operations. Of what is split the parts count, too.
+    """
+    most = placement.max_stream_bytes or layout.numel * dtype.itemsize
+    whole = layout.name.startswith("layer") and layout.numel * dtype.itemsize <= most
+    if not whole or any(entry.numel % ALIGNMENT for entry in layout.entries):
+        return layout
+    groups = {entry.group: entry.name for entry in layout.entries}
+    return TileLayout(
+        layout.name,
+        [
+            (name, torch.Size([sum(e.numel for e in layout.entries if e.group == group)]), group)
+            for group, name in groups.items()
+        ],
+    )

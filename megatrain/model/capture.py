@@ -1,0 +1,376 @@
+"""The model's own forward, with every layer replaced by a recorder.
+
+One run embeds, makes masks and rotary tables, and calls each recorder with exactly the arguments
+its layer would get. So no family needs code of its own: prologue, layer arguments, what runs
+between layers and the epilogue are all read off transformers' forward.
+"""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from megatrain.compat.torch import memory_of, pytree
+from megatrain.errors import InputError
+from megatrain.model.given import refuse_lookup
+from megatrain.model.layer_template import containers, lay_aside, put_back, template
+
+PROLOGUE = -1  # the "visit" that what runs before the first layer counts as
+
+
+@dataclass(frozen=True, order=True)
+class Ref:
+    """An activation by its origin: output leaf `leaf` of visit `visit` (PROLOGUE: of none)."""
+
+    visit: int
+    leaf: int
+
+
+@dataclass
+class Call:
+    """One layer call: flat argument leaves; activations are Refs, all else is passed as it is."""
+
+    leaves: list[Any]
+    spec: Any
+
+    @property
+    def refs(self) -> list[Ref]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Ref)]
+
+    def arguments(self, values: Mapping[Ref, Tensor]) -> tuple[tuple, dict[str, Any]]:
+        """`(args, kwargs)` with each Ref replaced by its value."""
+        leaves = [values[leaf] if isinstance(leaf, Ref) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def identity(tensor: Tensor) -> Hashable:
+    """Equal for a tensor and its trivial views, such as `h[:, 0:]`; not for a detached one."""
+    return *_memory(tensor), tensor.shape, tensor.stride(), tensor.requires_grad
+
+
+def _memory(tensor: Tensor) -> tuple:
+    """Where a tensor begins, also of one without data."""
+    return memory_of(tensor), tensor.storage_offset()
+
+
+class Reached(Exception):
+    """Raised by a recorder or the trunk to end a run of the forward; not an error."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
+@dataclass
+class Rows:
+    """The embedding rows of one optimizer step, gathered once for all its micro-batches.
+
+    Attributes:
+        ids: `[B, T]` the micro-batch's token ids on the device.
+        index: `[B, T]` position of each token in the tables below.
+        tables: per gathered parameter `[U, D]`, U the distinct tokens of the step.
+        unique: `[U]` vocabulary id of each row (CPU, ascending).
+    """
+
+    ids: Tensor
+    index: Tensor
+    tables: dict[str, Tensor]
+    unique: Tensor
+
+    def position(self, token: int) -> int | None:
+        """Where a token's row is; None if the step does not hold it."""
+        found = int(torch.searchsorted(self.unique, token))
+        held = found < len(self.unique) and int(self.unique[found]) == token
+        return found if held else None
+
+    def positions(self, ids: Tensor) -> Tensor:
+        """Where the rows of `ids` are, of any shape.
+
+        Raises:
+            InputError: some are not among the step's tokens.
+        """
+        # Nearly always these are the batch's own ids; comparing others waits for the device.
+        if _same(ids, self.ids):
+            return self.index.view(ids.shape)
+        unique_U = self.unique.to(ids.device)
+        index = torch.searchsorted(unique_U, ids.contiguous()).clamp_(max=len(unique_U) - 1)
+        missing = ids[unique_U[index] != ids]
+        if len(missing):
+            raise InputError(
+                f"the model's forward looks up token {int(missing[0])}, which the batch does not "
+                "hold; only models that embed the batch's own tokens can be trained"
+            )
+        return index
+
+
+@dataclass
+class Uses:
+    """What a run did with the tensors it was given.
+
+    Attributes:
+        lookups: `(table, ids)` of every embedding lookup.
+        constants: `(id of table, row)` of every single row taken.
+        touched: ids of all tensors that any operation took.
+        derived: by id, the tensors put there and all that was computed from them, with or without
+            gradients.
+    """
+
+    lookups: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    constants: set[tuple[int, int]] = field(default_factory=set)
+    touched: set[int] = field(default_factory=set)
+    derived: dict[int, Tensor] = field(default_factory=dict)
+
+    def note(self, given: Any, result: Any) -> None:
+        """Take down an operation."""
+        ids = {id(leaf) for leaf in pytree.tree_leaves(given)}
+        self.touched |= ids
+        if not ids.isdisjoint(self.derived):
+            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+            self.derived.update((id(tensor), tensor) for tensor in made)
+
+
+class _Lookup(TorchFunctionMode):
+    """Sends embedding lookups of gathered tables to the step's own small tables."""
+
+    def __init__(self, names: Mapping[int, str], rows: Rows | None, uses: Uses | None) -> None:
+        super().__init__()
+        self.names, self.rows, self.uses = names, rows, uses
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = self._call(func, args, kwargs)
+        if self.uses is not None:
+            self.uses.note((args, kwargs), result)
+        return result
+
+    def _call(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        if func is F.embedding:
+            return self._embedding(*args, **kwargs)
+        if func is Tensor.__getitem__ and (row := _single_row(args[1])) is not None:
+            return self._row(args[0], row, args[1])
+        return func(*args, **kwargs)
+
+    def _embedding(
+        self, ids: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self.uses is not None:
+            refuse_lookup(ids, weight, padding_idx, *args, **kwargs)
+            self.uses.lookups.append((weight, ids))
+        name = self.names.get(id(weight))
+        if name is None or self.rows is None:
+            return F.embedding(ids, weight, padding_idx, *args, **kwargs)
+        padding = None if padding_idx is None else self.rows.position(int(padding_idx))
+        return F.embedding(self.rows.positions(ids), self.rows.tables[name], padding)
+
+    def _row(self, weight: Tensor, row: int, index: Any) -> Tensor:
+        if self.uses is not None:
+            self.uses.constants.add((id(weight), row))
+        name = self.names.get(id(weight))
+        position = None if name is None or self.rows is None else self.rows.position(row)
+        if position is None:
+            return weight[index]
+        assert name is not None and self.rows is not None
+        rest = index[1:] if isinstance(index, tuple) else ()
+        return self.rows.tables[name][(position, *rest)]
+
+
+def _single_row(index: Any) -> int | None:
+    first = index[0] if isinstance(index, tuple) and index else index
+    return first if isinstance(first, int) and not isinstance(first, bool) else None
+
+
+def _same(ids: Tensor, own: Tensor) -> bool:
+    return _memory(ids) == _memory(own) and ids.is_contiguous() and ids.numel() == own.numel()
+
+
+class Skeleton:
+    """Runs a model's forward without its layers.
+
+    Attributes:
+        model: the model; layer parameters on the meta device, buffers real.
+        trunk: the outermost submodule that contains the stack and is called as a whole; what runs
+            after it is the language-model head.
+    """
+
+    def __init__(self, model: PreTrainedModel, stack: nn.ModuleList) -> None:
+        self.model = model
+        self.trunk: nn.Module = model
+        self.outputs: list[Callable[[Mapping[int, Any]], Any]] = []
+        self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
+        self._signature = inspect.signature(model.forward).parameters
+        kinds = [parameter.kind for parameter in self._signature.values()]
+        self._takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+        self._stack = stack
+        self._own = {id(layer): lay_aside(layer) for layer in stack}
+        for layer in stack:
+            self._replace(layer)
+        self._ties = _ties(model)
+
+    def _replace(self, layer: nn.Module) -> None:
+        def recorder(*args: Any, **kwargs: Any) -> Any:
+            assert self._handler is not None
+            shared = containers(args, kwargs)
+            output, written = self._handler(layer, args, kwargs)
+            for container, entries in zip(shared, written, strict=True):
+                container.update(entries)
+            return output
+
+        layer.forward = recorder
+
+    def template(self, layer: nn.Module) -> nn.Module:
+        """A copy of a layer as it was given, with its own forward and hooks."""
+        del layer.forward
+        try:
+            return template(layer, self._own[id(layer)])
+        finally:
+            self._replace(layer)
+
+    def restore(self) -> None:
+        """Give the layers back what they do themselves."""
+        for layer in self._stack:
+            put_back(layer, self._own[id(layer)])
+
+    @contextmanager
+    def with_layers(self) -> Iterator[PreTrainedModel]:
+        """The model itself: within this context its layers do what they do themselves."""
+        self.restore()
+        try:
+            yield self.model
+        finally:
+            for layer in self._stack:
+                lay_aside(layer)
+                self._replace(layer)
+
+    def takes(self, name: str) -> bool:
+        """Whether the model's forward has an argument of this name."""
+        return name in self._signature
+
+    def accepts(self, name: str) -> bool:
+        """Whether a micro-batch may have a tensor of this name for the model's forward."""
+        common = self._takes_any and name in ("attention_mask", "position_ids")
+        return (self.takes(name) or common) and name != "labels"
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The keyword arguments of the model's forward for a micro-batch."""
+        kwargs: dict[str, Any] = dict(batch)
+        if "use_cache" in self._signature or self._takes_any:
+            kwargs["use_cache"] = False
+        if "return_dict" in self._signature:
+            kwargs["return_dict"] = True
+        if "output_router_logits" in self._signature:
+            kwargs["output_router_logits"] = False  # what they add to the loss weighs nothing
+        return kwargs
+
+    def forward(
+        self,
+        handler: Callable[[nn.Module, tuple, dict], Any],
+        weights: Mapping[str, Tensor],
+        inputs: Mapping[str, Any],
+        rows: Rows | None = None,
+        uses: Uses | None = None,
+    ) -> Any:
+        """Run the model with `handler(layer, args, kwargs)` in place of each layer.
+
+        A handler returns the layer's output and what it put into each container that it was given.
+
+        Returns what a `Reached` carries, or the model's own output if none is raised.
+        """
+        names = {id(weights[name]): name for name in rows.tables} if rows is not None else {}
+        self._handler = handler
+        try:
+            with _Lookup(names, rows, uses):
+                return self._call(weights, inputs)
+        except Reached as reached:
+            return reached.result
+        finally:
+            self._handler = None
+
+    def head(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk."""
+        result = self._after_trunk(weights, output, inputs)
+        return result.logits if hasattr(result, "logits") else result[0]
+
+    def own_loss(
+        self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any], labels: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As `head`, the loss that the model's forward makes of labels `[B, T]`, and the logits.
+
+        Either is None where the forward does not give it.
+        """
+        if "labels" not in self._signature and not self._takes_any:
+            return None, None
+        result = self._after_trunk(weights, output, {**inputs, "labels": labels})
+        if hasattr(result, "logits"):
+            return getattr(result, "loss", None), result.logits
+        has_loss = isinstance(result, tuple) and len(result) > 1 and result[0].dim() == 0
+        return (result[0], result[1]) if has_loss else (None, None)
+
+    def _after_trunk(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping) -> Any:
+        own = lay_aside(self.trunk)
+        self.trunk.forward = lambda *args, **kwargs: output
+        try:
+            return self._call(weights, inputs)
+        finally:
+            put_back(self.trunk, own)
+
+    def _call(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
+        """The model's own forward; what is tied is told, or each call would look for it anew.
+
+        That takes a millisecond for 24 layers, more than a head's chunk of 2048 tokens.
+        """
+        tied = {same: weights[name] for name, same in self._ties if name in weights}
+        return functional_call(self.model, {**weights, **tied}, (), dict(inputs), tie_weights=False)
+
+    def stop_at_trunk(self) -> "_TrunkEnd":
+        """Within this context, a run ends with the trunk's output."""
+        return _TrunkEnd(self.trunk)
+
+
+class _TrunkEnd:
+    def __init__(self, trunk: nn.Module) -> None:
+        self.trunk = trunk
+
+    def __enter__(self) -> None:
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            raise Reached(output)
+
+        self.hook = self.trunk.register_forward_hook(end)
+
+    def __exit__(self, *error: object) -> None:
+        self.hook.remove()
+
+
+def _ties(model: nn.Module) -> list[tuple[str, str]]:
+    """The name of each tied parameter, and another name that it has."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return [(first[id(p)], name) for name, p in every if first[id(p)] != name]
+
+
+def last_hidden(output: Any) -> Tensor:
+    """The hidden states `[B, T, D]` in a trunk's output."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def with_hidden(output: Any, hidden: Tensor) -> Any:
+    """A trunk output like `output` whose hidden states are `hidden`."""
+    if isinstance(output, Tensor):
+        return hidden
+    if isinstance(output, tuple):
+        return (hidden, *output[1:])
+    copied = type(output)(**dict(output))
+    copied[next(iter(output.keys()))] = hidden
+    return copied
+
+
+def stand_in(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros of a parameter's shape that take no memory, for weights a run does not use."""
+    return torch.zeros((), device=device, dtype=dtype).expand(parameter.shape)

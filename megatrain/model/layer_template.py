@@ -1,0 +1,263 @@
+"""Templates: one stateless module per kind of layer, bound to streamed weights."""
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megatrain.compat.torch import buffers_of, pytree, recomputing
+from megatrain.errors import RunFailed
+from megatrain.model.compiled import compile_and_tell, own_code
+from megatrain.model.experts import Experts, find_experts
+from megatrain.model.fingerprint import INDEX_ATTRIBUTES, OWN_BEHAVIOUR
+from megatrain.model.rng_use import draws
+from megatrain.model.token_chunks import tile_parts
+from megatrain.placement import Saves
+
+# What a call is for; each is compiled for itself.
+FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_RANDOM = PURPOSES = (
+    "forward",
+    "recompute",
+    "repeat",
+    "keep",
+    "keep_random",
+)
+_NEWS = {
+    FORWARD: "forward without a backward",
+    RECOMPUTE: "backward",
+    REPEAT: "forward and backward",
+    KEEP: "kept graph",
+    KEEP_RANDOM: "kept graph with random numbers",
+}
+
+# Share of a layer's activations that a compiled graph may hold; the rest is computed again. Half is
+# about the outputs of the matrix products and of attention.
+KEPT_SHARE = 0.5
+_SHARES = {REPEAT: 0.0, KEEP: KEPT_SHARE}
+
+Arguments = tuple[
+    dict[str, Tensor], tuple, dict[str, Any]
+]  # weights, arguments by place and by name
+
+
+@dataclass
+class Kind:
+    """Layers that compute the same function of their weights.
+
+    Attributes:
+        module: the template; parameters on the meta device, buffers real.
+        output_spec: what a call returns and what it put into containers, as a pytree.
+        example: the flat outputs of the structure run (zeros; shapes of PROBE_SHAPE tokens).
+    """
+
+    module: nn.Module
+    output_spec: Any = None
+    example: list[Any] = field(default_factory=list)
+    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    random: bool | None = None  # whether it draws random numbers in training; None: not tried yet
+
+    @functools.cached_property
+    def experts(self) -> Experts | None:
+        """The experts, if there are any that can be taken some at a time."""
+        return find_experts(self.module)
+
+    def call(
+        self,
+        weights: dict[str, Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        saves: Saves | None = None,
+    ) -> list[Tensor | Any]:
+        """The layer's outputs as a flat list; `saves`: of a graph that waits for its backward.
+
+        After what it returns comes what it put into containers among its arguments.
+        """
+        purpose = RECOMPUTE if torch.is_grad_enabled() else FORWARD
+        if saves == "nothing":
+            purpose = REPEAT
+        elif saves == "graph":
+            purpose = KEEP_RANDOM if self._random(weights, args, kwargs) else KEEP
+        function = self.compiled.get(purpose, _apply)
+        output = function(self.module, weights, args, kwargs)
+        leaves, self.output_spec = pytree.tree_flatten(output)
+        return leaves
+
+    def repeats(self, given: Callable[[], Arguments]) -> bool:
+        """Whether a graph of it that saves only its arguments may wait (`saves="nothing"`).
+
+        Its backward is compiled together with what it computes again, and leaves out what only the
+        layer's result needs: an MLP's last product, a quarter of a layer's forward. `given` makes
+        the weights and arguments of a call, which are asked for once.
+        """
+        if self.compiled and self.random is None:
+            self._random(*given())
+        return bool(self.compiled) and not self.random
+
+    def compile(self, name: str) -> None:
+        """Compile the call, apart for each purpose (torch.compile, at the first call)."""
+        self.compiled = {
+            p: compile_and_tell(own_code(_apply, p), f"{name} ({_NEWS[p]})") for p in PURPOSES
+        }
+        for purpose, share in _SHARES.items():
+            self.compiled[purpose] = _within_budget(self.compiled[purpose], share)
+
+    def tile(self, tokens: int, name: str, *, compiled: bool) -> None:
+        """Run what acts on every token alone over tiles of `tokens`; compile no more than that."""
+
+        def fast(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+            return compile_and_tell(function, f"{name}, {what}") if compiled else function
+
+        tile_parts(self.module, tokens, fast)
+
+    def _random(self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the layer, in training, draws random numbers; tried at the first call.
+
+        Within a budget, torch's partitioner may compute any operation again in the backward
+        (torch/_functorch/partitioners.py, `choose_saved_values_set`), a random one with other
+        numbers than in the forward: GPT-2's gradient was wrong by 30 % so. Without, it never
+        computes random operations or attention again.
+        """
+        if self.compiled and self.random is None:
+            containers(args, kwargs)  # what the trial puts into them, their copies take
+            given = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+            self.random = draws(lambda: _apply(self.module, weights, *given), weights)
+        return bool(self.random)
+
+
+def _apply(module: nn.Module, weights: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
+    """The layer's output, and what it put into each container among its arguments."""
+    shared = containers(args, kwargs)
+    before = [dict(container) for container in shared]
+    output = functional_call(module, weights, args, kwargs)
+    written = [
+        {key: value for key, value in now.items() if old.get(key) is not value}
+        for now, old in zip(shared, before, strict=True)
+    ]
+    return output, written
+
+
+def containers(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping]:
+    """Mappings among a layer's arguments: layers may hand on state by writing to them.
+
+    They count as part of the arguments (a node of torch's pytree), not as one opaque object.
+    """
+    found = [v for v in (*args, *kwargs.values()) if isinstance(v, MutableMapping)]
+    for container in found:
+        if pytree.tree_is_leaf(container):
+            _make_node(type(container))
+    return found
+
+
+def _make_node(cls: type) -> None:
+    pytree.register_pytree_node(
+        cls,
+        lambda mapping: (list(mapping.values()), tuple(mapping)),
+        lambda values, keys: cls(zip(keys, values, strict=True)),
+    )
+
+
+def _within_budget(function: Callable[..., Any], share: float) -> Callable[..., Any]:
+    # Read by torch's partitioner when the function is compiled, at the first call of a shape. Made
+    # once: each one is a class of its own, which a call would leave to the garbage collector.
+    budget = recomputing(share)
+
+    def budgeted(*args: Any) -> Any:
+        with budget:
+            return function(*args)
+
+    return budgeted
+
+
+def move_buffers(
+    module: nn.Module, device: torch.device, types: Mapping[str, torch.dtype] | None = None
+) -> None:
+    """Move every buffer of `module`, leaving meta parameters where they are.
+
+    Args:
+        types: new types of some of them, by name.
+    """
+    for path, child in module.named_modules():
+        for name, buffer in buffers_of(child).items():
+            if buffer is not None:
+                full = f"{path}.{name}" if path else name
+                dtype = (types or {}).get(full, buffer.dtype)
+                buffers_of(child)[name] = buffer.to(device=device, dtype=dtype)
+
+
+def template(layer: nn.Module, own: Mapping[str, Any] | None = None) -> nn.Module:
+    """A copy of `layer` to bind weights to; `own` is what `lay_aside` took off it."""
+    clone, behaviour = copy.deepcopy((layer, own))
+    if behaviour is not None:
+        put_back(clone, behaviour)
+    return clone
+
+
+def lay_aside(module: nn.Module) -> dict[str, Any]:
+    """Take a module's own forward and its hooks off it; returns them for `put_back`."""
+    own = {name: module.__dict__[name] for name in OWN_BEHAVIOUR if name in module.__dict__}
+    for name, empty in own.items():
+        module.__dict__[name] = type(empty)()
+    if "forward" in module.__dict__:
+        own["forward"] = module.__dict__.pop("forward")
+    return own
+
+
+def put_back(module: nn.Module, own: Mapping[str, Any]) -> None:
+    """Undo `lay_aside`."""
+    module.__dict__.pop("forward", None)
+    module.__dict__.update(own)
+
+
+class NumberRead(RunFailed):
+    """A layer's forward has asked for its number."""
+
+    count = 0  # of all reads; a forward may catch the exception
+
+    def __init__(self, name: str) -> None:
+        NumberRead.count += 1
+        super().__init__(
+            f"a layer's forward reads its {name}, which it did not when its structure was found "
+            "out; such a model cannot be trained"
+        )
+
+
+def without_index(module: nn.Module) -> nn.Module:
+    """`module`, its layer numbers hidden in place: whoever reads one gets a `NumberRead`."""
+    for child in module.modules():
+        names = tuple(name for name in INDEX_ATTRIBUTES if name in vars(child))
+        for name in names:
+            vars(child)[name] = _Hidden(name)
+        if names:
+            child.__class__ = _unnumbered(type(child), names)  # type: ignore[arg-type]
+    return module
+
+
+@functools.cache
+def _unnumbered(cls: type, names: tuple[str, ...]) -> type:
+    def hidden(name: str) -> property:
+        def read(self: nn.Module) -> Any:
+            raise NumberRead(name)
+
+        return property(read)
+
+    return type(cls.__name__, (cls,), {name: hidden(name) for name in names})
+
+
+class _Hidden:
+    """Stands for a number where a module's dictionary is read."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _raise(self, *args: object) -> Any:
+        raise NumberRead(self._name)
+
+    __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __hash__ = _raise
+    __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _raise
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _raise
+    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = _raise

@@ -1,0 +1,96 @@
+"""What the engine has to know of a model; `probe` reads it off the model's own forward."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.model.capture import PROLOGUE, Ref, Skeleton, with_hidden
+from megatrain.model.layer_template import Kind
+from megatrain.model.projection import Projection, find_projection
+
+PROBE_SHAPE = (2, 8)  # rows, tokens of the structure run
+
+
+@dataclass
+class Layer:
+    """One visit of the stack.
+
+    Attributes:
+        name: Hugging Face path of the layer module.
+        inputs: activations that it reads, in argument order.
+    """
+
+    name: str
+    module: nn.Module
+    kind: Kind
+    inputs: list[Ref]
+
+
+@dataclass
+class Outline:
+    """The model as the engine sees it.
+
+    Attributes:
+        layers: in visiting order.
+        label_shift: how many tokens a label is after the logits that it is compared with.
+        outputs: per layer, the activations that anything later reads.
+        epilogue_inputs: activations that the epilogue reads.
+        gathered: embedding tables looked up only by the batch's own token ids; their rows are
+            gathered on the host.
+        constants: token ids whose rows the prologue reads whatever the batch holds.
+        prologue, epilogue: names of the other parameters used before and after the layers.
+        head: names of those that the head computes with, after the trunk.
+        num_logits: of a token.
+        trunk: what the trunk returns, but for its hidden states.
+        fixed: those of all that no gradient reaches (plain training leaves them alone, too).
+        unused: parameters that text training never touches; they stay as they are.
+    """
+
+    skeleton: Skeleton
+    layers: list[Layer]
+    epilogue_inputs: list[Ref]
+    gathered: list[str]
+    constants: list[int]
+    prologue: list[str]
+    epilogue: list[str]
+    head: list[str]
+    num_logits: int
+    trunk: Any
+    fixed: list[str]
+    unused: list[str]
+    label_shift: int = 1
+    outputs: list[list[Ref]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        read = {ref for layer in self.layers for ref in layer.inputs} | set(self.epilogue_inputs)
+        self.outputs = [
+            sorted(ref for ref in read if ref.visit == visit) for visit in range(len(self.layers))
+        ]
+        self.prologue_outputs = sorted(ref for ref in read if ref.visit == PROLOGUE)
+
+    @property
+    def head_shapes(self) -> dict[str, torch.Size]:
+        """Of the parameters that the head computes with."""
+        return {n: p.shape for n, p in self.skeleton.model.named_parameters() if n in self.head}
+
+    def logits(self, weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:
+        """What the head makes of hidden states, with some of its table's rows or all of them."""
+        ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long)
+        inputs = self.skeleton.inputs({"input_ids": ids})
+        return self.skeleton.head(weights, with_hidden(self.trunk, hidden_BTD), inputs)
+
+    @property
+    def computed(self) -> list[str]:
+        """Parameters that the forward computes with."""
+        own = (
+            f"{each.name}.{n}" for each in self.layers for n, _ in each.module.named_parameters()
+        )
+        return [*self.gathered, *self.prologue, *own, *self.epilogue]
+
+    @cached_property
+    def projection(self) -> Projection:
+        """How the head makes logits."""
+        return find_projection(self.logits, self.head_shapes, self.num_logits)

@@ -1,0 +1,242 @@
+"""Parts of a layer that act on every token alone, run over tiles of tokens.
+
+At 512 k tokens the intermediate of one MLP takes 20 GB, and autograd keeps several. A part that
+takes each token alone can be run on a few tokens at a time and computed again, tile by tile, in the
+backward; its memory no longer grows with the row. Which parts those are is tried, not read off
+their names: see `acts_on_tokens_alone`.
+
+Legend: B rows, T tokens of a row, N = B x T, D width in, E width out, C tokens of a tile.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megatrain.compat.torch import FORWARD_HOOKS, TorchDispatchMode, without_modes
+from megatrain.model.compiled import own_code
+from megatrain.model.rng_use import draws
+
+Run = Callable[[dict[str, Tensor], Tensor], Tensor]
+Compiler = Callable[[Callable[..., Any], str], Callable[..., Any]]
+
+_TRIAL_SHAPE = (2, 64)  # rows, tokens
+_CHANGED = ((0, 0), (0, 63), (1, 31))  # tokens changed, one after the other
+_SHORT, _OFFSET = 24, 7  # tokens of a shorter trial, and where they are in the row
+
+_OTHER_KERNELS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""What rounding may make of it that fewer tokens are computed by other kernels, of the largest."""
+
+
+def tile_parts(module: nn.Module, tokens: int, compiled: Compiler) -> None:
+    """Let the parts of a template run in tiles of `tokens`, where they can, from now on.
+
+    Each part is tried at its first call, with the weights that are bound then. `compiled` makes a
+    function fast that is called with whole tiles only; it is told what the function is.
+    """
+    for name, part in parts(module):
+        part.forward = Tiled(part, name, tokens, compiled)
+
+
+def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple[str, nn.Module]]:
+    """What of a template may run in tiles, by name; with `names`, what has just such parameters."""
+    return [
+        (name, part)
+        for name, part in module.named_modules()
+        if name
+        and not _is_one_operation(part)
+        and (names is None or _has(part, name, names))
+        and not behaves(part)
+    ]
+
+
+def behaves(part: nn.Module) -> bool:
+    """Whether a module, or one inside, has a forward or hooks of its own (tiles are none)."""
+    return any(
+        not isinstance(vars(child).get("forward"), (Tiled, type(None)))
+        or any(vars(child).get(name) for name in FORWARD_HOOKS)
+        for child in part.modules()
+    )
+
+
+def _has(part: nn.Module, name: str, names: Collection[str]) -> bool:
+    own = [f"{name}.{inner}" for inner, _ in part.named_parameters()]
+    return bool(own) and all(inner in names for inner in own)
+
+
+def _is_one_operation(part: nn.Module) -> bool:
+    """A linear map or an activation keeps nothing but its input: tiles would save no memory."""
+    parameters = list(part.parameters(recurse=False))
+    leaf = not any(True for _ in part.children())
+    return leaf and (not parameters or any(p.ndim > 1 for p in parameters))
+
+
+class Tiled:
+    """Stands for the forward of a part."""
+
+    def __init__(self, part: nn.Module, name: str, tokens: int, compiled: Compiler) -> None:
+        self._part, self._tokens = part, tokens
+        self._whole = part.forward
+        self._alone = copy.deepcopy(part)  # before its own parts are replaced in turn
+        self._alone.__dict__.pop("forward", None)
+        self._fast = {
+            mode: compiled(own_code(_apply, mode), f"{name} of a tile ({mode})")
+            for mode in ("forward", "backward")
+        }
+        self._taken: dict[tuple[bool, int, torch.dtype], bool] = {}
+
+    def __deepcopy__(self, memo: dict) -> "Tiled":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.is_meta:
+            return self._whole(*args, **kwargs)
+        if x.shape[0] * x.shape[1] <= self._tokens or not self._tried(x):
+            return self._whole(x)
+        return self._over_tiles(self._bound(), x)
+
+    def _bound(self) -> dict[str, Tensor]:
+        return {**dict(self._part.named_parameters()), **dict(self._part.named_buffers())}
+
+    def _tried(self, x: Tensor) -> bool:
+        key = (self._part.training, x.shape[-1], x.dtype)
+        if key not in self._taken:
+            self._alone.train(self._part.training)
+            with without_modes():
+                self._taken[key] = self._trial(self._bound(), x)
+        return self._taken[key]
+
+    def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
+        return acts_on_tokens_alone(lambda y: self._run(bound, y), x)
+
+    def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
+        return _Tiles.apply(self._call, self._tokens, list(bound), x, *bound.values())
+
+    def _run(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
+        return _apply(self._alone, bound, x)
+
+    def _call(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
+        """One tile; the last one of a row may be short, and is not worth compiling for."""
+        self._alone.train(self._part.training)
+        if x.shape[1] < self._tokens:
+            return self._run(bound, x)
+        mode = "backward" if torch.is_grad_enabled() else "forward"
+        return self._fast[mode](self._alone, bound, x)
+
+
+def _apply(part: nn.Module, bound: dict[str, Tensor], x: Tensor) -> Tensor:
+    return functional_call(part, bound, (x,))
+
+
+class _Tiles(torch.autograd.Function):
+    """`run` over tiles of tokens; the backward computes each tile again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, tokens: int, names: list[str], x_BTD: Tensor, *values: Tensor
+    ) -> Tensor:
+        ctx.run, ctx.tokens, ctx.names = run, tokens, names
+        ctx.save_for_backward(x_BTD, *values)
+        # Detached, tiles of all layers look the same to a compiled function.
+        bound = {name: value.detach() for name, value in zip(names, values, strict=True)}
+        x_ND = x_BTD.detach().reshape(-1, x_BTD.shape[-1])
+        out_NE: Tensor | None = None
+        with without_modes(), torch.no_grad():
+            for rows in _tiles(len(x_ND), tokens):
+                made_CE = run(bound, x_ND[rows][None].detach())[0]
+                if out_NE is None:
+                    out_NE = made_CE.new_empty(len(x_ND), made_CE.shape[-1])
+                out_NE[rows] = made_CE
+        assert out_NE is not None
+        return out_NE.view(*x_BTD.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTD, *values = ctx.saved_tensors
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        gradient_NE = gradient_BTE.reshape(-1, gradient_BTE.shape[-1])
+        needed = [
+            value for value, need in zip(values, ctx.needs_input_grad[4:], strict=True) if need
+        ]
+        # Summed in fp32, so that a weight's gradient is rounded once, as without tiles.
+        sums = [torch.zeros_like(value, dtype=torch.float32) for value in needed]
+        dx_ND = torch.empty_like(x_ND)
+        for rows in _tiles(len(x_ND), ctx.tokens):
+            x_CD = x_ND[rows][None].detach().requires_grad_()
+            leaves = [value.detach() for value in values]
+            for leaf, need in zip(leaves, ctx.needs_input_grad[4:], strict=True):
+                leaf.requires_grad_(need)
+            with torch.enable_grad():
+                out_CE = ctx.run(dict(zip(ctx.names, leaves, strict=True)), x_CD)
+            wanted = [x_CD, *(leaf for leaf in leaves if leaf.requires_grad)]
+            dx_CD, *grads = torch.autograd.grad(
+                out_CE, wanted, gradient_NE[rows][None], allow_unused=True, materialize_grads=True
+            )
+            dx_ND[rows] = dx_CD[0]
+            for total, grad in zip(sums, grads, strict=True):
+                total.add_(grad)
+        rounded = iter([s.to(value.dtype) for s, value in zip(sums, needed, strict=True)])
+        dvalues = [next(rounded) if need else None for need in ctx.needs_input_grad[4:]]
+        return None, None, None, dx_ND.view_as(x_BTD), *dvalues
+
+
+def _tiles(total: int, tokens: int) -> Iterator[slice]:
+    return (slice(start, start + tokens) for start in range(0, total, tokens))
+
+
+class _Whole(TorchDispatchMode):
+    """Notes whether all tensors made are of floating point: choices among tokens are not."""
+
+    only_floats = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(made, Tensor) and not made.is_floating_point():
+                self.only_floats = False
+        return result
+
+
+def acts_on_tokens_alone(run: Callable[[Tensor], Any], like_BTD: Tensor) -> bool:
+    """Whether `run` makes `[B, T, E]` of `[B, T, D]`, and of every token by itself.
+
+    Tried on random tokens: a token that changes may change no bit of another's result; fewer tokens
+    give the same, but for rounding; nothing random and no integers (an index, a choice of experts)
+    come in on the way. Whatever fails in any way is not taken.
+    """
+    generator = torch.Generator(like_BTD.device).manual_seed(0)
+    shape = (*_TRIAL_SHAPE, like_BTD.shape[-1])
+    x = torch.randn(shape, generator=generator, device=like_BTD.device).to(like_BTD.dtype)
+    try:
+        with torch.no_grad(), _Whole() as seen:
+            whole = run(x)
+        fits = isinstance(whole, Tensor) and whole.ndim == 3 and whole.shape[:2] == _TRIAL_SHAPE
+        if not fits or not seen.only_floats or draws(lambda: run(x), {"x": x}):
+            return False
+        with torch.no_grad():
+            return _independent(run, x, whole) and _same_when_short(run, x, whole)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+
+
+def _independent(run: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> bool:
+    for row, token in _CHANGED:
+        other = x.clone()
+        other[row, token] = -2 * other[row, token] + 1
+        differs = (run(other) != whole).any(-1)
+        there = bool(differs[row, token])
+        differs[row, token] = False
+        if not there or bool(differs.any()):
+            return False
+    return True
+
+
+def _same_when_short(run: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> bool:
+    """Few tokens from the middle of a row: their place does not count either."""
+    some = (slice(1, 2), slice(_OFFSET, _OFFSET + _SHORT))
+    near = _OTHER_KERNELS.get(x.dtype, 1e-4) * float(whole.abs().max())
+    return bool(((run(x[some]) - whole[some]).abs() <= near).all())

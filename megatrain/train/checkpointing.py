@@ -1,0 +1,136 @@
+"""A run's checkpoints: when they are made, what becomes of them, which of them stay."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatrain.checkpoint import Saving, rotate
+from megatrain.config import CheckpointSection
+from megatrain.disk import flush
+from megatrain.errors import InputError, MegatrainError, RunFailed
+from megatrain.train.folders import CHECKPOINTS, METRICS, checkpoint_folder, checkpoints
+from megatrain.train.resume import RunState
+from megatrain.train.setup import Job
+
+_RETRY_AFTER = 10  # steps, when a checkpoint could not be written
+
+log = logging.getLogger(__name__)
+
+
+class Saves:
+    """Saves the run's state while training goes on.
+
+    A checkpoint that cannot be written costs a warning, not the run: the one before it is whole,
+    and the next attempt follows soon.
+    """
+
+    def __init__(self, job: Job, run: Path, settings: CheckpointSection, saved: int) -> None:
+        """Args: `saved` is the step of the newest whole checkpoint, 0 if there is none."""
+        self._job, self._run, self._settings = job, run, settings
+        self.saved = saved
+        self._running: tuple[int, Saving] | None = None
+        self._wanted_from: int | None = None  # a checkpoint is due from this step on
+        self._stays_from: int | None = None  # the first one from this step on stays for ever
+
+    def after(self, state: RunState, *, asked: bool, last: bool) -> None:
+        """A step is done: start a checkpoint if one is due and none is being written."""
+        every = self._settings.every
+        due = self._settings.at_end if last else every is not None and state.step % every == 0
+        if due or asked:
+            self._wanted_from = state.step
+        if due and self._is_marked(state.step):
+            self._stays_from = state.step
+        self._settle(wait=last)
+        wanted = self._wanted_from is not None and state.step >= self._wanted_from
+        if wanted and self._running is None:
+            self._begin(state)
+
+    def now(self, state: RunState) -> None:
+        """Have this state on disk when the call returns.
+
+        Raises:
+            RunFailed: it cannot be written.
+        """
+        self._settle(wait=True)
+        if self.saved == state.step:
+            return
+        try:
+            self._save(state).wait()
+        except (InputError, OSError) as error:
+            raise RunFailed(f"{self._run}: step {state.step} cannot be saved: {error}") from error
+        self.saved = state.step
+        self._rotate()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        self._settle(wait=True)
+
+    @contextmanager
+    def rescue(self, state: Callable[[], RunState]) -> Iterator[None]:
+        """When the block fails, save the state that it has left whole, then fail all the same."""
+        try:
+            yield
+        except Exception:
+            self._rescue(state())
+            raise
+
+    def _rescue(self, state: RunState) -> None:
+        try:
+            self.now(state)
+        except Exception as error:
+            older = f"; --resume goes on after step {self.saved}" if self.saved else ""
+            log.warning("the state before the failure is not saved: %s%s", error, older)
+        else:
+            if state.step:
+                log.info("the state after step %d is saved; --resume goes on there", state.step)
+
+    def _begin(self, state: RunState) -> None:
+        self._wanted_from = None
+        try:
+            self._running = state.step, self._save(state)
+        except (MegatrainError, OSError) as error:
+            self._failed(state.step, error)
+
+    def _save(self, state: RunState) -> Saving:
+        with suppress(OSError):  # the log of these steps must not be lost where they are not
+            flush(self._run / METRICS)
+        return self._job.engine.save(
+            checkpoint_folder(self._run, state.step),
+            extra=state.as_dict(),
+            attach=self._job.write_tokenizer,
+            keep=self._stays_from is not None or self._is_marked(state.step),
+            wait=False,
+        )
+
+    def _is_marked(self, step: int) -> bool:
+        every = self._settings.keep_every
+        return every is not None and step % every == 0
+
+    def _settle(self, *, wait: bool) -> None:
+        if self._running is None or not (wait or self._running[1].done):
+            return
+        (step, saving), self._running = self._running, None
+        try:
+            saving.wait()
+        except MegatrainError as error:
+            self._failed(step, error)
+            return
+        self.saved = step
+        if self._stays_from is not None and self._stays_from <= step:
+            self._stays_from = None
+        self._rotate()
+
+    def _rotate(self) -> None:
+        if len(checkpoints(self._run)) <= self._settings.keep:
+            return
+        try:
+            newest = checkpoint_folder(self._run, self.saved)
+            rotate(self._run / CHECKPOINTS, self._settings.keep, newest=newest)
+        except OSError as error:
+            log.warning("an old checkpoint cannot be deleted: %s", error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        again = self._wanted_from = step + _RETRY_AFTER
+        then = f" and tries again after step {again}" if again <= self._job.total_steps else ""
+        log.warning("%s; the run goes on%s", error, then)

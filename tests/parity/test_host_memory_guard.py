@@ -1,0 +1,190 @@
+"""A step that is too large for what should wait on the host computes it again instead."""
+
+import gc
+import logging
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import DoesNotFit, Placement
+from megatrain.autoplace import auto
+from megatrain.device import CpuDevice
+from megatrain.engine import host_memory_guard
+from megatrain.engine.host_memory_guard import HostRoom, Planned
+from megatrain.engine.step import TrainingParts
+from megatrain.placement import ActivationPolicy
+from megatrain.telemetry.memory import process_bytes
+from megatrain.units import MIB
+from tests.families.plain import Step
+from tests.parity.cases import llama, make_batches, make_engine, masters, same
+from tests.parity.test_memory import CountingDevice
+from tests.race.late import LateDevice
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "graphs": {"offload_activations": 2},
+    "graphs and boundaries": {"offload_activations": 3, "layer_inputs": "host"},
+    "graphs on both": {"offload_activations": 1, "save_activations": 1, "slots": 3},
+    "attention": {"save_attention": "host", "offload_activations": 1, "layer_inputs": "host"},
+}
+PLENTY = 1 << 40
+
+
+def steps() -> list[Step]:
+    """A small one, twice a large one, and the small one again."""
+    [small], [large] = make_batches(1), make_batches(1, ((4, 40), (3, 30)))
+    return [small, large, large, small]
+
+
+def rooms(monkeypatch: pytest.MonkeyPatch, *left: int) -> None:
+    """What the host has left when it is asked, one time after the other."""
+    asked = iter(left)
+    monkeypatch.setattr(host_memory_guard, "host_available_bytes", lambda limit: next(asked))
+
+
+def policies_taken(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[ActivationPolicy]]:
+    """The policies of each step to come."""
+    taken, under = [], TrainingParts.under
+
+    def note(parts: TrainingParts, policies: Sequence[ActivationPolicy]) -> TrainingParts:
+        taken.append(policies)
+        return under(parts, policies)
+
+    monkeypatch.setattr(TrainingParts, "under", note)
+    return taken
+
+
+@pytest.mark.parametrize("choices", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("device", [CpuDevice, LateDevice])
+def test_what_is_given_up_changes_no_bit(
+    choices: dict[str, Any], device: type[CpuDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_engine(llama(), placement=Placement(slots=1))
+    wanted = [(plain.step(step).loss, masters(plain)) for step in steps()]
+    # A small step first, which shows what steps take; then there is no room, or a little.
+    rooms(monkeypatch, 0, 30_000, 30_000)
+    engine = make_engine(llama(), placement=Placement(**choices), device=device())
+    taken = policies_taken(monkeypatch)
+    for step, (loss, expected) in zip(steps(), wanted, strict=True):
+        assert engine.step(step).loss == loss
+        assert same(masters(engine), expected)
+    offloading = [any(policy.where == "host" for policy in policies) for policies in taken]
+    assert offloading[:3] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "choices", [{"offload_activations": 3}, {"save_attention": "host"}], ids=str
+)
+def test_what_was_given_up_waits_again_where_there_is_room(
+    choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    small, large, *_ = steps()
+    rooms(monkeypatch, 60_000, 60_000, PLENTY)
+    engine = make_engine(llama(), placement=Placement(**choices))
+    head, held, waiting = engine._parts.head, [], []
+    loss_and_vjp, ferry = head.loss_and_vjp, engine._host._ferry
+    assert ferry is not None
+
+    def look(*arguments: Any) -> Any:
+        on_device = sum(len(layer._waiting) for layer in engine._parts.trunk[1:])
+        waiting.append((on_device, len(ferry._items)))
+        return loss_and_vjp(*arguments)
+
+    head.loss_and_vjp = look
+    with caplog.at_level(logging.WARNING):
+        for step in (small, large, large, small, large):
+            engine.step(step)
+            held.append(engine.memory()["host_kept_bytes"])
+    assert held[0] == held[1] == held[2] == held[3] < held[4]
+    assert waiting == [(9, 9), (0, 0), (0, 0), (9, 9), (6, 6)]
+    [said] = [record.message for record in caplog.records if "no room" in record.message]
+    assert re.fullmatch(
+        f"The host has no room for what should wait there in a step of {4 * 40 + 3 * 30} tokens "
+        r"\([0-9.]+ MiB more are wanted, [0-9.]+ MiB are left\): in steps that are too large it is "
+        "computed again",
+        said,
+    )
+
+
+def test_rooms_of_graphs_are_given_back_where_boundaries_need_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large, *_ = steps()
+    rooms(monkeypatch, 0, 0, PLENTY)
+    placement = Placement(offload_activations=3, layer_inputs="host")
+    engine = make_engine(llama(), placement=placement)
+    held = []
+    for step in (small, large, small, small):
+        engine.step(step)
+        held.append(engine.memory()["host_kept_bytes"])
+    assert held[0] == held[3] > held[1] == held[2] == 0
+
+
+def test_memory_that_is_released_is_gone() -> None:
+    device = CountingDevice()
+    engine = make_engine(llama(), placement=Placement(offload_activations=3), device=device)
+    engine.step(steps()[0])
+    ferry, taken = engine._host._ferry, sum(device.rooms.values())
+    assert ferry is not None
+    kept = ferry.host_bytes
+    rooms = [weakref.ref(room.data) for held in ferry._rooms.values() for room in held.ranges]
+    assert len(rooms) == 3
+    ferry.release()
+    gc.collect()
+    assert taken - sum(device.rooms.values()) == kept > 0
+    assert not any(room() is not None for room in rooms) and not ferry._items
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` plans for steps of 125 tokens, in rows of 25."""
+    names = ("host_kept_bytes", "host_rows_bytes", "host_boundaries_bytes")
+    host_bytes = dict.fromkeys(names, 50_000)
+    placement = Placement(offload_activations=2, save_activations=1)
+    settled = auto.Settled(placement, 5, Planned(125, 5 * 25, host_bytes))
+    monkeypatch.setattr(auto, "_chosen", lambda opened, workload: settled)
+
+
+@pytest.mark.parametrize(
+    ("number", "left", "on_device", "on_host"),
+    [
+        (0, 70_000, 1, True),  # 46 tokens: 55,200, and 5 %
+        (1, 330_000, 0, True),  # 250 tokens: 300,000, and 5 %
+        (1, 300_000, 0, False),
+    ],
+)
+def test_a_first_step_larger_than_planned_goes_without(
+    planned: None,
+    number: int,
+    left: int,
+    on_device: int,
+    on_host: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan says what a step of so many tokens takes."""
+    rooms(monkeypatch, left)
+    engine = make_engine(llama(), placement="auto")
+    taken = policies_taken(monkeypatch)
+    engine.step(steps()[number])
+    assert (engine.memory()["host_kept_bytes"] > 0) == on_host
+    [policies] = taken
+    assert policies.count(ActivationPolicy("graph", "device")) == on_device
+
+
+def test_a_step_that_the_limit_refused_now_fits() -> None:
+    """Graphs of the large step take 218 MiB, which the limit does not leave."""
+    ids = torch.randint(100, (700, 60), generator=torch.Generator().manual_seed(0))
+    small, large = ([{"input_ids": part, "labels": part}] for part in (ids[:20], ids))
+    limit = process_bytes() + 80 * MIB
+    engine = make_engine(llama(), placement=Placement(offload_activations=3), host_memory=limit)
+    engine.step(small)
+    taken = engine.memory()["host_kept_bytes"]
+    assert 700 / 20 * taken > 200 * MIB
+    engine.step(large)
+    assert engine.memory()["host_kept_bytes"] == taken
+    engine._host = HostRoom(engine._store, engine._parts, None, None)  # nobody looks ahead
+    with pytest.raises(DoesNotFit, match="no host memory for kept"):
+        engine.step(large)

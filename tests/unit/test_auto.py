@@ -1,0 +1,100 @@
+"""What `placement="auto"` takes on a GPU: by forecast, or where nothing can be foreseen."""
+
+import logging
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from megatrain import AdamW
+from megatrain.autoplace import auto
+from megatrain.device import CpuDevice
+from megatrain.engine.assemble import open_source
+from megatrain.engine.opened import Model, Opened
+from megatrain.forecast.workload import Workload
+from megatrain.model.probe import outline
+from megatrain.placement import Placement
+from tests.unit.forecast_cases import small_machine, tiny_config
+
+FREE = 20 << 20
+
+
+class Gpu(CpuDevice):
+    """A GPU as far as its memory goes."""
+
+    kind = "cuda"
+
+    def memory(self) -> dict[str, int]:
+        return {"device_free_bytes": FREE, "device_bytes": 0, "device_total_bytes": 1 << 40}
+
+
+def opened(layers: int = 2, *, train: bool = True) -> Opened:
+    source = open_source(tiny_config(layers))
+    found = outline(source.model)
+    model = Model.trained(found, AdamW()) if train else Model(found, None)
+    return Opened(source, model, 1.0, "bf16", Gpu(), None, 0)  # type: ignore[arg-type]
+
+
+def settled(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: Opened,
+    tokens: int | None = 512,
+    length: int | None = 64,
+    *,
+    machine: Any = None,
+    compiler: bool = True,
+) -> auto.Settled:
+    monkeypatch.setattr(auto, "present_machine", lambda device, precision: machine)
+    monkeypatch.setattr(auto, "can_compile", lambda: compiler)
+    monkeypatch.setattr(auto, "check_fits", lambda *given, **named: None)
+    return auto.settle(asked, "auto", tokens, length, None)
+
+
+def test_auto_takes_the_memory_that_is_free_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        found = settled(monkeypatch, opened(), machine=small_machine(1e6))
+    assert found.planned is not None and found.planned.tokens_per_step == 512
+    assert found.planned.micro_batch_tokens == 64 * found.micro_batch  # type: ignore[operator]
+    text = caplog.text
+    assert "micro-batches of" in text and "s a step expected" in text and "is busy" in text
+
+
+@pytest.mark.parametrize(("tokens", "length", "wanted"), [
+    (None, None, (98_304, 1024)), (512, None, (512, 512)), (None, 64, (98_304, 64)),
+])  # fmt: skip
+def test_sizes_that_nobody_gives_are_stated_ones(
+    monkeypatch: pytest.MonkeyPatch, tokens: Any, length: Any, wanted: tuple[int, int]
+) -> None:
+    seen: list[Workload] = []
+    monkeypatch.setattr(auto, "_foreseen", lambda opened, workload: seen.append(workload))
+    settled(monkeypatch, opened(), tokens, length)
+    assert [(each.tokens_per_step, each.sequence_length) for each in seen] == [wanted]
+
+
+def test_rows_are_no_longer_than_the_model_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, seen = opened(), []
+    config: PreTrainedModel | Any = asked.source.model.config
+    config.max_position_embeddings = 128
+    monkeypatch.setattr(auto, "_foreseen", lambda opened, workload: seen.append(workload))
+    settled(monkeypatch, asked, None, None)
+    assert seen[0].sequence_length == 128
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_on_an_unknown_machine_all_is_streamed(
+    monkeypatch: pytest.MonkeyPatch, compiler: bool
+) -> None:
+    found = settled(monkeypatch, opened(), compiler=compiler)
+    assert found.planned is None and found.placement.resident == ()
+    assert found.placement.compile == compiler
+
+
+def test_a_model_that_is_run_rests_on_a_device_with_twice_the_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large = opened(2, train=False), opened(8, train=False)
+    rests = settled(monkeypatch, small).placement.resident
+    assert {"embedding", "layer 0", "layer 1", "head"} <= set(rests) and "unused" not in rests
+    assert settled(monkeypatch, large).placement == Placement(slots=3, head_tokens=8192)

@@ -1,0 +1,238 @@
+"""Memory limits: what cannot fit is refused before anything is allocated."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
+from megatrain.autoplace.fits import check_fits, smallest
+from megatrain.device import Buffer, CpuDevice
+from megatrain.engine.assemble import open_source
+from megatrain.engine.opened import Model
+from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.needs import UNSUMMED, Needs, needs_of
+from megatrain.forecast.workload import Workload
+from megatrain.machine import mapping_bytes
+from megatrain.model.probe import outline
+from megatrain.model.program import ModelProgram
+from megatrain.telemetry.memory import process_bytes
+from megatrain.units import GIB, MIB, parse_bytes
+from tests.parity.cases import llama, make_engine
+from tests.parity.test_memory import MID
+from tests.unit.forecast_cases import H200, experts_config, tiny_config, wide_config
+
+
+class Card(CpuDevice):
+    """A GPU as far as its memory goes; counts what it has handed out."""
+
+    kind = "cuda"
+
+    def __init__(self, size: int) -> None:
+        self.size, self.taken, self.on_host = size, 0, 0
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        self.taken += numel * dtype.itemsize
+        return super().empty(name, numel, dtype)
+
+    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+        self.on_host += numel * dtype.itemsize
+        return super().host(name, numel, dtype, pinned=pinned)
+
+    def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
+        self.size = min(self.size, device_bytes or self.size)
+        self._host_limit = host_bytes
+
+    def memory(self) -> dict[str, int]:
+        free = self.size - self.taken - 1 * MIB
+        return {**super().memory(), "device_free_bytes": free, "device_context_bytes": MIB}
+
+
+class Asked:
+    """A model to be trained in bf16 with clipping, in steps of so many tokens."""
+
+    def __init__(self, tokens: int | None = None, config: Any = MID) -> None:
+        self.tokens, self.model = tokens, Model.trained(outline(open_source(config).model), AdamW())
+
+    def needs(self, placement: Placement) -> Needs:
+        program = ModelProgram(self.model.outline, torch.device("cpu"), torch.bfloat16)
+        return needs_of(self.model, program, placement, clip=True, tokens=self.tokens)
+
+    def check(self, card: "Card", placement: Placement) -> None:
+        check_fits(card, self.model, placement, torch.bfloat16, None, clip=True)
+
+
+def open_engine(
+    device: Card, model: Any = MID, placement: Placement | None = None, **options: Any
+) -> Engine:
+    placement = placement or Placement(slots=3)
+    return Engine(model, optimizer=AdamW(), device=device, placement=placement, **options)
+
+
+def test_a_card_that_is_too_small_is_refused_with_nothing_allocated() -> None:
+    device = Card(8 * GIB)
+    with pytest.raises(DoesNotFit) as told:
+        open_engine(device, device_memory="20MiB")
+    assert device.taken == device.on_host == 0
+    assert "\n" not in str(told.value)
+    for part in ("device memory: at least", "are allowed", "too few", "the least for this model"):
+        assert part in str(told.value)
+
+
+def test_what_is_counted_is_what_is_taken() -> None:
+    device = Card(8 * GIB)
+    device.kind = "cpu"  # there is no GPU to draw weights on
+    placement = Placement(slots=3)
+    engine = open_engine(device)
+    needs = Asked().needs(placement)
+    temporary = needs.device.pop(UNSUMMED)
+    assert temporary == 2 * 16384 * 384  # of the head; a layer has 1.6 M parameters
+    assert device.taken == sum(needs.device.values())
+    assert device.on_host == sum(needs.host.values())
+    engine.close()
+
+
+def test_rows_and_boundaries_count_where_the_tokens_are_known() -> None:
+    unknown, known = Asked().needs(Placement()), Asked(4096).needs(Placement())
+    assert sum(known.host.values()) - sum(unknown.host.values()) == 2 * 4096 * 384  # staged rows
+    assert known.device["boundaries"] == 2 * 4096 * 384 * 5
+
+
+def test_the_least_for_a_model_with_experts_is_with_split_layers() -> None:
+    """A layer takes 5 MB, all but its experts 0.4."""
+    frugal = smallest(Placement())
+    with pytest.raises(DoesNotFit) as whole:
+        open_engine(Card(8 * GIB), experts_config(), frugal, device_memory="10MiB")
+    split = int(str(whole.value).rpartition("max_stream_bytes: ")[2].removesuffix(")"))
+    asked = Asked(None, experts_config())
+    assert sum(asked.needs(frugal).device.values()) > 10 * MIB
+    assert sum(asked.needs(replace(frugal, max_stream_bytes=split)).device.values()) < 4 * MIB
+
+
+def test_the_least_for_a_model_with_a_large_head_is_with_it_in_ranges() -> None:
+    """A head of 4.2 MB takes 12.6 with its sums; a layer of 1.6 MB 4.8."""
+    frugal = smallest(Placement())
+    with pytest.raises(DoesNotFit) as whole:
+        open_engine(Card(8 * GIB), wide_config(), frugal, device_memory="10MiB")
+    split = int(str(whole.value).rpartition("max_stream_bytes: ")[2].removesuffix(")"))
+    needs = Asked(None, wide_config()).needs(replace(frugal, max_stream_bytes=split))
+    assert sum(needs.device.values()) < 9 * MIB
+    layer = 256 * (4 * 256 - 2 * 128 + 3 * 768 + 2)
+    assert split == needs.device[UNSUMMED] == 2 * layer
+    device = Card(8 * GIB)
+    device.kind = "cpu"  # there is no GPU to draw weights on
+    open_engine(device, wide_config(), replace(frugal, max_stream_bytes=split)).close()
+    needs.device.pop(UNSUMMED)
+    assert device.taken == sum(needs.device.values())
+
+
+# The head's gradient is the largest; a layer's; all the experts' of one.
+WIDE = tiny_config().to_dict() | {"hidden_size": 512, "intermediate_size": 2048}
+MODELS = {
+    "head": MID,
+    "layer": LlamaConfig(**WIDE),
+    "experts": experts_config(),
+    "ranges": wide_config(),
+}
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"slots": 3, "compile": True},
+    {"slots": 1, "gradient_lanes": 1, "keep_rows": False, "layer_inputs": "host"},
+    {"slots": 1, "gradient_lanes": 1, "resident": ("layer 0", "head")},
+    {"save_activations": 2},
+]
+SPLIT: dict[str, Any] = {"slots": 1, "gradient_lanes": 1, "max_stream_bytes": 600_000}
+
+
+@pytest.mark.parametrize(
+    ("model", "choices"),
+    [
+        *((model, way) for model in MODELS for way in WAYS if model != "ranges"),
+        ("experts", SPLIT),
+        ("ranges", SPLIT | {"max_stream_bytes": 1_700_000}),
+    ],
+    ids=str,
+)
+def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(
+    model: str, choices: dict[str, Any]
+) -> None:
+    asked, placement = Asked(None, MODELS[model]), Placement(**choices)
+    machine = replace(H200, device_context_bytes=0)  # then that is to map the host's memory
+    workload = Workload(2, 2, 1, True, "bf16", placement.compile)
+    told = Forecasts(asked.model.outline).of(machine, placement, workload, 1)
+    # A share that the allocator may take, and may not.
+    besides = told.device_bytes["allocator"] + told.device_bytes["context"]
+    foretold = told.device_peak_bytes - besides
+    least = sum(asked.needs(placement).device.values())
+    assert 0.98 * foretold < least <= foretold
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_least_is_enough_and_less_is_refused(model: str) -> None:
+    asked, placement = Asked(None, MODELS[model]), Placement(slots=2)
+    needs = asked.needs(placement)
+    least = sum(needs.device.values()) + mapping_bytes(sum(needs.host.values()))
+    asked.check(Card(least + MIB), placement)
+    with pytest.raises(DoesNotFit, match="the least for this model"):
+        asked.check(Card(least + MIB - 1), placement)
+
+
+def test_the_least_that_is_named_is_enough() -> None:
+    asked = Asked(None, LlamaConfig(**WIDE | {"hidden_size": 2048}))
+    with pytest.raises(DoesNotFit) as told:
+        asked.check(Card(20 * MIB), Placement(slots=6))
+    named = str(told.value).partition("with a few tokens a step, is ")[2].partition(" (")[0]
+    asked.check(Card(parse_bytes(named)), smallest(Placement()))
+    with pytest.raises(DoesNotFit):
+        asked.check(Card(parse_bytes(named) - GIB // 10), smallest(Placement()))
+
+
+def test_the_smallest_placement_takes_the_least() -> None:
+    asked = Asked(4096)
+    least = sum(asked.needs(smallest(Placement(slots=6))).device.values())
+    for placement in (Placement(slots=1), Placement(slots=2, keep_rows=False), Placement(slots=6)):
+        assert least < sum(asked.needs(placement).device.values())
+
+
+def test_host_memory_is_refused_before_it_is_taken() -> None:
+    device = Card(8 * GIB)
+    with pytest.raises(DoesNotFit, match=r"host memory: at least .* weights .* too few"):
+        open_engine(device, host_memory=process_bytes() + 100 * MIB)
+    assert device.on_host == 0
+
+
+@pytest.mark.parametrize("limit", [MIB, 512 * MIB])
+def test_a_limit_below_what_the_process_itself_takes_is_named_as_it_was_given(limit) -> None:
+    block = torch.ones(600 * MIB, dtype=torch.uint8)
+    with pytest.raises(DoesNotFit) as caught:
+        make_engine(llama(), host_memory=limit)
+    told = re.fullmatch(
+        r"host memory: at least .* are needed \(the process itself .*, weights 1 MiB, .*\), "
+        r"but (\d+ MiB) are allowed, .* too few; raise host_memory, or train a smaller model",
+        str(caught.value),
+    )
+    assert told and told[1] == f"{limit // MIB} MiB", caught.value
+    assert block.all()
+
+
+def test_host_memory_that_grows_beyond_its_limit_is_refused() -> None:
+    device = CpuDevice()
+    device.limit(None, process_bytes() + 64 * MIB)
+    device.host("small", MIB, torch.uint8, pinned=True)
+    told = r"no host memory for large: 512 MiB wanted, 6\d MiB free; raise host_memory \(\d"
+    with pytest.raises(DoesNotFit, match=told):
+        device.host("large", 512 * MIB, torch.uint8, pinned=True)
+
+
+@pytest.mark.parametrize("value", ["ten", "-3GiB", 0, -5, 1.5, True, ""])
+def test_a_limit_that_is_no_size_is_refused(value: Any) -> None:
+    with pytest.raises(InputError, match="host_memory is"):
+        make_engine(llama(), host_memory=value)
+
+
+def test_device_memory_is_for_a_gpu() -> None:
+    with pytest.raises(InputError, match="device_memory limits a GPU"):
+        make_engine(llama(), device_memory="10GiB")

@@ -1,0 +1,133 @@
+"""The least memory that is told: it is enough, and with 3 % less nothing fits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+
+from megatrain.autoplace import candidates
+from megatrain.autoplace.search import Search
+from megatrain.errors import DoesNotFit
+from megatrain.forecast import simulate
+from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.simulate import Forecast
+from megatrain.forecast.workload import Workload
+from megatrain.machine import Machine
+from megatrain.model.spec import Outline
+from tests.unit.forecast_cases import experts_outline, small_machine, tiny_outline, wide_outline
+
+MIB = 2**20
+WORKLOAD = Workload(512, 64, None, True, "bf16", True)
+PLENTY = 1e6
+
+
+@pytest.fixture(autouse=True)
+def a_small_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside its gigabytes a tiny model's bytes would not count."""
+    for module in (simulate, candidates):
+        monkeypatch.setattr(module, "PROCESS_BYTES", 20 * MIB)
+    monkeypatch.setattr(simulate, "_EARLY_PROCESS_BYTES", 10 * MIB)
+
+
+def machine(device_mib: float, host_mib: float) -> Machine:
+    return small_machine(device_mib, host_mib / 1024)
+
+
+@cache
+def forecasts_of(model: Callable[[], Outline]) -> Forecasts:
+    return Forecasts(model())
+
+
+def few_layers() -> Outline:
+    return tiny_outline(3)
+
+
+def checked(forecasts: Forecasts, there: Machine, workload: Workload) -> Machine:
+    """The machine with the least memory, tried out."""
+
+    def search(on: Machine) -> Search:
+        return Search(forecasts, on, workload)
+
+    assert not search(there).could_fit()
+    told = search(there).least()
+    enough = told.machine
+    assert search(enough).could_fit()
+    for found in (told, search(enough).best()):
+        assert found.device_peak_bytes <= 0.95 * enough.device_memory_bytes
+        assert found.host_peak_bytes <= 0.95 * enough.host_memory_bytes
+    for kind in ("device_memory_bytes", "host_memory_bytes"):
+        least = getattr(enough, kind)
+        if least > getattr(there, kind):
+            with pytest.raises(DoesNotFit):
+                search(replace(enough, **{kind: int(0.97 * least)})).best()
+    return enough
+
+
+@dataclass(frozen=True)
+class Case:
+    """Memory in MiB, which of it is too little, and what differs from the usual workload."""
+
+    device: float
+    host: float
+    short: str
+    model: Callable[[], Outline] = few_layers
+    workload: Workload = WORKLOAD
+
+
+CASES = {
+    "host": Case(24, 30, "host"),
+    "host, a device for half of it": Case(50, 20, "host"),
+    "host, a device for all": Case(PLENTY, 10, "host"),
+    "device": Case(4, PLENTY, "device"),
+    "device, host for boundaries that wait on the device": Case(4, 72, "device"),
+    "both": Case(4, 30, "device and host"),
+    "no clipping": Case(24, 30, "host", workload=replace(WORKLOAD, clip=False)),
+    "no clipping, device": Case(4, PLENTY, "device", workload=replace(WORKLOAD, clip=False)),
+    "fp32": Case(50, 30, "host", workload=replace(WORKLOAD, precision="fp32")),
+    "micro-batch": Case(24, 30, "host", workload=replace(WORKLOAD, micro_batch=8)),
+    "micro-batch, device": Case(8, PLENTY, "device", workload=replace(WORKLOAD, micro_batch=8)),
+    "many micro-batches": Case(24, 30, "host", workload=replace(WORKLOAD, micro_batch=1)),
+    "a large head": Case(30, 40, "host", wide_outline),
+    "a large head, device": Case(10, PLENTY, "device", wide_outline),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_least_is_enough_and_no_less_is(name: str) -> None:
+    case = CASES[name]
+    there = machine(case.device, case.host)
+    enough = checked(forecasts_of(case.model), there, case.workload)
+    assert (enough.device_memory_bytes > there.device_memory_bytes) == ("device" in case.short)
+    assert (enough.host_memory_bytes > there.host_memory_bytes) == ("host" in case.short)
+
+
+def test_tiles_on_the_device_need_not_be_on_the_host() -> None:
+    forecasts = forecasts_of(few_layers)
+
+    def told(device_mib: float) -> Forecast:
+        return Search(forecasts, machine(device_mib, 30), WORKLOAD).least()
+
+    without, some, many = (told(device) for device in (12, 24, 50))
+    assert not without.placement.resident
+    assert some.placement.resident[:2] == ("embedding", "prologue")
+    assert len(many.placement.resident) > len(some.placement.resident)
+    hosts = [found.machine.host_memory_bytes for found in (without, some, many)]
+    assert hosts[0] > 1.1 * hosts[1] > 1.1**2 * hosts[2]
+
+
+def test_layers_in_portions_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "_PORTION", 1)
+    forecasts = Forecasts(experts_outline())
+    few = replace(WORKLOAD, tokens_per_step=128)
+    for device, host in ((3, PLENTY), (50, 40)):
+        checked(forecasts, machine(device, host), few)
+
+
+def test_long_rows_in_tiles_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "_LONG", 1024)
+    monkeypatch.setattr(candidates, "_TILE", 128)
+    long = replace(WORKLOAD, tokens_per_step=2048, sequence_length=2048)
+    forecasts = Forecasts(tiny_outline(2))
+    for device, host in ((8, PLENTY), (40, 30)):
+        checked(forecasts, machine(device, host), long)
