@@ -14,11 +14,11 @@ from typing import Any
 
 from megatrain.cli.shapes import qwen2_config
 from megatrain.engine.assemble import open_source
-from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.placement import Placement, renamed
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -122,9 +122,9 @@ def machine_of(result: dict[str, Any]) -> Machine:
 
 
 @cache
-def model_forecasts(shape: str, layers: int | None, tokens: int) -> Forecasts:
+def model_forecasts(shape: str, layers: int | None, tokens: int) -> ForecastCache:
     """Of a benchmark's model; no weights are made."""
-    return Forecasts(outline(open_source(qwen2_config(shape, tokens, layers)).model))
+    return ForecastCache(spec(open_source(qwen2_config(shape, tokens, layers)).model))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

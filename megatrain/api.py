@@ -15,9 +15,9 @@ from megatrain.engine.engine import PlacedEngine, StepResult
 from megatrain.engine.opened import DTYPES, Model, Opened
 from megatrain.engine.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.errors import InputError
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.model.rebuilt import difference
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer, is_number
 from megatrain.placement import Placement
 
@@ -141,7 +141,7 @@ class Engine(PlacedEngine):
         return engine
 
 
-def _learn(source: Source, *, must_save: bool) -> Outline:
+def _learn(source: Source, *, must_save: bool) -> ModelSpec:
     """The model's structure; notes what a checkpoint would not have of it.
 
     Raises:
@@ -152,7 +152,7 @@ def _learn(source: Source, *, must_save: bool) -> Outline:
         computed = torch.float32 if made_here else source.dtype
         with_code = source.folder is not None
         source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
-    found = outline(source.model)
+    found = spec(source.model)
     if must_save and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
     return found

@@ -104,7 +104,7 @@ class Placement:
             tokens, and computed again chunk by chunk in the backward: for long rows. Attention and
             the rest of a layer then stay eager. None: whole rows.
         max_stream_bytes: layers and a head whose weights take more (and do not rest on the device)
-            are streamed in portions of at most so many bytes, and so are their gradients: of a
+            are streamed in slices of at most so many bytes, and so are their gradients: of a
             layer some experts at a time, and all else in it is computed twice as often, stays
             eager, and saves nothing for the backward; of the head some rows of its table at a time,
             whose logits are computed twice. None: whole layers and head.
@@ -185,7 +185,7 @@ class Placement:
         """What each layer saves for its backward.
 
         Args:
-            split: layers that are streamed in portions; they save nothing.
+            split: layers that are streamed in slices; they save nothing.
 
         Raises:
             InputError: more is to be saved than layers that are not split can save.

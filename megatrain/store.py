@@ -87,7 +87,7 @@ class Tile:
     version: int = 0
     updated: Any = None
     reader: Reader | None = None
-    begins = ends = True  # as a portion of itself (engine/tile_slice.py)
+    begins = ends = True  # as a slice of itself (engine/tile_slice.py)
 
     def __post_init__(self) -> None:
         named = {plane.name: buffer for plane, buffer in self.planes.items()}
@@ -101,7 +101,7 @@ class Tile:
 
     @property
     def whole(self) -> "Tile":
-        """The tile that this is, or is a portion of."""
+        """The tile that this is, or is a slice of."""
         return self
 
     @property
@@ -214,7 +214,7 @@ def planes(
 ) -> list[Buffer]:
     """A buffer per tile in its tier: a piece of one host range, or device memory of its own.
 
-    The sink makes its gradient slabs the same way.
+    The sink makes its host gradients the same way.
     """
     step = _PAGE // dtype.itemsize
     on_host = [n for n, tier in zip(lengths, tiers, strict=True) if tier is HOST]

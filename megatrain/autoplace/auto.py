@@ -15,12 +15,12 @@ from megatrain.autoplace.search import Search
 from megatrain.device import available_bytes
 from megatrain.engine.host_memory_guard import Planned
 from megatrain.engine.opened import Opened
-from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Workload
 from megatrain.machine import Machine, present_cpu, present_machine
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.placement import CPU_PLACEMENT, Placement
 from megatrain.units import gib
 
@@ -70,7 +70,7 @@ def settle(
     trained = opened.model.optimizer is not None
     told = None
     if known and trained and opened.device.kind == "cpu":
-        told = foretold_on_cpu(opened.model.outline, settled.placement, workload)
+        told = foretold_on_cpu(opened.model.spec, settled.placement, workload)
     check_fits(
         opened.device,
         opened.model,
@@ -132,7 +132,7 @@ def _foreseen(opened: Opened, workload: Workload) -> Forecast | None:
     host = min(machine.host_memory_bytes, opened.host_limit or machine.host_memory_bytes)
     try:
         found = choose(
-            opened.model.outline,
+            opened.model.spec,
             replace(machine, device_memory_bytes=memory, host_memory_bytes=host),
             replace(workload, compile=can_compile()),
         )
@@ -144,7 +144,7 @@ def _foreseen(opened: Opened, workload: Workload) -> Forecast | None:
     return found
 
 
-def foretold_on_cpu(outline: Outline, placement: Placement, workload: Workload) -> Forecast | None:
+def foretold_on_cpu(spec: ModelSpec, placement: Placement, workload: Workload) -> Forecast | None:
     """What a step takes of the host's memory where the device is the CPU; nothing of its time.
 
     None: what the model computes cannot be foreseen.
@@ -152,7 +152,7 @@ def foretold_on_cpu(outline: Outline, placement: Placement, workload: Workload) 
     workload = replace(workload, compile=placement.compile)
     rows = workload.usual_micro_batch
     try:
-        return Forecasts(outline).of(present_cpu(), placement, workload, rows)
+        return ForecastCache(spec).of(present_cpu(), placement, workload, rows)
     except NotForeseeable as error:
         _log.info("the memory of a step is not counted beforehand, since %s", error)
         return None
@@ -173,7 +173,7 @@ def reasons(found: Forecast) -> list[str]:
         kept = "attention computed twice" if where == "none" else f"attention kept on the {where}"
         tiles = f", tiles of {placement.chunk_tokens} tokens, {kept}"
     if placement.max_stream_bytes is not None:
-        tiles += f", layers and head in portions of at most {gib(placement.max_stream_bytes)}"
+        tiles += f", layers and head in slices of at most {gib(placement.max_stream_bytes)}"
     return [
         f"micro-batches of {rows}, {placement.slots} slots, {resident} resident tiles, "
         f"{graphs}, boundaries on the {placement.layer_inputs}{tiles}",
@@ -192,16 +192,16 @@ def can_compile() -> bool:
 
 
 def choose(
-    outline: Outline, machine: Machine, workload: Workload, *, forecasts: Forecasts | None = None
+    spec: ModelSpec, machine: Machine, workload: Workload, *, forecasts: ForecastCache | None = None
 ) -> Forecast:
     """The fastest placement (and rows of a micro-batch, if None) that fits the machine's memory.
 
     Args:
         machine: `device_memory_bytes` and `host_memory_bytes` are the budgets.
-        forecasts: of the same outline, to be used again.
+        forecasts: of the same spec, to be used again.
 
     Raises:
         DoesNotFit: nothing fits; names the least memory that would do.
         NotForeseeable: what the model computes depends on its values.
     """
-    return Search(forecasts or Forecasts(outline), machine, workload).best()
+    return Search(forecasts or ForecastCache(spec), machine, workload).best()

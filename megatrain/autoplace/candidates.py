@@ -1,7 +1,7 @@
-"""Frames of a placement, and what each takes at least, told before a whole step is followed.
+"""Candidates of a placement, and what each takes at least, told before a whole step is followed.
 
-A frame is rows of a micro-batch, slots, where boundaries wait, tokens of a head chunk, with nothing
-resident and nothing kept.
+A candidate is rows of a micro-batch, slots, where boundaries wait, tokens of a head chunk, with
+nothing resident and nothing kept.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from megatrain.engine.tile_slice import least_split
-from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.needs import UNSUMMED
 from megatrain.forecast.op_counter import Work
 from megatrain.forecast.simulate import PROCESS_BYTES, Forecast
@@ -19,8 +19,8 @@ from megatrain.placement import Placement
 from megatrain.tile import TileLayout
 from megatrain.units import GIB
 
-# From the fastest to the most frugal.
-_FRAMES: tuple[dict[str, Any], ...] = (
+# From the fastest to the most sparing.
+_CANDIDATES: tuple[dict[str, Any], ...] = (
     {"slots": 3, "head_tokens": 8192},
     {"slots": 3, "head_tokens": 8192, "layer_inputs": "host"},
     {"slots": 2, "head_tokens": 2048},
@@ -36,13 +36,13 @@ _FRAMES: tuple[dict[str, Any], ...] = (
         "layer_input_lanes": 2,
     },
 )
-MOST_SLOTS: int = _FRAMES[0]["slots"]
+MOST_SLOTS: int = _CANDIDATES[0]["slots"]
 
 _PORTION = GIB  # what layers that must be split are streamed in, if they can; a head in no more
 
 # From so many tokens a row on, layers may run in tiles, with attention's results kept: it grows
 # with the square of a row, so what computing a tile again costs is soon less than its. A boundary
-# is large then, and leaves in less time than a layer takes: frames with few slots take half the
+# is large then, and leaves in less time than a layer takes: candidates with few slots take half the
 # lanes.
 _LONG, _TILE = 16384, 8192
 _ATTENTION: tuple[Literal["device", "host", "none"], ...] = ("device", "host", "none")
@@ -57,10 +57,10 @@ _CHUNKS = 64  # of a micro-batch in the head, at most: forecasts count each oper
 
 
 @dataclass(frozen=True)
-class Frames:
-    """The frames of a workload."""
+class Candidates:
+    """The candidates of a workload."""
 
-    forecasts: Forecasts
+    forecasts: ForecastCache
     machine: Machine
     workload: Workload
 
@@ -76,42 +76,44 @@ class Frames:
         )
 
     def families(self, rows: int, *, split: bool = False) -> list[list[Placement]]:
-        """Frames, from the fastest to the most frugal: of whole layers; for long rows, in tiles.
+        """Candidates, the fastest first, the most sparing last: whole layers; for long rows, tiles.
 
-        With `split`, the same with the head in portions; or if layers are so large, too, the most
+        With `split`, the same with the head in slices; or if layers are so large, too, the most
         frugal one with both. They are for when memory is short.
         """
-        portions = self.portions if split else None
-        if split and portions is None:
+        tile_slices = self.tile_slices if split else None
+        if split and tile_slices is None:
             return []
         least = -(-rows * self.workload.sequence_length // _CHUNKS)
-        frames = [Placement(**frame, compile=self.workload.compile) for frame in _FRAMES]
+        candidates = [
+            Placement(**candidate, compile=self.workload.compile) for candidate in _CANDIDATES
+        ]
         whole = [
-            replace(f, head_tokens=max(least, f.head_tokens), max_stream_bytes=portions)
-            for f in frames
+            replace(f, head_tokens=max(least, f.head_tokens), max_stream_bytes=tile_slices)
+            for f in candidates
         ]
         long = self.workload.sequence_length >= _LONG
         if long:
             lanes = [f.layer_input_lanes // (1 if f.slots == MOST_SLOTS else 2) for f in whole]
             whole = [replace(f, layer_input_lanes=n) for f, n in zip(whole, lanes, strict=True)]
-        if not self.whole(portions):
+        if not self.whole(tile_slices):
             return [whole[-1:]]
         if not long:
             return [whole]
         tiled = [
-            [replace(frame, chunk_tokens=_TILE, save_attention=where) for frame in whole]
+            [replace(candidate, chunk_tokens=_TILE, save_attention=where) for candidate in whole]
             for where in _ATTENTION
         ]
         return [whole, *tiled]
 
     @cached_property
-    def portions(self) -> int | None:
-        """Bytes of the portions that layers and head can be streamed in; None: none is so large."""
+    def tile_slices(self) -> int | None:
+        """Bytes of the slices that layers and head can be streamed in; None: none is so large."""
         layouts, itemsize = self._layouts, self.workload.dtype.itemsize
         head = next(t.numel for t in layouts if t.name == "head") * itemsize
-        least = least_split(self.forecasts.outline, layouts, itemsize)
-        portions = max(least, min(_PORTION, self._layer_bytes))
-        return portions if portions < max(self._layer_bytes, head) else None
+        least = least_split(self.forecasts.spec, layouts, itemsize)
+        tile_slices = max(least, min(_PORTION, self._layer_bytes))
+        return tile_slices if tile_slices < max(self._layer_bytes, head) else None
 
     @property
     def _layouts(self) -> list[TileLayout]:
@@ -128,11 +130,11 @@ class Frames:
         return max_stream_bytes is None or max_stream_bytes >= self._layer_bytes
 
     def of(self, placement: Placement, rows: int) -> Forecast:
-        """The forecast of a frame."""
+        """The forecast of a candidate."""
         return self.forecasts.of(self.machine, placement, self.workload, rows)
 
-    def lasting(self, placement: Placement) -> tuple[int, int]:
-        """Bytes on device and host without which a frame cannot be, told at once.
+    def static_bytes(self, placement: Placement) -> tuple[int, int]:
+        """Bytes on device and host without which a candidate cannot be, told at once.
 
         What a layer or the head computes with is left out.
         """
@@ -141,22 +143,22 @@ class Frames:
         device += self.machine.device_context_bytes + mapping_bytes(host)
         return device, host + PROCESS_BYTES
 
-    def floor(self, placement: Placement, rows: int) -> tuple[int, int]:
+    def min_bytes(self, placement: Placement, rows: int) -> tuple[int, int]:
         """The same with what they compute with."""
-        device, host = self.lasting(placement)
+        device, host = self.static_bytes(placement)
         # Gradients that are not summed yet are among what is worked with.
         unsummed = self.forecasts.needs(self.workload, placement).device[UNSUMMED]
         return device + max(0, self._working_bytes(placement, rows) - unsummed), host
 
-    def estimate(self, placement: Placement, rows: int) -> tuple[int, int]:
+    def short_run_bytes(self, placement: Placement, rows: int) -> tuple[int, int]:
         """The same from the forecast of a step of few micro-batches, closer to the truth."""
         taken = self.workload.rows if self.workload.rows <= _FEW * rows else 2 * rows
         tokens = taken * self.workload.sequence_length
         few = replace(self, workload=replace(self.workload, tokens_per_step=tokens))
         found = few.of(placement, rows)
-        more = zip(self.lasting(placement), few.lasting(placement), strict=True)
+        more = zip(self.static_bytes(placement), few.static_bytes(placement), strict=True)
         device, host = (full - part for full, part in more)
-        # What waits there besides: kept attention, and what a head in portions goes through twice.
+        # What waits there besides: kept attention, and what a head in slices goes through twice.
         sizes = found.host_bytes
         waiting = sizes["host_boundaries_bytes"] + sizes["host_kept_bytes"]
         if placement.layer_inputs == "host":
@@ -169,7 +171,7 @@ class Frames:
         measured = self.forecasts.measured(self.workload, placement.chunk_tokens)
         layout = next(each for each in self._layouts if each.name == "head")
         chunk = min(rows, -(-placement.head_tokens // self.workload.sequence_length))
-        for visit in range(len(self.forecasts.outline.layers)):
+        for visit in range(len(self.forecasts.spec.layers)):
             measured.layer(visit, chunk)  # whose results the head is given
         works: list[Work] = []
         if placement.max_stream_bytes is None:

@@ -66,7 +66,7 @@ def check_fits(
     Raises:
         DoesNotFit: names what is missing and the least that would do.
     """
-    program = ModelProgram(model.outline, torch.device("cpu"), dtype)
+    program = ModelProgram(model.spec, torch.device("cpu"), dtype)
     needs_in = partial(needs_of, model, program, clip=clip, tokens=tokens)
     needs = needs_in(placement)
     memory = device.memory()
@@ -97,7 +97,7 @@ def check_fits(
 
 def _least_split(model: Model, dtype: torch.dtype) -> int | None:
     """The least `max_stream_bytes`; None: nothing is larger."""
-    least = least_split(model.outline, model.layouts, dtype.itemsize)
+    least = least_split(model.spec, model.layouts, dtype.itemsize)
     split = ("layer", "head")
     largest = max(layout.numel for layout in model.layouts if layout.name.startswith(split))
     return least if least < largest * dtype.itemsize else None

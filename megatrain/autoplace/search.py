@@ -1,26 +1,26 @@
 """The search for a placement: the fastest by forecast among those that fit.
 
-First the frame (autoplace/candidates.py). One that fits leaves memory to spend on tiles that rest
-on the device and on kept graphs. What each way of spending could bring at best is known from the
-frame's forecast (autoplace/spend.py). The most promising are forecast in full.
+First the candidate (autoplace/candidates.py). One that fits leaves memory to spend on tiles that
+rest on the device and on kept graphs. What each way of spending could bring at best is known from
+the candidate's forecast (autoplace/spend.py). The most promising are forecast in full.
 """
 
 from collections.abc import Iterator
 from itertools import islice
 
-from megatrain.autoplace.candidates import MOST_SLOTS, Frames
-from megatrain.autoplace.min_memory import Frugal
-from megatrain.autoplace.spend import Budget, FirstTiles, Ways
+from megatrain.autoplace.candidates import MOST_SLOTS, Candidates
+from megatrain.autoplace.min_memory import MinMemory
+from megatrain.autoplace.spend import Budget, FirstTiles, MemoryPlans
 from megatrain.errors import DoesNotFit
-from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.placement import Placement
 from megatrain.units import gib, size
 
-# Frames of a family. What these leave free on the device may buy more than they cost: boundaries on
-# the host, and fewer slots and smaller chunks besides.
+# Candidates of a family. What these leave free on the device may buy more than they cost:
+# boundaries on the host, and fewer slots and smaller chunks besides.
 _SPARING = (1, 3)
 
 _TRIED = 5  # ways of spending that are forecast in full
@@ -31,48 +31,53 @@ class Search:
     """Finds the placement of a workload on a machine, whose memory sizes are the budgets."""
 
     def __init__(
-        self, forecasts: Forecasts, machine: Machine, workload: Workload, *, thorough: bool = True
+        self,
+        forecasts: ForecastCache,
+        machine: Machine,
+        workload: Workload,
+        *,
+        thorough: bool = True,
     ) -> None:
-        """Args: not `thorough`, it stops at the first frame and its most promising way."""
+        """Args: not `thorough`, it stops at the first candidate and its most promising way."""
         self._forecasts, self._workload = forecasts, workload
         self._thorough = thorough
-        self._frames = Frames(forecasts, machine, workload)
+        self._candidates = Candidates(forecasts, machine, workload)
         self._budget = Budget(machine)
         self._tiles = FirstTiles(forecasts.model(workload).layouts, workload)
-        self._frugal = Frugal(self._frames, self._budget)
+        self._frugal = MinMemory(self._candidates, self._budget)
 
     def best(self) -> Forecast:
         """The fastest forecast that fits. Raises DoesNotFit."""
-        sizes = self._frames.sizes()
+        sizes = self._candidates.sizes()
         while sizes:
-            frames = self._fitting_frames(sizes)
-            best = self._fastest(frames)
+            candidates = self._fitting_frames(sizes)
+            best = self._fastest(candidates)
             if best is not None:
                 return best
-            tried = min((frame.micro_batch for frame in frames), default=0)
+            tried = min((candidate.micro_batch for candidate in candidates), default=0)
             sizes = [rows for rows in sizes if rows < tried]
         least = self.least()
         if not self._budget.fits(least):
             raise DoesNotFit(_lacking(self._budget.machine, least.machine))
         return least
 
-    def _fastest(self, frames: list[Forecast]) -> Forecast | None:
-        """The fastest forecast of a way to spend what the frames leave; None: nothing fits."""
+    def _fastest(self, candidates: list[Forecast]) -> Forecast | None:
+        """The fastest forecast of a way to spend what the candidates leave; None: nothing fits."""
         spending = [
-            Ways(self._forecasts, self._workload, frame, self._budget)
-            for frame in frames
-            if self._frames.whole(frame.placement.max_stream_bytes)
+            MemoryPlans(self._forecasts, self._workload, candidate, self._budget)
+            for candidate in candidates
+            if self._candidates.whole(candidate.placement.max_stream_bytes)
         ]
-        found = [(way, ways) for ways in spending for way in ways.all()]
-        fitting = [frame for frame in frames if self._budget.fits(frame)]
-        best = min(fitting, key=lambda frame: frame.seconds, default=None)
-        many = all(self._many(frame.micro_batch) for frame in frames)
+        found = [(plan, plans) for plans in spending for plan in plans.all()]
+        fitting = [candidate for candidate in candidates if self._budget.fits(candidate)]
+        best = min(fitting, key=lambda candidate: candidate.seconds, default=None)
+        many = all(self._many(candidate.micro_batch) for candidate in candidates)
         tried = 1 if many or not self._thorough else _TRIED
         ranked = sorted(found, key=lambda pair: pair[0].likely)
-        for number, (way, ways) in enumerate(ranked):
-            if best is not None and (number >= tried or way.seconds >= best.seconds):
+        for number, (plan, plans) in enumerate(ranked):
+            if best is not None and (number >= tried or plan.seconds >= best.seconds):
                 continue
-            spent = ways.spent(way)
+            spent = plans.spent(plan)
             if spent is not None and (best is None or spent.seconds < best.seconds):
                 best = spent
         return best
@@ -86,27 +91,29 @@ class Search:
         return self._frugal.least()
 
     def _fitting_frames(self, sizes: list[int]) -> list[Forecast]:
-        """Frames that fit, of the two largest micro-batches that do, and more sparing ones."""
+        """Candidates that fit, of the two largest micro-batches that do, and more sparing ones."""
         found = self._found(sizes, split=False)
         # Where memory is short, a head in ranges may leave room for what is worth more.
-        short = all(frame.placement.slots < MOST_SLOTS for frame in found)
-        if not found or (short and self._frames.whole(self._frames.portions)):
+        short = all(candidate.placement.slots < MOST_SLOTS for candidate in found)
+        if not found or (short and self._candidates.whole(self._candidates.tile_slices)):
             found += self._found(sizes, split=True)
         if not found:
             return []
-        best = min(found, key=lambda frame: frame.seconds)
+        best = min(found, key=lambda candidate: candidate.seconds)
         if self._thorough and not self._many(best.micro_batch):
             rows = best.micro_batch
-            sparing = (self._frames.of(each, rows) for each in self._sparing(found, best))
-            found += [frame for frame in sparing if self._holds(frame)]
+            sparing = (self._candidates.of(each, rows) for each in self._sparing(found, best))
+            found += [candidate for candidate in sparing if self._holds(candidate)]
         return found
 
     def _sparing(self, found: list[Forecast], best: Forecast) -> Iterator[Placement]:
         """Of each family those that spare more than the first that was found."""
-        there = {frame.placement for frame in found if frame.micro_batch == best.micro_batch}
+        there = {
+            candidate.placement for candidate in found if candidate.micro_batch == best.micro_batch
+        }
         split = best.placement.max_stream_bytes
-        families = self._frames.families(best.micro_batch, split=split is not None)
-        for family in families if self._frames.whole(split) else ():
+        families = self._candidates.families(best.micro_batch, split=split is not None)
+        for family in families if self._candidates.whole(split) else ():
             first = next((n for n, each in enumerate(family) if each in there), len(family))
             yield from (family[n] for n in _SPARING if n > first and family[n] not in there)
 
@@ -114,7 +121,7 @@ class Search:
         found: list[Forecast] = []
         wanted = 2 if self._thorough else 1
         for rows in sizes:
-            families = self._frames.families(rows, split=split)
+            families = self._candidates.families(rows, split=split)
             fitting = [f for family in families for f in self._first_fitting(family, rows)]
             found += fitting
             wanted -= bool(fitting)
@@ -127,7 +134,7 @@ class Search:
 
     def _first_fitting(self, family: list[Placement], rows: int) -> list[Forecast]:
         hopeful = (each for each in family if self._frugal.hopeful(each, rows))
-        fitting = filter(self._holds, (self._frames.of(each, rows) for each in hopeful))
+        fitting = filter(self._holds, (self._candidates.of(each, rows) for each in hopeful))
         return [*islice(fitting, 1)]
 
     def _holds(self, found: Forecast) -> bool:
@@ -137,7 +144,7 @@ class Search:
 
 
 def _lacking(there: Machine, least: Machine) -> str:
-    """What the most frugal way lacks."""
+    """What the most sparing way lacks."""
     kinds = [
         (needed, of, allowed)
         for of, needed, allowed in (

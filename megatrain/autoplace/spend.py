@@ -1,7 +1,7 @@
-"""What a frame's spare memory can be spent on: resident tiles, kept graphs on device and host.
+"""What a candidate's spare memory can buy: resident tiles, kept graphs on device and host.
 
-A frame is a forecast with nothing resident and nothing kept (autoplace/candidates.py). What each
-way of spending could bring at best is known from it: no resource does less work than it must.
+A candidate is a forecast with nothing resident and nothing kept (autoplace/candidates.py). What
+each way of spending could bring at best is known from it: no resource does less work than it must.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from typing import Literal
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.engine.assemble import LEAVING, RETURNING
-from megatrain.forecast.cache import Forecasts
-from megatrain.forecast.cost_model import MachineCosts
-from megatrain.forecast.op_counter import Tally
+from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.cost_model import CostModel
+from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
@@ -105,13 +105,13 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A frame and what its spare memory is spent on; it takes `seconds` at least.
+class MemoryPlan:
+    """A candidate and what its spare memory is spent on; it takes `seconds` at least.
 
     It will likely take `likely`.
     """
 
-    frame: Forecast
+    candidate: Forecast
     resident: tuple[str, ...]
     save_activations: int
     offload_activations: int
@@ -119,30 +119,30 @@ class Way:
     likely: float
 
     def placement(self, save_activations: int, offload_activations: int) -> Placement:
-        """The frame's with so many graphs."""
+        """The candidate's with so many graphs."""
         return replace(
-            self.frame.placement,
+            self.candidate.placement,
             resident=self.resident,
             save_activations=save_activations,
             offload_activations=offload_activations,
         )
 
 
-class Ways:
-    """The ways of one frame."""
+class MemoryPlans:
+    """The ways of one candidate."""
 
     def __init__(
-        self, forecasts: Forecasts, workload: Workload, frame: Forecast, budget: Budget
+        self, forecasts: ForecastCache, workload: Workload, candidate: Forecast, budget: Budget
     ) -> None:
-        self._forecasts, self._workload, self._frame = forecasts, workload, frame
+        self._forecasts, self._workload, self._frame = forecasts, workload, candidate
         self._budget = budget
-        self._layers = len(forecasts.outline.layers)
-        self._micro = -(-workload.rows // frame.micro_batch)
-        measured = forecasts.measured(workload, frame.placement.chunk_tokens)
-        self._work = measured.layer(0, frame.micro_batch)
+        self._layers = len(forecasts.spec.layers)
+        self._micro = -(-workload.rows // candidate.micro_batch)
+        measured = forecasts.measured(workload, candidate.placement.chunk_tokens)
+        self._work = measured.layer(0, candidate.micro_batch)
         self._first = FirstTiles(forecasts.model(workload).layouts, workload)
         self._tiles = self._first.tiles
-        self._costs = MachineCosts(budget.machine, Tally())
+        self._costs = CostModel(budget.machine, OpCounter())
 
     @property
     def _graph(self) -> int:
@@ -154,7 +154,7 @@ class Ways:
         kept = self._frame.placement.save_attention == where
         return max(1, self._graph - kept * self._work.again.attention_bytes * self._micro)
 
-    def all(self) -> Iterator[Way]:
+    def all(self) -> Iterator[MemoryPlan]:
         """Every way that is worth a look."""
         first = self._first
         spare, host_spare = self._budget.spare(self._frame), self._budget.host_spare(self._frame)
@@ -169,7 +169,7 @@ class Ways:
             left, left_on_host = first.device_bytes(count), first.host_bytes(count)
             yield from self._graphs(count, spare - left, host_spare + left_on_host)
 
-    def _graphs(self, count: int, spare: int, host_spare: int) -> Iterator[Way]:
+    def _graphs(self, count: int, spare: int, host_spare: int) -> Iterator[MemoryPlan]:
         """With `count` resident tiles."""
         resident = self._first.names(count)
         told = set()
@@ -182,7 +182,9 @@ class Ways:
             if (keep, offloaded) in told:
                 continue  # as many are left by those that stay on the device
             told.add((keep, offloaded))
-            yield Way(self._frame, resident, keep, offloaded, *self._times(count, keep, offloaded))
+            yield MemoryPlan(
+                self._frame, resident, keep, offloaded, *self._times(count, keep, offloaded)
+            )
 
     def _offloads(self, host_spare: int) -> list[int]:
         """Numbers of graphs on the host: none, all that it holds, those that leave unnoticed."""
@@ -204,7 +206,7 @@ class Ways:
     def _times(self, count: int, keep: int, offload: int) -> tuple[float, float]:
         """Seconds that the busiest resource takes at least, and those that the step likely takes.
 
-        What compute waits for in the frame are tiles on their way or in their updates, which no
+        What compute waits for in the candidate are tiles on their way or in their updates, which no
         bound tells; it waits less as fewer are streamed.
         """
         all_tiles, gone = self._tiles, self._tiles[:count]
@@ -233,17 +235,17 @@ class Ways:
         spared = (keep + offload) * max(0.0, saved) * self._micro
         return self._frame.bounds[COMPUTE] - spared + late
 
-    def spent(self, way: Way) -> Forecast | None:
+    def spent(self, plan: MemoryPlan) -> Forecast | None:
         """The forecast of a way; fewer graphs are kept if it does not fit, more if it leaves room.
 
         None: it does not fit without any.
         """
         graph, on_host, layers = self._more("device"), self._more("host"), self._layers
-        keep, offload, best = way.save_activations, way.offload_activations, None
+        keep, offload, best = plan.save_activations, plan.offload_activations, None
         for _ in range(3):
-            placement = way.placement(keep, offload)
+            placement = plan.placement(keep, offload)
             found = self._forecasts.of(
-                self._budget.machine, placement, self._workload, way.frame.micro_batch
+                self._budget.machine, placement, self._workload, plan.candidate.micro_batch
             )
             if self._budget.fits(found) and (best is None or found.seconds < best.seconds):
                 best = found

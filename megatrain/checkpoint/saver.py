@@ -30,7 +30,7 @@ from megatrain.checkpoint.manifest import (
 )
 from megatrain.checkpoint.release import Release
 from megatrain.checkpoint.snapshot import Snapshot, TileFile, dtype_name, planes_of, tile_file
-from megatrain.checkpoint.staging_blocks import AT_ONCE, Spare
+from megatrain.checkpoint.staging_blocks import AT_ONCE, StagingBlocks
 from megatrain.device import Device
 from megatrain.device.base import SAVE
 from megatrain.errors import MegatrainError, RunFailed
@@ -74,7 +74,12 @@ class Saving:
     """
 
     def __init__(
-        self, device: Device, folder: Path, contents: Contents, jobs: list[TileFile], spare: Spare
+        self,
+        device: Device,
+        folder: Path,
+        contents: Contents,
+        jobs: list[TileFile],
+        spare: StagingBlocks,
     ) -> None:
         self.folder, self.step = folder, contents.settings.steps
         self.num_bytes = sum(job.num_bytes for job in jobs)
@@ -289,7 +294,7 @@ class Saver:
         """
         self._device, self._tiles = device, tiles
         self._reverse = reverse
-        self._spare = Spare(device, spare_bytes, host_limit)
+        self._spare = StagingBlocks(device, spare_bytes, host_limit)
         self.last: Saving | None = None
 
     @property

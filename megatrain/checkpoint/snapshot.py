@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.checkpoint import files
-from megatrain.checkpoint.staging_blocks import Spare
+from megatrain.checkpoint.staging_blocks import StagingBlocks
 from megatrain.device import Buffer
 from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
 from megatrain.optim import Plane
@@ -113,7 +113,7 @@ class Abandoned(Exception):
 class Snapshot:
     """All pieces of one save, between the streams that own the planes and the writers."""
 
-    def __init__(self, spare: Spare) -> None:
+    def __init__(self, spare: StagingBlocks) -> None:
         self._spare = spare
         self._changed = threading.Condition()
         self._abandoned = False

@@ -17,7 +17,7 @@ AT_ONCE = 4  # files that are written, and leave the device, at a time
 TO_LEAVE = 2 * AT_ONCE  # blocks: a file is written from one while it gets the next
 
 
-class Spare:
+class StagingBlocks:
     """Blocks of a piece each, taken when they are first needed and kept from save to save.
 
     Some are only for what leaves the device: its writers could wait for ever if all blocks were

@@ -307,7 +307,7 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
     )
     from megatrain.engine.assemble import open_source
     from megatrain.forecast.op_counter import NotForeseeable
-    from megatrain.model.probe import outline
+    from megatrain.model.probe import spec
 
     source = open_source(
         subject.config,
@@ -316,7 +316,7 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
     )
     try:
         return make_plan(
-            outline(source.model),
+            spec(source.model),
             ask,
             total_tokens=subject.total_tokens,
             gpus=options.gpus,

@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer
 from megatrain.device.host_mappings import host_range
-from megatrain.device.host_stream import HostWorker
-from megatrain.device.launch_throttle import Pace
+from megatrain.device.host_stream import HostStream
+from megatrain.device.launch_throttle import LaunchThrottle
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.machine import CONTEXT_BYTES, mapping_bytes
 from megatrain.telemetry.gpu_state import held_by_others
@@ -51,7 +51,7 @@ def available() -> bool:
 class HostEvent:
     """A host stream's counter has reached `count`."""
 
-    worker: HostWorker
+    worker: HostStream
     count: int
 
 
@@ -71,12 +71,12 @@ class CudaDevice:
         compute = torch.cuda.current_stream()
         self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: compute}
         self._counters = host_range("host stream counters", 64 * len(HOST_STREAMS), torch.int32)
-        self._pace = Pace(lambda: _recorded(compute))
+        self._pace = LaunchThrottle(lambda: _recorded(compute))
         self._pinned: dict[int, Tensor] = {}  # by address
         self._unpinned = False
         self._counters_pinned = self._pin("host stream counters", self._counters)
         self._workers = {
-            name: HostWorker(name, self._counters[64 * i : 64 * i + 1])
+            name: HostStream(name, self._counters[64 * i : 64 * i + 1])
             for i, name in enumerate(HOST_STREAMS)
         }
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -275,7 +275,7 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def _end(
-    workers: dict[str, HostWorker],
+    workers: dict[str, HostStream],
     pinned: dict[int, Tensor],
     attention: AbstractContextManager,
     device: torch.device,

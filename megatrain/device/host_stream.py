@@ -10,7 +10,7 @@ from torch import Tensor
 from megatrain.errors import MegatrainError, RunFailed
 
 
-class HostWorker:
+class HostStream:
     """Runs work in the order it is put on; `counter` (pinned int32) counts the marks passed.
 
     After an error no further work runs, but marks still pass, so that nothing waits for ever; the

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from megatrain.device.host_stream import HostWorker
+from megatrain.device.host_stream import HostStream
 
 AHEAD = 8  # pieces of work: of some 75 launches each
 
@@ -30,7 +30,7 @@ class Reached(Protocol):
         """Block until it is reached; other threads go on."""
 
 
-class Pace:
+class LaunchThrottle:
     """Holds the launching thread up, a few pieces of work ahead of the GPU."""
 
     def __init__(
@@ -39,12 +39,12 @@ class Pace:
         """`record` gives the point that the GPU's work has been filled up to."""
         self._record, self._clock = record, clock
         self._points: deque[Reached] = deque()
-        self._awaited: dict[HostWorker, int] = {}
+        self._awaited: dict[HostStream, int] = {}
         self._seconds: defaultdict[str, deque[float]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED)
         )
 
-    def note_wait(self, worker: HostWorker, count: int) -> None:
+    def note_wait(self, worker: HostStream, count: int) -> None:
         """Some of the GPU's work has been told to wait for a mark of a host thread."""
         self._awaited[worker] = max(count, self._awaited.get(worker, 0))
 

@@ -146,5 +146,5 @@ class Recording:
 def _update_bytes(reads: Sequence[Buffer], writes: Sequence[Buffer]) -> int:
     """What an update moves through host memory: it reads the gradient, and all that it writes."""
     numel = max((buffer.data.numel() for buffer in writes), default=0)
-    gradient = sum(buffer.data[:numel].nbytes for buffer in reads)  # a shared slab is longer
+    gradient = sum(buffer.data[:numel].nbytes for buffer in reads)  # a shared buffer is longer
     return gradient + 2 * sum(buffer.data.nbytes for buffer in writes)

@@ -12,14 +12,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import Checkpoint, offering_another, read_tiles
 from megatrain.device import Device
-from megatrain.engine.boundaries import HostSaved, Saved
+from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.expert_split import staged
-from megatrain.engine.host_offload import Ferry
+from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.layer import Layer
 from megatrain.engine.makers import Makers
 from megatrain.engine.modules import Head, Prologue
-from megatrain.engine.scratch import WorkRoom
+from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.sink import Sink
 from megatrain.engine.state_io import (
     open_model,
@@ -29,16 +29,22 @@ from megatrain.engine.state_io import (
 )
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.stream import Stream
-from megatrain.engine.tile_slice import Portion, Ranges, Stages, ranges, stages
+from megatrain.engine.tile_slice import (
+    ExpertSlices,
+    TileSlice,
+    VocabSlices,
+    expert_slices,
+    vocab_slices,
+)
 from megatrain.engine.untrained import Untrained, computed_buffers, persistent_buffers
 from megatrain.engine.update import Update
-from megatrain.engine.vocab_split import in_ranges
+from megatrain.engine.vocab_split import in_shards
 from megatrain.errors import InputError
 from megatrain.model.build import emptied, empty_model, load_config, loaded_types
 from megatrain.model.companions import Companions, companions, set_generation
 from megatrain.model.init import initialise
 from megatrain.model.program import Program
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import read_weights, resolve_model, source_dtype
 from megatrain.optim import StreamedOptimizer
@@ -115,13 +121,13 @@ def open_source(
     return Source(empty, dtype, folder, untrained=_drawn_buffers(empty, dtype), companions=beside)
 
 
-def tile_layouts(outline: Outline, groups: dict[str, int]) -> list[TileLayout]:
+def tile_layouts(spec: ModelSpec, groups: dict[str, int]) -> list[TileLayout]:
     """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
 
     `groups` gives each trainable parameter's optimizer group; all others are frozen.
     """
-    shapes = {name: p.shape for name, p in outline.skeleton.model.named_parameters()}
-    unmoved = {*outline.unused, *outline.fixed}
+    shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
+    unmoved = {*spec.unused, *spec.fixed}
 
     def layout(name: str, names: list[str]) -> TileLayout:
         return TileLayout(
@@ -129,16 +135,16 @@ def tile_layouts(outline: Outline, groups: dict[str, int]) -> list[TileLayout]:
         )
 
     tiles = [
-        layout("embedding", [n for n in outline.gathered if n not in outline.epilogue]),
-        layout("prologue", outline.prologue),
+        layout("embedding", [n for n in spec.gathered if n not in spec.epilogue]),
+        layout("prologue", spec.prologue),
     ]
-    for visit, layer in enumerate(outline.layers):
+    for visit, layer in enumerate(spec.layers):
         own = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
         tiles.append(layout(f"layer {visit}", own))
-    return [*tiles, layout("head", outline.epilogue), layout("unused", outline.unused)]
+    return [*tiles, layout("head", spec.epilogue), layout("unused", spec.unused)]
 
 
-def fill(source: Source, outline: Outline, store: Store, seed: int) -> None:
+def fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
     """Bring every weight and persistent buffer to its place: read, copied, or drawn.
 
     From a checkpoint, also the rest of a tile's state.
@@ -148,13 +154,13 @@ def fill(source: Source, outline: Outline, store: Store, seed: int) -> None:
             computed with in fewer bits than transformers keeps.
     """
     dtype = store.tiles[0].weights.data.dtype
-    refuse_rounding(loaded_types(source.model, dtype), outline.computed, dtype)
+    refuse_rounding(loaded_types(source.model, dtype), spec.computed, dtype)
     write = _writer(store, source, threads=1)  # one of many readers at a time
 
     def draw(only: Any = None) -> None:
         threads = update_threads()
         wide = _writer(store, source, threads=threads)
-        initialise(outline, seed, wide, only, threads=threads)
+        initialise(spec, seed, wide, only, threads=threads)
 
     if source.saved is not None:
         with offering_another(source.saved.folder):
@@ -219,13 +225,13 @@ class Assembly:
     piece: int | None = None
 
     @cached_property
-    def stages(self) -> dict[int, Stages]:
-        """By visit, the portions of the layers that are split. Raises InputError."""
+    def expert_slices(self) -> dict[int, ExpertSlices]:
+        """By visit, the slices of the layers that are split. Raises InputError."""
         found, most = {}, self.placement.max_stream_bytes
-        for visit, layer in enumerate(self.program.outline.layers):
+        for visit, layer in enumerate(self.program.spec.layers):
             tile = self.tiles[f"layer {visit}"]
             if most and tile.tier.streamed and tile.layout.numel * self.dtype.itemsize > most:
-                found[visit] = stages(tile, layer, most, self.dtype.itemsize)
+                found[visit] = expert_slices(tile, layer, most, self.dtype.itemsize)
         return found
 
     def policies(self, *, graphs: bool = True, host: bool = True) -> list[ActivationPolicy]:
@@ -236,34 +242,34 @@ class Assembly:
             host: layers may save anything on the host; those that would recompute if not.
         """
         placement = self.placement if graphs else replace(self.placement, save_activations=0)
-        policies = placement.policies(len(self.program.outline.layers), self.stages)
+        policies = placement.policies(len(self.program.spec.layers), self.expert_slices)
         return [p if host or p.where == "device" else RECOMPUTE for p in policies]
 
     @cached_property
-    def ranges(self) -> Ranges | None:
-        """The portions of the head, if it is split; as small as layers, they need no more slots."""
+    def vocab_slices(self) -> VocabSlices | None:
+        """The slices of the head, if it is split; as small as layers, they need no more slots."""
         tile, most, size = self.tiles["head"], self.placement.max_stream_bytes, self.dtype.itemsize
         if not most or not tile.tier.streamed or tile.layout.numel * size <= most:
             return None
         layers = [t.layout.numel * size for t in self._layers if t.tier.streamed]
         slot = max(layers, default=most)
-        return ranges(tile, self.program.outline.projection, most, slot, size)
+        return vocab_slices(tile, self.program.spec.projection, most, slot, size)
 
     @property
-    def _layers(self) -> list[Tile | Portion]:
+    def _layers(self) -> list[Tile | TileSlice]:
         whole = [t for t in self.store.tiles if t.name.startswith("layer")]
-        split = [portion for found in self.stages.values() for portion in found.all]
-        return [*(t for visit, t in enumerate(whole) if visit not in self.stages), *split]
+        split = [tile_slice for found in self.expert_slices.values() for tile_slice in found.all]
+        return [*(t for visit, t in enumerate(whole) if visit not in self.expert_slices), *split]
 
     @property
-    def visited(self) -> list[Tile | Portion]:
-        """What is computed with as a whole: tiles, and the portions of others."""
+    def visited(self) -> list[Tile | TileSlice]:
+        """What is computed with as a whole: tiles, and the slices of others."""
         return [self.tiles["prologue"], *self._layers, *self.head]
 
     @property
-    def head(self) -> list[Tile | Portion]:
-        """The head's tile, or its portions."""
-        return [self.tiles["head"]] if self.ranges is None else [*self.ranges.all]
+    def head(self) -> list[Tile | TileSlice]:
+        """The head's tile, or its slices."""
+        return [self.tiles["head"]] if self.vocab_slices is None else [*self.vocab_slices.all]
 
     @property
     def tiles(self) -> dict[str, Tile]:
@@ -286,35 +292,35 @@ class Assembly:
         slots, distance = self.placement.slots, self.placement.prefetch_distance
         return Stream(self.device, slots, distance, layer, largest, self.dtype)
 
-    def work_room(self, *, train: bool) -> WorkRoom:
+    def work_room(self, *, train: bool) -> ScratchArena:
         numel = max(t.layout.trainable_numel for t in self.visited) if train else 0
         beside = self.tiles["prologue"].layout.trainable_numel if train else 0
-        return WorkRoom(self.device, numel, beside, self.dtype)
+        return ScratchArena(self.device, numel, beside, self.dtype)
 
     def units(self, embedding: Embedding) -> tuple[list[Prologue | Layer], Head]:
         device, program, tiles = self.device, self.program, self.tiles
         policies = self.policies()
-        ferry = None
+        offload = None
         if any(policy.where == "host" for policy in policies):
-            ferry = Ferry(device, "kept", LEAVING, RETURNING)
+            offload = HostOffload(device, "kept", LEAVING, RETURNING)
         trunk: list[Prologue | Layer] = [Prologue(device, program, tiles["prologue"], embedding)]
         for visit, policy in enumerate(policies):
-            if visit in self.stages:
-                trunk += staged(device, program, self.stages[visit], visit)
+            if visit in self.expert_slices:
+                trunk += staged(device, program, self.expert_slices[visit], visit)
             else:
                 tile = tiles[f"layer {visit}"]
-                trunk.append(self.makers.layer(device, tile, visit, policy, ferry))
-        if self.ranges is not None:
+                trunk.append(self.makers.layer(device, tile, visit, policy, offload))
+        if self.vocab_slices is not None:
             rows = self.makers.rows(self.placement)
-            stages, last = in_ranges(device, program, self.ranges, rows)
-            return [*trunk, *stages], last
+            shards, last = in_shards(device, program, self.vocab_slices, rows)
+            return [*trunk, *shards], last
         whole = self.makers.head(self.placement)
         return trunk, Head(device, program, tiles["head"], whole)
 
-    def embedding(self, sink: Sink | None, work: WorkRoom) -> Embedding:
+    def embedding(self, sink: Sink | None, work: ScratchArena) -> Embedding:
         return Embedding(
             self.device,
-            self.program.outline.gathered,
+            self.program.spec.gathered,
             self.store.tiles,
             self.tiles["head"],
             self.dtype,
@@ -334,21 +340,25 @@ class Assembly:
         """Parts of a training step."""
         device, placement, tiles = self.device, self.placement, self.store.tiles
         update = Update(device, optimizer, max_grad_norm, self.threads(), len(tiles))
-        # What waits, for the norm or for the rows of a tied table, has a slab of its own.
-        outline = self.program.outline
-        tied = any(name in outline.epilogue for name in outline.gathered)
+        # What waits, for the norm or for the rows of a tied table, has a host gradient of its own.
+        spec = self.program.spec
+        tied = any(name in spec.epilogue for name in spec.gathered)
         held = [self.tiles["head"]] if tied else []
         waiting = tiles if update.deferred else [*held, *(t for t in tiles if not t.tier.streamed)]
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
         work = self.work_room(train=True)
-        slabs, lanes, rooms = placement.host_grad_buffers, placement.gradient_lanes, self.visited
-        given = self.dtype, slabs, waiting, update.ready, work, lanes, self.piece
+        host_grads, lanes, rooms = (
+            placement.host_grad_buffers,
+            placement.gradient_lanes,
+            self.visited,
+        )
+        given = self.dtype, host_grads, waiting, update.ready, work, lanes, self.piece
         sink = Sink(device, tiles, rooms, *given)
         embedding = self.embedding(sink, work)
         trunk, head = self.units(embedding)
-        saved: Saved | HostSaved = Saved(device)
+        saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries(device)
         if placement.layer_inputs == "host":
-            saved = HostSaved(device, placement.layer_input_lanes)
+            saved = HostBoundaries(device, placement.layer_input_lanes)
         return TrainingParts(trunk, head, embedding, self.stream(), saved, sink, update)
 
 
@@ -359,13 +369,15 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
     if isinstance(parts, TrainingParts):
         sizes["host_gradients_bytes"] = parts.sink.host_bytes
         saved = parts.saved
-        sizes["host_boundaries_bytes"] = saved.host_bytes if isinstance(saved, HostSaved) else 0
-        ferry = kept_ferry(parts)
-        sizes["host_kept_bytes"] = 0 if ferry is None else ferry.host_bytes
+        sizes["host_boundaries_bytes"] = (
+            saved.host_bytes if isinstance(saved, HostBoundaries) else 0
+        )
+        offload = kept_offload(parts)
+        sizes["host_kept_bytes"] = 0 if offload is None else offload.host_bytes
     return sizes
 
 
-def kept_ferry(parts: Parts) -> Ferry | None:
+def kept_offload(parts: Parts) -> HostOffload | None:
     """What takes graphs and attention results to the host; None: nothing waits there."""
-    ferries = (unit.ferry for unit in parts.trunk if isinstance(unit, Layer))
-    return next((ferry for ferry in ferries if ferry is not None), None)
+    offloads = (unit.offload for unit in parts.trunk if isinstance(unit, Layer))
+    return next((offload for offload in offloads if offload is not None), None)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE, Kind, Name
-from megatrain.engine.host_offload import Ferry, packed_bytes
+from megatrain.engine.host_offload import HostOffload, packed_bytes
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations
 
@@ -20,10 +20,10 @@ class Boundary(Protocol):
 
     visit: int
     inputs: list[Ref]
-    fresh: list[Ref]  # made by the unit before it, read by it or a later layer
+    new_inputs: list[Ref]  # made by the unit before it, read by it or a later layer
 
 
-class Saved:
+class DeviceBoundaries:
     """Keeps layer inputs on the device."""
 
     def __init__(self, device: Device) -> None:
@@ -39,7 +39,7 @@ class Saved:
         for index, kept in enumerate(self._kept):
 
             def keep(index: int = index, kept: Activations = kept) -> None:
-                kept.update({ref: h[index][ref] for ref in unit.fresh})
+                kept.update({ref: h[index][ref] for ref in unit.new_inputs})
 
             self._device.run(COMPUTE, _KEEP, keep)
 
@@ -49,47 +49,47 @@ class Saved:
 
             def give(kept: Activations = kept) -> Activations:
                 inputs = {ref: kept[ref] for ref in unit.inputs}
-                for ref in unit.fresh:
+                for ref in unit.new_inputs:
                     del kept[ref]
                 return inputs
 
             yield self._device.run(COMPUTE, _GIVE, give)
 
 
-class HostSaved:
+class HostBoundaries:
     """Keeps layer inputs in pinned host memory, fetched again ahead of their backward."""
 
     def __init__(self, device: Device, lanes: int) -> None:
         self._device = device
-        self._ferry = Ferry(device, "boundary", lanes, lanes)
+        self._offload = HostOffload(device, "boundary", lanes, lanes)
         self._num_micro = 0
 
     @property
     def host_bytes(self) -> int:
         """Pinned host memory held."""
-        return self._ferry.host_bytes
+        return self._offload.host_bytes
 
     def begin(self, num_micro: int) -> None:
         """Forget everything; a step of `num_micro` micro-batches begins."""
         self._num_micro = num_micro
-        self._ferry.begin()
+        self._offload.begin()
 
     def put(self, unit: Boundary, h: list[Activations]) -> None:
         """Send out what `unit` is about to read and nobody has sent yet."""
-        keys = [(index, ref) for index in range(self._num_micro) for ref in unit.fresh]
+        keys = [(index, ref) for index in range(self._num_micro) for ref in unit.new_inputs]
         # Where nothing is computed there are no values.
         values = [[h[index][ref].contiguous()] if h[index] else [] for index, ref in keys]
         rest = sum(packed_bytes(tensors) for tensors in values)
         for key, tensors in zip(keys, values, strict=True):
             rest -= packed_bytes(tensors)
-            self._ferry.send(unit.visit, key, tensors, rest)
+            self._offload.send(unit.visit, key, tensors, rest)
         reads = [[(index, ref) for ref in unit.inputs] for index in range(self._num_micro)]
-        self._ferry.expect(*reads)
+        self._offload.expect(*reads)
 
     def take(self, unit: Boundary) -> Iterator[Activations]:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
         for _ in range(self._num_micro):
-            for items, buffers in self._ferry.take(len(unit.inputs)):
+            for items, buffers in self._offload.take(len(unit.inputs)):
                 give = partial(_named, unit.inputs, items)
                 yield self._device.run(COMPUTE, _GIVE, give, reads=buffers)
 

@@ -20,8 +20,8 @@ from megatrain import kernels
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS
 from megatrain.engine.batch import Batch
-from megatrain.engine.scratch import WorkRoom
-from megatrain.engine.sink import Sink, Slab
+from megatrain.engine.scratch import ScratchArena
+from megatrain.engine.sink import HostGrad, Sink
 from megatrain.store import Tile
 from megatrain.tile import Entry
 
@@ -97,7 +97,7 @@ class Embedding:
         tied: Tile,
         dtype: torch.dtype,
         sink: Sink | None,
-        work: WorkRoom,
+        work: ScratchArena,
         threads: int,
         *,
         keep_rows: bool,
@@ -115,7 +115,7 @@ class Embedding:
         self._capacity = 0  # rows
         self._rooms: list[_Room] = []
         if sink is not None:
-            sink.joined = {t.tile.index for t in self._tables if t.entry.group is not None}
+            sink.scattered_tiles = {t.tile.index for t in self._tables if t.entry.group is not None}
 
     @property
     def host_bytes(self) -> int:
@@ -196,7 +196,7 @@ class Embedding:
     def give(self, batch: Batch) -> None:
         """Send the row gradients to their tiles' gradients on the host."""
         assert self._sink is not None
-        given: dict[int, tuple[Tile, Slab, Any]] = {}
+        given: dict[int, tuple[Tile, HostGrad, Any]] = {}
         for table, room in zip(self._tables, self._rooms, strict=True):
             if table.entry.group is None:
                 continue
@@ -204,17 +204,17 @@ class Embedding:
                 given[table.tile.index] = self._add_there(table, room, batch)
                 continue
             if table.tied:
-                slab, landed = self._sink.landed[table.tile.index]
-                self._add_dense(table, room, slab, landed, batch.unique_U)
+                host_grad, landed = self._sink.landed[table.tile.index]
+                self._add_dense(table, room, host_grad, landed, batch.unique_U)
             elif table.tile.index in given:
-                slab = given[table.tile.index][1]
+                host_grad = given[table.tile.index][1]
             else:
-                slab = self._cleared(table)
+                host_grad = self._cleared(table)
             self._measure(table, room, len(batch.unique_U) * table.width)
-            landed = self._scatter(table, room, slab, batch.unique_U)
-            given[table.tile.index] = (table.tile, slab, landed)
-        for tile, slab, landed in given.values():
-            self._sink.ready(tile, slab, landed)
+            landed = self._scatter(table, room, host_grad, batch.unique_U)
+            given[table.tile.index] = (table.tile, host_grad, landed)
+        for tile, host_grad, landed in given.values():
+            self._sink.ready(tile, host_grad, landed)
 
     def _gather_there(self, table: _Table, room: _Room, batch: Batch) -> None:
         """Rows of a table that rests on the device."""
@@ -226,16 +226,16 @@ class Embedding:
 
         self._device.run(COMPUTE, "gather", work, [table.tile.weights], [room.rows])
 
-    def _add_there(self, table: _Table, room: _Room, batch: Batch) -> tuple[Tile, Slab, Any]:
+    def _add_there(self, table: _Table, room: _Room, batch: Batch) -> tuple[Tile, HostGrad, Any]:
         """The row gradients of such a table, added to its gradient on the device."""
         assert self._sink is not None
-        slab, squares = self._sink.claim(table.tile, COMPUTE), self._sink.squares
+        host_grad, squares = self._sink.claim(table.tile, COMPUTE), self._sink.squares
         numel = len(batch.unique_U) * table.width
 
         def work() -> None:
             ids_U = batch.unique_U.to(room.sums.data.device)
             sums_UD = room.sums.data[:numel].view(-1, table.width)
-            plane = table.of(slab.buffer)
+            plane = table.of(host_grad.buffer)
             if table.tied:
                 rows_UD = plane[ids_U].float()
                 squares.data[-1] += _added_square(sums_UD, rows_UD)
@@ -245,8 +245,8 @@ class Embedding:
                 squares.data[table.tile.index] += torch.linalg.vector_norm(sums_UD) ** 2
             plane.index_copy_(0, ids_U, sums_UD.to(plane.dtype))
 
-        self._device.run(COMPUTE, "add rows", work, [room.sums], [slab.buffer, squares])
-        return table.tile, slab, self._device.record(COMPUTE)
+        self._device.run(COMPUTE, "add rows", work, [room.sums], [host_grad.buffer, squares])
+        return table.tile, host_grad, self._device.record(COMPUTE)
 
     def _gather(
         self, table: _Table, room: _Room, plane: Buffer, after: Any, unique_U: Tensor
@@ -270,24 +270,24 @@ class Embedding:
         room.staging.free = device.record(COPY_IN)
         device.wait(COMPUTE, room.staging.free, "rows arrived")
 
-    def _cleared(self, table: _Table) -> Slab:
+    def _cleared(self, table: _Table) -> HostGrad:
         assert self._sink is not None
-        slab = self._sink.claim(table.tile, ROWS)
-        plane = slab.buffer.data[: table.tile.layout.trainable_numel]
+        host_grad = self._sink.claim(table.tile, ROWS)
+        plane = host_grad.buffer.data[: table.tile.layout.trainable_numel]
         self._device.run(
             ROWS,
-            f"clear {slab.buffer.name}",
+            f"clear {host_grad.buffer.name}",
             lambda: kernels.fill_zero(plane, threads=self._threads),
-            writes=[slab.buffer],
+            writes=[host_grad.buffer],
         )
-        return slab
+        return host_grad
 
     def _add_dense(
-        self, table: _Table, room: _Room, slab: Slab, landed: Any, unique_U: Tensor
+        self, table: _Table, room: _Room, host_grad: HostGrad, landed: Any, unique_U: Tensor
     ) -> None:
         """Add the head's gradient of these rows to the sums, correcting the measured square."""
         numel = len(unique_U) * table.width
-        self._gather(table, room, slab.buffer, landed, unique_U)
+        self._gather(table, room, host_grad.buffer, landed, unique_U)
         self._arrive(room, room.rows, numel)
         assert self._sink is not None
         squares = self._sink.squares
@@ -312,17 +312,19 @@ class Embedding:
 
         self._device.run(COMPUTE, "measure rows", work, [room.sums], [room.rows, squares])
 
-    def _scatter(self, table: _Table, room: _Room, slab: Slab, unique_U: Tensor) -> Any:
+    def _scatter(self, table: _Table, room: _Room, host_grad: HostGrad, unique_U: Tensor) -> Any:
         device, rows_UD = self._device, room.staging.rows(unique_U)
 
         def work() -> None:
-            plane = table.of(slab.buffer)
+            plane = table.of(host_grad.buffer)
             kernels.scatter_rows(plane, unique_U, rows_UD, threads=self._threads)
 
         device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")
         device.copy(COPY_OUT, room.staging.buffer, room.rows, rows_UD.numel())
         device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")
-        device.run(ROWS, f"scatter {table.entry.name}", work, [room.staging.buffer], [slab.buffer])
+        device.run(
+            ROWS, f"scatter {table.entry.name}", work, [room.staging.buffer], [host_grad.buffer]
+        )
         return device.record(ROWS)
 
 

@@ -17,7 +17,7 @@ from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, req
 from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, fill, host_bytes
 from megatrain.engine.batch import Batch, most_tokens, prepare
-from megatrain.engine.host_memory_guard import HostRoom, Planned
+from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
 from megatrain.engine.makers import TorchMakers
 from megatrain.engine.masks import check_masks
 from megatrain.engine.modules import Head, State
@@ -77,11 +77,11 @@ class PlacedEngine:
             DoesNotFit: the memory is not to be had.
             InputError: the placement has choices that this model cannot have.
         """
-        self._opened, self._outline, self._dtype = opened, opened.model.spec, opened.dtype
+        self._opened, self._spec, self._dtype = opened, opened.model.spec, opened.dtype
         self.device, self.placement, self._planned = opened.device, placement, planned
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
-        self._steps, self.label_shift = 0, self._outline.label_shift
+        self._steps, self.label_shift = 0, self._spec.label_shift
         rule, resident = opened.model.rule, placement.resident
         self._store = Store(
             self.device, opened.model.layouts, self._dtype, rule=rule, resident=resident
@@ -96,10 +96,10 @@ class PlacedEngine:
             reverse=opened.max_grad_norm is None,
         )
         with self._undisturbed():
-            fill(opened.source, self._outline, self._store, opened.seed)
+            fill(opened.source, self._spec, self._store, opened.seed)
         # What the weights came from is not held.
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
-        self._program = ModelProgram(self._outline, self.device.torch_device, self._dtype)
+        self._program = ModelProgram(self._spec, self.device.torch_device, self._dtype)
         self._program.tile_epilogue(placement.head_tokens)
         makers = TorchMakers(self._program)
         assembly = Assembly(self.device, self._program, self._store, self._dtype, placement, makers)
@@ -114,7 +114,7 @@ class PlacedEngine:
             for graphs in both
             for host in both
         }
-        self._host = HostRoom(self._store, self._parts, opened.host_limit, planned)
+        self._host = HostMemoryGuard(self._store, self._parts, opened.host_limit, planned)
         self._packing = Packing(self.config, self._dtype, self._trial_losses)
 
     @property
@@ -182,7 +182,7 @@ class PlacedEngine:
         tiles, dtype = self._store.tiles, self._dtype
         with (
             self._undisturbed(),
-            whole_model(self.device, self._parts, self._outline, tiles, dtype) as model,
+            whole_model(self.device, self._parts, self._spec, tiles, dtype) as model,
         ):
             yield model
 
@@ -194,7 +194,7 @@ class PlacedEngine:
     @property
     def is_whole(self) -> bool:
         """Whether layers and head are each streamed as a whole."""
-        return is_whole(self._parts, self._outline)
+        return is_whole(self._parts, self._spec)
 
     def _forward_only(self, batch: Batch, finish: Callable[[Head, Buffer, State], Any]) -> Any:
         with self._undisturbed():
@@ -239,11 +239,11 @@ class PlacedEngine:
             micro_batches,
             self.device.torch_device,
             self.vocab_size,
-            takes=self._outline.skeleton.accepts,
+            takes=self._spec.capture.accepts,
             loss=loss,
             label_shift=self.label_shift,
             seed=derived_seed(self._opened.seed, self._steps),
-            constants=self._outline.constants,
+            constants=self._spec.constants,
             max_tokens=most_tokens(self.config),
         )
 

@@ -20,8 +20,8 @@ from megatrain.engine.batch import Batch
 from megatrain.engine.layer import Layer, Stage
 from megatrain.engine.modules import State
 from megatrain.engine.saved_tensors import Graph
-from megatrain.engine.sink import Room
-from megatrain.engine.tile_slice import Portion, Stages
+from megatrain.engine.sink import GradAccumulator
+from megatrain.engine.tile_slice import ExpertSlices, TileSlice
 from megatrain.model.capture import Ref
 from megatrain.model.experts import Chosen, ExpertRows
 from megatrain.model.program import Activations, MicroBatch, Program
@@ -31,22 +31,24 @@ from megatrain.placement import Saves
 GIVEN, RESULT = (-1, -2, -3), -4
 
 
-def staged(device: Device, program: Program, stages: Stages, visit: int) -> list[Layer]:
+def staged(
+    device: Device, program: Program, expert_slices: ExpertSlices, visit: int
+) -> list[Layer]:
     """The stages of a layer, in their order."""
-    after = After(device, program, stages.again, visit)
+    after = After(device, program, expert_slices.again, visit)
     groups = [
-        Group(device, program, portion, visit, start)
-        for portion, start in zip(stages.groups, stages.bounds, strict=False)
+        Group(device, program, tile_slice, visit, start)
+        for tile_slice, start in zip(expert_slices.groups, expert_slices.bounds, strict=False)
     ]
-    groups[0].fresh = groups[0].inputs
-    return [Before(device, program, stages.core, visit, after), *groups, after]
+    groups[0].new_inputs = groups[0].inputs
+    return [Before(device, program, expert_slices.core, visit, after), *groups, after]
 
 
 class _AroundExperts(Stage):
     """The layer, but for its experts."""
 
-    def __init__(self, device: Device, program: Program, portion: Portion, visit: int) -> None:
-        super().__init__(device, program, portion, visit)
+    def __init__(self, device: Device, program: Program, tile_slice: TileSlice, visit: int) -> None:
+        super().__init__(device, program, tile_slice, visit)
         self.given = [Ref(visit, leaf) for leaf in GIVEN]
         self.result = Ref(visit, RESULT)
 
@@ -69,10 +71,10 @@ class After(_AroundExperts):
         results: in the backward, the experts' result of each micro-batch, for `Before`.
     """
 
-    def __init__(self, device: Device, program: Program, portion: Portion, visit: int) -> None:
-        super().__init__(device, program, portion, visit)
+    def __init__(self, device: Device, program: Program, tile_slice: TileSlice, visit: int) -> None:
+        super().__init__(device, program, tile_slice, visit)
         self.inputs = [*self.inputs, self.result]
-        self.fresh = self.pulled = [self.result]
+        self.new_inputs = self.grad_inputs = [self.result]
         self.made = []  # the gradients of what it makes wait for `Before`
         self.results: dict[int, Tensor] = {}
 
@@ -96,11 +98,11 @@ class Before(_AroundExperts):
     """The layer up to its experts; its backward is that of all but the experts."""
 
     def __init__(
-        self, device: Device, program: Program, portion: Portion, visit: int, after: After
+        self, device: Device, program: Program, tile_slice: TileSlice, visit: int, after: After
     ) -> None:
-        super().__init__(device, program, portion, visit)
+        super().__init__(device, program, tile_slice, visit)
         self.made = [*self.made, *self.given, self.result]
-        self.live |= set(self.inputs)
+        self.live_out |= set(self.inputs)
         self._after = after
 
     def _ready(
@@ -119,15 +121,15 @@ class Group(Stage):
     """Some of the layer's experts, for the tokens that chose them."""
 
     def __init__(
-        self, device: Device, program: Program, portion: Portion, visit: int, start: int
+        self, device: Device, program: Program, tile_slice: TileSlice, visit: int, start: int
     ) -> None:
         """Args: `start` is the number of the first of them."""
-        super().__init__(device, program, portion, visit)
-        experts = program.outline.layers[visit].kind.experts
+        super().__init__(device, program, tile_slice, visit)
+        experts = program.spec.layers[visit].kind.experts
         assert experts is not None
         self.prefix += f"{experts.path}."
-        self._start, self._stop = start, start + portion.layout.entries[0].shape[0]
-        self.inputs, self.fresh = [Ref(visit, leaf) for leaf in GIVEN], []
+        self._start, self._stop = start, start + tile_slice.layout.entries[0].shape[0]
+        self.inputs, self.new_inputs = [Ref(visit, leaf) for leaf in GIVEN], []
         self._result = Ref(visit, RESULT)
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
@@ -162,7 +164,9 @@ class Group(Stage):
         where = (pairs.tokens_S, pairs.choices_S)
         return pairs, (hidden_ND[pairs.tokens_S], index_NK[where] - self._start, share_NK[where])
 
-    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
+    def vjp(
+        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
+    ) -> State:
         """Gradients of the weights into `room`; those of what the experts are given are added."""
         out = []
         for index, values in enumerate(h):
@@ -175,7 +179,9 @@ class Group(Stage):
             out.append(self.device.run(COMPUTE, name, work, [slot], [room.sums]))
         return out
 
-    def _pull(self, slot: Buffer, values: Activations, dh: Activations, room: Room) -> Activations:
+    def _pull(
+        self, slot: Buffer, values: Activations, dh: Activations, room: GradAccumulator
+    ) -> Activations:
         hidden, _, shares = self.inputs
         for ref in (hidden, shares):
             dh.setdefault(ref, torch.zeros_like(values[ref]))

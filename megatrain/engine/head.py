@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.saved_tensors import add
-from megatrain.engine.sink import Room
+from megatrain.engine.sink import GradAccumulator
 from megatrain.loss import Loss, Summed, chunked_loss, chunked_loss_gradients, chunked_losses
 from megatrain.model.capture import last_hidden, with_hidden
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
@@ -23,7 +23,7 @@ class HeadMath(Protocol):
         micro: MicroBatch,
         values: Activations,
         count: float,
-        room: Room,
+        room: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
         """A share of the step's loss, and the gradients of `values`; the weights' into `room`.
 
@@ -59,7 +59,7 @@ class WholeHead:
         micro: MicroBatch,
         values: Activations,
         count: float,
-        room: Room,
+        room: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
         parameters = [weights[name] for name in names]
         inputs = {

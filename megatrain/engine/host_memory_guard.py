@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from megatrain.engine.assemble import host_bytes, kept_ferry
+from megatrain.engine.assemble import host_bytes, kept_offload
 from megatrain.engine.batch import Batch
-from megatrain.engine.host_offload import Ferry
+from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.step import Parts
 from megatrain.store import Store
 from megatrain.telemetry.memory import host_available_bytes
@@ -47,7 +47,7 @@ class Planned:
         return within and largest <= self.micro_batch_tokens
 
 
-class HostRoom:
+class HostMemoryGuard:
     """Says before each step whether what could wait on the host may, and gives it up if not."""
 
     def __init__(
@@ -62,7 +62,7 @@ class HostRoom:
         planned: a step for which there is room; None: the first one shows what steps take.
         """
         self._held, self._limit = partial(host_bytes, store, parts), limit_bytes
-        self._ferry = kept_ferry(parts)
+        self._offload = kept_offload(parts)
         self._seen: dict[str, tuple[int, int]] = {}  # bytes, for so many tokens
         self._most_tokens, self._told = 0, False
         if planned is not None:
@@ -71,10 +71,10 @@ class HostRoom:
     @contextmanager
     def of(self, num_tokens: int) -> Iterator[bool]:
         """Around a step of so many tokens: whether there is room for what layers save there."""
-        if self._ferry is None:
+        if self._offload is None:
             yield True
             return
-        has_room = self._has_room(self._ferry, num_tokens)
+        has_room = self._has_room(self._offload, num_tokens)
         yield has_room
         if num_tokens >= self._most_tokens:
             self._most_tokens = num_tokens
@@ -84,7 +84,7 @@ class HostRoom:
     def _note(self, sizes: Mapping[str, int], num_tokens: int, names: Iterable[str]) -> None:
         self._seen.update({name: (sizes[name], num_tokens) for name in names})
 
-    def _has_room(self, ferry: Ferry, num_tokens: int) -> bool:
+    def _has_room(self, offload: HostOffload, num_tokens: int) -> bool:
         held = self._held()
         more = {
             name: max(0, num_bytes * num_tokens // tokens - held[name])
@@ -95,7 +95,7 @@ class HostRoom:
         if wanted <= room:
             return True
         if wanted - _CAUTION * more[_KEPT] > room:
-            ferry.release()
+            offload.release()
         if not self._told:
             self._told = True
             _log.warning(

@@ -39,12 +39,12 @@ class _Item:
 class _Rooms:
     """Host memory of one group of items, in as few ranges as possible."""
 
-    ranges: list[Buffer] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
     at: int = 0  # the range in use
     offset: int = 0
 
 
-class Ferry:
+class HostOffload:
     """Takes items (a few tensors each) to the host and brings them back, `returning` at a time."""
 
     def __init__(self, device: Device, what: str, leaving: int, returning: int) -> None:
@@ -59,7 +59,7 @@ class Ferry:
     @property
     def host_bytes(self) -> int:
         """Pinned host memory held."""
-        return sum(r.data.nbytes for rooms in self._rooms.values() for r in rooms.ranges)
+        return sum(r.data.nbytes for rooms in self._rooms.values() for r in rooms.buffers)
 
     def begin(self) -> None:
         """Forget everything; a step begins."""
@@ -73,7 +73,7 @@ class Ferry:
         """Give all host memory back, between two steps."""
         self.begin()
         for rooms in self._rooms.values():
-            for room in rooms.ranges:
+            for room in rooms.buffers:
                 self._device.free(room)
         self._rooms.clear()
 
@@ -148,21 +148,21 @@ class Ferry:
     def _room(self, group: Hashable, key: Hashable, num_bytes: int, rest: int) -> Buffer:
         """A piece of the group's ranges; those of an earlier step are used again in order."""
         rooms = self._rooms.setdefault(group, _Rooms())
-        while rooms.at < len(rooms.ranges):
-            data = rooms.ranges[rooms.at].data
+        while rooms.at < len(rooms.buffers):
+            data = rooms.buffers[rooms.at].data
             if rooms.offset + num_bytes <= len(data):
                 break
             if rooms.offset:
                 rooms.at, rooms.offset = rooms.at + 1, 0
             else:  # outgrown
-                self._device.free(rooms.ranges.pop(rooms.at))
+                self._device.free(rooms.buffers.pop(rooms.at))
         else:
             name = f"{self._what} {group}"
             size = num_bytes + rest
-            rooms.ranges.append(self._device.host(name, size, torch.uint8, pinned=True))
+            rooms.buffers.append(self._device.host(name, size, torch.uint8, pinned=True))
         start = rooms.offset
         rooms.offset += num_bytes
-        data = rooms.ranges[rooms.at].data[start : rooms.offset]
+        data = rooms.buffers[rooms.at].data[start : rooms.offset]
         return Buffer(f"{self._what} {key}", data)
 
 

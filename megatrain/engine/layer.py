@@ -11,18 +11,24 @@ from torch import Tensor
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.batch import Batch
-from megatrain.engine.host_offload import Ferry, packed_bytes
-from megatrain.engine.modules import State, Unit
-from megatrain.engine.saved_tensors import Graph, Held, KeptAttention, KeptGraph, Leaving
-from megatrain.engine.sink import Room
-from megatrain.engine.tile_slice import Portion
+from megatrain.engine.host_offload import HostOffload, packed_bytes
+from megatrain.engine.modules import State, StreamedModule
+from megatrain.engine.saved_tensors import (
+    Graph,
+    KeptAttention,
+    KeptGraph,
+    OffloadPlan,
+    SavedTensors,
+)
+from megatrain.engine.sink import GradAccumulator
+from megatrain.engine.tile_slice import TileSlice
 from megatrain.model import attention
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Saves
 from megatrain.store import Tile
 
 
-class Layer(Unit):
+class Layer(StreamedModule):
     """One layer of the stack.
 
     Attributes:
@@ -38,26 +44,26 @@ class Layer(Unit):
         self,
         device: Device,
         program: Program,
-        tile: Tile | Portion,
+        tile: Tile | TileSlice,
         visit: int,
         policy: ActivationPolicy = RECOMPUTE,
-        ferry: Ferry | None = None,
+        offload: HostOffload | None = None,
     ) -> None:
-        """Args: `ferry` takes to the host what `policy` saves there."""
-        outline = program.outline
-        super().__init__(device, program, tile, outline.layers[visit].name + ".")
+        """Args: `offload` takes to the host what `policy` saves there."""
+        spec = program.spec
+        super().__init__(device, program, tile, spec.layers[visit].name + ".")
         forward, backward = self.kinds
         self.name = Name(forward, f"layer {visit}")
         self.backward_name = Name(backward, f"{self.name} backward")
-        self.visit, self.policy, self.ferry = visit, policy, ferry
-        self.inputs = outline.layers[visit].inputs
-        read = {ref for layer in outline.layers for ref in layer.inputs}
-        self.pulled = self.inputs
-        self.made = outline.outputs[visit]
-        made = outline.outputs[visit - 1] if visit else outline.prologue_outputs
-        self.fresh = [ref for ref in made if ref in read]
-        later = [layer.inputs for layer in outline.layers[visit + 1 :]]
-        self.live = {ref for inputs in [*later, outline.epilogue_inputs] for ref in inputs}
+        self.visit, self.policy, self.offload = visit, policy, offload
+        self.inputs = spec.layers[visit].inputs
+        read = {ref for layer in spec.layers for ref in layer.inputs}
+        self.grad_inputs = self.inputs
+        self.made = spec.outputs[visit]
+        made = spec.outputs[visit - 1] if visit else spec.prologue_outputs
+        self.new_inputs = [ref for ref in made if ref in read]
+        later = [layer.inputs for layer in spec.layers[visit + 1 :]]
+        self.live_out = {ref for inputs in [*later, spec.epilogue_inputs] for ref in inputs}
         self._waiting: dict[int, Any] = {}
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
@@ -73,8 +79,8 @@ class Layer(Unit):
     def begin(self) -> None:
         """No graph of an earlier step may be pulled back, or take room."""
         self._waiting.clear()
-        if self.ferry is not None:
-            self.ferry.begin()
+        if self.offload is not None:
+            self.offload.begin()
 
     @property
     def _offloads(self) -> bool:
@@ -85,22 +91,22 @@ class Layer(Unit):
         out = []
         for index, micro in enumerate(batch.micro):
             self.seed(batch, self.visit, index)
-            leaving = Leaving() if train and self._offloads else None
+            leaving = OffloadPlan() if train and self._offloads else None
 
             def work(
-                index: int = index, micro: MicroBatch = micro, leaving: Leaving | None = leaving
+                index: int = index, micro: MicroBatch = micro, leaving: OffloadPlan | None = leaving
             ) -> Activations:
                 made = self._forward(slot, micro, h[index], index, leaving, train=train)
-                kept = {ref: value for ref, value in h[index].items() if ref in self.live}
+                kept = {ref: value for ref, value in h[index].items() if ref in self.live_out}
                 return {**kept, **made}
 
             out.append(self.device.run(COMPUTE, self.name, work, [slot]))
-            if leaving is not None and self.ferry is not None:
+            if leaving is not None and self.offload is not None:
                 rest = packed_bytes(leaving.memory) * (len(batch.micro) - 1 - index)
-                self.ferry.send(self.visit, (self.visit, index), leaving.memory, rest)
+                self.offload.send(self.visit, (self.visit, index), leaving.memory, rest)
                 leaving.memory = []
-        if train and self._offloads and self.ferry is not None:
-            self.ferry.expect(*([(self.visit, index)] for index in range(len(batch.micro))))
+        if train and self._offloads and self.offload is not None:
+            self.offload.expect(*([(self.visit, index)] for index in range(len(batch.micro))))
         return out
 
     def _forward(
@@ -109,7 +115,7 @@ class Layer(Unit):
         micro: MicroBatch,
         values: Activations,
         index: int,
-        leaving: Leaving | None,
+        leaving: OffloadPlan | None,
         *,
         train: bool,
     ) -> Activations:
@@ -133,7 +139,9 @@ class Layer(Unit):
         repeats = self.program.repeats(self.visit, partial(self.weights, slot), micro, values)
         return "nothing" if repeats else None
 
-    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
+    def vjp(
+        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
+    ) -> State:
         """Gradients of the weights into `room`; returns those of the inputs.
 
         What does not wait from the forward is computed again from `h`.
@@ -159,12 +167,12 @@ class Layer(Unit):
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
         """What has come back for the next micro-batch, once; nothing if nothing has left."""
-        if self.ferry is None or not self._offloads:
-            if self.ferry is not None:
-                self.ferry.fetch_ahead()  # for a layer that will ask for it
+        if self.offload is None or not self._offloads:
+            if self.offload is not None:
+                self.offload.fetch_ahead()  # for a layer that will ask for it
             yield [], []
             return
-        for [tensors], buffers in self.ferry.take(1):
+        for [tensors], buffers in self.offload.take(1):
             yield tensors, buffers
 
     def _ready(
@@ -190,11 +198,11 @@ class Layer(Unit):
         slot: Buffer,
         micro: MicroBatch,
         values: Activations,
-        leaving: Leaving | None,
+        leaving: OffloadPlan | None,
         saves: Saves,
     ) -> tuple[KeptGraph, Activations]:
         own = {ref: value for ref, value in values.items() if ref in self.inputs}
-        held = Held(slot.data, own, micro.calls[self.visit].leaves, leaving)
+        held = SavedTensors(slot.data, own, micro.calls[self.visit].leaves, leaving)
         with held.saving():
             graph, made = self._graph(slot, micro, values, saves)
         held.let_go()
@@ -217,7 +225,7 @@ class Layer(Unit):
         inputs = {
             ref: value.detach().requires_grad_(value.is_floating_point())
             for ref, value in values.items()
-            if ref in self.pulled
+            if ref in self.grad_inputs
         }
         with torch.enable_grad():
             made = self._call(weights, micro, {**values, **inputs}, saves)

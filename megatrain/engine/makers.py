@@ -6,9 +6,9 @@ from typing import Protocol
 
 from megatrain.device import Device
 from megatrain.engine.head import HeadMath, WholeHead
-from megatrain.engine.host_offload import Ferry
+from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.layer import Layer
-from megatrain.engine.vocab_split import Rows
+from megatrain.engine.vocab_split import VocabSplit
 from megatrain.loss import Loss, Summed, range_gradient, range_statistics
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import ModelProgram
@@ -20,14 +20,19 @@ class Makers(Protocol):
     """Makes what computes in the units of a step."""
 
     def layer(
-        self, device: Device, tile: Tile, visit: int, policy: ActivationPolicy, ferry: Ferry | None
+        self,
+        device: Device,
+        tile: Tile,
+        visit: int,
+        policy: ActivationPolicy,
+        offload: HostOffload | None,
     ) -> Layer:
         """A layer that is streamed as a whole."""
 
     def head(self, placement: Placement) -> HeadMath:
         """For a head that is streamed as a whole."""
 
-    def rows(self, placement: Placement) -> Rows:
+    def rows(self, placement: Placement) -> VocabSplit:
         """For one that is streamed in ranges of its table's rows."""
 
 
@@ -38,20 +43,25 @@ class TorchMakers:
     program: ModelProgram
 
     def layer(
-        self, device: Device, tile: Tile, visit: int, policy: ActivationPolicy, ferry: Ferry | None
+        self,
+        device: Device,
+        tile: Tile,
+        visit: int,
+        policy: ActivationPolicy,
+        offload: HostOffload | None,
     ) -> Layer:
-        return Layer(device, self.program, tile, visit, policy, ferry)
+        return Layer(device, self.program, tile, visit, policy, offload)
 
     def head(self, placement: Placement) -> HeadMath:
         summed = cache(_compiled) if placement.compile else _as_it_is
         return WholeHead(self.program, placement.head_tokens, summed)
 
-    def rows(self, placement: Placement) -> Rows:
+    def rows(self, placement: Placement) -> VocabSplit:
         statistics, gradient = range_statistics, range_gradient
         if placement.compile:
             statistics = compile_and_tell(statistics, "the loss of some rows")
             gradient = compile_and_tell(gradient, "the gradient of some rows")
-        return Rows(self.program, placement.head_tokens, statistics, gradient)
+        return VocabSplit(self.program, placement.head_tokens, statistics, gradient)
 
 
 def _compiled(loss: Loss) -> Summed:

@@ -16,8 +16,8 @@ from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import HeadMath
-from megatrain.engine.sink import Room
-from megatrain.engine.tile_slice import Portion
+from megatrain.engine.sink import GradAccumulator
+from megatrain.engine.tile_slice import TileSlice
 from megatrain.model.capture import PROLOGUE, Ref
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.placement import ActivationPolicy
@@ -29,8 +29,8 @@ State = list[Activations]
 PROLOGUE_NAME, HEAD_NAME = Name(Kind.PROLOGUE, "prologue"), Name(Kind.HEAD, "head")
 
 
-class Unit:
-    """The weights of one tile, or of a portion of one, as a function.
+class StreamedModule:
+    """The weights of one tile, or of a slice of one, as a function.
 
     Attributes:
         tile: where its weights rest.
@@ -38,7 +38,7 @@ class Unit:
     """
 
     def __init__(
-        self, device: Device, program: Program, tile: Tile | Portion, prefix: str = ""
+        self, device: Device, program: Program, tile: Tile | TileSlice, prefix: str = ""
     ) -> None:
         self.device, self.program, self.tile, self.prefix = device, program, tile, prefix
 
@@ -69,7 +69,7 @@ class Unit:
         self.device.seed(derived_seed(batch.seed, visit, index))
 
 
-class Prologue(Unit):
+class Prologue(StreamedModule):
     """From token ids to the first layer's arguments; the embedding rows come from `embedding`."""
 
     visit = PROLOGUE
@@ -78,7 +78,7 @@ class Prologue(Unit):
         super().__init__(device, program, tile)
         self.embedding = embedding
         self.inputs: list[Ref] = []
-        self.fresh: list[Ref] = []
+        self.new_inputs: list[Ref] = []
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The first activations of every micro-batch (`h` is not read: there are none)."""
@@ -95,7 +95,9 @@ class Prologue(Unit):
             out.append(self.device.run(COMPUTE, PROLOGUE_NAME, partial(work, micro), reads))
         return out
 
-    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
+    def vjp(
+        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
+    ) -> State:
         """Gradients of the prologue's weights into `room`, of the rows into `embedding`."""
         self.embedding.prepare_gradients(batch)
         reads, writes = [slot, *self.embedding.rows], [room.sums, *self.embedding.sums]
@@ -110,7 +112,9 @@ class Prologue(Unit):
             )
         return [{} for _ in batch.micro]
 
-    def _pull(self, slot: Buffer, batch: Batch, index: int, state: State, room: Room) -> None:
+    def _pull(
+        self, slot: Buffer, batch: Batch, index: int, state: State, room: GradAccumulator
+    ) -> None:
         micro, dh = batch.micro[index], state[index]
         weights, names = self.leaves(slot)
         with torch.enable_grad():
@@ -137,17 +141,17 @@ def _rows_as_leaves(micro: MicroBatch) -> MicroBatch:
     return micro
 
 
-class Head(Unit):
+class Head(StreamedModule):
     """Epilogue and language-model head: from the last activations to loss or logits."""
 
     def __init__(
-        self, device: Device, program: Program, tile: Tile | Portion, computed: HeadMath
+        self, device: Device, program: Program, tile: Tile | TileSlice, computed: HeadMath
     ) -> None:
         super().__init__(device, program, tile)
         self.computed = computed
 
     def loss_and_vjp(
-        self, slot: Buffer, batch: Batch, h: State, room: Room
+        self, slot: Buffer, batch: Batch, h: State, room: GradAccumulator
     ) -> tuple[list[Tensor], State]:
         """Each micro-batch's share of the step's loss, and the activations' gradients.
 

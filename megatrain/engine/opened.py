@@ -8,7 +8,7 @@ import torch
 
 from megatrain.device import Recording
 from megatrain.engine.assemble import Source, tile_layouts
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.tile import TileLayout
 
@@ -23,13 +23,13 @@ class Model:
         optimizer: None: it is only run.
     """
 
-    outline: Outline
+    spec: ModelSpec
     optimizer: StreamedOptimizer | None
 
     @classmethod
-    def trained(cls, outline: Outline, rule: Rule) -> "Model":
+    def trained(cls, spec: ModelSpec, rule: Rule) -> "Model":
         """With a rule's optimizer."""
-        return cls(outline, StreamedOptimizer(rule, outline.skeleton.model))
+        return cls(spec, StreamedOptimizer(rule, spec.capture.model))
 
     @property
     def rule(self) -> Rule | None:
@@ -40,7 +40,7 @@ class Model:
     def layouts(self) -> list[TileLayout]:
         """The model's tiles, in the order in which a forward needs them."""
         groups = {} if self.optimizer is None else self.optimizer.group_of()
-        return tile_layouts(self.outline, groups)
+        return tile_layouts(self.spec, groups)
 
 
 @dataclass(frozen=True)

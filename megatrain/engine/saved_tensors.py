@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from megatrain.compat.torch import FakeTensor, memory_of, pytree
-from megatrain.engine.sink import Room
+from megatrain.engine.sink import GradAccumulator
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations
 
@@ -43,7 +43,7 @@ class Graph:
         for value in self.inputs.values():
             value.data = value.data.new_empty(0)
 
-    def pull(self, made: Iterable[Ref], dh: Activations, room: Room) -> Activations:
+    def pull(self, made: Iterable[Ref], dh: Activations, room: GradAccumulator) -> Activations:
         """Gradients of the weights into `room`; returns `dh`, the inputs' in place of `made`'s."""
         of_layer = set(made)
         pairs = [(self.made[ref], dh[ref]) for ref in self.made if ref in dh]
@@ -90,7 +90,7 @@ class _View:
         return made.set_(memory.untyped_storage(), offset, self.size, self.stride)
 
 
-class Leaving:
+class OffloadPlan:
     """Tensors that leave as the whole allocations they lie in, so that all views are kept.
 
     Attributes:
@@ -116,11 +116,15 @@ def _view(tensor: Tensor, source: Any, begin: int) -> _View:
     return _View(source, start, tensor.dtype, tensor.size(), tensor.stride())
 
 
-class Held:
+class SavedTensors:
     """What a kept graph saved. The graph is made within `saving()`."""
 
     def __init__(
-        self, weights: Tensor, inputs: Activations, outside: Iterable[Any], leaving: Leaving | None
+        self,
+        weights: Tensor,
+        inputs: Activations,
+        outside: Iterable[Any],
+        leaving: OffloadPlan | None,
     ) -> None:
         """Args: `outside` are other arguments, which stay; None: so does all that it saves."""
         self._weights, self._inputs, self._leaving = weights, inputs, leaving
@@ -171,13 +175,13 @@ class KeptGraph:
     """A graph that waits, and what it saved."""
 
     graph: Graph
-    held: Held
+    held: SavedTensors
 
 
 class KeptAttention:
     """Results of a layer's attention, on the device or on their way to the host."""
 
-    def __init__(self, results: list[Any], leaving: Leaving | None) -> None:
+    def __init__(self, results: list[Any], leaving: OffloadPlan | None) -> None:
         leaves, self._spec = pytree.tree_flatten(results)
         self._leaves = [
             leaving.view(leaf) if leaving is not None and isinstance(leaf, Tensor) else leaf

@@ -23,14 +23,14 @@ _STEP = 128  # fp32 elements: every piece starts on a boundary that the widest l
 
 
 @dataclass(frozen=True)
-class TableRoom:
+class TableScratch:
     """Where the rows of one table lie in a step, and the sums of their gradients."""
 
     rows: Buffer
     sums: Buffer
 
 
-class WorkRoom:
+class ScratchArena:
     """The range. All but the rows is touched by COMPUTE alone."""
 
     def __init__(self, device: Device, numel: int, beside: int, dtype: torch.dtype) -> None:
@@ -50,7 +50,7 @@ class WorkRoom:
 
     def tables(
         self, names: Sequence[str], lengths: Sequence[int], *, kept: bool
-    ) -> list[TableRoom]:
+    ) -> list[TableScratch]:
         """Rooms for tables of so many elements, until the next call; the range grows if it must.
 
         Args:
@@ -64,7 +64,7 @@ class WorkRoom:
             del self._memory
             self._take(stop)
         rooms = [
-            TableRoom(
+            TableScratch(
                 Buffer(f"{name} rows", self._memory[row:].view(self._dtype)[:length]),
                 Buffer(f"{name} row gradients", self._memory[start : start + length]),
             )

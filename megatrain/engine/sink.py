@@ -1,4 +1,4 @@
-"""Gradients out: accumulated in fp32 on the device, measured there, sent to host slabs."""
+"""Gradients out: accumulated in fp32 on the device, measured there, sent to the host."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from torch import Tensor
 from megatrain.compat.torch import add_each
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, Kind, Name
-from megatrain.engine.scratch import WorkRoom
-from megatrain.engine.tile_slice import Portion
+from megatrain.engine.scratch import ScratchArena
+from megatrain.engine.tile_slice import TileSlice
 from megatrain.store import HOST, Span, Tile, planes
 
 # Elements of a gradient that are rounded and sent at once. 32 MiB in bf16: large enough for the
@@ -20,7 +20,7 @@ PIECE = 1 << 24
 
 
 @dataclass
-class Slab:
+class HostGrad:
     """Host room for one tile's gradient."""
 
     buffer: Buffer
@@ -28,10 +28,10 @@ class Slab:
 
 
 @dataclass
-class Room:
+class GradAccumulator:
     """Where a tile's gradient is summed on the device, in fp32."""
 
-    tile: Tile | Portion
+    tile: Tile | TileSlice
     sums: Buffer
     views: dict[str, Tensor]
 
@@ -52,14 +52,14 @@ class _Lane:
 
 
 class Sink:
-    """Takes each tile's gradient once per step, as a whole or portion by portion.
+    """Takes each tile's gradient once per step, as a whole or slice by slice.
 
     Attributes:
-        ready: called with `(tile, slab, event)` as each gradient is put on its way; `event` is
+        ready: called with `(tile, host_grad, event)` as each gradient is put on its way; `event` is
             when it has landed.
         joined: numbers of the tiles to whose gradients rows are added (engine/embedding.py), which
             calls `ready` of them.
-        landed: their slabs and events, by number.
+        landed: their host gradients and events, by number.
         squares: on the device, the squared norm of each tile's gradient (fp32); the last element
             is the correction for tied tables (engine/embedding.py).
     """
@@ -68,21 +68,21 @@ class Sink:
         self,
         device: Device,
         tiles: Sequence[Tile],
-        visited: Sequence[Tile | Portion],
+        visited: Sequence[Tile | TileSlice],
         dtype: torch.dtype,
-        slabs: int,
+        host_grads: int,
         own: Sequence[Tile],
-        ready: Callable[[Tile, Slab, Any], None],
-        work: WorkRoom,
+        ready: Callable[[Tile, HostGrad, Any], None],
+        work: ScratchArena,
         lanes: int | None,
         piece: int | None = None,
     ) -> None:
         """Args: `visited`: what rooms are asked for; `piece`: elements sent at once, not `PIECE`.
 
-        `own` tiles have a host slab each; the others share `slabs` of them.
+        `own` tiles have a host gradient each; the others share `host_grads` of them.
 
         `lanes` pieces may be on their way out at once; None: as many as the largest layer has, or
-        the largest portion of one.
+        the largest slice of one.
         """
         self._device, self.ready, self._work = device, ready, work
         numel = max(tile.layout.trainable_numel for tile in tiles)
@@ -95,33 +95,34 @@ class Sink:
         self._turn = 0
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
-        self._own = _own_slabs(device, own, dtype)
-        count = slabs if len(self._own) < len(tiles) else 0
+        self._own = _own_host_grads(device, own, dtype)
+        count = host_grads if len(self._own) < len(tiles) else 0
         self._shared = [
-            Slab(device.host(f"slab {i}", numel, dtype, pinned=True)) for i in range(count)
+            HostGrad(device.host(f"host gradient {i}", numel, dtype, pinned=True))
+            for i in range(count)
         ]
         self._claimed = 0
-        self.joined: set[int] = set()
-        self.landed: dict[int, tuple[Slab, Any]] = {}
-        self._slab: Slab | None = None  # of the tile whose portions are coming
+        self.scattered_tiles: set[int] = set()
+        self.landed: dict[int, tuple[HostGrad, Any]] = {}
+        self._host_grad: HostGrad | None = None  # of the tile whose slices are coming
         on_host = [self._own[tile.index] for tile in own if tile.tier is HOST]
         self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
 
-    def _pieces_of_a_layer(self, tiles: Sequence[Tile | Portion]) -> int:
+    def _pieces_of_a_layer(self, tiles: Sequence[Tile | TileSlice]) -> int:
         layers = [t.layout.trainable_numel for t in tiles if t.name.startswith("layer")]
         return max(1, -(-max(layers, default=0) // self._piece))
 
-    def room(self, tile: Tile | Portion) -> Room:
-        """Zeroed fp32 sums for the gradient of a tile or a portion."""
+    def room(self, tile: Tile | TileSlice) -> GradAccumulator:
+        """Zeroed fp32 sums for the gradient of a tile or a slice."""
         sums = self._work.sums(tile.layout.trainable_numel)
         self._device.run(
             COMPUTE, Name(Kind.PLAIN, "clear gradient sums"), sums.data.zero_, writes=[sums]
         )
         views = {entry.name: entry.view(sums.data) for entry in tile.layout.trainable}
-        return Room(tile, sums, views)
+        return GradAccumulator(tile, sums, views)
 
-    def put(self, room: Room) -> None:
-        """Measure a gradient and send it out; of a tile in portions, its last one completes it."""
+    def put(self, room: GradAccumulator) -> None:
+        """Measure a gradient and send it out; of a tile in slices, its last one completes it."""
         tile, sums, device = room.tile, room.sums, self._device
 
         def measure() -> None:
@@ -134,54 +135,58 @@ class Sink:
         name = Name(Kind.PLAIN, f"measure {tile.name}")
         device.run(COMPUTE, name, measure, [sums], [self.squares])
         if not tile.tier.streamed:
-            slab = self._own[tile.index]
-            self._round(room, slice(0, len(sums.data)), slab.buffer)
-            self._landed(tile, slab, device.record(COMPUTE))
+            host_grad = self._own[tile.index]
+            self._round(room, slice(0, len(sums.data)), host_grad.buffer)
+            self._landed(tile, host_grad, device.record(COMPUTE))
             return
-        if tile.begins or self._slab is None:
-            self._slab = self.claim(tile, COPY_OUT)
+        if tile.begins or self._host_grad is None:
+            self._host_grad = self.claim(tile, COPY_OUT)
         for span in tile.spans:
             numel = max(0, min(span.numel, len(sums.data) - span.at))  # the rest is frozen
             for start in range(0, max(1, numel), self._piece):  # an empty one has its turn, too
-                self._send(room, self._slab, span, start, min(start + self._piece, numel))
-        self._landed(tile, self._slab, device.record(COPY_OUT))
+                self._send(room, self._host_grad, span, start, min(start + self._piece, numel))
+        self._landed(tile, self._host_grad, device.record(COPY_OUT))
 
-    def _send(self, room: Room, slab: Slab, span: Span, start: int, stop: int) -> None:
+    def _send(
+        self, room: GradAccumulator, host_grad: HostGrad, span: Span, start: int, stop: int
+    ) -> None:
         device, lane = self._device, self._lanes[self._turn % len(self._lanes)]
         self._turn += 1
         device.wait(COMPUTE, lane.left, "outgoing buffer free")
         self._round(room, slice(span.at + start, span.at + stop), lane.buffer)
         device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")
-        to = slab.buffer.piece(span.start + start, span.start + stop)
+        to = host_grad.buffer.piece(span.start + start, span.start + stop)
         device.copy(COPY_OUT, to, lane.buffer, stop - start)
         lane.left = device.record(COPY_OUT)
 
-    def _round(self, room: Room, part: slice, to: Buffer) -> None:
+    def _round(self, room: GradAccumulator, part: slice, to: Buffer) -> None:
         def work() -> None:
             to.data[: part.stop - part.start].copy_(room.sums.data[part])
 
         name = Name(Kind.ROUND, f"round {room.tile.name}")
         self._device.run(COMPUTE, name, work, [room.sums], [to])
 
-    def _landed(self, tile: Tile | Portion, slab: Slab, event: Any) -> None:
-        if tile.index in self.joined:
-            self.landed[tile.index] = slab, event
+    def _landed(self, tile: Tile | TileSlice, host_grad: HostGrad, event: Any) -> None:
+        if tile.index in self.scattered_tiles:
+            self.landed[tile.index] = host_grad, event
         elif tile.ends:
-            self.ready(tile.whole, slab, event)
+            self.ready(tile.whole, host_grad, event)
 
-    def claim(self, tile: Tile | Portion, stream: str) -> Slab:
-        """The slab for a tile's gradient; `stream` may write it after this."""
+    def claim(self, tile: Tile | TileSlice, stream: str) -> HostGrad:
+        """The host gradient for a tile's gradient; `stream` may write it after this."""
         if tile.index in self._own:
             return self._own[tile.index]
-        slab = self._shared[self._claimed % len(self._shared)]
+        host_grad = self._shared[self._claimed % len(self._shared)]
         self._claimed += 1
-        self._device.wait(stream, slab.free, "slab free")
-        return slab
+        self._device.wait(stream, host_grad.free, "host gradient free")
+        return host_grad
 
 
-def _own_slabs(device: Device, tiles: Sequence[Tile], dtype: torch.dtype) -> dict[int, Slab]:
+def _own_host_grads(
+    device: Device, tiles: Sequence[Tile], dtype: torch.dtype
+) -> dict[int, HostGrad]:
     layouts = [tile.layout for tile in tiles]
     lengths = [layout.trainable_numel for layout in layouts]
     tiers = [tile.tier for tile in tiles]
     buffers = planes(device, "gradient", layouts, lengths, dtype, tiers, pinned=True)
-    return {tile.index: Slab(buffer) for tile, buffer in zip(tiles, buffers, strict=True)}
+    return {tile.index: HostGrad(buffer) for tile, buffer in zip(tiles, buffers, strict=True)}

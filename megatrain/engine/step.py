@@ -11,7 +11,7 @@ from typing import Any
 
 from megatrain.device import Buffer
 from megatrain.engine.batch import Batch
-from megatrain.engine.boundaries import HostSaved, Saved
+from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.layer import Layer
 from megatrain.engine.modules import Head, Prologue, State
@@ -35,7 +35,7 @@ class Parts:
 class TrainingParts(Parts):
     """What a step that changes the weights needs besides."""
 
-    saved: Saved | HostSaved
+    saved: DeviceBoundaries | HostBoundaries
     sink: Sink
     update: Update
 

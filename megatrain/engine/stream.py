@@ -11,14 +11,14 @@ import torch
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN
-from megatrain.engine.tile_slice import Portion
+from megatrain.engine.tile_slice import TileSlice
 from megatrain.store import Tile
 
 
 class Streamed(Protocol):
-    """Something computed with the weights of one tile, or of a portion of it."""
+    """Something computed with the weights of one tile, or of a slice of it."""
 
-    tile: Tile | Portion
+    tile: Tile | TileSlice
 
 
 Unit = TypeVar("Unit", bound=Streamed)
@@ -123,7 +123,7 @@ class Stream:
         ahead = self._places[self._visited : self._loaded]
         return any(slot in place.slots for other in ahead for slot in other.slots)
 
-    def _load(self, tile: Tile | Portion, place: _Place) -> None:
+    def _load(self, tile: Tile | TileSlice, place: _Place) -> None:
         self._device.wait(COPY_IN, tile.updated, "version due")
         for slot in place.slots:
             self._device.wait(COPY_IN, slot.free, "slot free")

@@ -12,7 +12,7 @@ import torch
 from megatrain.device import Buffer
 from megatrain.errors import InputError
 from megatrain.model.projection import Projection
-from megatrain.model.spec import Layer, Outline
+from megatrain.model.spec import Layer, ModelSpec
 from megatrain.store import Span, Tier, Tile
 from megatrain.tile import TileLayout
 from megatrain.tile.layout import ALIGNMENT
@@ -20,11 +20,11 @@ from megatrain.units import align
 
 _ROWS = 64  # what numbers of a range's rows are multiples of: kernels want rows of logits aligned
 
-Rows = Mapping[str, tuple[int, int] | None]
+RowRanges = Mapping[str, tuple[int, int] | None]
 
 
 @dataclass(eq=False)
-class Portion:
+class TileSlice:
     """Rows of some parameters of a tile; wherever a tile is streamed, this may be.
 
     Attributes:
@@ -61,41 +61,41 @@ class Portion:
 
 
 @dataclass(frozen=True)
-class Ranges:
-    """The head's portions: all but its projection's rows, and these in ranges.
+class VocabSlices:
+    """The head's slices: all but its projection's rows, and these in ranges.
 
     Attributes:
         bounds: the first row of each range, and the end.
     """
 
-    rest: Portion
-    rows: list[Portion]
+    rest: TileSlice
+    rows: list[TileSlice]
     bounds: list[int]
 
     @property
-    def all(self) -> list[Portion]:
+    def all(self) -> list[TileSlice]:
         return [self.rest, *self.rows]
 
 
 @dataclass(frozen=True)
-class Stages:
-    """A layer's portions: all but its experts, these in groups, and the first one to read again.
+class ExpertSlices:
+    """A layer's slices: all but its experts, these in groups, and the first one to read again.
 
     Attributes:
         bounds: the first expert of each group, and the end.
     """
 
-    core: Portion
-    groups: list[Portion]
-    again: Portion
+    core: TileSlice
+    groups: list[TileSlice]
+    again: TileSlice
     bounds: list[int]
 
     @property
-    def all(self) -> list[Portion]:
+    def all(self) -> list[TileSlice]:
         return [self.core, *self.groups, self.again]
 
 
-def portion(tile: Tile, name: str, rows: Rows, *, trainable: bool = True) -> Portion:
+def slice_tile(tile: Tile, name: str, rows: RowRanges, *, trainable: bool = True) -> TileSlice:
     """Of each parameter in `rows` the `[start, stop)` of its first dimension; None: all of it."""
     layout = _layout(tile.layout, name, rows, trainable=trainable)
     spans: list[Span] = []
@@ -111,10 +111,10 @@ def portion(tile: Tile, name: str, rows: Rows, *, trainable: bool = True) -> Por
             spans[-1:] = [Span(last.start, last.at, last.numel + numel)]
         else:
             spans.append(Span(offset, entry.offset, numel))
-    return Portion(tile, layout, spans)
+    return TileSlice(tile, layout, spans)
 
 
-def _layout(tile: TileLayout, name: str, rows: Rows, *, trainable: bool = True) -> TileLayout:
+def _layout(tile: TileLayout, name: str, rows: RowRanges, *, trainable: bool = True) -> TileLayout:
     parameters = []
     for entry in tile.entries:
         if entry.name in rows:
@@ -124,11 +124,11 @@ def _layout(tile: TileLayout, name: str, rows: Rows, *, trainable: bool = True) 
     return TileLayout(name, parameters)
 
 
-def stages(tile: Tile, layer: Layer, max_stream_bytes: int, itemsize: int) -> Stages:
-    """The portions of a layer of more than `max_stream_bytes`.
+def expert_slices(tile: Tile, layer: Layer, max_stream_bytes: int, itemsize: int) -> ExpertSlices:
+    """The slices of a layer of more than `max_stream_bytes`.
 
     Raises:
-        InputError: a portion would be larger.
+        InputError: a slice would be larger.
     """
     _check(_indivisible(tile.layout, layer, itemsize), max_stream_bytes)
     experts, (own, rest) = layer.kind.experts, _names(tile.layout, layer)
@@ -137,22 +137,22 @@ def stages(tile: Tile, layer: Layer, max_stream_bytes: int, itemsize: int) -> St
     num_groups = -(-experts.num // (max_stream_bytes // itemsize // one.numel))
     bounds = [experts.num * group // num_groups for group in range(num_groups + 1)]
     groups = [
-        portion(tile, f"{tile.name} experts {a} to {b - 1}", dict.fromkeys(own, (a, b)))
+        slice_tile(tile, f"{tile.name} experts {a} to {b - 1}", dict.fromkeys(own, (a, b)))
         for a, b in itertools.pairwise(bounds)
     ]
-    core = portion(tile, f"{tile.name} without experts", dict.fromkeys(rest))
-    again = portion(tile, f"{tile.name} again", dict.fromkeys(rest), trainable=False)
+    core = slice_tile(tile, f"{tile.name} without experts", dict.fromkeys(rest))
+    again = slice_tile(tile, f"{tile.name} again", dict.fromkeys(rest), trainable=False)
     again.begins = core.ends = True  # the backward comes from the end
-    return Stages(core, groups, again, bounds)
+    return ExpertSlices(core, groups, again, bounds)
 
 
-def ranges(
+def vocab_slices(
     tile: Tile, projection: Projection, max_stream_bytes: int, slot_bytes: int, itemsize: int
-) -> Ranges:
-    """The portions of a head of more than `max_stream_bytes`; rows are as many as fit in a slot.
+) -> VocabSlices:
+    """The slices of a head of more than `max_stream_bytes`; rows are as many as fit in a slot.
 
     Raises:
-        InputError: a portion would be larger.
+        InputError: a slice would be larger.
     """
     _check(_parts_of_head(tile.layout, projection, itemsize), max_stream_bytes)
     entries = [tile.layout.by_name[name] for name in projection.names]
@@ -162,23 +162,25 @@ def ranges(
     count = -(-projection.num // (most // step * step))
     rows = align(-(-projection.num // count), step)
     bounds = [*range(0, projection.num, rows), projection.num]
-    portions = [
-        portion(tile, f"{tile.name} rows {a} to {b - 1}", dict.fromkeys(projection.names, (a, b)))
+    tile_slices = [
+        slice_tile(
+            tile, f"{tile.name} rows {a} to {b - 1}", dict.fromkeys(projection.names, (a, b))
+        )
         for a, b in itertools.pairwise(bounds)
     ]
     names = [e.name for e in tile.layout.entries if e.name not in projection.names]
-    rest = portion(tile, f"{tile.name} without rows", dict.fromkeys(names))
-    portions[-1].begins = rest.ends = True  # the backward comes from the end
-    return Ranges(rest, portions, bounds)
+    rest = slice_tile(tile, f"{tile.name} without rows", dict.fromkeys(names))
+    tile_slices[-1].begins = rest.ends = True  # the backward comes from the end
+    return VocabSlices(rest, tile_slices, bounds)
 
 
-def least_split(outline: Outline, layouts: Sequence[TileLayout], itemsize: int) -> int:
+def least_split(spec: ModelSpec, layouts: Sequence[TileLayout], itemsize: int) -> int:
     """The least `max_stream_bytes` for a model; if its largest tile cannot be split, its bytes."""
     by_name = {layout.name: layout for layout in layouts}
-    head = _parts_of_head(by_name["head"], outline.projection, itemsize)
+    head = _parts_of_head(by_name["head"], spec.projection, itemsize)
     layers = [
         part
-        for visit, layer in enumerate(outline.layers)
+        for visit, layer in enumerate(spec.layers)
         for part in _indivisible(by_name[f"layer {visit}"], layer, itemsize)
     ]
     return max(num_bytes for _, num_bytes in [*layers, *head])

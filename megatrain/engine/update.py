@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
-from megatrain.engine.sink import Slab
+from megatrain.engine.sink import HostGrad
 from megatrain.errors import StepRefused
 from megatrain.optim import StreamedOptimizer
 from megatrain.store import Tile
@@ -59,7 +59,7 @@ class Update:
         self._device, self._optimizer, self._threads = device, optimizer, threads
         self._max_grad_norm = max_grad_norm
         self.norm_limit = math.inf  # a step whose norm is above it is refused
-        self._pending: list[tuple[Tile, Slab, Any]] = []
+        self._pending: list[tuple[Tile, HostGrad, Any]] = []
         self._started: list[Tile] = []  # of the step that is going on
         self._torn = False
         self._losses: list[Tensor] = []
@@ -86,12 +86,12 @@ class Update:
         self._group_of = self._optimizer.group_of()
         self._groups = [dict(group) for group in self._optimizer.param_groups]
 
-    def ready(self, tile: Tile, slab: Slab, landed: Any) -> None:
-        """A tile's gradient is complete in `slab` at `landed`."""
+    def ready(self, tile: Tile, host_grad: HostGrad, landed: Any) -> None:
+        """A tile's gradient is complete in `host_grad` at `landed`."""
         if self.deferred or not tile.tier.streamed:
-            self._pending.append((tile, slab, landed))
+            self._pending.append((tile, host_grad, landed))
         else:
-            self._start(tile, slab, landed, 1.0)
+            self._start(tile, host_grad, landed, 1.0)
 
     def guard(self, losses: list[Tensor]) -> None:
         """Send the loss out; when updates do not wait for the norm, none passes a bad loss."""
@@ -136,8 +136,8 @@ class Update:
         report = Report(loss, math.sqrt(total) if total >= 0 else math.nan)
         self._check(report)
         # The backward ends with what the next forward begins with: rows of a table, layer 0, ...
-        for tile, slab, landed in reversed(self._pending):
-            self._start(tile, slab, landed, self._scale(report.grad_norm))
+        for tile, host_grad, landed in reversed(self._pending):
+            self._start(tile, host_grad, landed, self._scale(report.grad_norm))
         self._started = []
         return report
 
@@ -161,7 +161,7 @@ class Update:
             return 1.0
         return min(1.0, self._max_grad_norm / (norm + _CLIP_EPS))
 
-    def _start(self, tile: Tile, slab: Slab, landed: Any, scale: float) -> None:
+    def _start(self, tile: Tile, host_grad: HostGrad, landed: Any, scale: float) -> None:
         stream = tile.tier.updates
         if tile.tier.streamed:
             self._device.wait(stream, landed, "gradient landed")
@@ -176,11 +176,11 @@ class Update:
         self._device.run(
             stream,
             Name(Kind.UPDATE, f"update {tile.name}"),
-            lambda: self._apply(tile, slab, runs, version, scale),
-            [slab.buffer],
+            lambda: self._apply(tile, host_grad, runs, version, scale),
+            [host_grad.buffer],
             [tile.weights, *tile.state],
         )
-        tile.updated = slab.free = self._device.record(stream)
+        tile.updated = host_grad.free = self._device.record(stream)
 
     def _give_way(self, tile: Tile, stream: str) -> None:
         """Let who reads the tile's planes as they are have them before they are overwritten."""
@@ -192,7 +192,7 @@ class Update:
         tile.reader = None
 
     def _apply(
-        self, tile: Tile, slab: Slab, runs: Sequence[_Run], version: int, scale: float
+        self, tile: Tile, host_grad: HostGrad, runs: Sequence[_Run], version: int, scale: float
     ) -> None:
         if self._refused:
             return
@@ -201,7 +201,7 @@ class Update:
                 tile.weights.data[start:stop],
                 None if tile.remainder is None else tile.remainder.data[start:stop],
                 [b.data[plane.place(start, stop)] for plane, b in tile.states.items()],
-                slab.buffer.data[start:stop],
+                host_grad.buffer.data[start:stop],
                 group,
                 at=tile.index * MOST_ELEMENTS + start,
                 step=version,

@@ -19,8 +19,8 @@ from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.batch import Batch
 from megatrain.engine.layer import Layer, Stage
 from megatrain.engine.modules import HEAD_NAME, Head, State
-from megatrain.engine.sink import Room
-from megatrain.engine.tile_slice import Portion, Ranges
+from megatrain.engine.sink import GradAccumulator
+from megatrain.engine.tile_slice import TileSlice, VocabSlices
 from megatrain.loss import Statistics, range_gradient, range_statistics
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, MicroBatch, ModelProgram, Program
@@ -36,20 +36,20 @@ SomeStatistics = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Gradient = Callable[..., Tensor]
 
 
-def in_ranges(
-    device: Device, program: Program, ranges: Ranges, rows: "Rows"
+def in_shards(
+    device: Device, program: Program, vocab_slices: VocabSlices, rows: "VocabSplit"
 ) -> tuple[list[Layer], Head]:
     """The stages of a head, in their order; the last one is apart."""
-    *stages, last = zip(ranges.rows, ranges.bounds, strict=False)
-    firsts = [Range(device, program, *stage, rows) for stage in stages]
+    *middle, last = zip(vocab_slices.rows, vocab_slices.bounds, strict=False)
+    firsts = [VocabShard(device, program, *stage, rows) for stage in middle]
     for stage in firsts[:1]:
-        stage.fresh = stage.inputs
-    epilogue = Epilogue(device, program, ranges.rest)
-    portion, start = last
-    return [epilogue, *firsts], Head(device, program, portion, LastRows(rows, start))
+        stage.new_inputs = stage.inputs
+    epilogue = Epilogue(device, program, vocab_slices.rest)
+    tile_slice, start = last
+    return [epilogue, *firsts], Head(device, program, tile_slice, LastRows(rows, start))
 
 
-class Rows:
+class VocabSplit:
     """What is computed with some rows of the head's table, in chunks of `tokens`."""
 
     def __init__(
@@ -62,10 +62,10 @@ class Rows:
         """Args: `statistics`, `gradient` of a chunk's logits; compiled, or as they are."""
         self._program, self._tokens = program, tokens
         self._statistics_of, self._gradient_of = statistics, gradient
-        visit = len(program.outline.layers)
+        visit = len(program.spec.layers)
         refs = (Ref(visit, leaf) for leaf in range(LOGITS + 1))
         self.hidden, self.lse, self.picked, self.sum, self.lse_slope, self.first = refs
-        self._num = program.outline.num_logits
+        self._num = program.spec.num_logits
 
     def see(
         self, weights: dict[str, Tensor], start: int, micro: MicroBatch, values: Activations
@@ -134,7 +134,7 @@ class Rows:
         values: Activations,
         gradients: Activations,
         names: list[str],
-        room: Room,
+        room: GradAccumulator,
     ) -> None:
         """Add the gradients of the rows from `start` on to `room`, that of the rest to `gradients`.
 
@@ -179,8 +179,8 @@ def _given(micro: MicroBatch) -> list[Tensor]:
 class _AfterLayers(Stage):
     """Visited after the last layer."""
 
-    def __init__(self, device: Device, program: Program, portion: Portion) -> None:
-        super().__init__(device, program, portion, len(program.outline.layers) - 1)
+    def __init__(self, device: Device, program: Program, tile_slice: TileSlice) -> None:
+        super().__init__(device, program, tile_slice, len(program.spec.layers) - 1)
         self.visit += 1
         self.name, self.prefix = HEAD_NAME, ""
         self.backward_name = Name(Kind.HEAD, "head backward")
@@ -189,14 +189,14 @@ class _AfterLayers(Stage):
 class Epilogue(_AfterLayers):
     """From the last layer's activations to what is projected."""
 
-    def __init__(self, device: Device, program: Program, portion: Portion) -> None:
-        super().__init__(device, program, portion)
-        outline = program.outline
-        read = {ref for layer in outline.layers for ref in layer.inputs}
-        self.inputs = self.pulled = outline.epilogue_inputs
-        self.fresh = [ref for ref in self.inputs if ref not in read]
+    def __init__(self, device: Device, program: Program, tile_slice: TileSlice) -> None:
+        super().__init__(device, program, tile_slice)
+        spec = program.spec
+        read = {ref for layer in spec.layers for ref in layer.inputs}
+        self.inputs = self.grad_inputs = spec.epilogue_inputs
+        self.new_inputs = [ref for ref in self.inputs if ref not in read]
         self.made = [Ref(self.visit, leaf) for leaf in range(LOGITS)]
-        self.live = set()
+        self.live_out = set()
 
     def _call(
         self,
@@ -208,16 +208,16 @@ class Epilogue(_AfterLayers):
         return {self.made[0]: self.program.projected(weights, micro, values)}
 
 
-class Range(_AfterLayers):
+class VocabShard(_AfterLayers):
     """Some rows of the table, but not the last ones."""
 
     def __init__(
-        self, device: Device, program: Program, portion: Portion, start: int, rows: Rows
+        self, device: Device, program: Program, tile_slice: TileSlice, start: int, rows: VocabSplit
     ) -> None:
         """Args: `start` is the first of them."""
-        super().__init__(device, program, portion)
+        super().__init__(device, program, tile_slice)
         self._rows, self._start = rows, start
-        self.inputs, self.fresh = [rows.hidden], []
+        self.inputs, self.new_inputs = [rows.hidden], []
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """What is known of the logits so far, beside what is projected."""
@@ -230,7 +230,9 @@ class Range(_AfterLayers):
             out.append(self.device.run(COMPUTE, self.name, work, [slot]))
         return out
 
-    def vjp(self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: Room) -> State:
+    def vjp(
+        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
+    ) -> State:
         """Gradients of the rows into `room`; that of what is projected is added to."""
         for index, values in enumerate(h):
 
@@ -246,7 +248,7 @@ class Range(_AfterLayers):
 class LastRows:
     """What is computed with the last rows of the table, from `start` on: the loss is known."""
 
-    def __init__(self, rows: Rows, start: int) -> None:
+    def __init__(self, rows: VocabSplit, start: int) -> None:
         self._rows, self._start = rows, start
 
     def gradients_of(
@@ -256,7 +258,7 @@ class LastRows:
         micro: MicroBatch,
         values: Activations,
         count: float,
-        room: Room,
+        room: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
         rows = self._rows
         values = rows.see(weights, self._start, micro, values)

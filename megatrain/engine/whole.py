@@ -20,45 +20,45 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COPY_IN
 from megatrain.engine.layer import Layer
 from megatrain.engine.modules import Head, Prologue
-from megatrain.engine.portion import Portion
 from megatrain.engine.step import Parts
+from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.capture import stand_in
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.store import Tile
 from megatrain.tile import Entry
 
 _HARMLESS = ("__get__", "dim", "size", "is_floating_point", "requires_grad_")  # of a table
 
 
-def is_whole(parts: Parts, outline: Outline) -> bool:
+def is_whole(parts: Parts, spec: ModelSpec) -> bool:
     """Whether layers and head are each streamed as a whole."""
     units = [*parts.trunk, parts.head]
-    return len(units) == len(outline.layers) + 2 and isinstance(parts.head.tile, Tile)
+    return len(units) == len(spec.layers) + 2 and isinstance(parts.head.tile, Tile)
 
 
 @contextmanager
 def whole_model(
-    device: Device, parts: Parts, outline: Outline, tiles: Sequence[Tile], dtype: torch.dtype
+    device: Device, parts: Parts, spec: ModelSpec, tiles: Sequence[Tile], dtype: torch.dtype
 ) -> Iterator[PreTrainedModel]:
-    """The model of `outline`, in the mode that it is in; within this context it can be called.
+    """The model of `spec`, in the mode that it is in; within this context it can be called.
 
     Raises:
         InputError: layers or head are streamed in portions.
     """
-    if not is_whole(parts, outline):
+    if not is_whole(parts, spec):
         raise InputError(
             "layers or the head are streamed in portions, so the model cannot run as a whole: "
             "leave placement.max_stream_bytes out"
         )
     with ExitStack() as held:
-        model = held.enter_context(outline.skeleton.with_layers())
+        model = held.enter_context(spec.capture.with_layers())
         places = _Places(model)
         held.callback(places.restore)
-        tables = _Tables(device, places, outline, tiles, dtype)
+        tables = _Tables(device, places, spec, tiles, dtype)
         held.enter_context(tables)
         feed = _Feed(parts, places, tables)
-        for hook in feed.hooks(model, [layer.module for layer in outline.layers]):
+        for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
             held.callback(hook.remove)
         held.enter_context(torch.no_grad())
         yield model
@@ -100,14 +100,14 @@ class _Tables(TorchFunctionMode):
         self,
         device: Device,
         places: _Places,
-        outline: Outline,
+        spec: ModelSpec,
         tiles: Sequence[Tile],
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self._device, self._places = device.torch_device, places
         entries = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
-        self._rest = {name: _view(*entries[name]) for name in outline.gathered}
+        self._rest = {name: _view(*entries[name]) for name in spec.gathered}
         self._dtype = dtype
         self._tables: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
@@ -182,6 +182,6 @@ class _Feed:
         unit, slot = next(self._visits)
         if unit is not [*self._parts.trunk, self._parts.head][number]:
             raise RunFailed("the model's forward calls its layers in another order than it did")
-        assert not isinstance(unit.tile, Portion)
+        assert not isinstance(unit.tile, TileSlice)
         for name, values in unit.tile.layout.views(slot.data).items():
             self._places.put(name, values)

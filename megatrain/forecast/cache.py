@@ -4,22 +4,22 @@ from dataclasses import replace
 
 from megatrain.engine.opened import Model
 from megatrain.forecast.needs import Needs, needs_of
-from megatrain.forecast.profile import Measured
+from megatrain.forecast.profile import Profile
 from megatrain.forecast.simulate import Forecast, forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule
 from megatrain.placement import Placement
 
 
-class Forecasts:
+class ForecastCache:
     """Forecasts of one model, each made once."""
 
-    def __init__(self, outline: Outline) -> None:
-        self.outline = outline
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
         self._models: dict[Rule, Model] = {}
-        self._measured: dict[tuple, Measured] = {}
+        self._measured: dict[tuple, Profile] = {}
         self._made: dict[tuple, Forecast] = {}
         self._needs: dict[tuple, Needs] = {}
 
@@ -27,7 +27,7 @@ class Forecasts:
         """The model with the workload's optimizer, and its tiles."""
         rule = workload.rule
         if rule not in self._models:
-            self._models[rule] = Model.trained(self.outline, rule)
+            self._models[rule] = Model.trained(self.spec, rule)
         return self._models[rule]
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
@@ -46,12 +46,12 @@ class Forecasts:
             )
         return self._needs[key]
 
-    def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Measured:
+    def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Profile:
         """What the model's parts take."""
         key = (workload.dtype, workload.sequence_length, workload.compile, chunk_tokens)
         if key not in self._measured:
-            self._measured[key] = Measured(
-                self.outline,
+            self._measured[key] = Profile(
+                self.spec,
                 workload.dtype,
                 workload.sequence_length,
                 compiled=workload.compile,

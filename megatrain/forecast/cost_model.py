@@ -12,7 +12,7 @@ from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, UPDATE, Kind, kind_of
 from megatrain.device.clock import Cost
 from megatrain.forecast.meta_program import KEPT_GRAPHS, WORKING_SET
-from megatrain.forecast.op_counter import Tally, Work
+from megatrain.forecast.op_counter import OpCounter, Work
 from megatrain.machine import Machine
 from megatrain.optim import AdamW, moved_bytes
 from megatrain.telemetry.timeline import Span
@@ -50,8 +50,8 @@ _PLACES = (
 )
 
 
-class MachineCosts:
-    """What work takes on a machine; memory is counted by `tally`, which runs along.
+class CostModel:
+    """What work takes on a machine; memory is counted by `counter`, which runs along.
 
     Attributes:
         put_seconds: of the launching thread, for anything on a stream of the device.
@@ -59,9 +59,9 @@ class MachineCosts:
         puts: how often something is put on a stream for one of them.
     """
 
-    def __init__(self, machine: Machine, tally: Tally, planes: Sequence[str] = ()) -> None:
+    def __init__(self, machine: Machine, counter: OpCounter, planes: Sequence[str] = ()) -> None:
         """Args: `planes`: names of all that tiles keep, by which it is known in device memory."""
-        self.tally, self.host_bytes = tally, Counter[str]()
+        self.counter, self.host_bytes = counter, Counter[str]()
         self._planes = tuple(planes)
         self.group, self.puts = 1, 2
         self._known: dict[tuple, Cost] = {}
@@ -79,7 +79,7 @@ class MachineCosts:
         """Device memory, counted under the part that it belongs to."""
         place, made = self._place(name), torch.empty(numel, dtype=dtype, device="meta")
         grouped = self.group if place == LANES else 1
-        return self.tally.made(made, place, made.nbytes // grouped)
+        return self.counter.made(made, place, made.nbytes // grouped)
 
     def _place(self, name: str) -> str:
         for start, place in _PLACES:
@@ -90,7 +90,7 @@ class MachineCosts:
     def host(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory."""
         self.host_bytes[name] += numel * dtype.itemsize
-        return self.tally.made(torch.empty(numel, dtype=dtype, device="meta"), None)
+        return self.counter.made(torch.empty(numel, dtype=dtype, device="meta"), None)
 
     def copy(self, stream: str, num_bytes: int) -> float:
         return num_bytes / self._rate[stream]
@@ -136,13 +136,13 @@ class MachineCosts:
         return self._known[key]
 
     def _compute(self, kind: Kind, work: Callable[[], Any]) -> Cost:
-        self.tally.work = Work()
+        self.counter.work = Work()
         forward = kind in (Kind.LAYER, Kind.PART)
         # Layers count for themselves: a step has thousands of them.
-        counting = nullcontext() if kind in (Kind.LAYER, Kind.LAYER_BACKWARD) else self.tally
-        with self.tally.placing(KEPT_GRAPHS if forward else WORKING_SET), counting:
+        counting = nullcontext() if kind in (Kind.LAYER, Kind.LAYER_BACKWARD) else self.counter
+        with self.counter.placing(KEPT_GRAPHS if forward else WORKING_SET), counting:
             result = work()
-        done = self.tally.work
+        done = self.counter.work
         calls = max(1, done.calls)
         if kind is Kind.PROLOGUE:
             seconds = max(self._busy(done), calls * _PROLOGUE_SECONDS)
@@ -189,7 +189,7 @@ class MachineCosts:
 
 
 def _update_bytes(reads: Sequence[Buffer], writes: Sequence[Buffer]) -> int:
-    """The gradient is read, all else read and written; a shared slab is longer than its tile."""
+    """The gradient is read, all else read and written; a shared buffer is longer than its tile."""
     numel = max((buffer.data.numel() for buffer in writes), default=0)
     gradient = sum(buffer.data[:numel].nbytes for buffer in reads)
     return gradient + 2 * sum(buffer.data.nbytes for buffer in writes)

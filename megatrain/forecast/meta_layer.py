@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.engine.host_offload import Ferry
+from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.layer import Layer
-from megatrain.engine.saved_tensors import KeptAttention, Leaving, add
-from megatrain.engine.sink import Room
+from megatrain.engine.saved_tensors import KeptAttention, OffloadPlan, add
+from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast.groups import grouped
 from megatrain.forecast.meta_program import ACTIVATIONS, KEPT_ATTENTION, KEPT_GRAPHS, WORKING_SET
-from megatrain.forecast.op_counter import Tally, Work
-from megatrain.forecast.profile import LayerWork, Measured, Shape
+from megatrain.forecast.op_counter import OpCounter, Work
+from megatrain.forecast.profile import LayerWork, Profile, Shape
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.placement import ActivationPolicy
@@ -30,7 +30,7 @@ from megatrain.store import Tile
 _CROSSING = 2
 
 
-class OpaqueLayer(Layer):
+class MetaLayer(Layer):
     """A layer that says what it takes, holds as much memory as a real one, and computes nothing."""
 
     def __init__(
@@ -40,12 +40,12 @@ class OpaqueLayer(Layer):
         tile: Tile,
         visit: int,
         policy: ActivationPolicy,
-        ferry: Ferry | None,
-        measured: Measured,
-        tally: Tally,
+        offload: HostOffload | None,
+        measured: Profile,
+        counter: OpCounter,
     ) -> None:
-        super().__init__(device, program, tile, visit, policy, ferry)
-        self._measured, self._tally = measured, tally
+        super().__init__(device, program, tile, visit, policy, offload)
+        self._measured, self._counter = measured, counter
         self._itemsize = measured.dtype.itemsize
 
     def _forward(
@@ -54,7 +54,7 @@ class OpaqueLayer(Layer):
         micro: MicroBatch,
         values: Activations,
         index: int,
-        leaving: Leaving | None,
+        leaving: OffloadPlan | None,
         *,
         train: bool,
     ) -> Activations:
@@ -67,19 +67,19 @@ class OpaqueLayer(Layer):
             stays = leaving is None
             held, made = self._black_box(first, work, count, place, stays=stays)
             # What a graph holds is packed piece by piece, and its inputs are let go of.
-            self._tally.add(Work(kernels=count * len(self.inputs)))
+            self._counter.add(Work(kernels=count * len(self.inputs)))
             if leaving is not None:
-                self._tally.add(Work(touched_bytes=_CROSSING * held.nbytes))
+                self._counter.add(Work(touched_bytes=_CROSSING * held.nbytes))
                 leaving.memory.append(held)
                 held = torch.empty(0)
-            self._waiting[index] = OpaqueGraph(self, micro, self._read(values), first, second, held)
+            self._waiting[index] = MetaGraph(self, micro, self._read(values), first, second, held)
             return made
         if train and self.policy.saves == "attention":
             kept = self._counted(work.again.attention_bytes * count, KEPT_ATTENTION)
             _, made = self._black_box(_beside_attention(work.again), work, count, WORKING_SET)
             self._waiting[index] = KeptAttention([kept], leaving)
             return made
-        self._tally.add(work.forward.times(count))
+        self._counter.add(work.forward.times(count))
         return self._made(work, count)
 
     def _ready(
@@ -91,19 +91,19 @@ class OpaqueLayer(Layer):
         returned: list[Tensor],
     ) -> Any:
         waiting = self._waiting.pop(index, None)
-        if isinstance(waiting, OpaqueGraph):
+        if isinstance(waiting, MetaGraph):
             crossed = sum(each.nbytes for each in returned)
-            self._tally.add(Work(touched_bytes=_CROSSING * crossed))
+            self._counter.add(Work(touched_bytes=_CROSSING * crossed))
             return waiting
         work = self._work(micro)
         first = work.again
         if waiting is not None:
             first = replace(_beside_attention(first), attention_flops=0)
         # Each of a group is computed again after the one before it is done.
-        self._tally.add(first.times(grouped(micro)))
+        self._counter.add(first.times(grouped(micro)))
         held = self._counted(first.kept_bytes, WORKING_SET)
-        self._tally.took(sum(shape.num_bytes for shape in self._shapes(work)))
-        return OpaqueGraph(self, micro, self._read(values), first, work.backward, held)
+        self._counter.took(sum(shape.num_bytes for shape in self._shapes(work)))
+        return MetaGraph(self, micro, self._read(values), first, work.backward, held)
 
     def _work(self, micro: MicroBatch) -> LayerWork:
         return self._measured.layer(self.visit, len(micro.inputs["input_ids"]))
@@ -121,49 +121,56 @@ class OpaqueLayer(Layer):
         results = sum(shape.num_bytes for shape in self._shapes(work))
         kept = first.kept_bytes
         before = self._counted((count - 1) * (kept * stays + results), place)
-        self._tally.add(first.times(count))  # the last of a group has its peak on top of the others
+        self._counter.add(
+            first.times(count)
+        )  # the last of a group has its peak on top of the others
         del before
         held = torch.empty(count * kept, dtype=torch.uint8, device="meta")
-        self._tally.made(held, place, count * kept if stays else kept)
+        self._counter.made(held, place, count * kept if stays else kept)
         return held, self._made(work, count)
 
     def _made(self, work: LayerWork, count: int) -> Activations:
         shapes = zip(self.made, self._shapes(work), strict=True)
         return {
-            ref: self._tally.made(s.times(count).empty("meta"), ACTIVATIONS) for ref, s in shapes
+            ref: self._counter.made(s.times(count).empty("meta"), ACTIVATIONS) for ref, s in shapes
         }
 
     def _counted(self, num_bytes: int, place: str) -> Tensor:
-        return self._tally.made(torch.empty(num_bytes, dtype=torch.uint8, device="meta"), place)
+        return self._counter.made(torch.empty(num_bytes, dtype=torch.uint8, device="meta"), place)
 
-    def pull(self, graph: "OpaqueGraph", made: Iterable[Ref], dh: Activations) -> Activations:
+    def pull(self, graph: "MetaGraph", made: Iterable[Ref], dh: Activations) -> Activations:
         """What `Graph.pull` takes and returns."""
-        tally, count, first, second = self._tally, grouped(graph.micro), graph.first, graph.second
+        counter, count, first, second = (
+            self._counter,
+            grouped(graph.micro),
+            graph.first,
+            graph.second,
+        )
         of_layer = set(made)
         rest = {ref: gradient for ref, gradient in dh.items() if ref not in of_layer}
         if not any(ref in dh for ref in self.made):
             return rest
         # What is held already counts in the backward's peak.
         peak = max(0, second.peak_bytes - first.kept_bytes)
-        tally.add(replace(second, peak_bytes=peak).times(count))
+        counter.add(replace(second, peak_bytes=peak).times(count))
         trained = self.tile.layout.trainable_numel
         weights = self._counted(trained * self._itemsize, WORKING_SET)
         likes = {ref: shape for ref, shape in graph.reads.items() if shape.dtype.is_floating_point}
-        tally.took(sum(like.num_bytes for like in likes.values()) // count)
+        counter.took(sum(like.num_bytes for like in likes.values()) // count)
         if count > 1 and len(graph.held):  # all but the last of a group are done
             graph.held = torch.empty(0)
             graph.held = self._counted(first.kept_bytes, WORKING_SET)
-        pulled = {r: tally.made(s.empty("meta"), WORKING_SET) for r, s in likes.items()}
+        pulled = {r: counter.made(s.empty("meta"), WORKING_SET) for r, s in likes.items()}
         graph.held = torch.empty(0)
         summed = trained * (self._itemsize + 4)
-        tally.add(Work(touched_bytes=summed, kernels=bool(trained)).times(count))
+        counter.add(Work(touched_bytes=summed, kernels=bool(trained)).times(count))
         del weights
-        with tally:
+        with counter:
             return add(rest, list(pulled), pulled.values())
 
 
 @dataclass
-class OpaqueGraph:
+class MetaGraph:
     """As `Graph`, of such a layer.
 
     Attributes:
@@ -172,14 +179,14 @@ class OpaqueGraph:
         held: memory that waits, if it is on the device.
     """
 
-    layer: OpaqueLayer
+    layer: MetaLayer
     micro: MicroBatch
     reads: dict[Ref, Shape]
     first: Work
     second: Work
     held: Tensor
 
-    def pull(self, made: Iterable[Ref], dh: Activations, room: Room) -> Activations:
+    def pull(self, made: Iterable[Ref], dh: Activations, room: GradAccumulator) -> Activations:
         """As `Graph.pull`."""
         return self.layer.pull(self, made, dh)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatrain.engine.expert_split import GIVEN, RESULT
 from megatrain.engine.head import WholeHead
-from megatrain.engine.sink import Room
-from megatrain.engine.vocab_split import HIDDEN, Rows
+from megatrain.engine.sink import GradAccumulator
+from megatrain.engine.vocab_split import HIDDEN, VocabSplit
 from megatrain.forecast.groups import grouped
-from megatrain.forecast.op_counter import Tally, Work
-from megatrain.forecast.profile import LayerWork, Measured, Shape
+from megatrain.forecast.op_counter import OpCounter, Work
+from megatrain.forecast.profile import LayerWork, Profile, Shape
 from megatrain.forecast.profile_experts import around_experts, some_experts
 from megatrain.forecast.profile_head import projected, some_rows
 from megatrain.model.capture import Call, Ref
@@ -30,12 +30,12 @@ ACTIVATIONS, WORKING_SET, KEPT_GRAPHS = "activations", "working set", "kept grap
 KEPT_ATTENTION = "kept attention"
 
 
-class OpaqueProgram(Program):
+class MetaProgram(Program):
     """A program of which only works and shapes are known."""
 
-    def __init__(self, measured: Measured, tally: Tally, head_tokens: int) -> None:
-        self.outline = measured.outline
-        self._measured, self._tally, self._head_tokens = measured, tally, head_tokens
+    def __init__(self, measured: Profile, counter: OpCounter, head_tokens: int) -> None:
+        self.spec = measured.spec
+        self._measured, self._counter, self._head_tokens = measured, counter, head_tokens
 
     def compile(self) -> None:
         """Nothing runs."""
@@ -47,13 +47,13 @@ class OpaqueProgram(Program):
         rows, count = len(batch.inputs["input_ids"]), grouped(batch)
         shapes = {ref: s.times(count) for ref, s in self._measured.entering(rows).items()}
         num_bytes = count * self._measured.argument_bytes(rows)
-        with self._tally.placing("layer arguments"):
+        with self._counter.placing("layer arguments"):
             held = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-        batch.calls = [Call([held], None)] * len(self.outline.layers)
+        batch.calls = [Call([held], None)] * len(self.spec.layers)
         sources = [*batch.rows.tables.values(), *weights.values()]
         moved = sum(shape.num_bytes for shape in shapes.values())
         work = Work(touched_bytes=2 * moved, kernels=count, calls=count)
-        return _call(self._tally, work, work, KEPT_GRAPHS, sources, shapes)
+        return _call(self._counter, work, work, KEPT_GRAPHS, sources, shapes)
 
     def layer(
         self,
@@ -78,8 +78,8 @@ class OpaqueProgram(Program):
 
     def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
         work = projected(self._measured, len(batch.inputs["input_ids"]), self._head_tokens)
-        ref = Ref(len(self.outline.layers), HIDDEN)
-        sources = [*(values[ref] for ref in self.outline.epilogue_inputs), *weights.values()]
+        ref = Ref(len(self.spec.layers), HIDDEN)
+        sources = [*(values[ref] for ref in self.spec.epilogue_inputs), *weights.values()]
         return self._stage(work, sources, {ref: work.outputs[HIDDEN]})[ref]
 
     def _stage(
@@ -87,9 +87,9 @@ class OpaqueProgram(Program):
     ) -> Activations:
         """The results of a part of which nothing is kept."""
         if torch.is_grad_enabled():
-            return _call(self._tally, work.again, work.backward, WORKING_SET, sources, shapes)
-        self._tally.add(work.forward)
-        return _results(self._tally, shapes)
+            return _call(self._counter, work.again, work.backward, WORKING_SET, sources, shapes)
+        self._counter.add(work.forward)
+        return _results(self._counter, shapes)
 
     def around_experts(
         self,
@@ -100,16 +100,16 @@ class OpaqueProgram(Program):
         result: Tensor | None,
     ) -> tuple[Activations, tuple[Tensor, ...]]:
         work = around_experts(self._measured, visit, len(batch.inputs["input_ids"]))
-        made, given = self.outline.outputs[visit], [Ref(visit, leaf) for leaf in GIVEN]
+        made, given = self.spec.outputs[visit], [Ref(visit, leaf) for leaf in GIVEN]
         shapes = {ref: work.outputs[ref.leaf] for ref in [*made, *given]}
-        inputs = [values[ref] for ref in self.outline.layers[visit].inputs]
+        inputs = [values[ref] for ref in self.spec.layers[visit].inputs]
         sources = [*inputs, *weights.values(), *([] if result is None else [result])]
         out = self._stage(work, sources, shapes)
         return {ref: out[ref] for ref in made}, tuple(out[ref] for ref in given)
 
     def chosen(self, visit: int, index_NK: Tensor, start: int, stop: int) -> Chosen:
         """As many as there are if all experts are chosen equally often."""
-        experts = self.outline.layers[visit].kind.experts
+        experts = self.spec.layers[visit].kind.experts
         assert experts is not None
         count = index_NK.numel() * (stop - start) // experts.num
         where_S = torch.empty(count, dtype=torch.long, device="meta")
@@ -120,19 +120,19 @@ class OpaqueProgram(Program):
         return self._stage(work, [*rows, *weights.values()], {ref: work.outputs[RESULT]})[ref]
 
 
-class OpaqueRows(Rows):
+class MetaVocabSplit(VocabSplit):
     """Rows of the head's table of which only works and shapes are known."""
 
-    def __init__(self, tokens: int, measured: Measured, tally: Tally) -> None:
+    def __init__(self, tokens: int, measured: Profile, counter: OpCounter) -> None:
         super().__init__(measured.program, tokens)
-        self._measured, self._tally = measured, tally
+        self._measured, self._counter = measured, counter
 
     def see(
         self, weights: dict[str, Tensor], start: int, micro: MicroBatch, values: Activations
     ) -> Activations:
         count = micro.inputs["input_ids"].numel()
-        self._tally.add(self._work(weights, micro)[0])
-        with self._tally.placing(ACTIVATIONS):
+        self._counter.add(self._work(weights, micro)[0])
+        with self._counter.placing(ACTIVATIONS):
             found = {ref: torch.empty(count, device="meta") for ref in (self.lse, self.picked)}
         return {**values, **found}
 
@@ -140,7 +140,7 @@ class OpaqueRows(Rows):
         return torch.empty((), device="meta")
 
     def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
-        with self._tally.placing(ACTIVATIONS):
+        with self._counter.placing(ACTIVATIONS):
             return super().gradients(micro, values, count)
 
     def pull(
@@ -151,21 +151,23 @@ class OpaqueRows(Rows):
         values: Activations,
         gradients: Activations,
         names: list[str],
-        room: Room,
+        room: GradAccumulator,
     ) -> None:
-        self._tally.add(self._work(weights, micro)[1])
+        self._counter.add(self._work(weights, micro)[1])
 
     def _work(self, weights: Weights, micro: MicroBatch) -> tuple[Work, Work]:
         return some_rows(self._measured, weights, len(micro.inputs["input_ids"]), self._tokens)
 
 
-class OpaqueHead(WholeHead):
+class MetaHead(WholeHead):
     """A head of which only works and shapes are known."""
 
-    def __init__(self, tokens: int, measured: Measured, layout: TileLayout, tally: Tally) -> None:
+    def __init__(
+        self, tokens: int, measured: Profile, layout: TileLayout, counter: OpCounter
+    ) -> None:
         super().__init__(measured.program, tokens, lambda loss: loss.summed)
         self._work = partial(measured.head, layout, head_tokens=tokens)
-        self._tally = tally
+        self._counter = counter
 
     def gradients_of(
         self,
@@ -174,24 +176,24 @@ class OpaqueHead(WholeHead):
         micro: MicroBatch,
         values: Activations,
         count: float,
-        room: Room,
+        room: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
         number = grouped(micro)
-        self._tally.add(self._work(len(micro.inputs["input_ids"])).times(number))
+        self._counter.add(self._work(len(micro.inputs["input_ids"])).times(number))
         pulled = {ref: value for ref, value in values.items() if value.is_floating_point()}
         # Of a group, each one's activations are gone when the next one's gradients are made.
         gone = sum(value.nbytes for value in pulled.values()) * (number - 1) // number
-        with self._tally.placing(ACTIVATIONS), self._tally.less(ACTIVATIONS, gone):
+        with self._counter.placing(ACTIVATIONS), self._counter.less(ACTIVATIONS, gone):
             return torch.empty((), device="meta"), {ref: _like(v) for ref, v in pulled.items()}
 
 
-def _results(tally: Tally, shapes: Mapping[Ref, Shape]) -> Activations:
-    with tally.placing(ACTIVATIONS):
+def _results(counter: OpCounter, shapes: Mapping[Ref, Shape]) -> Activations:
+    with counter.placing(ACTIVATIONS):
         return {ref: shape.empty("meta") for ref, shape in shapes.items()}
 
 
 def _call(
-    tally: Tally,
+    counter: OpCounter,
     first: Work,
     second: Work,
     place: str,
@@ -199,7 +201,7 @@ def _call(
     shapes: Mapping[Ref, Shape],
 ) -> Activations:
     """The results of a black box in whose graph the `first` work's kept bytes wait for `second`."""
-    made = _BlackBox.apply(tally, first, second, place, shapes, *sources)
+    made = _BlackBox.apply(counter, first, second, place, shapes, *sources)
     return dict(zip(shapes, made, strict=True))
 
 
@@ -207,29 +209,29 @@ class _BlackBox(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tally: Tally,
+        counter: OpCounter,
         first: Work,
         second: Work,
         place: str,
         shapes: Mapping[Ref, Shape],
         *sources: Tensor,
     ) -> tuple[Tensor, ...]:
-        tally.add(first)
-        with tally.placing(place):
+        counter.add(first)
+        with counter.placing(place):
             held = torch.empty(first.kept_bytes, dtype=torch.uint8, device="meta")
         # What is held already counts in the backward's peak.
         peak = max(0, second.peak_bytes - first.kept_bytes)
-        ctx.tally, ctx.second = tally, replace(second, peak_bytes=peak)
+        ctx.counter, ctx.second = counter, replace(second, peak_bytes=peak)
         ctx.save_for_backward(held)
         ctx.sources = [Shape(tuple(source.shape), source.dtype) for source in sources]
-        return tuple(_results(tally, shapes).values())
+        return tuple(_results(counter, shapes).values())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # what was held has its end with this backward
-        ctx.tally.add(ctx.second)
+        ctx.counter.add(ctx.second)
         wanted = zip(ctx.sources, ctx.needs_input_grad[5:], strict=True)
-        with ctx.tally.placing(WORKING_SET):
+        with ctx.counter.placing(WORKING_SET):
             pulled = [source.empty("meta") if needed else None for source, needed in wanted]
         return (None, None, None, None, None, *pulled)
 

@@ -17,9 +17,9 @@ from megatrain.engine.assemble import Assembly
 from megatrain.engine.makers import TorchMakers
 from megatrain.engine.opened import Model
 from megatrain.engine.step import Parts, TrainingParts
-from megatrain.engine.tile_slice import Portion
+from megatrain.engine.tile_slice import TileSlice
 from megatrain.model.program import ModelProgram
-from megatrain.model.spec import PROBE_SHAPE, Outline
+from megatrain.model.spec import PROBE_SHAPE, ModelSpec
 from megatrain.placement import Placement
 from megatrain.store import Store, Tile
 
@@ -86,11 +86,11 @@ def needs_of(
     if isinstance(parts, TrainingParts):
         device.needs.device[UNSUMMED] += _unsummed_bytes(assembly.visited, dtype)
         where = device.needs.host if placement.layer_inputs == "host" else device.needs.device
-        where["boundaries"] += _boundary_numel(model.outline) * dtype.itemsize * (tokens or 0)
+        where["boundaries"] += _boundary_numel(model.spec) * dtype.itemsize * (tokens or 0)
     return device.needs
 
 
-def _unsummed_bytes(visited: Sequence[Tile | Portion], dtype: torch.dtype) -> int:
+def _unsummed_bytes(visited: Sequence[Tile | TileSlice], dtype: torch.dtype) -> int:
     """The largest gradient of one backward, in the compute type; of the head, one parameter's.
 
     Beside it, what the backward of a few tokens works with is next to nothing.
@@ -101,12 +101,12 @@ def _unsummed_bytes(visited: Sequence[Tile | Portion], dtype: torch.dtype) -> in
     return max([*whole, *single], default=0) * dtype.itemsize
 
 
-def _boundary_numel(outline: Outline) -> int:
+def _boundary_numel(spec: ModelSpec) -> int:
     """What enters the layers, of one token."""
-    positions, layers = prod(PROBE_SHAPE), outline.layers
+    positions, layers = prod(PROBE_SHAPE), spec.layers
     return sum(
         layer.kind.example[ref.leaf].numel() // positions
-        for layer, refs in zip(layers, outline.outputs, strict=True)
+        for layer, refs in zip(layers, spec.outputs, strict=True)
         for ref in refs
         if isinstance(layer.kind.example[ref.leaf], Tensor)
     )

@@ -232,7 +232,7 @@ def is_view(func: Any) -> bool:
     return func.is_view or func in _LOOKS or func.namespace == "prim"
 
 
-class Tally(TorchDispatchMode):
+class OpCounter(TorchDispatchMode):
     """Counts while it is entered.
 
     Attributes:

@@ -1,6 +1,6 @@
 """What the parts of a model take at one shape of micro-batch, read off the model's own code.
 
-Each kind of layer, and the head, runs once on fake tensors (shapes without data) under a tally of
+Each kind of layer, and the head, runs once on fake tensors (shapes without data) under a counter of
 its operations: FLOPs, bytes touched, and bytes alive. That takes tenths of a second, for any size.
 """
 
@@ -22,17 +22,17 @@ from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.batch import Batch, prepare
 from megatrain.engine.head import WholeHead
 from megatrain.engine.modules import Head
-from megatrain.engine.sink import Room
+from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast.groups import Group, groups
 from megatrain.forecast.inductor_model import Compiled, Recorder, Traced
 from megatrain.forecast.meta_loss import cross_entropy
-from megatrain.forecast.op_counter import OneAttention, Tally, Work, foreseeing
+from megatrain.forecast.op_counter import OneAttention, OpCounter, Work, foreseeing
 from megatrain.forecast.profile_chunks import TileWork, foretold, tiled
 from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.capture import Call, Ref, Rows, stand_in
-from megatrain.model.layer_template import KEPT_SHARE, Kind
+from megatrain.model.layer_template import KEPT_SHARE, LayerTemplate
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.optim import Plane
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
@@ -102,12 +102,12 @@ class _AnyRows(Rows):
         return ids
 
 
-class Measured:
+class Profile:
     """The works of a model's parts, each measured when it is first asked for."""
 
     def __init__(
         self,
-        outline: Outline,
+        spec: ModelSpec,
         dtype: torch.dtype,
         sequence_length: int,
         *,
@@ -115,9 +115,9 @@ class Measured:
         chunk_tokens: int | None = None,
     ) -> None:
         """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles."""
-        self.outline, self.dtype, self.tokens = outline, dtype, sequence_length
+        self.spec, self.dtype, self.tokens = spec, dtype, sequence_length
         self.compiled, self.chunk_tokens = compiled, chunk_tokens
-        self.program = ModelProgram(outline, _CPU, dtype)
+        self.program = ModelProgram(spec, _CPU, dtype)
         self.program.train(True)
         self._known: dict[Hashable, Any] = {}
         self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}
@@ -132,10 +132,10 @@ class Measured:
         """Random ones of a step `[B, T]`, and those that differ: as many as on average."""
 
         def made() -> tuple[Tensor, Tensor]:
-            config = self.outline.skeleton.model.config.get_text_config(decoder=True)
+            config = self.spec.capture.model.config.get_text_config(decoder=True)
             generator = torch.Generator().manual_seed(0)
             ids_BT = torch.randint(config.vocab_size, (rows, self.tokens), generator=generator)
-            constants = torch.tensor(self.outline.constants, dtype=torch.long)
+            constants = torch.tensor(self.spec.constants, dtype=torch.long)
             return ids_BT, torch.cat([ids_BT.flatten(), constants]).unique()
 
         return self.once(("tokens", rows), made)
@@ -148,9 +148,9 @@ class Measured:
             counts = groups(rows, micro_batch, most)
             firsts = accumulate((count * size for count, size in counts), initial=0)
             parts = [ids_BT[at : at + n] for (_, n), at in zip(counts, firsts, strict=False)]
-            vocabulary = self.outline.skeleton.model.config.get_text_config(decoder=True).vocab_size
+            vocabulary = self.spec.capture.model.config.get_text_config(decoder=True).vocab_size
             micro = [{"input_ids": part, "labels": part} for part in parts]
-            takes = self.outline.skeleton.accepts
+            takes = self.spec.capture.accepts
             batch = prepare(micro, _CPU, vocabulary, takes=takes, loss=CROSS_ENTROPY, seed=0)
             pairs = zip(batch.micro, counts, strict=True)
             batch.micro = [Group(**vars(each), count=count) for each, (count, _) in pairs]
@@ -169,10 +169,10 @@ class Measured:
 
     def layer(self, visit: int, rows: int) -> LayerWork:
         """The work of a layer, from that of its kind."""
-        kind = self.outline.layers[visit].kind
+        kind = self.spec.layers[visit].kind
 
         def measure() -> LayerWork:
-            with foreseeing(self.outline.layers[visit].name):
+            with foreseeing(self.spec.layers[visit].name):
                 return self._layer(visit, rows, kind)
 
         return self.once(("layer", id(kind), rows), measure)
@@ -196,10 +196,10 @@ class Measured:
         if rows not in self._micro:
             with foreseeing("what comes before the layers"), fakes():
                 micro = self.micro_batch(rows)
-                outer = dict(self.outline.skeleton.model.named_parameters())
+                outer = dict(self.spec.capture.model.named_parameters())
                 weights = {
                     name: stand_in(outer[name], _CPU, self.dtype).requires_grad_()
-                    for name in self.outline.prologue
+                    for name in self.spec.prologue
                 }
                 with torch.enable_grad():
                     values = self.program.prologue(weights, micro)
@@ -212,16 +212,16 @@ class Measured:
     def micro_batch(self, rows: int) -> MicroBatch:
         """One without data, within `fakes()`."""
         ids = torch.zeros(rows, self.tokens, dtype=torch.long)
-        widths = dict(self.outline.skeleton.model.named_parameters())
+        widths = dict(self.spec.capture.model.named_parameters())
         tables = {
             name: torch.empty(1, *widths[name].shape[1:], dtype=self.dtype).requires_grad_()
-            for name in self.outline.gathered
+            for name in self.spec.gathered
         }
         return MicroBatch({"input_ids": ids}, ids, _AnyRows(ids, ids, tables, ids.view(-1)[:1]))
 
     def called(self, visit: int, rows: int) -> tuple[MicroBatch, dict[str, Tensor], Activations]:
         """A micro-batch, weights and inputs to call a layer with, within `fakes()`."""
-        layer, calls = self.outline.layers[visit], self._prologue(rows)[1]
+        layer, calls = self.spec.layers[visit], self._prologue(rows)[1]
         micro = replace(self.micro_batch(rows), calls=_as_fakes(calls))
         values = {ref: self.shape(ref, rows).empty("cpu") for ref in layer.inputs}
         for value in values.values():
@@ -232,7 +232,7 @@ class Measured:
         }
         return micro, weights, values
 
-    def _layer(self, visit: int, rows: int, kind: Kind) -> LayerWork:
+    def _layer(self, visit: int, rows: int, kind: LayerTemplate) -> LayerWork:
         with fakes(), torch.enable_grad(), self.program.eager():
             micro, weights, values = self.called(visit, rows)
             given = [*values.values(), *weights.values(), *micro.calls[visit].leaves]
@@ -272,24 +272,24 @@ class Measured:
 
     def _head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
         with self.tiles_of_head(head_tokens), fakes(), torch.enable_grad():
-            tally = Tally()
+            counter = OpCounter()
             tile = Tile(0, layout, {Plane("weights", self.dtype): Buffer("", torch.empty(0))})
             slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
             views = {entry.name: entry.view(sums.data) for entry in layout.trainable}
             micro = self.micro_batch(rows)
-            refs = self.outline.epilogue_inputs
+            refs = self.spec.epilogue_inputs
             h = [{ref: self.shape(ref, rows).empty("cpu") for ref in refs}]
             batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)
             compiled = self.compiled
             summed = (lambda loss: cross_entropy) if compiled else (lambda loss: loss.summed)
             whole = WholeHead(self.program, head_tokens, summed)
             head = Head(CpuDevice(), self.program, tile, whole)
-            tally.ignore((slot.data, sums.data, h, micro.inputs, micro.targets))
-            with tally:
-                result = head.loss_and_vjp(slot, batch, h, Room(tile, sums, views))
+            counter.ignore((slot.data, sums.data, h, micro.inputs, micro.targets))
+            with counter:
+                result = head.loss_and_vjp(slot, batch, h, GradAccumulator(tile, sums, views))
             del result
-            return replace(tally.work, peak_bytes=tally.peak_bytes)
+            return replace(counter.work, peak_bytes=counter.peak_bytes)
 
 
 def _compiled(run: Any, given: list[Any]) -> LayerWork:
@@ -325,7 +325,7 @@ def _compiled(run: Any, given: list[Any]) -> LayerWork:
 
 def eager_work(run: Any, given: list[Any]) -> LayerWork:
     """What a layer takes as it is."""
-    plain, graph = Tally(), Tally()
+    plain, graph = OpCounter(), OpCounter()
     with torch.no_grad(), plain:
         plain.ignore(given)
         run()

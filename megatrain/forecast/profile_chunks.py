@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.compat.torch import current_mode
-from megatrain.forecast.op_counter import Tally, Work, added
-from megatrain.model.layer_template import Kind, template
-from megatrain.model.token_chunks import Tiled, acts_on_tokens_alone, parts
+from megatrain.forecast.op_counter import OpCounter, Work, added
+from megatrain.model.layer_template import LayerTemplate, template
+from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone, parts
 
 _SIZE = 4  # of the greatest common divisor of a part's sizes, in a trial
 _MOST = 1 << 24  # parameters of a part that is tried in its own size
@@ -46,7 +46,7 @@ Measure = Callable[[nn.Module, dict[str, Tensor], tuple[int, ...], torch.dtype],
 
 
 @contextmanager
-def tiled(kind: Kind, tokens: int, measure: Measure) -> Iterator[None]:
+def tiled(kind: LayerTemplate, tokens: int, measure: Measure) -> Iterator[None]:
     """Within this context a kind's parts stand for tiles of `tokens`.
 
     Args:
@@ -78,7 +78,7 @@ def foretold(
                 part.forward = forward
 
 
-class _Foretold(Tiled):
+class _Foretold(ChunkedOverTokens):
     """A part whose tiles are measured instead of run."""
 
     def __init__(self, part: nn.Module, name: str, tokens: int, measure: Measure) -> None:
@@ -159,9 +159,9 @@ class _Opaque(torch.autograd.Function):
 
 
 def _add(work: Work, peak_bytes: int) -> None:
-    tally = current_mode()
-    assert isinstance(tally, Tally), "parts in tiles are measured under a tally"
-    tally.add(replace(work, peak_bytes=peak_bytes))
+    counter = current_mode()
+    assert isinstance(counter, OpCounter), "parts in tiles are measured under a counter"
+    counter.add(replace(work, peak_bytes=peak_bytes))
 
 
 def _times(count: int, work: Work) -> Work:

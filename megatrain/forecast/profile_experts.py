@@ -6,18 +6,18 @@ import torch
 
 from megatrain.engine.expert_split import GIVEN, RESULT
 from megatrain.forecast.op_counter import NotForeseeable, foreseeing
-from megatrain.forecast.profile import LayerWork, Measured, eager_work, fakes
+from megatrain.forecast.profile import LayerWork, Profile, eager_work, fakes
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, Weights
 
 
-def around_experts(measured: Measured, visit: int, rows: int) -> LayerWork:
+def around_experts(measured: Profile, visit: int, rows: int) -> LayerWork:
     """The work of a layer with its experts' result given; outputs and what the experts are given.
 
     Raises:
         NotForeseeable: it depends on values, or is for tiles of tokens.
     """
-    layer = measured.outline.layers[visit]
+    layer = measured.spec.layers[visit]
     if measured.chunk_tokens is not None:
         raise NotForeseeable("what split layers take with chunk_tokens is not foreseen")
 
@@ -38,13 +38,13 @@ def around_experts(measured: Measured, visit: int, rows: int) -> LayerWork:
     return measured.once(("around experts", id(layer.kind), rows), measure)
 
 
-def some_experts(measured: Measured, visit: int, count: int, weights: Weights) -> LayerWork:
+def some_experts(measured: Profile, visit: int, count: int, weights: Weights) -> LayerWork:
     """The work of as many experts as `weights` has, on `count` rows in all.
 
     Raises:
         NotForeseeable: it depends on values.
     """
-    layer = measured.outline.layers[visit]
+    layer = measured.spec.layers[visit]
     shapes = {name: weight.shape for name, weight in weights.items()}
 
     def measure() -> LayerWork:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer
-from megatrain.engine.sink import Room
-from megatrain.engine.vocab_split import HIDDEN, Rows
-from megatrain.forecast.op_counter import Tally, Work, foreseeing
-from megatrain.forecast.profile import LayerWork, Measured, Shape, eager_work, fakes
+from megatrain.engine.sink import GradAccumulator
+from megatrain.engine.vocab_split import HIDDEN, VocabSplit
+from megatrain.forecast.op_counter import OpCounter, Work, foreseeing
+from megatrain.forecast.profile import LayerWork, Profile, Shape, eager_work, fakes
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, Weights
 from megatrain.optim import Plane
@@ -38,18 +38,18 @@ def _(logits_CR: Tensor, places_C: Tensor, lse_C: Tensor, weights_C: Tensor) -> 
     return torch.empty_like(logits_CR)
 
 
-def projected(measured: Measured, rows: int, head_tokens: int) -> LayerWork:
+def projected(measured: Profile, rows: int, head_tokens: int) -> LayerWork:
     """The work of what comes before the projection."""
-    outline = measured.outline
+    spec = measured.spec
 
     def measure() -> LayerWork:
         tiles = measured.tiles_of_head(head_tokens)
         with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
             micro = measured.micro_batch(rows)
-            shapes = {ref: measured.shape(ref, rows) for ref in outline.epilogue_inputs}
+            shapes = {ref: measured.shape(ref, rows) for ref in spec.epilogue_inputs}
             values = {ref: s.empty("cpu").requires_grad_() for ref, s in shapes.items()}
-            sizes = dict(outline.skeleton.model.named_parameters())
-            names = (name for name in outline.epilogue if name not in outline.projection.names)
+            sizes = dict(spec.capture.model.named_parameters())
+            names = (name for name in spec.epilogue if name not in spec.projection.names)
             weights = {
                 name: torch.empty(sizes[name].shape, dtype=measured.dtype).requires_grad_()
                 for name in names
@@ -57,7 +57,7 @@ def projected(measured: Measured, rows: int, head_tokens: int) -> LayerWork:
 
             def run() -> Activations:
                 made = measured.program.projected(weights, micro, values)
-                return {Ref(len(outline.layers), HIDDEN): made}
+                return {Ref(len(spec.layers), HIDDEN): made}
 
             return eager_work(run, [*values.values(), *weights.values()])
 
@@ -65,7 +65,7 @@ def projected(measured: Measured, rows: int, head_tokens: int) -> LayerWork:
 
 
 def some_rows(
-    measured: Measured, weights: Weights, rows: int, head_tokens: int
+    measured: Profile, weights: Weights, rows: int, head_tokens: int
 ) -> tuple[Work, Work]:
     """The work of as many rows of the table as `weights` has: of `Rows.see`, and of `Rows.pull`."""
     shapes = {name: weight.shape for name, weight in weights.items()}
@@ -74,14 +74,14 @@ def some_rows(
         hidden = projected(measured, rows, head_tokens).outputs[HIDDEN]
         with foreseeing("the head"), fakes():
             kernels = (_statistics, _gradient) if measured.compiled else ()
-            computed = Rows(measured.program, head_tokens, *kernels)
+            computed = VocabSplit(measured.program, head_tokens, *kernels)
             return _both(measured, computed, shapes, rows, hidden)
 
     return measured.once(("rows", *shapes.values(), rows, head_tokens), measure)
 
 
 def _both(
-    measured: Measured, computed: Rows, shapes: dict[str, torch.Size], rows: int, hidden: Shape
+    measured: Profile, computed: VocabSplit, shapes: dict[str, torch.Size], rows: int, hidden: Shape
 ) -> tuple[Work, Work]:
     micro, values = measured.micro_batch(rows), {computed.hidden: hidden.empty("cpu")}
     weights = {
@@ -91,13 +91,13 @@ def _both(
     layout = TileLayout("", [(name, shape, 0) for name, shape in shapes.items()])
     sums = Buffer("sums", torch.empty(layout.trainable_numel))
     tile = Tile(0, layout, {Plane("weights", sums.data.dtype): sums})
-    room = Room(tile, sums, layout.views(sums.data))
+    room = GradAccumulator(tile, sums, layout.views(sums.data))
     given = [weights, sums.data, values, micro.inputs, micro.targets]
-    with Tally() as first:
+    with OpCounter() as first:
         first.ignore(given)
         values = computed.see(weights, 0, micro, values)
     gradients = computed.gradients(micro, values, 1)
-    with Tally() as second:
+    with OpCounter() as second:
         second.ignore([*given, values, gradients])
         computed.pull(weights, 0, micro, values, gradients, list(weights), room)
     one, other = (replace(t.work, peak_bytes=t.peak_bytes) for t in (first, second))

@@ -17,18 +17,18 @@ from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.opened import Model
 from megatrain.engine.sink import PIECE
 from megatrain.engine.step import TrainingParts, train_step
-from megatrain.forecast.cost_model import MachineCosts
+from megatrain.forecast.cost_model import CostModel
 from megatrain.forecast.groups import grouped
-from megatrain.forecast.meta_makers import OpaqueMakers
+from megatrain.forecast.meta_makers import MetaMakers
 from megatrain.forecast.meta_program import (
     ACTIVATIONS,
     KEPT_ATTENTION,
     KEPT_GRAPHS,
     WORKING_SET,
-    OpaqueProgram,
+    MetaProgram,
 )
-from megatrain.forecast.op_counter import Tally
-from megatrain.forecast.profile import Measured
+from megatrain.forecast.op_counter import OpCounter
+from megatrain.forecast.profile import Profile
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.weights import IN_FLIGHT_BYTES
@@ -180,7 +180,7 @@ def forecast(
     model: Model,
     machine: Machine,
     placement: Placement,
-    measured: Measured,
+    measured: Profile,
     *,
     rows: int,
     micro_batch: int,
@@ -257,17 +257,17 @@ def _run(
     model: Model,
     machine: Machine,
     placement: Placement,
-    measured: Measured,
+    measured: Profile,
     rows: int,
     micro_batch: int,
     *,
     clip: bool,
 ) -> _Run:
     """The last of a few steps, which is like all that follow."""
-    tally = Tally()
+    counter = OpCounter()
     dtype = measured.dtype
     kept = (*tile_planes(model.rule, dtype), gradient_plane(dtype))
-    costs = MachineCosts(machine, tally, [plane.name for plane in kept])
+    costs = CostModel(machine, counter, [plane.name for plane in kept])
     device = ClockDevice(costs)
     # What is split is followed micro-batch by micro-batch.
     most = _FOLLOWED if placement.max_stream_bytes is None else None
@@ -275,7 +275,7 @@ def _run(
     costs.group = max(map(grouped, batch.micro))
     costs.puts = 3 if placement.layer_inputs == "host" else 2
     with torch.enable_grad():
-        store, parts = _assemble(device, measured, model, placement, tally, clip)
+        store, parts = _assemble(device, measured, model, placement, counter, clip)
         end = device.now
         for _ in range(_STEPS):
             begin = end
@@ -288,7 +288,7 @@ def _run(
     # Rooms of graphs on the host are as if all groups were as large as the first.
     every = sum(map(grouped, batch.micro)), costs.group * len(batch.micro)
     host["host_kept_bytes"] = host["host_kept_bytes"] * every[0] // every[1]
-    return _Run(end - begin, spans, tally.peak_live, host, planes, parameters)
+    return _Run(end - begin, spans, counter.peak_live, host, planes, parameters)
 
 
 def _process_bytes(model: Model, machine: Machine, placement: Placement, later: int) -> int:
@@ -300,7 +300,7 @@ def _process_bytes(model: Model, machine: Machine, placement: Placement, later: 
     """
     resident = [layout for layout in model.layouts if layout.name in placement.resident]
     split = max((prod(e.shape) for layout in resident for e in layout.entries), default=0)
-    drawn = 4 * most_drawn_at_once(model.outline)
+    drawn = 4 * most_drawn_at_once(model.spec)
     read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
     arriving = max(drawn + 4 * split, read)
     if machine.unified:
@@ -310,18 +310,18 @@ def _process_bytes(model: Model, machine: Machine, placement: Placement, later: 
 
 def _assemble(
     device: ClockDevice,
-    measured: Measured,
+    measured: Profile,
     model: Model,
     placement: Placement,
-    tally: Tally,
+    counter: OpCounter,
     clip: bool,
 ) -> tuple[Store, TrainingParts]:
     """The parts of a step as the engine makes them, around a program that computes nothing."""
     joined = [_joined(each, measured.dtype, placement) for each in model.layouts]
     store = Store(device, joined, measured.dtype, rule=model.rule, resident=placement.resident)
-    program = OpaqueProgram(measured, tally, placement.head_tokens)
+    program = MetaProgram(measured, counter, placement.head_tokens)
     head = next(each for each in joined if each.name == "head")
-    makers = OpaqueMakers(measured, program, head, tally)
+    makers = MetaMakers(measured, program, head, counter)
     piece = _coarse(joined) if placement.gradient_lanes is None else None
     assembly = Assembly(device, program, store, measured.dtype, placement, makers, piece)
     assert model.optimizer is not None

@@ -4,7 +4,7 @@ import logging
 from typing import Literal
 
 from megatrain.api import Engine
-from megatrain.autoplace.budget import limits
+from megatrain.autoplace.fits import limits
 from megatrain.checkpoint import Checkpoint
 from megatrain.device import open_device
 from megatrain.engine.assemble import open_source

@@ -31,17 +31,17 @@ def tag(value: Tensor, ref: Ref) -> Tensor:
 
 
 @dataclass
-class Reach:
+class AutogradDeps:
     """What tensors depend on: tagged activations, and leaves (by id)."""
 
     refs: set[Ref] = field(default_factory=set)
     leaves: set[int] = field(default_factory=set)
 
 
-def reach(tensors: Iterable[Tensor]) -> Reach:
+def reach(tensors: Iterable[Tensor]) -> AutogradDeps:
     """Walk the autograd graph of `tensors` back to tagged activations and leaves."""
     tensors = list(tensors)
-    found, seen = Reach(), set()
+    found, seen = AutogradDeps(), set()
     queue: list[Any] = [t.grad_fn for t in tensors]
     found.leaves.update(id(t) for t in tensors if t.requires_grad and t.grad_fn is None)
     while queue:

@@ -191,7 +191,7 @@ def _same(ids: Tensor, own: Tensor) -> bool:
     return _memory(ids) == _memory(own) and ids.is_contiguous() and ids.numel() == own.numel()
 
 
-class Skeleton:
+class Capture:
     """Runs a model's forward without its layers.
 
     Attributes:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from megatrain.compat.torch import TorchDispatchMode, parameters_of, version_of
 from megatrain.compat.transformers import initialise as initialise_module
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.seeds import derived_seed
 
 Owners = dict[int, PreTrainedModel]
@@ -30,7 +30,7 @@ _DRAWING = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
 def initialise(
-    outline: Outline,
+    spec: ModelSpec,
     seed: int,
     write: Callable[[str, Tensor], None],
     only: Iterable[str] | None = None,
@@ -48,11 +48,11 @@ def initialise(
         write: takes each parameter's Hugging Face name and its values, once.
         only: names to write; None for all.
     """
-    model = outline.skeleton.model
+    model = spec.capture.model
     paths = {id(module): path for path, module in model.named_modules()}
     wanted = {name for name, _ in model.named_parameters()}
     wanted &= wanted if only is None else set(only)
-    owners, parts = _owners(model), list(_parts(model, outline))
+    owners, parts = _owners(model), list(_parts(model, spec))
     left: dict[str, Place] = {}
     for index, part in enumerate(parts):
         # A tied parameter belongs to the module that has it under its first name.
@@ -80,11 +80,11 @@ def initialise(
             write(full, made[full].detach())
 
 
-def most_drawn_at_once(outline: Outline) -> int:
+def most_drawn_at_once(spec: ModelSpec) -> int:
     """Values of the largest part: so many `initialise` holds besides what `write` keeps."""
     return max(
         sum(p.numel() for module in part for p in module.parameters(recurse=False))
-        for part in _parts(outline.skeleton.model, outline)
+        for part in _parts(spec.capture.model, spec)
     )
 
 
@@ -117,13 +117,13 @@ class _InPieces(TorchDispatchMode):
         return args[0]
 
 
-def _parts(model: PreTrainedModel, outline: Outline) -> Iterator[list[nn.Module]]:
+def _parts(model: PreTrainedModel, spec: ModelSpec) -> Iterator[list[nn.Module]]:
     """Modules drawn together, children before parents: each layer, then every other module.
 
     A module whose `_init_weights` reaches down into its children is drawn with all of them.
     """
     inside: set[int] = set()
-    for layer in outline.layers:
+    for layer in spec.layers:
         members = list(_children_first(layer.module))
         inside.update(id(module) for module in members)
         yield members

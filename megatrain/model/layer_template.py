@@ -46,7 +46,7 @@ Arguments = tuple[
 
 
 @dataclass
-class Kind:
+class LayerTemplate:
     """Layers that compute the same function of their weights.
 
     Attributes:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from megatrain.compat.transformers import CAUSAL_LM_CLASSES
 from megatrain.loss import IGNORED, targets_of
 from megatrain.model.capture import last_hidden, with_hidden
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import Unsupported
 from megatrain.model.zeros import zero_pages
 
@@ -30,21 +30,21 @@ _RANDOM = 1 << 18  # of a parameter's values that are not zero: tables may be la
 _TOLERANCE = 1e-6  # of the loss, in fp32
 
 
-def label_shift(outline: Outline) -> int:
+def label_shift(spec: ModelSpec) -> int:
     """How far labels lie behind the logits that they are compared with: 1 token, or 0.
 
     Raises:
         Unsupported: the model has another loss than the mean cross entropy of its labels, or a head
             that is none of a language model.
     """
-    model = outline.skeleton.model
+    model = spec.capture.model
     name, count = type(model).__name__, model.config.get_text_config(decoder=True).vocab_size
-    if outline.num_logits < count:
+    if spec.num_logits < count:
         raise Unsupported(
-            f"{name} makes {outline.num_logits} numbers of a token, and its vocabulary has {count}:"
+            f"{name} makes {spec.num_logits} numbers of a token, and its vocabulary has {count}:"
             " its head is not a language model's; give a model with one (...ForCausalLM)"
         )
-    shift = _tried(outline, name)
+    shift = _tried(spec, name)
     if shift == 0 and name not in CAUSAL_LM_CLASSES:
         raise Unsupported(
             f"{name} predicts each token at its own place, not the next one: it is not a causal "
@@ -53,11 +53,11 @@ def label_shift(outline: Outline) -> int:
     return shift
 
 
-def _tried(outline: Outline, name: str) -> int:
-    labels_BT = _labels(outline.skeleton.model)
+def _tried(spec: ModelSpec, name: str) -> int:
+    labels_BT = _labels(spec.capture.model)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _vocabulary(outline):
-            own, logits_BTV = _own(outline, labels_BT)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _vocabulary(spec):
+            own, logits_BTV = _own(spec, labels_BT)
             loss = None if own is None else float(own)
     except Exception as error:  # whatever a model's own code makes of these labels
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -87,32 +87,32 @@ def _labels(model: PreTrainedModel) -> Tensor:
     return labels_BT
 
 
-def _own(outline: Outline, labels_BT: Tensor) -> tuple[Tensor | None, Tensor]:
+def _own(spec: ModelSpec, labels_BT: Tensor) -> tuple[Tensor | None, Tensor]:
     """Loss of the model's own forward, None if it has none, and logits, of random hidden states."""
     generator = torch.Generator().manual_seed(0)
-    skeleton = outline.skeleton
-    used = {*outline.gathered, *outline.prologue, *outline.epilogue}
+    capture = spec.capture
+    used = {*spec.gathered, *spec.prologue, *spec.epilogue}
     weights = {
         name: _random(parameter, generator)
-        for name, parameter in skeleton.model.named_parameters()
+        for name, parameter in capture.model.named_parameters()
         if name in used
     }
-    width = last_hidden(outline.trunk).shape[2:]
+    width = last_hidden(spec.trunk).shape[2:]
     hidden = torch.randn((*_SHAPE, *width), generator=generator)
-    inputs = skeleton.inputs({"input_ids": torch.zeros(_SHAPE, dtype=torch.long)})
-    given = weights, with_hidden(outline.trunk, hidden)
+    inputs = capture.inputs({"input_ids": torch.zeros(_SHAPE, dtype=torch.long)})
+    given = weights, with_hidden(spec.trunk, hidden)
     with _FewRows(weights):
-        loss, logits = skeleton.own_loss(*given, inputs, labels_BT)
-        return loss, skeleton.head(*given, inputs) if logits is None else logits
+        loss, logits = capture.own_loss(*given, inputs, labels_BT)
+        return loss, capture.head(*given, inputs) if logits is None else logits
 
 
 @contextmanager
-def _vocabulary(outline: Outline) -> Iterator[None]:
+def _vocabulary(spec: ModelSpec) -> Iterator[None]:
     """Let the model's loss know of all logits: a padded table has more rows than tokens are known.
 
     transformers' losses would take the logits of several tokens for those of one.
     """
-    model, count = outline.skeleton.model, outline.num_logits
+    model, count = spec.capture.model, spec.num_logits
     parts = [model.config, model.config.get_text_config(decoder=True), model]
     before = [(part, part.vocab_size) for part in parts if hasattr(part, "vocab_size")]
     try:

@@ -1,4 +1,4 @@
-"""Reads a model's outline off one run of its own forward.
+"""Reads a model's spec off one run of its own forward.
 
 The run is made on the CPU with all weights zero (pages of zeros that take no memory) and a handful
 of tokens: only structure is learned from it, so it needs no weights and costs no time. What the
@@ -18,10 +18,10 @@ from megatrain.compat.torch import pytree
 from megatrain.model.autograd_deps import reach, tag
 from megatrain.model.capture import (
     PROLOGUE,
+    Capture,
     Reached,
     Ref,
     Rows,
-    Skeleton,
     Uses,
     identity,
     last_hidden,
@@ -29,10 +29,10 @@ from megatrain.model.capture import (
 )
 from megatrain.model.fingerprint import Reader
 from megatrain.model.given import refuse_behaviour
-from megatrain.model.layer_template import Kind, NumberRead, without_index
+from megatrain.model.layer_template import LayerTemplate, NumberRead, without_index
 from megatrain.model.own_loss import label_shift
 from megatrain.model.projection import mixes_tokens
-from megatrain.model.spec import PROBE_SHAPE, Layer, Outline
+from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.state import Dice, example, refuse_state, settle
 from megatrain.model.unsupported import Unsupported, Watch, draws_for_layers, refuse_settings
 from megatrain.model.zeros import zero_pages
@@ -40,7 +40,7 @@ from megatrain.model.zeros import zero_pages
 _MORE_STATES = "its head computes logits from more than the last hidden states"
 
 
-def outline(model: PreTrainedModel) -> Outline:
+def spec(model: PreTrainedModel) -> ModelSpec:
     """Learn the structure of `model` (meta parameters, real CPU buffers).
 
     Raises:
@@ -50,7 +50,7 @@ def outline(model: PreTrainedModel) -> Outline:
     refuse_settings(model.config)
     refuse_behaviour(model)
     try:
-        found = _outline(model)
+        found = _spec(model)
         found.label_shift = label_shift(found)
         return found
     except Unsupported:
@@ -72,7 +72,7 @@ def _refuse_broken(model: PreTrainedModel) -> None:
         ) from error
 
 
-def _outline(model: PreTrainedModel) -> Outline:
+def _spec(model: PreTrainedModel) -> ModelSpec:
     tried = []
     for name, stack in find_stacks(model):
         probe = _Probe(model, name, stack)
@@ -80,9 +80,9 @@ def _outline(model: PreTrainedModel) -> Outline:
             return probe.run()
         except NotCalled:
             tried.append(name)
-            probe.skeleton.restore()
+            probe.capture.restore()
         except BaseException:
-            probe.skeleton.restore()
+            probe.capture.restore()
             raise
     raise Unsupported(
         f"{type(model).__name__} has no list of layers that its text forward calls one after the "
@@ -114,8 +114,8 @@ class _Probe:
         self.outer = {n: p for n, p in model.named_parameters() if id(p) not in inside}
         self._refuse_shared()
         self.signatures = {id(layer): self._signature(layer) for layer in stack}
-        self.skeleton = Skeleton(model, stack)
-        self.kinds: dict[Any, Kind] = {}
+        self.capture = Capture(model, stack)
+        self.kinds: dict[Any, LayerTemplate] = {}
         self.layers: list[Layer] = []
         self.origin: dict[Hashable, Ref] = {}  # identity of an activation -> where it came from
         self.alive: list[Tensor] = []  # keeps those identities valid
@@ -145,19 +145,19 @@ class _Probe:
             )
         return found
 
-    def run(self) -> Outline:
+    def run(self) -> ModelSpec:
         dice = Dice()
-        settle(self.skeleton, self.stack, {name: p.shape for name, p in self.outer.items()})
+        settle(self.capture, self.stack, {name: p.shape for name, p in self.outer.items()})
         watch = Watch(self.model, "", [*self.stack])
         self._find_trunk()
         weights = {name: zero_pages(p.shape, requires_grad=True) for name, p in self.outer.items()}
         ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
-        inputs = self.skeleton.inputs({"input_ids": ids})
+        inputs = self.capture.inputs({"input_ids": ids})
         with torch.enable_grad():
             gathered, constants = self._tables(weights, ids, inputs)
             rows = _probe_rows(ids, weights, gathered, constants)
-            with self.skeleton.stop_at_trunk():
-                output = self.skeleton.forward(self._record, weights, inputs, rows, self.uses)
+            with self.capture.stop_at_trunk():
+                output = self.capture.forward(self._record, weights, inputs, rows, self.uses)
             found = self._finish(weights, rows, constants, output, inputs)
         self._refuse_mixing(found)
         refuse_state(watch, lambda: self._again(weights, output, inputs, rows))
@@ -177,8 +177,8 @@ class _Probe:
             kind = next(visits).kind
             return pytree.tree_unflatten(list(kind.example), kind.output_spec)
 
-        with torch.no_grad(), self.skeleton.stop_at_trunk():
-            found.append(last_hidden(self.skeleton.forward(replay, weights, inputs, rows)))
+        with torch.no_grad(), self.capture.stop_at_trunk():
+            found.append(last_hidden(self.capture.forward(replay, weights, inputs, rows)))
         return [*found, self._logits(weights, output, inputs)]
 
     def _find_trunk(self) -> None:
@@ -202,8 +202,8 @@ class _Probe:
             weights = {name: zero_pages(p.shape) for name, p in self.outer.items()}
             ids = torch.zeros(PROBE_SHAPE, dtype=torch.long)
             with torch.no_grad():
-                reached = self.skeleton.forward(
-                    stop, weights, self.skeleton.inputs({"input_ids": ids})
+                reached = self.capture.forward(
+                    stop, weights, self.capture.inputs({"input_ids": ids})
                 )
         finally:
             for hook in hooks:
@@ -215,7 +215,7 @@ class _Probe:
                 f"{type(self.model).__name__} calls the layers of {self.stack_name} itself, with "
                 "no module between them and the language-model head"
             )
-        self.skeleton.trunk = called[0]
+        self.capture.trunk = called[0]
 
     def _tables(
         self, weights: dict[str, Tensor], ids: Tensor, inputs: Mapping[str, Any]
@@ -231,7 +231,7 @@ class _Probe:
             arguments.extend(pytree.tree_leaves((args, kwargs)))
             raise Reached(None)
 
-        self.skeleton.forward(first, weights, inputs, None, uses)
+        self.capture.forward(first, weights, inputs, None, uses)
         names = {id(w): name for name, w in weights.items()}
         looked_up = [(names[id(w)], used) for w, used in uses.lookups if id(w) in names]
         others = {name for name, used in looked_up if not _rearranged(used, ids)}
@@ -239,7 +239,7 @@ class _Probe:
         constants = {row for table, row in uses.constants if row >= 0 and names.get(table) in mine}
         rows = _probe_rows(ids, weights, mine, constants)
         arguments.clear()
-        self.skeleton.forward(first, weights, inputs, rows)
+        self.capture.forward(first, weights, inputs, rows)
         dense = reach(a for a in arguments if isinstance(a, Tensor)).leaves
         return [name for name in mine if id(weights[name]) not in dense], sorted(constants)
 
@@ -248,12 +248,12 @@ class _Probe:
         path = self.paths[id(module)]
         if any(layer.name == path for layer in self.layers):
             raise Unsupported(f"{path} is called more than once in a forward")
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, tree_spec = pytree.tree_flatten((args, kwargs))
         if any(isinstance(leaf, Cache) for leaf in leaves):
             raise Unsupported(f"{path} is given a key-value cache in training")
         found = [self._trace(leaf, path) for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [ref for ref in dict.fromkeys(found) if ref is not None]
-        kind = self._kind(module, path, *pytree.tree_unflatten(leaves, spec))
+        kind = self._kind(module, path, *pytree.tree_unflatten(leaves, tree_spec))
         self.layers.append(Layer(path, module, kind, inputs))
         return self._tagged(visit, kind)
 
@@ -272,22 +272,22 @@ class _Probe:
             self.alive.append(leaf)
         return self.origin.get(identity(leaf))
 
-    def _kind(self, module: nn.Module, path: str, args: tuple, kwargs: dict) -> Kind:
+    def _kind(self, module: nn.Module, path: str, args: tuple, kwargs: dict) -> LayerTemplate:
         key = self.signatures[id(module)]
         if key in self.kinds:
             return self.kinds[key]
-        kind, reads = Kind(without_index(self.skeleton.template(module))), NumberRead.count
+        kind, reads = LayerTemplate(without_index(self.capture.template(module))), NumberRead.count
         with suppress(Exception):  # whatever a forward makes of a number that is not there
             example(kind, path, module, args, kwargs)
             if NumberRead.count == reads:
                 self.kinds[key] = kind
                 return kind
         # This forward reads its number, or fails in any case: such a layer is a kind of its own.
-        kind = Kind(self.skeleton.template(module))
+        kind = LayerTemplate(self.capture.template(module))
         example(kind, path, module, args, kwargs)
         return kind
 
-    def _tagged(self, visit: int, kind: Kind) -> Any:
+    def _tagged(self, visit: int, kind: LayerTemplate) -> Any:
         leaves = []
         for index, value in enumerate(kind.example):
             if isinstance(value, Tensor):
@@ -306,7 +306,7 @@ class _Probe:
         constants: list[int],
         output: Any,
         inputs: Mapping[str, Any],
-    ) -> Outline:
+    ) -> ModelSpec:
         names = {id(w): name for name, w in weights.items()}
         end = reach([last_hidden(output)])
         if not end.refs:
@@ -329,8 +329,8 @@ class _Probe:
         known = {*gathered, *prologue, *epilogue}
         rest = [name for name in weights if name not in known]
         fixed = sorted(name for name in rest if id(weights[name]) in self.uses.touched)
-        return Outline(
-            skeleton=self.skeleton,
+        return ModelSpec(
+            capture=self.capture,
             layers=self.layers,
             epilogue_inputs=sorted(end.refs),
             gathered=gathered,
@@ -348,7 +348,7 @@ class _Probe:
         hidden = last_hidden(output).detach()[:1, :2].clone().requires_grad_()
         few = {**inputs, "input_ids": inputs["input_ids"][:1, :2]}
         try:
-            logits = self.skeleton.head(weights, with_hidden(output, hidden), few)
+            logits = self.capture.head(weights, with_hidden(output, hidden), few)
         except RuntimeError as error:  # other states of the trunk have more rows and tokens
             raise Unsupported(_MORE_STATES) from error
         if not isinstance(logits, Tensor) or logits.shape[:2] != hidden.shape[:2]:
@@ -357,7 +357,7 @@ class _Probe:
             raise Unsupported("its head does not give logits of each token; give a ...ForCausalLM")
         return logits
 
-    def _refuse_mixing(self, found: Outline) -> None:
+    def _refuse_mixing(self, found: ModelSpec) -> None:
         width = last_hidden(found.trunk).shape[-1]
         self.model.eval()  # dropout is no mixing
         mixes = mixes_tokens(found.logits, found.head_shapes, found.num_logits, width)

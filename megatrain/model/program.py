@@ -29,8 +29,8 @@ from megatrain.model.capture import (
 )
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.layer_template import Arguments, move_buffers
-from megatrain.model.spec import PROBE_SHAPE, Layer, Outline
-from megatrain.model.token_chunks import Tiled, parts
+from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
+from megatrain.model.token_chunks import ChunkedOverTokens, parts
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.placement import Saves
 
@@ -62,7 +62,7 @@ class MicroBatch:
 class Program(Protocol):
     """A model's computations as a step asks for them, one micro-batch at a time."""
 
-    outline: Outline
+    spec: ModelSpec
 
     def compile(self) -> None:
         """Compile the layers, once per kind; layers of a kind share the code."""
@@ -124,41 +124,41 @@ class Program(Protocol):
 
 
 class ModelProgram:
-    """A model's outline on one device in one compute dtype."""
+    """A model on one device in one compute dtype."""
 
-    def __init__(self, outline: Outline, device: torch.device, dtype: torch.dtype) -> None:
-        self.outline, self.device, self.dtype = outline, device, dtype
-        self.skeleton = outline.skeleton
-        model = self.skeleton.model
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self.spec, self.device, self.dtype = spec, device, dtype
+        self.capture = spec.capture
+        model = self.capture.model
         types = loaded_types(model, dtype)
-        refuse_rounding(types, outline.computed, dtype)
+        refuse_rounding(types, spec.computed, dtype)
         move_buffers(model, device, types)
-        for kind in {id(layer.kind): layer.kind for layer in outline.layers}.values():
+        for kind in {id(layer.kind): layer.kind for layer in spec.layers}.values():
             move_buffers(kind.module, device)
-        self.buffers = [_own_buffers(layer, types) for layer in outline.layers]
-        numbered = (part.isdigit() for name in outline.epilogue for part in name.split("."))
+        self.buffers = [_own_buffers(layer, types) for layer in spec.layers]
+        numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
         self._layers_follow = any(numbered)
         self._outer = {
             name: stand_in(p, device, dtype)
             for name, p in model.named_parameters()
-            if name in {*outline.prologue, *outline.epilogue, *outline.gathered}
+            if name in {*spec.prologue, *spec.epilogue, *spec.gathered}
         }
 
     def train(self, mode: bool) -> None:
-        """Training mode (dropout on) or evaluation mode, for the skeleton and all templates."""
-        if self.skeleton.model.training == mode:
+        """Training mode (dropout on) or evaluation mode, for the captured model and templates."""
+        if self.capture.model.training == mode:
             return
-        self.skeleton.model.train(mode)
-        for layer in self.outline.layers:
+        self.capture.model.train(mode)
+        for layer in self.spec.layers:
             layer.kind.module.train(mode)
 
     def compile(self) -> None:
-        kinds = {id(layer.kind): layer.kind for layer in self.outline.layers}.values()
+        kinds = {id(layer.kind): layer.kind for layer in self.spec.layers}.values()
         for number, kind in enumerate(kinds, 1):
             kind.compile(f"layer kind {number} of {len(kinds)}")
 
     def tile(self, tokens: int, *, compiled: bool) -> None:
-        kinds = list({id(layer.kind): layer.kind for layer in self.outline.layers}.values())
+        kinds = list({id(layer.kind): layer.kind for layer in self.spec.layers}.values())
         for number, kind in enumerate(kinds, 1):
             kind.tile(tokens, f"layer kind {number} of {len(kinds)}", compiled=compiled)
 
@@ -169,17 +169,17 @@ class ModelProgram:
         """
         for name, part in self.rest:
             part.__dict__.pop("forward", None)  # it may have run in other tiles
-            part.forward = Tiled(part, name, tokens, lambda function, what: function)
+            part.forward = ChunkedOverTokens(part, name, tokens, lambda function, what: function)
 
     @property
     def rest(self) -> list[tuple[str, nn.Module]]:
         """What may run in tiles of all that follows the layers."""
-        return parts(self.skeleton.model, self.outline.epilogue)
+        return parts(self.capture.model, self.spec.epilogue)
 
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Within this context nothing is compiled: for a shape that is seen only once."""
-        kinds = {id(layer.kind): layer.kind for layer in self.outline.layers}.values()
+        kinds = {id(layer.kind): layer.kind for layer in self.spec.layers}.values()
         compiled = [kind.compiled for kind in kinds]
         for kind in kinds:
             kind.compiled = {}
@@ -195,12 +195,12 @@ class ModelProgram:
         calls: list[Call] = []
         alive: list[Any] = []
         shape = tuple(batch.inputs["input_ids"].shape)
-        needed = 1 + max((ref.leaf for ref in self.outline.prologue_outputs), default=-1)
+        needed = 1 + max((ref.leaf for ref in self.spec.prologue_outputs), default=-1)
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = len(calls)
-            _expect(self.outline.layers[visit], module)
-            leaves, spec = pytree.tree_flatten((args, kwargs))
+            _expect(self.spec.layers[visit], module)
+            leaves, tree_spec = pytree.tree_flatten((args, kwargs))
             alive.append(leaves)
             for index, leaf in enumerate(leaves):
                 if not isinstance(leaf, Tensor):
@@ -212,15 +212,15 @@ class ModelProgram:
                 leaves[index] = origin.get(key, leaf)
             if batch.calls and len(values) == needed:
                 raise Reached(None)
-            calls.append(Call(leaves, spec))
-            if len(calls) == len(self.outline.layers):
+            calls.append(Call(leaves, tree_spec))
+            if len(calls) == len(self.spec.layers):
                 raise Reached(None)
             return self._placeholders(visit, shape, origin, alive, {})
 
         self._run(record, weights, batch.inputs, batch.rows)
         if not batch.calls:
-            if len(calls) < len(self.outline.layers):
-                _expect(self.outline.layers[len(calls)], None)
+            if len(calls) < len(self.spec.layers):
+                _expect(self.spec.layers[len(calls)], None)
             batch.calls = calls
         return values
 
@@ -233,10 +233,10 @@ class ModelProgram:
         saves: Saves | None = None,
     ) -> Activations:
         args, kwargs = batch.calls[visit].arguments(values)
-        layer = self.outline.layers[visit]
+        layer = self.spec.layers[visit]
         bound = {**self.buffers[visit], **weights}
         leaves = layer.kind.call(bound, args, kwargs, saves)
-        return {ref: leaves[ref.leaf] for ref in self.outline.outputs[visit]}
+        return {ref: leaves[ref.leaf] for ref in self.spec.outputs[visit]}
 
     def repeats(
         self,
@@ -249,7 +249,7 @@ class ModelProgram:
             args, kwargs = batch.calls[visit].arguments(values)
             return {**self.buffers[visit], **weights()}, args, kwargs
 
-        return self.outline.layers[visit].kind.repeats(given)
+        return self.spec.layers[visit].kind.repeats(given)
 
     def around_experts(
         self,
@@ -259,7 +259,7 @@ class ModelProgram:
         values: Activations,
         result: Tensor | None,
     ) -> tuple[Activations, tuple[Tensor, ...]]:
-        kind = self.outline.layers[visit].kind
+        kind = self.spec.layers[visit].kind
         assert kind.experts is not None
         stand_in = StandIn(kind.experts, result)
         made: Activations = {}
@@ -268,7 +268,7 @@ class ModelProgram:
             made = self.layer(visit, weights, batch, values)
         if not stand_in.given:
             raise RunFailed(
-                f"{self.outline.layers[visit].name} did not call its experts; it cannot be split: "
+                f"{self.spec.layers[visit].name} did not call its experts; it cannot be split: "
                 "leave placement.max_stream_bytes out"
             )
         return made, stand_in.given
@@ -277,7 +277,7 @@ class ModelProgram:
         return Chosen.among(index_NK, start, stop)
 
     def experts(self, visit: int, weights: Weights, rows: ExpertRows) -> Tensor:
-        experts = self.outline.layers[visit].kind.experts
+        experts = self.spec.layers[visit].kind.experts
         assert experts is not None
         return experts.run(weights, *rows)
 
@@ -286,29 +286,29 @@ class ModelProgram:
         inputs = dict(batch.inputs)
         if not self._layers_follow:  # then nothing needs a mask; making one waits for the device
             inputs.pop("attention_mask", None)
-        with self.skeleton.stop_at_trunk():
+        with self.capture.stop_at_trunk():
             return self._run(self._replay(batch, values), weights, inputs, batch.rows)
 
     def logits(self, weights: Weights, batch: MicroBatch, output: Any) -> Tensor:
         """`[B, T, V]` of the hidden states in a trunk output."""
-        inputs = self.skeleton.inputs(batch.inputs)
-        return self.skeleton.head({**self._outer, **weights}, output, inputs)
+        inputs = self.capture.inputs(batch.inputs)
+        return self.capture.head({**self._outer, **weights}, output, inputs)
 
     def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
         return last_hidden(self.epilogue(weights, batch, values)).contiguous()
 
     def projection(self, weights: Weights, batch: MicroBatch, hidden_BTD: Tensor) -> Tensor:
         """Logits `[B, T, R]` of as many rows of the head's table as `weights` has."""
-        return self.logits(weights, batch, with_hidden(self.outline.trunk, hidden_BTD))
+        return self.logits(weights, batch, with_hidden(self.spec.trunk, hidden_BTD))
 
     def _replay(self, batch: MicroBatch, values: Activations) -> Any:
         """A handler that gives the layers' real outputs where they are known."""
-        count = iter(range(len(self.outline.layers)))
+        count = iter(range(len(self.spec.layers)))
         shape = tuple(batch.inputs["input_ids"].shape)
 
         def handler(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = next(count)
-            _expect(self.outline.layers[visit], module)
+            _expect(self.spec.layers[visit], module)
             return self._placeholders(visit, shape, {}, [], values)
 
         return handler
@@ -322,7 +322,7 @@ class ModelProgram:
         values: Activations,
     ) -> Any:
         """The outputs of a layer as the forward expects them: known values, or zeros."""
-        kind = self.outline.layers[visit].kind
+        kind = self.spec.layers[visit].kind
         leaves = []
         for index, example in enumerate(kind.example):
             ref = Ref(visit, index)
@@ -346,7 +346,7 @@ class ModelProgram:
             with without_torch_function():  # only the model's own lookups are of interest
                 return handler(*given)
 
-        return self.skeleton.forward(unwatched, outer, self.skeleton.inputs(inputs), rows)
+        return self.capture.forward(unwatched, outer, self.capture.inputs(inputs), rows)
 
 
 def _expect(layer: Layer, called: nn.Module | None) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.model.capture import PROLOGUE, Ref, Skeleton, with_hidden
-from megatrain.model.layer_template import Kind
+from megatrain.model.capture import PROLOGUE, Capture, Ref, with_hidden
+from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.projection import Projection, find_projection
 
 PROBE_SHAPE = (2, 8)  # rows, tokens of the structure run
@@ -25,12 +25,12 @@ class Layer:
 
     name: str
     module: nn.Module
-    kind: Kind
+    kind: LayerTemplate
     inputs: list[Ref]
 
 
 @dataclass
-class Outline:
+class ModelSpec:
     """The model as the engine sees it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Outline:
         unused: parameters that text training never touches; they stay as they are.
     """
 
-    skeleton: Skeleton
+    capture: Capture
     layers: list[Layer]
     epilogue_inputs: list[Ref]
     gathered: list[str]
@@ -74,13 +74,13 @@ class Outline:
     @property
     def head_shapes(self) -> dict[str, torch.Size]:
         """Of the parameters that the head computes with."""
-        return {n: p.shape for n, p in self.skeleton.model.named_parameters() if n in self.head}
+        return {n: p.shape for n, p in self.capture.model.named_parameters() if n in self.head}
 
     def logits(self, weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:
         """What the head makes of hidden states, with some of its table's rows or all of them."""
         ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long)
-        inputs = self.skeleton.inputs({"input_ids": ids})
-        return self.skeleton.head(weights, with_hidden(self.trunk, hidden_BTD), inputs)
+        inputs = self.capture.inputs({"input_ids": ids})
+        return self.capture.head(weights, with_hidden(self.trunk, hidden_BTD), inputs)
 
     @property
     def computed(self) -> list[str]:

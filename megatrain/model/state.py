@@ -14,27 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.compat.torch import buffers_of, is_saved, version_of
-from megatrain.model.capture import Reached, Skeleton
+from megatrain.model.capture import Capture, Reached
 from megatrain.model.fingerprint import value_of
-from megatrain.model.layer_template import Kind
+from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.spec import PROBE_SHAPE
 from megatrain.model.unsupported import Change, Unsupported, Watch
 from megatrain.model.zeros import zero_pages
 
 
-def settle(skeleton: Skeleton, stack: nn.ModuleList, shapes: Mapping[str, torch.Size]) -> None:
+def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Size]) -> None:
     """Let the model make what it makes once, for good: the frequencies for long rows, say.
 
     Raises:
         Unsupported: that is no tensor, or depends on what the first batch holds.
     """
     inside = {id(module) for module in stack.modules()}
-    outer = [module for module in skeleton.model.modules() if id(module) not in inside]
+    outer = [module for module in capture.model.modules() if id(module) not in inside]
     watch, before = (
-        Watch(skeleton.model, "", [*stack]),
+        Watch(capture.model, "", [*stack]),
         [(vars(m).copy(), buffers_of(m).copy()) for m in outer],
     )
-    _run_to_the_layers(skeleton, shapes, 0.0)
+    _run_to_the_layers(capture, shapes, 0.0)
     changes = watch.changes()
     if not changes:
         return
@@ -45,7 +45,7 @@ def settle(skeleton: Skeleton, stack: nn.ModuleList, shapes: Mapping[str, torch.
         buffers_of(module).clear()
         buffers_of(module).update(buffers)
     kept = [_value(change) for change in changes]
-    _run_to_the_layers(skeleton, shapes, torch.nan)
+    _run_to_the_layers(capture, shapes, torch.nan)
     for change, old, one in zip(changes, kept, made, strict=True):
         is_new = old is None or change.name in buffers_of(change.module)
         if not is_new or one is None or _value(change) != one:
@@ -57,7 +57,7 @@ def _value(change: Change) -> Any:
     return value_of(value) if isinstance(value, Tensor) else None
 
 
-def _run_to_the_layers(skeleton: Skeleton, shapes: Mapping[str, torch.Size], weight: float) -> None:
+def _run_to_the_layers(capture: Capture, shapes: Mapping[str, torch.Size], weight: float) -> None:
     """Short rows, the last positions that the model has, and short rows again."""
 
     def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -67,22 +67,22 @@ def _run_to_the_layers(skeleton: Skeleton, shapes: Mapping[str, torch.Size], wei
     ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
     short = {"input_ids": ids if weight == 0 else ids.remainder(3)}
     with torch.no_grad():
-        skeleton.forward(stop, weights, skeleton.inputs(short))
-        if (last := _last_positions(skeleton)) is not None:
+        capture.forward(stop, weights, capture.inputs(short))
+        if (last := _last_positions(capture)) is not None:
             with suppress(Exception):  # not every model takes positions that begin anywhere
-                skeleton.forward(stop, weights, skeleton.inputs({**short, "position_ids": last}))
-            skeleton.forward(stop, weights, skeleton.inputs(short))
+                capture.forward(stop, weights, capture.inputs({**short, "position_ids": last}))
+            capture.forward(stop, weights, capture.inputs(short))
 
 
-def _last_positions(skeleton: Skeleton) -> Tensor | None:
-    text = skeleton.model.config.get_text_config(decoder=True)
+def _last_positions(capture: Capture) -> Tensor | None:
+    text = capture.model.config.get_text_config(decoder=True)
     most, (rows, tokens) = getattr(text, "max_position_embeddings", None), PROBE_SHAPE
-    if not isinstance(most, int) or most <= tokens or not skeleton.takes("position_ids"):
+    if not isinstance(most, int) or most <= tokens or not capture.takes("position_ids"):
         return None
     return torch.arange(most - tokens, most).expand(rows, tokens)
 
 
-def example(kind: Kind, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Run a kind once, on zeros: what it returns, and whether it keeps anything to itself."""
     buffers = dict(module.named_buffers())
     weights = {name: zero_pages(p.shape) for name, p in module.named_parameters()} | buffers

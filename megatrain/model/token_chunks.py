@@ -38,7 +38,7 @@ def tile_parts(module: nn.Module, tokens: int, compiled: Compiler) -> None:
     function fast that is called with whole tiles only; it is told what the function is.
     """
     for name, part in parts(module):
-        part.forward = Tiled(part, name, tokens, compiled)
+        part.forward = ChunkedOverTokens(part, name, tokens, compiled)
 
 
 def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple[str, nn.Module]]:
@@ -56,7 +56,7 @@ def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple
 def behaves(part: nn.Module) -> bool:
     """Whether a module, or one inside, has a forward or hooks of its own (tiles are none)."""
     return any(
-        not isinstance(vars(child).get("forward"), (Tiled, type(None)))
+        not isinstance(vars(child).get("forward"), (ChunkedOverTokens, type(None)))
         or any(vars(child).get(name) for name in FORWARD_HOOKS)
         for child in part.modules()
     )
@@ -74,7 +74,7 @@ def _is_one_operation(part: nn.Module) -> bool:
     return leaf and (not parameters or any(p.ndim > 1 for p in parameters))
 
 
-class Tiled:
+class ChunkedOverTokens:
     """Stands for the forward of a part."""
 
     def __init__(self, part: nn.Module, name: str, tokens: int, compiled: Compiler) -> None:
@@ -88,7 +88,7 @@ class Tiled:
         }
         self._taken: dict[tuple[bool, int, torch.dtype], bool] = {}
 
-    def __deepcopy__(self, memo: dict) -> "Tiled":
+    def __deepcopy__(self, memo: dict) -> "ChunkedOverTokens":
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

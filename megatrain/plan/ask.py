@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from megatrain.autoplace.search import Search
 from megatrain.device.base import COMPUTE
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.placement import Placement
 from megatrain.units import gib, size
 
@@ -67,8 +67,8 @@ class Plans(Protocol):
 class Planner:
     """Answers by forecasts; no step is followed twice."""
 
-    def __init__(self, outline: Outline) -> None:
-        self._forecasts = Forecasts(outline)
+    def __init__(self, spec: ModelSpec) -> None:
+        self._forecasts = ForecastCache(spec)
 
     def once(self, ask: Ask, *, thorough: bool = True) -> Forecast:
         if ask.placement is None:

@@ -19,7 +19,7 @@ from megatrain.plan.device_rates import (
     other_measurements,
     product_name,
 )
-from megatrain.plan.diagnostics import Finding, findings
+from megatrain.plan.diagnostics import Diagnostic, findings
 from megatrain.plan.facts import Facts, collect, existing
 from megatrain.plan.host_rates import UPDATE_BYTES, host_measurements
 from megatrain.plan.rate_measurement import Measurement
@@ -45,7 +45,7 @@ class Diagnosis:
     facts: Facts
     measurements: list[Measurement]
     machines: dict[str, Machine]
-    findings: list[Finding]
+    findings: list[Diagnostic]
     seconds: float
     kept: str | None
     not_kept: str | None
@@ -80,7 +80,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     facts = collect(name, folder)
     log.info("measuring the host's memory, update and disk")
     measured = host_measurements(existing(folder))
-    found: list[Finding] = []
+    found: list[Diagnostic] = []
     if unusable is not None:
         found.append(unusable)
     if device.kind == "cuda":
@@ -102,7 +102,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     )
 
 
-def _open(name: str) -> tuple[Device, Finding | None]:
+def _open(name: str) -> tuple[Device, Diagnostic | None]:
     """The device; the CPU with the reason where the GPU is there but cannot be used."""
     try:
         return open_device(name), None
@@ -110,7 +110,7 @@ def _open(name: str) -> tuple[Device, Finding | None]:
         raise
     except (MegatrainError, RuntimeError, OSError) as error:
         remedy = "look at nvidia-smi for a process that holds it alone, and at the driver's state"
-        return open_device("cpu"), Finding(
+        return open_device("cpu"), Diagnostic(
             True, f"the GPU cannot be used ({first_line(error)})", remedy
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatrain.checkpoint import spare_bytes_of, useful_bytes
 from megatrain.forecast.simulate import Forecast
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.plan.ask import Ask, Planner, compute_bound_tokens
 from megatrain.plan.remedies import Remedy, Shortage, fitting, remedies, shortage
 from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
@@ -94,7 +94,7 @@ class Plan:
 
 
 def make_plan(
-    outline: Outline,
+    spec: ModelSpec,
     ask: Ask,
     *,
     total_tokens: int | None = None,
@@ -102,7 +102,7 @@ def make_plan(
     warnings: Sequence[str] = (),
 ) -> Plan:
     """Plan a run."""
-    plans = Planner(outline)
+    plans = Planner(spec)
     told = fitting(plans, ask)
     short = None if told is not None else shortage(plans, ask)
     if short is not None:
@@ -113,7 +113,7 @@ def make_plan(
         forecast=told,
         shortage=short,
         remedies=[] if short is None else remedies(plans, ask, short),
-        tiles=tile_bytes(outline, told.placement, ask),
+        tiles=tile_bytes(spec, told.placement, ask),
         compute_bound_tokens=compute_bound_tokens(
             told.bounds, told.tokens_per_step, told.sequence_length
         ),

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatrain.engine.opened import Model
 from megatrain.forecast.workload import Workload
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
 from megatrain.tile import TileLayout
@@ -23,7 +23,7 @@ class TileBytes:
         count: how many they are.
         parameters: of one.
         tier: `device` or `host`.
-        planes: bytes of one, by plane. Gradients that share slabs (no clipping) are in no tile.
+        planes: bytes of one, by plane. Gradients that share room (no clipping) are in no tile.
         saved: bytes of each plane that a checkpoint holds of one.
     """
 
@@ -44,9 +44,9 @@ class TileBytes:
         return {**told, "total_bytes": self.total_bytes}
 
 
-def tile_bytes(outline: Outline, placement: Placement, workload: Workload) -> list[TileBytes]:
+def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> list[TileBytes]:
     """All tiles of a training run, equal neighbours together."""
-    layouts = [t for t in Model.trained(outline, workload.rule).layouts if t.numel]
+    layouts = [t for t in Model.trained(spec, workload.rule).layouts if t.numel]
     found: list[TileBytes] = []
     first = ""
     for layout in layouts:

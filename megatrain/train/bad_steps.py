@@ -13,7 +13,7 @@ _REMEMBERED = 100  # gradient norms that the median is taken of
 _ENOUGH = 20  # the first norms of a run say little about the next ones
 
 
-class Refusals:
+class BadSteps:
     """The rule of one run, with its memory."""
 
     def __init__(self, settings: TrainingSection) -> None:

@@ -18,7 +18,7 @@ _RETRY_AFTER = 10  # steps, when a checkpoint could not be written
 log = logging.getLogger(__name__)
 
 
-class Saves:
+class Checkpointing:
     """Saves the run's state while training goes on.
 
     A checkpoint that cannot be written costs a warning, not the run: the one before it is whole,

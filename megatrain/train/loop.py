@@ -14,7 +14,7 @@ from megatrain.errors import MegatrainError, RunFailed, first_line, told
 from megatrain.loss import num_labelled, targets_of
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter
-from megatrain.train.checkpointing import Saves
+from megatrain.train.checkpointing import Checkpointing
 from megatrain.train.folders import METRICS
 from megatrain.train.opening import Finished, open_run
 from megatrain.train.outputs import describe_run, draw_curve, note_finished, write_model
@@ -91,7 +91,7 @@ def _run(job: Job, config: Config, folder: Path, signals: Signals, trackers: Tra
     every, left = config.output.timeline_every, job.total_steps - first
     timeline = RunTimeline(job.engine.recording, folder, left, every)
     steps = Steps(job, config, metrics, timeline)
-    saves = Saves(job, folder, config.checkpoint, first)
+    saves = Checkpointing(job, folder, config.checkpoint, first)
     evaluations = _Evaluations(job, config, metrics, logged, signals)
     try:
         _loop(job.total_steps, config, steps, evaluations, saves, signals)
@@ -115,7 +115,7 @@ def _loop(
     config: Config,
     steps: Steps,
     evaluations: "_Evaluations",
-    saves: Saves,
+    saves: Checkpointing,
     signals: Signals,
 ) -> None:
     """All steps, or those until a signal; a failure leaves what was learnt on the disk."""

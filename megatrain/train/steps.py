@@ -10,7 +10,7 @@ from megatrain.data import Step
 from megatrain.errors import DoesNotFit, MegatrainError, RunFailed, StepRefused
 from megatrain.loss import CROSS_ENTROPY, LabelSmoothing
 from megatrain.telemetry.metrics import MetricsWriter
-from megatrain.train.bad_steps import Refusals
+from megatrain.train.bad_steps import BadSteps
 from megatrain.train.meter import Meter
 from megatrain.train.resume import RunState
 from megatrain.train.setup import Job
@@ -32,7 +32,7 @@ class Steps:
     ) -> None:
         self._job, self._metrics, self._timeline = job, metrics, timeline
         self._meter = Meter(job.engine, config.engine.precision)
-        self._refusals = Refusals(config.training)
+        self._refusals = BadSteps(config.training)
         share = config.loss.label_smoothing
         self._loss = LabelSmoothing(share) if share else CROSS_ENTROPY
         self.done = 0

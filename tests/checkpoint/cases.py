@@ -15,7 +15,7 @@ from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import _own_checksum
 from megatrain.device import Buffer, CpuDevice
 from megatrain.device.base import HOST_STREAMS
-from megatrain.device.host_stream import HostWorker
+from megatrain.device.host_stream import HostStream
 from tests.families.plain import Step
 from tests.parity.cases import llama, make_batches, make_engine, masters
 
@@ -47,7 +47,7 @@ class ThreadedDevice(CpuDevice):
 
     def __init__(self) -> None:
         self._workers = {
-            name: HostWorker(name, torch.zeros(1, dtype=torch.int32)) for name in HOST_STREAMS
+            name: HostStream(name, torch.zeros(1, dtype=torch.int32)) for name in HOST_STREAMS
         }
 
     def run(

@@ -196,7 +196,7 @@ def test_a_computed_buffer_comes_back_though_it_is_computed_otherwise(
     engine = engine_of()
     engine.save(tmp_path / "saved")
     name = "model.rotary_emb.inv_freq"
-    wanted = engine._outline.skeleton.model.get_buffer(name).clone()
+    wanted = engine._spec.capture.model.get_buffer(name).clone()
     build = AutoModelForCausalLM.from_config
 
     def other(*args: Any, **kwargs: Any) -> PreTrainedModel:
@@ -206,7 +206,7 @@ def test_a_computed_buffer_comes_back_though_it_is_computed_otherwise(
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_config", other)
     again = Engine.load(tmp_path / "saved", device="cpu")
-    assert torch.equal(again._outline.skeleton.model.get_buffer(name), wanted)
+    assert torch.equal(again._spec.capture.model.get_buffer(name), wanted)
     steps = batches(2)
     assert [again.step(s).loss for s in steps] == [engine.step(s).loss for s in steps]
 

@@ -159,7 +159,7 @@ def test_persistent_buffers_come_back(tmp_path) -> None:
     for bias in biases.values():
         bias.copy_(torch.randn(bias.shape))
     again = check(engine_of(model=model), tmp_path)
-    loaded = dict(again._outline.skeleton.model.named_buffers())
+    loaded = dict(again._spec.capture.model.named_buffers())
     assert same({n: loaded[n] for n in biases}, biases)
 
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from megatrain import AdamW, Engine, Placement
 from megatrain.errors import InputError
 from megatrain.model.build import emptied, loaded_types
-from megatrain.model.probe import outline
-from megatrain.model.spec import Outline
+from megatrain.model.probe import spec
+from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from tests.families.folders import FromFolder
 from tests.families.parity import Errors, compare
@@ -25,7 +25,7 @@ OTHER_PLACEMENT = Placement(slots=3, layer_inputs="host", save_activations=2, he
 
 
 @dataclass
-class Finding:
+class Diagnostic:
     """How a family fares.
 
     Attributes:
@@ -53,17 +53,17 @@ class Finding:
     resume: str = ""
 
 
-def examine(family: str, changes: dict | None = None, name: str = "") -> Finding:
+def examine(family: str, changes: dict | None = None, name: str = "") -> Diagnostic:
     """Try a family (or a variant of it, with `changes` to its configuration)."""
     name = name or family
     if family in NOT_TRAINABLE:
-        return Finding(name, NOT_TRAINED, NOT_TRAINABLE[family])
+        return Diagnostic(name, NOT_TRAINED, NOT_TRAINABLE[family])
     model = tiny_model(family, changes=changes)
     try:
         errors = compare(model)
     except InputError as refusal:
-        return Finding(name, REFUSED, str(refusal))
-    found = outline(emptied(model))
+        return Diagnostic(name, REFUSED, str(refusal))
+    found = spec(emptied(model))
     notes, problems = _notes(model, found), list(errors.failures)
     bf16 = None
     try:
@@ -77,7 +77,7 @@ def examine(family: str, changes: dict | None = None, name: str = "") -> Finding
                 problems.append(f"bf16 loss off by {bf16:.1e}")
         else:
             notes.append("transformers' own code for it does not run in bf16")
-    return Finding(
+    return Diagnostic(
         name,
         WRONG if problems else PASSES,
         "; ".join(problems),
@@ -109,13 +109,13 @@ def runs_in_bf16(model: PreTrainedModel) -> bool:
     return True
 
 
-def _layers(found: Outline) -> str:
+def _layers(found: ModelSpec) -> str:
     stack = found.layers[0].name.rpartition(".")[0]
     kinds = len({id(layer.kind) for layer in found.layers})
     return f"{stack} ({len(found.layers)}, {kinds} kind{'s' if kinds > 1 else ''})"
 
 
-def _notes(model: PreTrainedModel, found: Outline) -> list[str]:
+def _notes(model: PreTrainedModel, found: ModelSpec) -> list[str]:
     notes = []
     if found.unused or found.fixed:
         count = len(found.unused) + len(found.fixed)

@@ -137,7 +137,7 @@ def _compare_bf16(found: FromFolder, folder: Path) -> None:
 
 
 def _compare_buffers(errors: Errors, engine: Engine, model: PreTrainedModel) -> None:
-    got, wanted = dict(engine._outline.skeleton.model.named_buffers()), dict(model.named_buffers())
+    got, wanted = dict(engine._spec.capture.model.named_buffers()), dict(model.named_buffers())
     if got.keys() != wanted.keys():
         errors.failures.append(f"buffers {sorted(got.keys() ^ wanted.keys())[:3]}")
         return

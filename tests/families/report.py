@@ -17,7 +17,7 @@ from tests.families.examine import (
     PASSES,
     REFUSED,
     WRONG,
-    Finding,
+    Diagnostic,
     examine,
     single_threaded,
 )
@@ -93,7 +93,7 @@ calls a layer twice, or that keeps state of its own.
 """
 
 
-def find_all(names: list[str] | None = None) -> list[Finding]:
+def find_all(names: list[str] | None = None) -> list[Diagnostic]:
     """Findings of families (all of them) and then of variants, several at a time."""
     wanted = [(f, None, f) for f in families()]
     wanted += [(family, changes, name) for name, (family, changes) in VARIANTS.items()]
@@ -106,7 +106,7 @@ def find_all(names: list[str] | None = None) -> list[Finding]:
     return found
 
 
-def _try(family: str, changes: dict[str, Any] | None, name: str) -> Finding:
+def _try(family: str, changes: dict[str, Any] | None, name: str) -> Diagnostic:
     finding = examine(family, changes, name)
     if finding.result == PASSES:
         finding.folder = from_folders(family, changes)
@@ -124,7 +124,7 @@ def _start() -> None:
     single_threaded()
 
 
-def render(findings: list[Finding]) -> str:
+def render(findings: list[Diagnostic]) -> str:
     """The document."""
     own = [f for f in findings if f.name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
     others = [f for f in findings if f.name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
@@ -152,12 +152,12 @@ def render(findings: list[Finding]) -> str:
     )
 
 
-def _reasons(findings: list[Finding]) -> list[str]:
+def _reasons(findings: list[Diagnostic]) -> list[str]:
     rows = [f"| {f.name} | {f.result} | {f.reason} |" for f in findings]
     return ["| name | result | why |", "|---|---|---|", *rows]
 
 
-def _table(findings: list[Finding]) -> list[str]:
+def _table(findings: list[Diagnostic]) -> list[str]:
     rows = [[str(cell(finding)) for cell in COLUMNS.values()] for finding in findings]
     return [f"| {' | '.join(row)} |" for row in [[*COLUMNS], ["---"] * len(COLUMNS), *rows]]
 
@@ -167,7 +167,7 @@ def _error(value: float | None) -> str:
 
 
 # Of the tables of what passes, from left to right: name and what is said of a finding.
-COLUMNS: dict[str, Callable[[Finding], Any]] = {
+COLUMNS: dict[str, Callable[[Diagnostic], Any]] = {
     "name": lambda f: f.name,
     "result": lambda f: f.result,
     "loss": lambda f: _error(f.errors.loss),

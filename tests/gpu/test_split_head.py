@@ -10,10 +10,10 @@ from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.engine.assemble import open_source
-from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.units import GIB, MIB
 from tests.gpu.test_split import trained
 
@@ -81,11 +81,11 @@ def test_what_it_takes_is_foretold() -> None:
     """Memory within 3 %; seconds of a tiny step are the launches', so they are not compared."""
     machine = present_machine("cuda", precision="bf16")
     assert machine is not None
-    found = outline(open_source(LlamaConfig(**CONFIG)).model)
+    found = spec(open_source(LlamaConfig(**CONFIG)).model)
     rows, length = 8, 1024
     placement = replace(SPLIT, compile=True, layer_inputs="host", head_tokens=2048)
     workload = Workload(rows * length, length, 2, True, "bf16", True)
-    told = Forecasts(found).of(machine, placement, workload, 2)
+    told = ForecastCache(found).of(machine, placement, workload, 2)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (rows, length), generator=generator)
     step = [{"input_ids": part, "labels": part} for part in ids.split(2)]

@@ -97,10 +97,10 @@ def moments(engine: Engine) -> list[Tensor]:
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
-    """Those of the last step: with clipping, each tile has a slab of its own that keeps them."""
-    slabs = engine._parts.sink._own
+    """Those of the last step: with clipping, each tile has room of its own that keeps them."""
+    host_grads = engine._parts.sink._own
     return {
-        entry.name: entry.view(slabs[tile.index].buffer.data).clone()
+        entry.name: entry.view(host_grads[tile.index].buffer.data).clone()
         for tile in engine._store.tiles
         for entry in tile.layout.trainable
     }

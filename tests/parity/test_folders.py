@@ -71,7 +71,7 @@ def test_buffers_are_those_of_from_pretrained(family: str, precision: str, tmp_p
     folder = saved(family, tmp_path / "folder")
     wanted = dict(loaded(folder, precision).named_buffers())
     with opened(folder, precision) as engine:
-        got = dict(engine._outline.skeleton.model.named_buffers())
+        got = dict(engine._spec.capture.model.named_buffers())
     assert got.keys() == wanted.keys()
     for name, buffer in wanted.items():
         assert got[name].dtype == buffer.dtype, name

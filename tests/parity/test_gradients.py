@@ -21,7 +21,7 @@ from tests.parity.cases import (
     same,
 )
 
-NEVER = 1e9  # a norm that clips nothing, while every gradient keeps a slab of its own
+NEVER = 1e9  # a norm that clips nothing, while every gradient keeps a host gradient of its own
 
 SHAPES = {
     "uneven": ((2, 12), (1, 7), (3, 5)),

@@ -18,7 +18,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.machine import present_cpu
 from megatrain.model.build import empty_model
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.telemetry.memory import peak_process_bytes, process_bytes
 from megatrain.units import MIB
 
@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def foretold(precision: Any, placement: Placement, rows: int | None = ROWS) -> Forecast:
     workload = Workload(ROWS * TOKENS, TOKENS, rows, precision=precision)
-    told = foretold_on_cpu(outline(empty_model(CONFIG)), placement, workload)
+    told = foretold_on_cpu(spec(empty_model(CONFIG)), placement, workload)
     assert told is not None
     return told
 

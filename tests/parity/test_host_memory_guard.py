@@ -14,7 +14,7 @@ from megatrain import DoesNotFit, Placement
 from megatrain.autoplace import auto
 from megatrain.device import CpuDevice
 from megatrain.engine import host_memory_guard
-from megatrain.engine.host_memory_guard import HostRoom, Planned
+from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
 from megatrain.engine.step import TrainingParts
 from megatrain.placement import ActivationPolicy
 from megatrain.telemetry.memory import process_bytes
@@ -85,12 +85,12 @@ def test_what_was_given_up_waits_again_where_there_is_room(
     rooms(monkeypatch, 60_000, 60_000, PLENTY)
     engine = make_engine(llama(), placement=Placement(**choices))
     head, held, waiting = engine._parts.head, [], []
-    loss_and_vjp, ferry = head.loss_and_vjp, engine._host._ferry
-    assert ferry is not None
+    loss_and_vjp, offload = head.loss_and_vjp, engine._host._offload
+    assert offload is not None
 
     def look(*arguments: Any) -> Any:
         on_device = sum(len(layer._waiting) for layer in engine._parts.trunk[1:])
-        waiting.append((on_device, len(ferry._items)))
+        waiting.append((on_device, len(offload._items)))
         return loss_and_vjp(*arguments)
 
     head.loss_and_vjp = look
@@ -127,15 +127,15 @@ def test_memory_that_is_released_is_gone() -> None:
     device = CountingDevice()
     engine = make_engine(llama(), placement=Placement(offload_activations=3), device=device)
     engine.step(steps()[0])
-    ferry, taken = engine._host._ferry, sum(device.rooms.values())
-    assert ferry is not None
-    kept = ferry.host_bytes
-    rooms = [weakref.ref(room.data) for held in ferry._rooms.values() for room in held.ranges]
+    offload, taken = engine._host._offload, sum(device.rooms.values())
+    assert offload is not None
+    kept = offload.host_bytes
+    rooms = [weakref.ref(room.data) for held in offload._rooms.values() for room in held.buffers]
     assert len(rooms) == 3
-    ferry.release()
+    offload.release()
     gc.collect()
     assert taken - sum(device.rooms.values()) == kept > 0
-    assert not any(room() is not None for room in rooms) and not ferry._items
+    assert not any(room() is not None for room in rooms) and not offload._items
 
 
 @pytest.fixture
@@ -185,6 +185,6 @@ def test_a_step_that_the_limit_refused_now_fits() -> None:
     assert 700 / 20 * taken > 200 * MIB
     engine.step(large)
     assert engine.memory()["host_kept_bytes"] == taken
-    engine._host = HostRoom(engine._store, engine._parts, None, None)  # nobody looks ahead
+    engine._host = HostMemoryGuard(engine._store, engine._parts, None, None)  # nobody looks ahead
     with pytest.raises(DoesNotFit, match="no host memory for kept"):
         engine.step(large)

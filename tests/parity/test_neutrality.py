@@ -61,11 +61,11 @@ def placements() -> list[Placement]:
     ]
     found += [
         Placement(
-            slots=slots, layer_inputs="host", layer_input_lanes=lanes, host_grad_buffers=slabs
+            slots=slots, layer_inputs="host", layer_input_lanes=lanes, host_grad_buffers=host_grads
         )
-        for slots, lanes, slabs in [(1, 1, 1), (2, 2, 3), (3, 1, 2), (4, 7, 9)]
+        for slots, lanes, host_grads in [(1, 1, 1), (2, 2, 3), (3, 1, 2), (4, 7, 9)]
     ]
-    found += [Placement(host_grad_buffers=slabs) for slabs in (1, 3, 12)]
+    found += [Placement(host_grad_buffers=host_grads) for host_grads in (1, 3, 12)]
     found += [Placement(update_threads=threads) for threads in (1, 2, 5)]
     found += [
         Placement(save_activations=2),

@@ -14,7 +14,7 @@ from megatrain.engine.assemble import tile_layouts
 from megatrain.engine.layer import Layer
 from megatrain.engine.tile_slice import least_split
 from megatrain.model.build import emptied
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import ActivationPolicy
 from tests.families.examine import PASSES
@@ -133,10 +133,10 @@ def test_every_family_in_the_smallest_portions(family: str) -> None:
 
 def check(family: str) -> None:
     model = tiny_model(family)
-    found = outline(emptied(model))
+    found = spec(emptied(model))
     if not any(layer.kind.experts for layer in found.layers):
         pytest.skip("has no experts that could be taken some at a time")
-    groups = StreamedOptimizer(AdamW(), found.skeleton.model).group_of()
+    groups = StreamedOptimizer(AdamW(), found.capture.model).group_of()
     least = least_split(found, tile_layouts(found, groups), 4)
     placement = Placement(max_stream_bytes=least, layer_inputs="host", layer_input_lanes=1, slots=3)
     assert not compare(model, placement).failures
@@ -173,11 +173,11 @@ def test_slots_and_sums_are_as_large_as_a_portion() -> None:
         model = mixtral(num_local_experts=32, vocab_size=64)
         make_engine(model, placement=placement, device=device).close()
         taken[max_stream_bytes] = device.taken
-    portion = 4 * EXPERT
+    tile_slice = 4 * EXPERT
     assert taken[None]["slots"] > 2 * 32 * EXPERT
-    assert taken[4 * EXPERT]["slots"] == 2 * portion
+    assert taken[4 * EXPERT]["slots"] == 2 * tile_slice
     assert taken[None]["work room"] > 32 * EXPERT
-    assert taken[4 * EXPERT]["work room"] == portion
+    assert taken[4 * EXPERT]["work room"] == tile_slice
 
 
 def test_random_numbers_are_those_of_whole_layers() -> None:

@@ -16,7 +16,7 @@ from megatrain.engine.vocab_split import LastRows
 from megatrain.errors import StepRefused
 from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.build import emptied
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.units import align
 from tests.families.examine import PASSES
 from tests.families.parity import compare
@@ -95,7 +95,7 @@ def train(engine: Engine, steps: list[Step]) -> tuple[list[float | None], list[T
 
 def num_ranges(engine: Engine) -> int:
     names = [type(unit).__name__ for unit in [*engine._parts.trunk, engine._parts.head]]
-    return names.count("Range") + isinstance(engine._parts.head.computed, LastRows)
+    return names.count("VocabShard") + isinstance(engine._parts.head.computed, LastRows)
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
@@ -267,9 +267,9 @@ def test_only_heads_that_are_too_large_are_split_and_resident_ones_never() -> No
 
 def check(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head alone is split, into five ranges or so."""
-    monkeypatch.setattr(Assembly, "stages", {})
+    monkeypatch.setattr(Assembly, "expert_slices", {})
     model = tiny_model(family)
-    found = outline(emptied(model))
+    found = spec(emptied(model))
     obstacle, rest = found.projection.obstacle, {*found.epilogue} - {*found.projection.names}
     sizes = [align(p.numel(), 128) for n, p in model.named_parameters() if n in rest]
     split = 4000 if obstacle else max(4000, 4 * sum(sizes))

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 from megatrain import AdamW, Placement
 from megatrain.checkpoint.release import Release
 from megatrain.checkpoint.snapshot import Snapshot, tile_file
-from megatrain.checkpoint.staging_blocks import Spare
+from megatrain.checkpoint.staging_blocks import StagingBlocks
 from megatrain.device import TraceDevice
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, open_source, tile_layouts
@@ -19,7 +19,7 @@ from megatrain.engine.batch import prepare
 from megatrain.engine.makers import TorchMakers
 from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.optim import RULES, StreamedOptimizer
 from megatrain.store import Store
@@ -38,12 +38,12 @@ PORTION = 3000  # bytes: a layer of the model with experts has three portions of
 
 WIDE = 500  # tokens: with so many the head of the model without experts has four ranges
 
-STEPS = 3  # enough for every slot, lane and slab to be used again
+STEPS = 3  # enough for every slot, lane and host gradient to be used again
 
 
 def _program(config: PreTrainedConfig) -> tuple[ModelProgram, StreamedOptimizer]:
     model = open_source(config, trust_remote_code=False).model
-    program = ModelProgram(outline(model), torch.device("cpu"), torch.bfloat16)
+    program = ModelProgram(spec(model), torch.device("cpu"), torch.bfloat16)
     return program, StreamedOptimizer(AdamW(), model)
 
 
@@ -88,13 +88,13 @@ def schedules() -> Iterator[dict]:
     ):
         for prefetch in range(slots):
             lanes_tried = (1, 3) if boundaries == "host" else (1,)
-            slabs_tried = (2, 9) if clip is None else (2,)  # with 9, no tile waits for another's
-            for lanes, slabs in itertools.product(lanes_tried, slabs_tried):
+            grads_tried = (2, 9) if clip is None else (2,)  # with 9, no tile waits for another's
+            for lanes, host_grads in itertools.product(lanes_tried, grads_tried):
                 gradient_lanes, keep_rows, resident, saves, waiting, closed = next(rest)
                 placement = Placement(
                     slots=slots,
                     prefetch=prefetch,
-                    host_grad_buffers=slabs,
+                    host_grad_buffers=host_grads,
                     layer_inputs=boundaries,
                     layer_input_lanes=lanes,
                     gradient_lanes=gradient_lanes,
@@ -162,8 +162,8 @@ def trace(
     else:
         program, optimizer = tiny_program(tied, WIDE if placement.max_stream_bytes else VOCAB)
     if rule != optimizer.rule.name:
-        optimizer = StreamedOptimizer(RULES[rule](), program.outline.skeleton.model)
-    layouts = tile_layouts(program.outline, optimizer.group_of())
+        optimizer = StreamedOptimizer(RULES[rule](), program.spec.capture.model)
+    layouts = tile_layouts(program.spec, optimizer.group_of())
     store = Store(device, layouts, dtype, rule=optimizer.rule, resident=placement.resident)
     assembly = Assembly(device, program, store, dtype, placement, TorchMakers(program))
     with mock.patch.object(sink, "PIECE", PIECE):
@@ -179,6 +179,6 @@ def trace(
         train_step(parts.under(assembly.policies(host=step not in closed)), batch)
         if step in saves:
             files = [tile_file(tile, tile.name) for tile in store.tiles]
-            Release(device, Snapshot(Spare(device, 0, None))).start(files)
+            Release(device, Snapshot(StagingBlocks(device, 0, None))).start(files)
         forward_only(parts, batch, lambda head, slot, h: head.loss(slot, batch, h))
     return device

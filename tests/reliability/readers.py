@@ -39,7 +39,7 @@ from megatrain.errors import MegatrainError
 from megatrain.model.build import empty_model, load_config
 from megatrain.model.safetensors_io import stored_tensors
 from megatrain.optim import AdamW
-from megatrain.train.bad_steps import Refusals
+from megatrain.train.bad_steps import BadSteps
 from megatrain.train.resume import RunState, check_config, cut_metrics
 from tests.cli.cases import SENTENCES, tiny_llama, write_run_file
 from tests.reliability.mutations import changed, spoilt
@@ -170,7 +170,7 @@ def _run_state(folder: Path, run_file: Path) -> Reader:
         if isinstance(tree, dict):
             found = RunState.of(tree, folder)
             check_config(config, found.config, folder)
-            Refusals(config.training).load_state_dict(found.refusals)
+            BadSteps(config.training).load_state_dict(found.refusals)
             validate(found.config, "saved")
 
     return Reader(json.dumps(state).encode(), changed(state), read)

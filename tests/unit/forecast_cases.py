@@ -10,9 +10,9 @@ from transformers import LlamaConfig, MixtralConfig
 from megatrain.engine.assemble import open_source
 from megatrain.machine import Machine
 from megatrain.model.capture import Rows
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.model.program import Activations, MicroBatch, Program
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.units import GIB
 
 # What benchmarks/results/step-*.json were taken on.
@@ -50,8 +50,8 @@ def tiny_config(layers: int = 6, tied: bool = False) -> LlamaConfig:
 
 
 @cache
-def tiny_outline(layers: int = 6, tied: bool = False) -> Outline:
-    return outline(open_source(tiny_config(layers, tied)).model)
+def tiny_spec(layers: int = 6, tied: bool = False) -> ModelSpec:
+    return spec(open_source(tiny_config(layers, tied)).model)
 
 
 def wide_config(tied: bool = False) -> LlamaConfig:
@@ -62,8 +62,8 @@ def wide_config(tied: bool = False) -> LlamaConfig:
 
 
 @cache
-def wide_outline(tied: bool = False) -> Outline:
-    return outline(open_source(wide_config(tied)).model)
+def wide_spec(tied: bool = False) -> ModelSpec:
+    return spec(open_source(wide_config(tied)).model)
 
 
 def experts_config() -> MixtralConfig:
@@ -76,8 +76,8 @@ def experts_config() -> MixtralConfig:
 
 
 @cache
-def experts_outline() -> Outline:
-    return outline(open_source(experts_config()).model)
+def experts_spec() -> ModelSpec:
+    return spec(open_source(experts_config()).model)
 
 
 def small_machine(device_mib: float = 1e9, host_gib: float = 1e6) -> Machine:
@@ -111,9 +111,9 @@ class LayerCall(NamedTuple):
 
 def layer_call(program: Program, visit: int, shape: tuple[int, int]) -> LayerCall:
     """Random numbers in the program's dtype for rows and tokens of `shape`, with real positions."""
-    model, dtype = program.outline, program.dtype
+    model, dtype = program.spec, program.dtype
     layer, ids = model.layers[visit], torch.zeros(shape, dtype=torch.long)
-    widths = dict(model.skeleton.model.named_parameters())
+    widths = dict(model.capture.model.named_parameters())
     tables = {
         name: torch.randn(1, widths[name].shape[1], dtype=dtype, requires_grad=True)
         for name in model.gathered

@@ -12,7 +12,7 @@ from megatrain.device import CpuDevice
 from megatrain.engine.assemble import open_source
 from megatrain.engine.opened import Model, Opened
 from megatrain.forecast.workload import Workload
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.placement import Placement
 from tests.unit.forecast_cases import small_machine, tiny_config
 
@@ -30,7 +30,7 @@ class Gpu(CpuDevice):
 
 def opened(layers: int = 2, *, train: bool = True) -> Opened:
     source = open_source(tiny_config(layers))
-    found = outline(source.model)
+    found = spec(source.model)
     model = Model.trained(found, AdamW()) if train else Model(found, None)
     return Opened(source, model, 1.0, "bf16", Gpu(), None, 0)  # type: ignore[arg-type]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE, Kind, Name
 from megatrain.device.clock import ClockDevice, Cost
-from megatrain.forecast.cost_model import MachineCosts
-from megatrain.forecast.op_counter import Tally, Work
+from megatrain.forecast.cost_model import CostModel
+from megatrain.forecast.op_counter import OpCounter, Work
 from megatrain.telemetry.timeline import Span, breakdown
 from tests.unit.forecast_cases import H200
 
@@ -126,8 +126,8 @@ def test_copies_take_the_time_of_their_bytes() -> None:
     assert (clock.spans[-1].seconds, clock.spans[-1].num_bytes) == (6, 6)
 
 
-def costs_after(*spans: Span) -> MachineCosts:
-    costs = MachineCosts(H200, Tally())
+def costs_after(*spans: Span) -> CostModel:
+    costs = CostModel(H200, OpCounter())
     costs.slow_down(spans)
     return costs
 
@@ -141,13 +141,13 @@ def test_both_directions_of_the_bus_slow_each_other() -> None:
     assert sum(rates) == pytest.approx(101.7, rel=0.01)  # as measured
 
 
-def update_seconds(costs: MachineCosts) -> float:
+def update_seconds(costs: CostModel) -> float:
     """Of a million parameters."""
     planes = {"weights": torch.bfloat16, "remainder": torch.int16}
     planes |= {"first": torch.float32, "second": torch.float32}
     writes = [Buffer(n, torch.empty(10**6, dtype=t, device="meta")) for n, t in planes.items()]
-    slab = Buffer("slab", torch.empty(2 * 10**6, dtype=torch.bfloat16, device="meta"))
-    return costs.run(UPDATE, Name(Kind.UPDATE, "update"), lambda: None, [slab], writes).seconds
+    host_grad = Buffer("host gradient", torch.empty(2 * 10**6, dtype=torch.bfloat16, device="meta"))
+    return costs.run(UPDATE, Name(Kind.UPDATE, "update"), lambda: None, [host_grad], writes).seconds
 
 
 def test_updates_slow_down_under_copies() -> None:
@@ -162,9 +162,9 @@ def test_updates_slow_down_under_copies() -> None:
 @pytest.mark.parametrize(("kernels", "measured"), [(16, 0.95e-3), (45, 1.95e-3)])
 def test_a_small_layer_takes_its_launches(kernels: int, measured: float) -> None:
     """A compiled layer of 0.5B and its backward, 4096 tokens (step-0.5b-16x1024-1600mib)."""
-    costs = MachineCosts(replace(H200, launch_seconds=22e-6), Tally())
+    costs = CostModel(replace(H200, launch_seconds=22e-6), OpCounter())
     work = Work(product_flops=10**9, kernels=kernels)
-    cost = costs.run(COMPUTE, Name(Kind.LAYER, "layer"), lambda: costs.tally.add(work), [], [])
+    cost = costs.run(COMPUTE, Name(Kind.LAYER, "layer"), lambda: costs.counter.add(work), [], [])
     assert cost.seconds < 0.01 * measured
     assert costs.put_seconds + cost.launching == pytest.approx(measured, rel=0.06)
     assert costs.seconds(work) == cost.launching

@@ -13,11 +13,11 @@ from megatrain.autoplace.fits import check_fits, smallest
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.assemble import open_source
 from megatrain.engine.opened import Model
-from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.needs import UNSUMMED, Needs, needs_of
 from megatrain.forecast.workload import Workload
 from megatrain.machine import mapping_bytes
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.telemetry.memory import process_bytes
 from megatrain.units import GIB, MIB, parse_bytes
@@ -55,10 +55,10 @@ class Asked:
     """A model to be trained in bf16 with clipping, in steps of so many tokens."""
 
     def __init__(self, tokens: int | None = None, config: Any = MID) -> None:
-        self.tokens, self.model = tokens, Model.trained(outline(open_source(config).model), AdamW())
+        self.tokens, self.model = tokens, Model.trained(spec(open_source(config).model), AdamW())
 
     def needs(self, placement: Placement) -> Needs:
-        program = ModelProgram(self.model.outline, torch.device("cpu"), torch.bfloat16)
+        program = ModelProgram(self.model.spec, torch.device("cpu"), torch.bfloat16)
         return needs_of(self.model, program, placement, clip=True, tokens=self.tokens)
 
     def check(self, card: "Card", placement: Placement) -> None:
@@ -162,7 +162,7 @@ def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(
     asked, placement = Asked(None, MODELS[model]), Placement(**choices)
     machine = replace(H200, device_context_bytes=0)  # then that is to map the host's memory
     workload = Workload(2, 2, 1, True, "bf16", placement.compile)
-    told = Forecasts(asked.model.outline).of(machine, placement, workload, 1)
+    told = ForecastCache(asked.model.spec).of(machine, placement, workload, 1)
     # A share that the allocator may take, and may not.
     besides = told.device_bytes["allocator"] + told.device_bytes["context"]
     foretold = told.device_peak_bytes - besides

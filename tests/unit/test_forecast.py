@@ -19,22 +19,22 @@ from megatrain.engine import opened
 from megatrain.engine.assemble import open_source
 from megatrain.engine.opened import Model
 from megatrain.forecast import simulate
-from megatrain.forecast.cache import Forecasts
-from megatrain.forecast.op_counter import NotForeseeable, Tally
-from megatrain.forecast.profile import Measured
+from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.op_counter import NotForeseeable, OpCounter
+from megatrain.forecast.profile import Profile
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.optim import RULES, Rule
 from megatrain.units import MIB
 from tests.parity.cases import Noting
 from tests.unit.forecast_cases import (
     H200,
     experts_config,
-    experts_outline,
+    experts_spec,
     small_machine,
     tiny_config,
-    tiny_outline,
+    tiny_spec,
 )
 
 ROWS, TOKENS = 6, 32
@@ -54,8 +54,8 @@ PLACEMENTS = {
 
 
 @cache
-def forecasts(tied: bool = False) -> Forecasts:
-    return Forecasts(tiny_outline(tied=tied))
+def forecasts(tied: bool = False) -> ForecastCache:
+    return ForecastCache(tiny_spec(tied=tied))
 
 
 def told(
@@ -107,7 +107,7 @@ def test_memory_of_layers_in_portions_is_the_engines() -> None:
     """On the host to the byte; on the device, slots and sums to the byte."""
     placement = Placement(max_stream_bytes=900_000, layer_inputs="host")
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
-    found = Forecasts(experts_outline()).of(small_machine(), placement, workload, 4)
+    found = ForecastCache(experts_spec()).of(small_machine(), placement, workload, 4)
     ids = torch.randint(512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
     step = [{"input_ids": part, "labels": part} for part in ids.split(4)]
     device = Noting()
@@ -124,9 +124,9 @@ def test_memory_of_layers_in_portions_is_the_engines() -> None:
 
 
 def test_a_layers_flops_are_those_of_its_matrices() -> None:
-    measured = Measured(tiny_outline(), torch.bfloat16, TOKENS, compiled=True)
+    measured = Profile(tiny_spec(), torch.bfloat16, TOKENS, compiled=True)
     work = measured.layer(3, 4)
-    matrices = sum(p.numel() for p in tiny_outline().layers[0].module.parameters() if p.dim() == 2)
+    matrices = sum(p.numel() for p in tiny_spec().layers[0].module.parameters() if p.dim() == 2)
     forward = 2 * matrices * 4 * TOKENS
     assert work.forward.product_flops == work.again.product_flops == forward
     assert work.backward.product_flops == 2 * forward
@@ -138,8 +138,7 @@ def test_a_layers_flops_are_those_of_its_matrices() -> None:
 
 def test_compiling_saves_memory_and_traffic() -> None:
     compiled, eager = (
-        Measured(tiny_outline(), torch.bfloat16, TOKENS, compiled=c).layer(0, 4)
-        for c in (True, False)
+        Profile(tiny_spec(), torch.bfloat16, TOKENS, compiled=c).layer(0, 4) for c in (True, False)
     )
     assert compiled.forward.touched_bytes < 0.6 * eager.forward.touched_bytes
     assert compiled.again.kept_bytes < 0.8 * eager.again.kept_bytes
@@ -153,7 +152,7 @@ def test_compiling_saves_memory_and_traffic() -> None:
 def test_eager_memory_is_what_autograd_holds() -> None:
     """The live bytes of a small function, counted by hand."""
     x = torch.empty(1000, dtype=torch.float32, device="meta", requires_grad=True)
-    with Tally() as tally:
+    with OpCounter() as tally:
         y = (x * 2).exp()  # exp keeps its result; the product is gone
         assert tally.total_bytes == 4000 and tally.peak_bytes == 8000
         z = y.sum()
@@ -166,11 +165,11 @@ def test_eager_memory_is_what_autograd_holds() -> None:
 
 def test_a_recurrence_that_would_take_minutes_to_count_is_refused() -> None:
     config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
-    model = outline(open_source(config).model)
-    assert Measured(model, torch.bfloat16, 8, compiled=True).layer(0, 1).forward.kernels > 10
+    model = spec(open_source(config).model)
+    assert Profile(model, torch.bfloat16, 8, compiled=True).layer(0, 1).forward.kernels > 10
     with pytest.MonkeyPatch.context() as patch, pytest.raises(NotForeseeable, match="operations"):
         patch.setattr("megatrain.forecast.op_counter.MOST_OPERATIONS", 20)
-        Measured(model, torch.bfloat16, 8, compiled=True).layer(0, 1)
+        Profile(model, torch.bfloat16, 8, compiled=True).layer(0, 1)
 
 
 choices = st.builds(
@@ -270,7 +269,7 @@ def test_a_layer_taken_as_one_parameter_takes_what_its_parameters_do(
 ) -> None:
     def foretold() -> Forecast:
         workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", PLACEMENTS[name].compile)
-        return Forecasts(tiny_outline()).of(small_machine(), PLACEMENTS[name], workload, 4)
+        return ForecastCache(tiny_spec()).of(small_machine(), PLACEMENTS[name], workload, 4)
 
     with monkeypatch.context() as apart:
         apart.setattr("megatrain.forecast.simulate._joined", lambda layout, *given: layout)
@@ -282,7 +281,7 @@ def test_tiles_and_optimizer_are_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     made = []
     layouts = opened.tile_layouts
     monkeypatch.setattr(opened, "tile_layouts", lambda *a: made.append(a) or layouts(*a))
-    several = Forecasts(tiny_outline())
+    several = ForecastCache(tiny_spec())
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
     for placement in (Placement(), Placement(slots=3)):
         several.needs(workload, placement)
@@ -294,7 +293,7 @@ def test_weights_on_their_way_count_where_little_follows_them() -> None:
     """A layer that is drawn takes 4 bytes a value; without clipping little is still to come."""
     config = tiny_config(layers=2)
     config.intermediate_size = 1 << 19  # 403 M parameters a layer
-    model = outline(open_source(config).model)
+    model = spec(open_source(config).model)
     trainee = Model.trained(model, AdamW())
     layer = max(sum(p.numel() for p in each.module.parameters()) for each in model.layers)
     machine, placement = small_machine(), Placement()
@@ -322,7 +321,7 @@ def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(
     found = []
     for most in (None, 8):
         monkeypatch.setattr(simulate, "_FOLLOWED", most)
-        found.append(Forecasts(tiny_outline()).of(small_machine(), placement, workload, 2))
+        found.append(ForecastCache(tiny_spec()).of(small_machine(), placement, workload, 2))
     every, few = found
     assert few.seconds == pytest.approx(every.seconds, rel=0.01)
     assert few.device_peak_bytes == pytest.approx(every.device_peak_bytes, rel=0.01)
@@ -335,7 +334,7 @@ def test_names_of_work_are_for_people_alone(monkeypatch: pytest.MonkeyPatch) -> 
     workload = Workload(ROWS * TOKENS, TOKENS)
 
     def seconds() -> list[float]:
-        told = Forecasts(tiny_outline())
+        told = ForecastCache(tiny_spec())
         return [told.of(small_machine(), p, workload, 4).seconds for p in PLACEMENTS.values()]
 
     before, make = seconds(), Name.__new__

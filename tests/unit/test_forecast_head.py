@@ -11,12 +11,12 @@ from megatrain import AdamW, Engine, Placement
 from megatrain.autoplace.search import Search
 from megatrain.device import Buffer
 from megatrain.forecast import op_counter
-from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.units import GIB, MIB
 from tests.parity.cases import Noting
-from tests.unit.forecast_cases import small_machine, wide_config, wide_outline
+from tests.unit.forecast_cases import small_machine, wide_config, wide_spec
 from tests.unit.test_forecast_long_rows import tallied
 
 ROWS, TOKENS = 6, 32
@@ -49,7 +49,7 @@ def test_memory_of_a_head_in_ranges_is_the_engines(tied: bool) -> None:
     """On the host to the byte; on the device, slots and sums to the byte."""
     placement = Placement(max_stream_bytes=SPLIT, layer_inputs="host", save_activations=1)
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
-    found = Forecasts(wide_outline(tied)).of(small_machine(), placement, workload, 4)
+    found = ForecastCache(wide_spec(tied)).of(small_machine(), placement, workload, 4)
     step = drawn(TOKENS, 4)
     device = Noting()
     config = wide_config(tied)
@@ -62,14 +62,14 @@ def test_memory_of_a_head_in_ranges_is_the_engines(tied: bool) -> None:
     rows = parts.pop("host_rows_bytes")
     assert parts == {name: found.host_bytes[name] for name in parts}
     assert rows == pytest.approx(found.host_bytes["host_rows_bytes"], rel=0.05)
-    layer = sum(p.numel() for p in wide_outline(tied).layers[0].module.parameters())
+    layer = sum(p.numel() for p in wide_spec(tied).layers[0].module.parameters())
     assert found.device_bytes["slots"] == device.taken["slots"] == 2 * 2 * layer
 
 
 def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one() -> None:
     """Against the same head as a whole."""
     machine, workload = small_machine(), Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", True)
-    forecasts = Forecasts(wide_outline())
+    forecasts = ForecastCache(wide_spec())
     whole, split = (
         forecasts.of(machine, Placement(slots=3, max_stream_bytes=size, compile=True), workload, 4)
         for size in (None, SPLIT)
@@ -104,14 +104,14 @@ def test_what_a_step_works_with_is_foretold(
         max_stream_bytes=max_stream_bytes, layer_inputs=boundaries, head_tokens=100
     )  # type: ignore[arg-type]
     workload = Workload(ROWS * tokens, tokens, 2, True, "fp32", False)
-    found = Forecasts(wide_outline()).of(small_machine(), placement, workload, 2)
+    found = ForecastCache(wide_spec()).of(small_machine(), placement, workload, 2)
     told = sum(found.device_bytes.get(p, 0) for p in ("activations", "working set"))
     told += found.device_bytes["layer arguments"]
     options = {"optimizer": AdamW(), "precision": "fp32", "placement": placement}
     step, device = drawn(tokens, 2), Keeping()
     with Engine(wide_config(), device=device, **options) as engine:  # type: ignore[arg-type]
         engine.step(step)
-        with tallied(), op_counter.Tally() as counts:
+        with tallied(), op_counter.OpCounter() as counts:
             counts.ignore(device.kept)
             engine.step(step)
     assert counts.peak_bytes == pytest.approx(told, rel=0.03)

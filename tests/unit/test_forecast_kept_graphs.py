@@ -12,11 +12,11 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from transformers import LlamaConfig
 
 from megatrain.engine.assemble import open_source
-from megatrain.engine.saved_tensors import Held, Leaving
-from megatrain.forecast.profile import Measured
-from megatrain.model.probe import outline
+from megatrain.engine.saved_tensors import OffloadPlan, SavedTensors
+from megatrain.forecast.profile import Profile
+from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH = 2, 512, 256
@@ -45,7 +45,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
 
 
-def model_of(intermediate: int, kv_heads: int) -> Outline:
+def model_of(intermediate: int, kv_heads: int) -> ModelSpec:
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=WIDTH,
@@ -54,17 +54,17 @@ def model_of(intermediate: int, kv_heads: int) -> Outline:
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
     )
-    return outline(open_source(config).model)
+    return spec(open_source(config).model)
 
 
-def held_bytes(model: Outline) -> int:
+def held_bytes(model: ModelSpec) -> int:
     """What the compiled graph of a layer saves besides its weights and arguments."""
     program = ModelProgram(model, torch.device("cpu"), torch.float32)
     program.train(True)
     program.compile()
     flat, weights, micro, values = layer_call(program, 1, (ROWS, TOKENS))
-    leaving = Leaving()
-    held = Held(flat, values, micro.calls[1].leaves, leaving)
+    leaving = OffloadPlan()
+    held = SavedTensors(flat, values, micro.calls[1].leaves, leaving)
     with torch.enable_grad(), held.saving():
         made = program.layer(1, weights, micro, values, "graph")
     assert all(value.requires_grad for value in made.values())
@@ -74,5 +74,5 @@ def held_bytes(model: Outline) -> int:
 @pytest.mark.parametrize(("intermediate", "kv_heads"), [(768, 2), (1408, 1)])
 def test_kept_graphs_hold_what_is_foretold(quickly: None, intermediate: int, kv_heads: int) -> None:
     model = model_of(intermediate, kv_heads)
-    work = Measured(model, torch.float32, TOKENS, compiled=True).layer(1, ROWS)
+    work = Profile(model, torch.float32, TOKENS, compiled=True).layer(1, ROWS)
     assert held_bytes(model) == pytest.approx(work.keeping.kept_bytes, rel=0.01)

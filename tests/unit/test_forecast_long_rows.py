@@ -14,17 +14,17 @@ from megatrain.engine.assemble import open_source, tile_layouts
 from megatrain.engine.batch import Batch
 from megatrain.engine.head import WholeHead
 from megatrain.engine.modules import Head
-from megatrain.engine.sink import Room
+from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast import op_counter
-from megatrain.forecast.profile import LayerWork, Measured, eager_work
+from megatrain.forecast.profile import LayerWork, Profile, eager_work
 from megatrain.forecast.profile_chunks import acts_alone
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.model import token_chunks
 from megatrain.model.capture import Rows
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.model.program import MicroBatch, ModelProgram
-from megatrain.model.spec import Outline
+from megatrain.model.spec import ModelSpec
 from megatrain.optim import Plane, StreamedOptimizer
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
@@ -54,7 +54,7 @@ def tallied() -> Iterator[None]:
 
 def real_work(chunk_tokens: int | None) -> LayerWork:
     """A layer run on the CPU, under a tally."""
-    model = outline(open_source(tiny_config()).model)
+    model = spec(open_source(tiny_config()).model)
     program, layer = ModelProgram(model, torch.device("cpu"), torch.float32), model.layers[1]
     program.train(True)
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
@@ -78,8 +78,8 @@ def real_work(chunk_tokens: int | None) -> LayerWork:
 @pytest.mark.parametrize("chunk_tokens", [None, 64, 256])
 def test_memory_of_a_layer_is_that_of_a_real_one(chunk_tokens: int | None) -> None:
     real = real_work(chunk_tokens)
-    model = outline(open_source(tiny_config()).model)
-    found = Measured(model, torch.float32, TOKENS, compiled=False, chunk_tokens=chunk_tokens)
+    model = spec(open_source(tiny_config()).model)
+    found = Profile(model, torch.float32, TOKENS, compiled=False, chunk_tokens=chunk_tokens)
     told = found.layer(1, ROWS)
     for name in ("forward", "again", "backward"):
         peak, was = getattr(told, name).peak_bytes, getattr(real, name).peak_bytes
@@ -88,15 +88,15 @@ def test_memory_of_a_layer_is_that_of_a_real_one(chunk_tokens: int | None) -> No
     assert told.backward.product_flops == real.backward.product_flops
 
 
-def head_layout(model: Outline) -> TileLayout:
-    optimizer = StreamedOptimizer(AdamW(), model.skeleton.model)
+def head_layout(model: ModelSpec) -> TileLayout:
+    optimizer = StreamedOptimizer(AdamW(), model.capture.model)
     layouts = tile_layouts(model, optimizer.group_of())
     return next(layout for layout in layouts if layout.name == "head")
 
 
 def real_head_bytes(head_tokens: int) -> int:
     """At the peak of a head run on the CPU, under a tally."""
-    model = outline(open_source(tiny_config()).model)
+    model = spec(open_source(tiny_config()).model)
     program, layout = ModelProgram(model, torch.device("cpu"), torch.float32), head_layout(model)
     program.train(True)
     program.tile_epilogue(head_tokens)
@@ -110,9 +110,9 @@ def real_head_bytes(head_tokens: int) -> int:
     batch = Batch([micro], 1, ROWS * TOKENS, torch.zeros(1), 0)
     whole = WholeHead(program, head_tokens, lambda loss: loss.summed)
     head = Head(CpuDevice(), program, tile, whole)
-    room = Room(tile, sums, layout.views(sums.data))
+    room = GradAccumulator(tile, sums, layout.views(sums.data))
     head.loss_and_vjp(slot, batch, [*h], room)  # parts are tried at the first call
-    with tallied(), op_counter.Tally() as counts:
+    with tallied(), op_counter.OpCounter() as counts:
         counts.ignore([slot.data, sums.data, h, micro.inputs, micro.targets])
         head.loss_and_vjp(slot, batch, h, room)
     return counts.peak_bytes
@@ -120,8 +120,8 @@ def real_head_bytes(head_tokens: int) -> int:
 
 @pytest.mark.parametrize("head_tokens", [64, 100, ROWS * TOKENS])
 def test_memory_of_a_head_is_that_of_a_real_one(head_tokens: int) -> None:
-    model = outline(open_source(tiny_config()).model)
-    found = Measured(model, torch.float32, TOKENS, compiled=False)
+    model = spec(open_source(tiny_config()).model)
+    found = Profile(model, torch.float32, TOKENS, compiled=False)
     for visit in range(len(model.layers)):
         found.layer(visit, ROWS)
     told = found.head(head_layout(model), ROWS, head_tokens).peak_bytes
@@ -132,8 +132,8 @@ def test_memory_of_a_head_is_that_of_a_real_one(head_tokens: int) -> None:
 
 def test_a_final_norm_takes_the_memory_of_a_few_tokens() -> None:
     """Beside it are its result, and the gradients of that and of its input."""
-    model = outline(open_source(tiny_config()).model)
-    found = Measured(model, torch.bfloat16, 4096, compiled=True, chunk_tokens=256)
+    model = spec(open_source(tiny_config()).model)
+    found = Profile(model, torch.bfloat16, 4096, compiled=True, chunk_tokens=256)
     for visit in range(len(model.layers)):
         found.layer(visit, 1)
     peaks = [found.head(head_layout(model), 1, n).peak_bytes for n in (256, 4096)]
@@ -146,7 +146,7 @@ def test_a_final_norm_takes_the_memory_of_a_few_tokens() -> None:
 def test_parts_that_run_in_tiles_are_known_without_weights(family: str) -> None:
     source = open_source(model_of(family)).model
     found = set()
-    for layer in outline(source).layers:
+    for layer in spec(source).layers:
         for name, part in token_chunks.parts(layer.kind.module):
             bound = {**dict(part.named_parameters()), **dict(part.named_buffers())}
             if "." not in name and acts_alone(part, bound, source.config.hidden_size):
@@ -176,9 +176,9 @@ def test_attention_that_waits_is_not_computed_again() -> None:
 
 
 def test_tiles_save_memory_and_cost_time() -> None:
-    model = outline(open_source(tiny_config()).model)
+    model = spec(open_source(tiny_config()).model)
     whole, cut = (
-        Measured(model, torch.bfloat16, 4096, compiled=False, chunk_tokens=n).layer(0, 1)
+        Profile(model, torch.bfloat16, 4096, compiled=False, chunk_tokens=n).layer(0, 1)
         for n in (None, 256)
     )
     assert cut.forward.peak_bytes < 0.6 * whole.forward.peak_bytes

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config
 
 from megatrain.engine.assemble import open_source
-from megatrain.forecast.profile import LayerWork, Measured
-from megatrain.model.probe import outline
+from megatrain.forecast.profile import LayerWork, Profile
+from megatrain.model.probe import spec
 from megatrain.placement import Saves
 from tests.unit.forecast_cases import layer_call
 
@@ -20,7 +20,7 @@ UNIT = ROWS * TOKENS * MLP * 2  # bytes of an activation inside the MLP
 
 
 @pytest.fixture(scope="module")
-def measured() -> Measured:
+def measured() -> Profile:
     config = Qwen2Config(
         hidden_size=WIDTH,
         intermediate_size=MLP,
@@ -31,7 +31,7 @@ def measured() -> Measured:
         max_position_embeddings=TOKENS,
         tie_word_embeddings=False,
     )
-    return Measured(outline(open_source(config).model), torch.bfloat16, TOKENS, compiled=True)
+    return Profile(spec(open_source(config).model), torch.bfloat16, TOKENS, compiled=True)
 
 
 def peak_of(work: LayerWork, saves: Saves | None) -> int:
@@ -44,7 +44,7 @@ def peak_of(work: LayerWork, saves: Saves | None) -> int:
     return max(work.forward.peak_bytes, work.repeating.peak_bytes)
 
 
-def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measured: Measured):
+def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measured: Profile):
     """As the test below saw the compiled code do it (torch 2.13)."""
     work = measured.layer(0, ROWS)
     peaks = [peak_of(work, saves) / UNIT for saves in ("nothing", "graph", None)]
@@ -55,7 +55,7 @@ def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measu
 @pytest.mark.parametrize("saves", ["nothing", "graph", None])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
 def test_compiled_code_works_with_what_is_foretold(
-    measured: Measured, saves: Saves | None, tmp_path: Path
+    measured: Profile, saves: Saves | None, tmp_path: Path
 ) -> None:
     torch._dynamo.reset()
     measured.program.compile()

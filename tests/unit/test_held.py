@@ -2,7 +2,7 @@
 
 import torch
 
-from megatrain.engine.saved_tensors import Held, Leaving
+from megatrain.engine.saved_tensors import OffloadPlan, SavedTensors
 from megatrain.model.capture import Ref
 
 REF = Ref(0, 0)
@@ -11,8 +11,8 @@ REF = Ref(0, 0)
 def test_views_of_weights_inputs_and_results_are_found_in_other_places() -> None:
     weights, whole = torch.arange(64.0), torch.randn(4, 6)
     entering = whole[1:3]  # of something larger
-    leaving = Leaving()
-    held = Held(weights[8:32], {REF: entering}, [], leaving)
+    leaving = OffloadPlan()
+    held = SavedTensors(weights[8:32], {REF: entering}, [], leaving)
     made = torch.randn(5, 7)
     saved = [weights[8:24].view(4, 4).t(), entering[:, 2:], made[1:, ::2], made.t(), whole[3]]
     wanted = [tensor.clone() for tensor in saved]
@@ -34,7 +34,7 @@ def test_views_of_weights_inputs_and_results_are_found_in_other_places() -> None
 
 def test_other_arguments_stay_where_they_are() -> None:
     table, made = torch.randn(3), torch.randn(3)
-    held = Held(torch.zeros(1), {}, [table, "no tensor"], Leaving())
+    held = SavedTensors(torch.zeros(1), {}, [table, "no tensor"], OffloadPlan())
     assert held._unpack(held._pack(table)).data_ptr() == table.data_ptr()
-    staying = Held(torch.zeros(1), {}, [], None)
+    staying = SavedTensors(torch.zeros(1), {}, [], None)
     assert staying._unpack(staying._pack(made)).data_ptr() == made.data_ptr()

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from megatrain.engine.assemble import open_source
 from megatrain.model import init
-from megatrain.model.probe import outline
-from megatrain.model.spec import Outline
+from megatrain.model.probe import spec
+from megatrain.model.spec import ModelSpec
 from tests.families.tiny import tiny_config
 from tests.unit.forecast_cases import tiny_config as llama_config
-from tests.unit.forecast_cases import tiny_outline
+from tests.unit.forecast_cases import tiny_spec
 
 PIECE = 4096
 
 
-def drawn(model: Outline, *, threads: int = 2, seed: int = 3) -> dict[str, Tensor]:
+def drawn(model: ModelSpec, *, threads: int = 2, seed: int = 3) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     with torch.random.fork_rng(devices=[]):
         init.initialise(
@@ -33,14 +33,14 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pieces")
 def test_the_number_of_threads_changes_no_value() -> None:
-    one, many = drawn(tiny_outline(), threads=1), drawn(tiny_outline(), threads=5)
+    one, many = drawn(tiny_spec(), threads=1), drawn(tiny_spec(), threads=5)
     assert one.keys() == many.keys()
     assert all(torch.equal(one[name], many[name]) for name in one)
 
 
 @pytest.mark.usefixtures("pieces")
 def test_no_piece_is_drawn_twice_and_all_have_the_class_s_spread() -> None:
-    values = drawn(tiny_outline())
+    values = drawn(tiny_spec())
     large = [v.flatten() for v in values.values() if v.numel() > PIECE]
     cut = [piece[:PIECE] for flat in large for piece in flat.split(PIECE)]
     assert len(cut) > 1000
@@ -53,9 +53,9 @@ def test_no_piece_is_drawn_twice_and_all_have_the_class_s_spread() -> None:
 
 def test_what_is_small_is_drawn_as_torch_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of a piece matters only to what is larger."""
-    whole = drawn(tiny_outline())
+    whole = drawn(tiny_spec())
     monkeypatch.setattr(init, "_PIECE", 256 * 256)
-    cut = drawn(tiny_outline())
+    cut = drawn(tiny_spec())
     same = {name for name in whole if torch.equal(whole[name], cut[name])}
     small = {name for name in whole if whole[name].numel() <= 256 * 256}
     assert {name for name in whole if "q_proj" in name or "norm" in name} <= small
@@ -64,7 +64,7 @@ def test_what_is_small_is_drawn_as_torch_draws_it(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("pieces")
 def test_the_seed_changes_every_piece() -> None:
-    one, other = drawn(tiny_outline(), seed=3), drawn(tiny_outline(), seed=4)
+    one, other = drawn(tiny_spec(), seed=3), drawn(tiny_spec(), seed=4)
     for name, values in one.items():
         if "norm" not in name:
             assert not torch.isin(values.flatten()[::PIECE], other[name].flatten()[::PIECE]).any()
@@ -72,7 +72,7 @@ def test_the_seed_changes_every_piece() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mamba2", "qwen3_moe"])
 def test_so_much_is_drawn_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = outline(open_source(tiny_config(family)).model)
+    model = spec(open_source(tiny_config(family)).model)
     most = 0
     draw = init._draw
 

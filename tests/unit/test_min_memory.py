@@ -10,12 +10,12 @@ from megatrain.autoplace import candidates
 from megatrain.autoplace.search import Search
 from megatrain.errors import DoesNotFit
 from megatrain.forecast import simulate
-from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
-from megatrain.model.spec import Outline
-from tests.unit.forecast_cases import experts_outline, small_machine, tiny_outline, wide_outline
+from megatrain.model.spec import ModelSpec
+from tests.unit.forecast_cases import experts_spec, small_machine, tiny_spec, wide_spec
 
 MIB = 2**20
 WORKLOAD = Workload(512, 64, None, True, "bf16", True)
@@ -35,15 +35,15 @@ def machine(device_mib: float, host_mib: float) -> Machine:
 
 
 @cache
-def forecasts_of(model: Callable[[], Outline]) -> Forecasts:
-    return Forecasts(model())
+def forecasts_of(model: Callable[[], ModelSpec]) -> ForecastCache:
+    return ForecastCache(model())
 
 
-def few_layers() -> Outline:
-    return tiny_outline(3)
+def few_layers() -> ModelSpec:
+    return tiny_spec(3)
 
 
-def checked(forecasts: Forecasts, there: Machine, workload: Workload) -> Machine:
+def checked(forecasts: ForecastCache, there: Machine, workload: Workload) -> Machine:
     """The machine with the least memory, tried out."""
 
     def search(on: Machine) -> Search:
@@ -71,7 +71,7 @@ class Case:
     device: float
     host: float
     short: str
-    model: Callable[[], Outline] = few_layers
+    model: Callable[[], ModelSpec] = few_layers
     workload: Workload = WORKLOAD
 
 
@@ -88,8 +88,8 @@ CASES = {
     "micro-batch": Case(24, 30, "host", workload=replace(WORKLOAD, micro_batch=8)),
     "micro-batch, device": Case(8, PLENTY, "device", workload=replace(WORKLOAD, micro_batch=8)),
     "many micro-batches": Case(24, 30, "host", workload=replace(WORKLOAD, micro_batch=1)),
-    "a large head": Case(30, 40, "host", wide_outline),
-    "a large head, device": Case(10, PLENTY, "device", wide_outline),
+    "a large head": Case(30, 40, "host", wide_spec),
+    "a large head, device": Case(10, PLENTY, "device", wide_spec),
 }
 
 
@@ -118,7 +118,7 @@ def test_tiles_on_the_device_need_not_be_on_the_host() -> None:
 
 def test_layers_in_portions_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_PORTION", 1)
-    forecasts = Forecasts(experts_outline())
+    forecasts = ForecastCache(experts_spec())
     few = replace(WORKLOAD, tokens_per_step=128)
     for device, host in ((3, PLENTY), (50, 40)):
         checked(forecasts, machine(device, host), few)
@@ -128,6 +128,6 @@ def test_long_rows_in_tiles_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(candidates, "_LONG", 1024)
     monkeypatch.setattr(candidates, "_TILE", 128)
     long = replace(WORKLOAD, tokens_per_step=2048, sequence_length=2048)
-    forecasts = Forecasts(tiny_outline(2))
+    forecasts = ForecastCache(tiny_spec(2))
     for device, host in ((8, PLENTY), (40, 30)):
         checked(forecasts, machine(device, host), long)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatrain.device.host_stream import HostWorker
-from megatrain.device.launch_throttle import AHEAD, Pace
+from megatrain.device.host_stream import HostStream
+from megatrain.device.launch_throttle import AHEAD, LaunchThrottle
 
 
 class Gpu:
@@ -25,16 +25,16 @@ class Gpu:
 
 
 @pytest.fixture
-def busy() -> Iterator[tuple[HostWorker, threading.Event]]:
+def busy() -> Iterator[tuple[HostStream, threading.Event]]:
     """A host thread, at work until it is told otherwise."""
-    worker, over = HostWorker("update", torch.zeros(1, dtype=torch.int32)), threading.Event()
+    worker, over = HostStream("update", torch.zeros(1, dtype=torch.int32)), threading.Event()
     worker.put("work", over.wait)
     yield worker, over
     over.set()
     worker.close()
 
 
-def paced(seconds: float = 0.001) -> Pace:
+def paced(seconds: float = 0.001) -> LaunchThrottle:
     """Every piece takes so long to launch."""
     now = 0.0
 
@@ -43,10 +43,10 @@ def paced(seconds: float = 0.001) -> Pace:
         now += seconds
         return now
 
-    return Pace(Gpu().record, clock)
+    return LaunchThrottle(Gpu().record, clock)
 
 
-def launch(pace: Pace, name: str) -> threading.Thread:
+def launch(pace: LaunchThrottle, name: str) -> threading.Thread:
     """One piece, by a thread that is given a moment to be through."""
 
     def piece() -> None:
@@ -59,7 +59,7 @@ def launch(pace: Pace, name: str) -> threading.Thread:
     return thread
 
 
-def waits(pace: Pace, name: str, over: threading.Event) -> bool:
+def waits(pace: LaunchThrottle, name: str, over: threading.Event) -> bool:
     """Whether a piece is launched only when the host thread's work is over."""
     thread = launch(pace, name)
     waited = thread.is_alive()
@@ -70,7 +70,7 @@ def waits(pace: Pace, name: str, over: threading.Event) -> bool:
 
 def test_it_is_a_few_pieces_ahead() -> None:
     gpu = Gpu()
-    pace = Pace(gpu.record)
+    pace = LaunchThrottle(gpu.record)
     for number in range(5 * AHEAD):
         with pace.piece("layer"):
             assert gpu.recorded == number + 1
@@ -96,7 +96,7 @@ def test_a_small_piece_does_not(busy) -> None:
 
 def test_one_large_piece_among_small_ones_of_its_name_is_remembered(busy) -> None:
     (worker, over), seconds = busy, iter([0.0, 1.0, 1.0, 1.001, 1.001, 1.002])
-    pace = Pace(Gpu().record, lambda: next(seconds, 1.002))
+    pace = LaunchThrottle(Gpu().record, lambda: next(seconds, 1.002))
     for _ in range(3):
         launch(pace, "layer").join()
     pace.note_wait(worker, worker.mark())

@@ -11,7 +11,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.placement import Placement
 from megatrain.plan import planner
 from megatrain.plan.ask import Ask, Planner, check_budgets
@@ -371,7 +371,7 @@ def test_several_gpus_share_the_host():
 
 
 def tiny(**changes):
-    return outline(open_source(llama(**changes)).model)
+    return spec(open_source(llama(**changes)).model)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -381,7 +381,7 @@ def test_bytes_by_tile_add_up(tied, precision):
     placement = Placement(resident=("embedding", "layer 0"))
     tiles = tile_bytes(found, placement, Workload(precision=precision))
     names = {layout.name: layout for layout in tile_layouts(found, dict.fromkeys(
-        (n for n, _ in found.skeleton.model.named_parameters()), 0))}  # fmt: skip
+        (n for n, _ in found.capture.model.named_parameters()), 0))}  # fmt: skip
     assert [t.name for t in tiles] == [
         *([] if tied else ["embedding"]), "layer 0", "layer 1 ... layer 3", "head",
     ]  # fmt: skip
@@ -406,13 +406,13 @@ def test_frozen_parameters_have_neither_moments_nor_gradients():
     model = llama()
     for parameter in model.model.layers[1].parameters():
         parameter.requires_grad_(False)
-    tiles = tile_bytes(outline(open_source(model).model), PLACED, Workload())
+    tiles = tile_bytes(spec(open_source(model).model), PLACED, Workload())
     frozen = next(tile for tile in tiles if tile.name == "layer 1")
     assert frozen.planes["moments"] == frozen.planes["gradient"] == 0 < frozen.planes["weights"]
 
 
 def test_a_given_placement_is_planned_as_it_is():
-    found = outline(open_source(qwen2()).model)
+    found = spec(open_source(qwen2()).model)
     ask = Ask(
         machine=MACHINE,
         tokens_per_step=256,

@@ -13,7 +13,7 @@ from megatrain import AdamW, Engine
 from megatrain.errors import RunFailed
 from megatrain.model.build import emptied, loaded_types
 from megatrain.model.capture import with_hidden
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.model.unsupported import Unsupported
 from tests.families.tiny import tiny_model
 
@@ -85,7 +85,7 @@ REFUSALS = {
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refusals(reason: str) -> None:
     with pytest.raises(Unsupported, match=reason) as caught:
-        outline(emptied(REFUSALS[reason]()))
+        spec(emptied(REFUSALS[reason]()))
     assert "\n" not in str(caught.value)
 
 
@@ -93,7 +93,7 @@ def test_layers_that_share_a_weight_are_refused() -> None:
     model = tiny()
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(Unsupported, match=r"layers\.2.* is the same parameter as .*layers\.0"):
-        outline(emptied(model))
+        spec(emptied(model))
 
 
 def test_a_layer_left_out_later_is_noticed() -> None:
@@ -107,7 +107,7 @@ def test_a_layer_left_out_later_is_noticed() -> None:
 def test_layers_that_differ_by_an_attribute_are_two_kinds() -> None:
     model = tiny()
     model.model.layers[1].self_attn.scaling *= 2
-    kinds = [layer.kind for layer in outline(emptied(model)).layers]
+    kinds = [layer.kind for layer in spec(emptied(model)).layers]
     assert kinds[0] is kinds[2] is not kinds[1]
 
 
@@ -135,16 +135,16 @@ def test_a_tied_head_is_given_its_table_and_no_call_looks_for_ties(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch would go through all parameters, at each chunk of tokens of the head."""
-    found = outline(emptied(tiny(tie_word_embeddings=True)))
+    found = spec(emptied(tiny(tie_word_embeddings=True)))
     monkeypatch.setattr("torch.nn.utils.stateless._untie_named_tensors_map", None)
     [name] = found.projection.names
     assert name == "model.embed_tokens.weight"
     rows, hidden = torch.randn(6, 8), torch.randn(1, 3, 8)
-    inputs = found.skeleton.inputs({"input_ids": torch.zeros(1, 1, dtype=torch.long)})
-    logits = found.skeleton.head({name: rows}, with_hidden(found.trunk, hidden), inputs)
+    inputs = found.capture.inputs({"input_ids": torch.zeros(1, 1, dtype=torch.long)})
+    logits = found.capture.head({name: rows}, with_hidden(found.trunk, hidden), inputs)
     assert torch.equal(logits, F.linear(hidden, rows))
 
 
 def test_a_head_that_reads_other_states_of_the_trunk_is_refused() -> None:
     with pytest.raises(Unsupported, match="more than the last hidden states"):
-        outline(emptied(tiny_model("prophetnet")))
+        spec(emptied(tiny_model("prophetnet")))

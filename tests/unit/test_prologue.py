@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatrain import Engine, Placement
-from megatrain.model.capture import Skeleton, _Lookup
+from megatrain.model.capture import Capture, _Lookup
 from megatrain.model.program import ModelProgram
 from tests.parity.cases import llama, make_batches, make_engine
 
@@ -26,7 +26,7 @@ def engine() -> Iterator[Engine]:
 def test_the_backward_ends_where_the_layers_begin(engine: Engine, monkeypatch: Any) -> None:
     called: Counter[str] = Counter()
     running = ["epilogue"]
-    prologue, forward = ModelProgram.prologue, Skeleton.forward
+    prologue, forward = ModelProgram.prologue, Capture.forward
 
     def told(self: ModelProgram, weights: Any, batch: Any) -> Any:
         running[0] = "backward" if batch.calls else "forward"
@@ -34,7 +34,7 @@ def test_the_backward_ends_where_the_layers_begin(engine: Engine, monkeypatch: A
         running[0] = "epilogue"
         return values
 
-    def counted(self: Skeleton, handler: Any, *rest: Any) -> Any:
+    def counted(self: Capture, handler: Any, *rest: Any) -> Any:
         def one(*given: Any) -> Any:
             called[running[0]] += 1
             return handler(*given)
@@ -42,7 +42,7 @@ def test_the_backward_ends_where_the_layers_begin(engine: Engine, monkeypatch: A
         return forward(self, one, *rest)
 
     monkeypatch.setattr(ModelProgram, "prologue", told)
-    monkeypatch.setattr(Skeleton, "forward", counted)
+    monkeypatch.setattr(Capture, "forward", counted)
     engine.step(STEP)
     every = LAYERS * len(STEP)
     assert called == {"forward": every, "epilogue": every, "backward": len(STEP)}

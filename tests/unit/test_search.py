@@ -13,25 +13,25 @@ from transformers import LlamaConfig
 from megatrain import Placement
 from megatrain.autoplace import auto, candidates
 from megatrain.autoplace.search import Search
-from megatrain.autoplace.spend import Budget, Ways
+from megatrain.autoplace.spend import Budget, MemoryPlans
 from megatrain.engine.assemble import open_source
 from megatrain.errors import DoesNotFit
-from megatrain.forecast.cache import Forecasts
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from tests.unit.forecast_cases import (
     H200,
-    experts_outline,
+    experts_spec,
     small_machine,
     tiny_config,
-    tiny_outline,
-    wide_outline,
+    tiny_spec,
+    wide_spec,
 )
 
-FORECASTS = Forecasts(tiny_outline(4))
-FEW_LAYERS = Forecasts(tiny_outline(2))
+FORECASTS = ForecastCache(tiny_spec(4))
+FEW_LAYERS = ForecastCache(tiny_spec(2))
 WORKLOAD = Workload(512, 64, None, True, "bf16", True)
 
 
@@ -39,11 +39,11 @@ def choose(device_mib: float, host_gib: float = 1e6, **given: object) -> auto.Fo
     forecasts = given.pop("forecasts", FORECASTS)
     workload = replace(WORKLOAD, **given)  # type: ignore[arg-type]
     machine = small_machine(device_mib, host_gib)
-    return auto.choose(tiny_outline(), machine, workload, forecasts=forecasts)  # type: ignore[arg-type]
+    return auto.choose(tiny_spec(), machine, workload, forecasts=forecasts)  # type: ignore[arg-type]
 
 
 @cache
-def least_mib(forecasts: Forecasts = FORECASTS) -> float:
+def least_mib(forecasts: ForecastCache = FORECASTS) -> float:
     """Device memory that the most frugal way needs."""
     least = Search(forecasts, small_machine(1.0), WORKLOAD).least()
     return least.machine.device_memory_bytes / 2**20
@@ -81,11 +81,11 @@ def test_layers_are_streamed_in_portions_only_where_nothing_else_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(candidates, "_PORTION", 1)
-    forecasts = Forecasts(experts_outline())
+    forecasts = ForecastCache(experts_spec())
 
     def found(device_mib: float) -> auto.Forecast:
         machine = small_machine(device_mib)
-        return auto.choose(experts_outline(), machine, WORKLOAD, forecasts=forecasts)
+        return auto.choose(experts_spec(), machine, WORKLOAD, forecasts=forecasts)
 
     assert found(40).placement.max_stream_bytes is None
     split = found(20)
@@ -96,17 +96,17 @@ def test_layers_are_streamed_in_portions_only_where_nothing_else_fits(
 
 def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
     """It then takes no more than a layer, and what that leaves is spent as ever."""
-    forecasts = Forecasts(wide_outline())
-    layer = 2 * sum(p.numel() for p in wide_outline().layers[0].module.parameters())
+    forecasts = ForecastCache(wide_spec())
+    layer = 2 * sum(p.numel() for p in wide_spec().layers[0].module.parameters())
 
     def found(device_mib: float) -> auto.Forecast:
         chosen = choose(device_mib, forecasts=forecasts)
         assert chosen.device_peak_bytes <= 0.95 * device_mib * 2**20
         return chosen
 
-    whole = Search(forecasts, small_machine(1.0), WORKLOAD)._frames.families(1)[0]
-    frames = [forecasts.of(small_machine(), frame, WORKLOAD, 1) for frame in whole]
-    least_whole = min(frame.device_peak_bytes for frame in frames) / 0.95 / 2**20
+    whole = Search(forecasts, small_machine(1.0), WORKLOAD)._candidates.families(1)[0]
+    frames = [forecasts.of(small_machine(), candidate, WORKLOAD, 1) for candidate in whole]
+    least_whole = min(candidate.device_peak_bytes for candidate in frames) / 0.95 / 2**20
     assert found(1.3 * least_whole).placement.max_stream_bytes is None
     split = found(0.95 * least_whole)
     assert split.placement.max_stream_bytes == layer
@@ -119,10 +119,10 @@ def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
 def test_micro_batches_are_even_and_a_given_one_is_kept() -> None:
     assert choose(1e4, tokens_per_step=64 * 9, forecasts=FEW_LAYERS).micro_batch == 9
     assert choose(1e4, micro_batch=3, forecasts=FEW_LAYERS).micro_batch == 3
-    sizes = auto.Search(FORECASTS, H200, WORKLOAD)._frames.sizes()
+    sizes = auto.Search(FORECASTS, H200, WORKLOAD)._candidates.sizes()
     assert sizes == [8, 4, 2, 1]  # of short rows, too
     workload = Workload(96 * 1024, 1024, None, True, "bf16", True)
-    sizes = auto.Search(FORECASTS, H200, workload)._frames.sizes()
+    sizes = auto.Search(FORECASTS, H200, workload)._candidates.sizes()
     assert sizes == [48, 32, 16, 8, 4, 2, 1]
 
 
@@ -213,7 +213,7 @@ def fast_bus(device_mib: float, host_gib: float) -> Machine:
 def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room() -> None:
     def with_host(mib: float) -> auto.Forecast:
         machine, workload = fast_bus(16.0, mib / 1024), replace(WORKLOAD, micro_batch=2)
-        return auto.choose(tiny_outline(), machine, workload, forecasts=FORECASTS)
+        return auto.choose(tiny_spec(), machine, workload, forecasts=FORECASTS)
 
     much, little = with_host(1e6), with_host(just_mib() + 5)
     assert much.placement.offload_activations >= 3
@@ -235,9 +235,9 @@ def test_tiles_rest_on_the_device_where_the_host_lacks_room() -> None:
 @pytest.mark.parametrize("clip", [True, False])
 def test_what_is_told_without_a_forecast_is_never_too_much(clip: bool) -> None:
     asked = Search(FORECASTS, small_machine(), replace(WORKLOAD, clip=clip))
-    for placement in asked._frames.families(8)[0]:
-        device, host = asked._frames.floor(placement, 8)
-        told = asked._frames.of(placement, 8)
+    for placement in asked._candidates.families(8)[0]:
+        device, host = asked._candidates.min_bytes(placement, 8)
+        told = asked._candidates.of(placement, 8)
         assert 0.5 * told.device_peak_bytes < device <= told.device_peak_bytes
         assert 0.9 * told.host_peak_bytes < host <= 1.001 * told.host_peak_bytes
 
@@ -245,8 +245,11 @@ def test_what_is_told_without_a_forecast_is_never_too_much(clip: bool) -> None:
 @pytest.mark.parametrize("number", range(7))
 def test_a_step_of_two_micro_batches_tells_more_of_one_of_many(number: int) -> None:
     asked = Search(FORECASTS, small_machine(), WORKLOAD)
-    placement = asked._frames.families(1)[0][number]
-    closer, told = asked._frames.estimate(placement, 1), asked._frames.of(placement, 1)
+    placement = asked._candidates.families(1)[0][number]
+    closer, told = (
+        asked._candidates.short_run_bytes(placement, 1),
+        asked._candidates.of(placement, 1),
+    )
     assert 0.95 * told.device_peak_bytes < closer[0] <= told.device_peak_bytes
     assert 0.999 * told.host_peak_bytes < closer[1] <= told.host_peak_bytes
 
@@ -259,17 +262,17 @@ def test_a_machine_without_room_for_the_planes_is_told_before_anything_is_measur
     def measure(*given: object) -> None:
         raise AssertionError("a layer was measured")
 
-    monkeypatch.setattr("megatrain.forecast.profile.Measured.layer", measure)
+    monkeypatch.setattr("megatrain.forecast.profile.Profile.layer", measure)
     assert not Search(FORECASTS, machine, WORKLOAD).could_fit()
 
 
 def test_a_large_head_s_gradient_is_counted_once() -> None:
     config = LlamaConfig(**tiny_config().to_dict() | {"vocab_size": 32768})
-    large = Forecasts(outline(open_source(config).model))
+    large = ForecastCache(spec(open_source(config).model))
     asked = Search(large, small_machine(), replace(WORKLOAD, tokens_per_step=128))
-    [fastest, *_] = asked._frames.families(2)[0]
-    told = asked._frames.of(fastest, 2).device_peak_bytes
-    assert 0.9 * told < asked._frames.floor(fastest, 2)[0] <= told
+    [fastest, *_] = asked._candidates.families(2)[0]
+    told = asked._candidates.of(fastest, 2).device_peak_bytes
+    assert 0.9 * told < asked._candidates.min_bytes(fastest, 2)[0] <= told
 
 
 @pytest.fixture
@@ -284,7 +287,7 @@ def long_row(device_mib: float, attention_tflops: float, host_gib: float = 1e6) 
         attention_forward_tflops=attention_tflops,
         attention_backward_tflops=attention_tflops,
     )
-    return auto.choose(tiny_outline(), machine, Workload(2048, 2048), forecasts=FEW_LAYERS)
+    return auto.choose(tiny_spec(), machine, Workload(2048, 2048), forecasts=FEW_LAYERS)
 
 
 def test_a_long_row_runs_in_tiles_where_attention_is_most_of_it(soon_long: None) -> None:
@@ -312,7 +315,7 @@ def long_search(device_mib: float, host_mib: float = 1e9) -> Search:
 
 def hand_made(**choices: object) -> auto.Forecast:
     asked, given = long_search(1.0), {"slots": 2, "compile": True, "head_tokens": 512}
-    return asked._frames.of(Placement(**given | {"chunk_tokens": 128} | choices), 1)  # type: ignore[arg-type]
+    return asked._candidates.of(Placement(**given | {"chunk_tokens": 128} | choices), 1)  # type: ignore[arg-type]
 
 
 def test_a_long_row_fits_with_one_lane_for_boundaries(soon_long: None) -> None:
@@ -326,19 +329,19 @@ def test_a_long_row_fits_with_one_lane_for_boundaries(soon_long: None) -> None:
 def test_what_a_graph_spares_and_takes_beside_kept_attention_is_known(
     soon_long: None, where: str
 ) -> None:
-    frame, kept = (hand_made(save_attention=where, save_activations=count) for count in (0, 4))
+    candidate, kept = (hand_made(save_attention=where, save_activations=count) for count in (0, 4))
     asked = long_search(1e4)
-    ways = Ways(FORECASTS, asked._workload, frame, asked._budget)
+    ways = MemoryPlans(FORECASTS, asked._workload, candidate, asked._budget)
     assert ways._compute(4, 0) == pytest.approx(kept.bounds["compute"], rel=0.02)
-    graphs = kept.device_bytes["kept graphs"] - frame.device_bytes.get("kept attention", 0)
+    graphs = kept.device_bytes["kept graphs"] - candidate.device_bytes.get("kept attention", 0)
     assert 4 * ways._more("device") == pytest.approx(graphs, rel=0.06)
 
 
 def test_of_each_way_to_run_a_long_row_the_sparing_frames_are_tried(soon_long: None) -> None:
     """What fits as it is may leave too little for the graphs that are worth most."""
     asked = long_search(1e4)
-    tried = [frame.placement for frame in asked._fitting_frames([1])]
-    for family in asked._frames.families(1):
+    tried = [candidate.placement for candidate in asked._fitting_frames([1])]
+    for family in asked._candidates.families(1):
         assert [family[0], family[1], family[3]] == [each for each in family if each in tried]
 
 
@@ -349,10 +352,8 @@ def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
         raise NotForeseeable("not in tiles")
 
     monkeypatch.setattr("megatrain.forecast.profile.tiled", refuse)
-    forecasts = Forecasts(tiny_outline(2))
-    found = auto.choose(
-        tiny_outline(), small_machine(64.0), Workload(2048, 2048), forecasts=forecasts
-    )
+    forecasts = ForecastCache(tiny_spec(2))
+    found = auto.choose(tiny_spec(), small_machine(64.0), Workload(2048, 2048), forecasts=forecasts)
     assert found.placement.chunk_tokens is None
 
 

@@ -6,18 +6,18 @@ import weakref
 import pytest
 import torch
 
-from megatrain.device.host_stream import HostWorker
+from megatrain.device.host_stream import HostStream
 from megatrain.errors import InputError, RunFailed
 
 
 @pytest.fixture
 def worker():
-    worker = HostWorker("update", torch.zeros(1, dtype=torch.int32))
+    worker = HostStream("update", torch.zeros(1, dtype=torch.int32))
     yield worker
     worker.close()
 
 
-def test_work_is_done_in_order_and_counted(worker: HostWorker) -> None:
+def test_work_is_done_in_order_and_counted(worker: HostStream) -> None:
     done: list[int] = []
     gate = threading.Event()
     worker.put("wait", gate.wait)
@@ -34,7 +34,7 @@ def test_work_is_done_in_order_and_counted(worker: HostWorker) -> None:
     assert worker.counter.item() == marks[-1]
 
 
-def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker: HostWorker) -> None:
+def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker: HostStream) -> None:
     done: list[int] = []
     worker.put("fail", lambda: 1 / 0)
     worker.put("append", lambda: done.append(1))
@@ -48,7 +48,7 @@ def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker: HostWorke
         assert cause.__traceback__ is not None
 
 
-def test_an_error_of_ours_is_raised_as_it_is(worker: HostWorker) -> None:
+def test_an_error_of_ours_is_raised_as_it_is(worker: HostStream) -> None:
     def fail() -> None:
         raise InputError("this line")
 
@@ -58,7 +58,7 @@ def test_an_error_of_ours_is_raised_as_it_is(worker: HostWorker) -> None:
         worker.check()
 
 
-def test_work_that_is_done_is_forgotten(worker: HostWorker) -> None:
+def test_work_that_is_done_is_forgotten(worker: HostStream) -> None:
     """It refers to an engine, which could not be collected while the thread waits for more."""
 
     collected = threading.Event()
@@ -75,7 +75,7 @@ def test_work_that_is_done_is_forgotten(worker: HostWorker) -> None:
 
 
 def test_a_worker_may_be_closed_by_its_own_work() -> None:
-    worker = HostWorker("update", torch.zeros(1, dtype=torch.int32))
+    worker = HostStream("update", torch.zeros(1, dtype=torch.int32))
     worker.put("close", worker.close)
     worker._thread.join(timeout=120)
     assert not worker._thread.is_alive()
@@ -83,7 +83,7 @@ def test_a_worker_may_be_closed_by_its_own_work() -> None:
 
 
 def test_nothing_waits_for_a_closed_worker() -> None:
-    worker = HostWorker("rows", torch.zeros(1, dtype=torch.int32))
+    worker = HostStream("rows", torch.zeros(1, dtype=torch.int32))
     done: list[int] = []
     worker.put("append", lambda: done.append(1))
     worker.close()

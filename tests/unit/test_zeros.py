@@ -8,7 +8,7 @@ import torch
 from transformers import DeepseekV3Config
 
 from megatrain.engine.assemble import open_source
-from megatrain.model.probe import outline
+from megatrain.model.probe import spec
 from megatrain.model.zeros import zero_pages
 
 
@@ -26,10 +26,10 @@ def test_the_structure_of_72_billion_parameters_is_learned_in_little_memory():
         "import resource\n"
         "from megatrain.cli.shapes import qwen2_config\n"
         "from megatrain.engine.assemble import open_source\n"
-        "from megatrain.model.probe import outline\n"
+        "from megatrain.model.probe import spec\n"
         "source = open_source(qwen2_config('72b'))\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "assert len(outline(source.model).layers) == 80\n"
+        "assert len(spec(source.model).layers) == 80\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -41,7 +41,7 @@ def test_experts_larger_than_this_machines_memory_are_no_hindrance():
     config = DeepseekV3Config(
         num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=4096, vocab_size=128
     )
-    found = outline(open_source(config).model)
+    found = spec(open_source(config).model)
     experts = 4096 * 3 * config.moe_intermediate_size * config.hidden_size
-    assert sum(p.numel() for p in found.skeleton.model.parameters()) > experts
+    assert sum(p.numel() for p in found.capture.model.parameters()) > experts
     assert 4 * experts > psutil.virtual_memory().total  # 672 GiB
