@@ -16,6 +16,11 @@ _SPEAKERS = {
     "model": "assistant", "bot": "assistant", "function_call": "assistant", "observation": "tool",
     "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
+# Types of parts, and the fields that say the same.
+_PARTS = {
+    "text": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content",
+    "tool_call": "tool_calls",
+}  # fmt: skip
 
 
 class Conversation(NamedTuple):
@@ -85,6 +90,8 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
         raise InputError(f"{where} has no 'role' (system, user, assistant or tool)")
     learnt = _learnt(kept, where)
     refuse_unheeded_of_message(kept, where)
+    if isinstance(kept.get("content"), Sequence) and not isinstance(kept["content"], str):
+        kept |= _of_parts(kept.pop("content"), kept, where)
     if empty(kept.get("tool_calls")):
         kept.pop("tool_calls", None)
     else:
@@ -128,18 +135,31 @@ def _learnt(message: Message, where: str) -> bool:
     return reply
 
 
+def _of_parts(parts: Sequence[object], message: Message, where: str) -> Message:
+    """Content in parts as fields: text, and of replies reasoning and calls of tools."""
+    found: dict[str, list[str]] = {"content": [], "reasoning_content": [], "tool_calls": []}
+    for part in parts:
+        kind = str(part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__)
+        name = _PARTS.get(kind) if message["role"] == "assistant" or kind == "text" else None
+        value = part.get(kind, part.get("value")) if isinstance(part, Mapping) else None
+        if name is None or not isinstance(value, str):
+            raise InputError(
+                f"{where}: 'content' must be a string or a list of text parts: it has a part that "
+                f"is not read: {kind!r:.40}"
+            )
+        if name in message:
+            raise InputError(f"{where}: {name!r} is also in a part of 'content': keep one")
+        found[name].append(value)
+    made: Message = {name: "".join(texts) for name, texts in found.items() if texts}
+    if found["tool_calls"]:
+        made["tool_calls"] = [from_json(call, "tool_call", where) for call in found["tool_calls"]]
+    return made
+
+
 def _content(content: object, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, Sequence) else []
-    texts = [
-        p.get("text", p.get("value"))
-        for p in parts
-        if isinstance(p, Mapping) and p.get("type", "text") == "text"
-    ]
-    if not parts or len(texts) != len(parts) or not all(isinstance(t, str) for t in texts):
+    if not isinstance(content, str):
         raise InputError(f"{where}: 'content' must be a string (or a list of text parts)")
-    return "".join(map(str, texts))
+    return content
 
 
 def _calls(message: Message, where: str) -> list[Any]:

@@ -25,6 +25,7 @@ class Completion(NamedTuple):
 
 Example = str | Conversation | Completion
 _SYSTEM = {"system": ("system", "system_prompt")}
+_REASONING = {"reasoning": ("reasoning", "reasoning_content", "thinking")}
 _KWARGS = {"chat_template_kwargs": ("chat_template_kwargs",)}
 
 
@@ -110,6 +111,8 @@ def _turns(row: Row, question: str, answer: str, where: str) -> Conversation:
         raise InputError(f"{where}: it asks nothing: fill its question in, or leave the row out")
     roles = ("user", "assistant")
     said: list[Message] = [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]
+    if reasoning := _string(row, "reasoning", where):
+        said[-1]["reasoning_content"] = reasoning
     return _conversation(said, [m["role"] == "assistant" for m in said], row, where)
 
 
@@ -171,13 +174,14 @@ FORMATS = (
     Format(
         "instructions", "chat",
         {"instruction": ("instruction",), "output": ("output", "response")},
-        {"input": ("input", "context"), "history": ("history",), **_SYSTEM}, _instruction,
+        {"input": ("input", "context"), "history": ("history",), **_SYSTEM, **_REASONING},
+        _instruction,
     ),
     Format(
         "questions and answers", "chat",
         {"question": ("question", "prompt", "query", "problem", "input", "user"),
          "answer": ("answer", "response", "solution", "output", "assistant")},
-        {"history": ("history",), **_SYSTEM}, _question,
+        {"history": ("history",), **_SYSTEM, **_REASONING}, _question,
     ),
     TEXT,
     Format("text of the field content", "text", {"text": ("content",)}, {}, _text),

@@ -13,6 +13,7 @@ import pytest
 from data_cases import QWEN, chat_tokenizer, encode_row, make_tokenizer, talk, write_jsonl
 
 from megatrain.data import open_dataset, template
+from megatrain.data.conversation import messages
 from megatrain.errors import InputError
 
 TWO_TURNS = talk("What is 12 + 30?", "It is 42.", "Thanks!", "You are welcome: naïve café ☕")
@@ -167,6 +168,29 @@ def test_text_parts_are_joined(tmp_path):
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "42"}]
     data = dataset(tmp_path, tokenizer := chat_tokenizer("qwen"), [{"messages": messages}])
     assert "user\nHello sea<|im_end|>" in tokenizer.decode(data.batch([0])["input_ids"][0])
+
+
+def test_parts_with_reasoning_and_calls_say_what_fields_of_their_own_say():
+    call = {"name": "weather", "arguments": {"city": "Paris"}}
+    said = {"role": "assistant", "content": "let me look", "tool_calls": [call]}
+    parts = [{"type": "reasoning", "value": "hm"}, {"type": "text", "value": "let me look"},
+             {"type": "tool_call", "value": json.dumps(call)}]  # fmt: skip
+    read, learnt = messages([*talk("a"), {"role": "assistant", "content": parts}], "messages", "r")
+    assert learnt == [False, True]
+    assert read[1] == messages([{**said, "reasoning_content": "hm"}], "messages", "r")[0][0]
+    for bad, problem in (
+        ([{"type": "image_url", "value": "a.jpg"}], "part that is not read: 'image_url'"),
+        ([{"type": ["text"], "text": "a"}], "part that is not read"),
+        ([{"type": "text", "text": None}], "part that is not read: 'text'"),
+        (["a"], "part that is not read: 'str'"),
+        ([{"type": "tool_call", "value": "no"}], "'tool_calls' must each have a function"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            messages([{"role": "assistant", "content": bad}], "messages", "r")
+    with pytest.raises(InputError, match="'tool_calls' is also in a part"):
+        messages([{**said, "content": parts}], "messages", "r")
+    with pytest.raises(InputError, match="not read: 'reasoning'"):
+        messages([{"role": "user", "content": parts[:1]}], "messages", "r")
 
 
 def test_rows_without_a_reply_are_dropped_with_one_warning_or_refused_if_all(tmp_path, caplog):

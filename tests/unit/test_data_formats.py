@@ -122,6 +122,17 @@ def test_prompts_of_messages_are_read_and_only_their_completion_is_learnt():
     assert QWEN.decode(ids[targets]) == "42<|im_end|>"
 
 
+def test_reasoning_beside_an_answer_is_that_of_the_reply():
+    reading = Reading("auto", {})
+    for row in (
+        {"question": ASK, "reasoning": "12 and 30", "answer": TELL},
+        {"instruction": ASK, "thinking": "12 and 30", "output": TELL, "history": [["a", "b"]]},
+    ):
+        example, unread = reading.example(reading.find(row, "r:1"), row, "r:1")
+        assert not unread and example.messages[-1]["reasoning_content"] == "12 and 30"
+        assert not any("reasoning_content" in message for message in example.messages[:-1])
+
+
 @pytest.mark.parametrize("metaspace", [False, True])
 def test_completions_of_strings_are_learnt_with_their_end_and_no_template(tmp_path, metaspace):
     tokenizer = make_tokenizer(metaspace=metaspace, bos_first=True)
