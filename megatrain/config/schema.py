@@ -22,12 +22,15 @@ class ModelSection(Section):
     """What is trained: a pretrained `path`, or a `config` to be randomly initialised.
 
     `chat_template`: a Jinja file that takes the place of the tokenizer's own, in the result, too.
+    `eos_token`: the token that ends texts, instead of the tokenizer's own; also in the result. What
+    the chat template ends replies with is known without it.
     """
 
     path: Name | None = None
     config: dict[str, Any] | None = None
     tokenizer: Name | None = None
     chat_template: Name | None = None
+    eos_token: Annotated[str, Field(min_length=1)] | None = None
     trust_remote_code: bool = False
     attn_implementation: str | None = None
 

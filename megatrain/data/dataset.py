@@ -73,6 +73,11 @@ class PackedDataset:
         return len(self._rows)
 
     @property
+    def kind(self) -> Literal["text", "chat"]:
+        """Documents, or conversations (completions of prompts included)."""
+        return self._layout.kind
+
+    @property
     def sequence_length(self) -> int:
         """Tokens in a row, at most."""
         return self._layout.sequence_length

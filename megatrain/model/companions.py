@@ -4,15 +4,16 @@ These files still hold when the weights have been trained. Other formats of the 
 indices, what a trainer left behind and READMEs, which tell of the source, do not.
 """
 
+import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedModel
 
 from megatrain.errors import InputError, first_line
-from megatrain.json_yaml import parse_json
+from megatrain.json_yaml import parse_json, read_json
 from megatrain.units import MIB
 
 Companions = Mapping[str, bytes]  # by path inside the folder
@@ -103,6 +104,19 @@ def set_generation(model: PreTrainedModel, given: Companions) -> None:
         model.generation_config = GenerationConfig(**parse_json(data))
     except Exception as error:  # transformers checks each value in a way of its own
         log.warning("%s is left aside: %s", GENERATION, first_line(error))
+
+
+def add_ends(folder: Path, ends: Sequence[int]) -> None:
+    """Let the generation settings in a model's folder stop at these tokens, too."""
+    path = folder / GENERATION
+    settings = read_json(path) if ends and path.is_file() else {}
+    own = settings.get("eos_token_id")
+    known = own if isinstance(own, list) else [] if own is None else [own]
+    both = list(dict.fromkeys([*ends, *known]))
+    if settings and both != known:
+        settings["eos_token_id"] = both if len(both) > 1 else both[0]
+        path.unlink()  # it may be a link to another folder's file
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:

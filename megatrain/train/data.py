@@ -10,9 +10,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatrain.config import Config, DataSection, ModelSection
+from megatrain.config import Config, DataSection, ModelSection, nearest
 from megatrain.data import PackedDataset, load_tokenizer, open_dataset
+from megatrain.data.prompts import end_of_turn
 from megatrain.data.tokenizer import read_template
+from megatrain.errors import InputError
 from megatrain.model.build import load_config
 from megatrain.train.model_config import check_sequence_length, model_config
 
@@ -47,16 +49,38 @@ def open_data(
 
 
 def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with the run's chat template.
+    """The tokenizer of a run, with the run's chat template and end token.
 
     Raises:
-        InputError: there is none, or the template cannot be read.
+        InputError: there is none, the template cannot be read, or the token is unknown.
     """
     trusted = model.trust_remote_code
     tokenizer = load_tokenizer(model.tokenizer or str(model.path), trust_remote_code=trusted)
     if model.chat_template is not None:
         tokenizer.chat_template = read_template(Path(model.chat_template).expanduser())
+    if model.eos_token is not None:
+        _set_end(tokenizer, model.eos_token)
     return tokenizer
+
+
+def _set_end(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
+    if token not in tokenizer.get_vocab():
+        known = [str(each) for each in tokenizer.added_tokens_decoder.values()]
+        raise InputError(f"model.eos_token: no token {token!r}{nearest(token, known)}")
+    tokenizer.eos_token = token
+
+
+def run_ends(
+    model: ModelSection, tokenizer: PreTrainedTokenizerBase, training: PackedDataset
+) -> list[int]:
+    """The tokens that end what the run teaches, beside those that the model knows already."""
+    ends = [] if model.eos_token is None else [tokenizer.eos_token_id]
+    if training.kind == "chat":
+        if (turn := end_of_turn(tokenizer)) is None:
+            log.info("no token of the chat template ends a reply: the model will not know its end")
+        else:
+            ends.append(turn)
+    return list(dict.fromkeys(ends))
 
 
 def data_alone(

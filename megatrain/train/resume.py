@@ -18,7 +18,9 @@ from megatrain.train.folders import checkpoint_folder, checkpoints, require_plai
 # data and tokenizer are free because the data position knows the rows themselves (a fingerprint).
 _FREE_SECTIONS = ("loss", "schedule", "checkpoint", "output", "tracking")
 FREE_KEYS = {
-    "model": ("tokenizer", "chat_template", "trust_remote_code", "attn_implementation"),
+    "model": (
+        "tokenizer", "chat_template", "eos_token", "trust_remote_code", "attn_implementation",
+    ),
     "data": ("path", "eval_path", "cache_dir", "hub_config", "hub_split"),
     "training": (
         "steps", "epochs", "micro_batch_size", "max_grad_norm", "eval_every", "on_nonfinite",

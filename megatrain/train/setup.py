@@ -19,9 +19,9 @@ from megatrain.data import Step, StepLoader
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import usual_micro_batch
 from megatrain.model.build import load_config
-from megatrain.model.companions import tokenizer_files
+from megatrain.model.companions import add_ends, tokenizer_files
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.data import open_data, run_tokenizer
+from megatrain.train.data import open_data, run_ends, run_tokenizer
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 
@@ -34,10 +34,12 @@ class Job:
 
     Attributes:
         own_tokenizer: whether the tokenizer is another than that in the model's folder.
+        ends: tokens that end what is taught, which the model may not know yet.
     """
 
     tokenizer: PreTrainedTokenizerBase
     own_tokenizer: bool
+    ends: list[int]
     engine: Engine
     loader: StepLoader
     evaluation: Step
@@ -48,8 +50,10 @@ class Job:
     def write_tokenizer(self, folder: Path) -> None:
         """See to it that a folder with the engine's model has the run's tokenizer, and no other.
 
-        That of the model's source is there already, byte for byte.
+        That of the model's source is there already, byte for byte. And that the model stops where
+        what it has learnt ends.
         """
+        add_ends(folder, self.ends)
         there = list(tokenizer_files(folder))
         if there and not self.own_tokenizer:
             return
@@ -108,7 +112,9 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     return Job(
         tokenizer=tokenizer,
         own_tokenizer=config.model.chat_template is not None
+        or config.model.eos_token is not None
         or config.model.tokenizer not in (None, str(config.model.path)),
+        ends=run_ends(config.model, tokenizer, training),
         engine=engine,
         loader=loader,
         evaluation=list(evaluation.batches(rows)) if evaluation else [],
