@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain import config
-from megatrain.data import PackedDataset
+from megatrain.data import PackedDataset, Stream
 from megatrain.data.preview import Piece, Summary, shown, summarise
 
 _BAR = 40  # characters of the longest bar
@@ -26,9 +26,14 @@ def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None)
     from megatrain.train.data import data_alone
 
     tokenizer, training, evaluation = data_alone(loaded)
+    name = "training"
+    if isinstance(training, Stream):
+        name = "the first tokens of a stream"
+        training.close()
+        training = training.block
     console = Console(highlight=False, soft_wrap=True)
     summary = summarise(training)
-    _print_summary(console, "training", summary)
+    _print_summary(console, name, summary)
     if evaluation is not None:
         print(f"evaluation: {evaluation.num_tokens:,} tokens in {len(evaluation):,} rows")
     for row in range(min(rows, len(training))):

@@ -55,6 +55,8 @@ class DataSection(Section):
     `bad_rows`: end at the first row that cannot be used, or leave such rows out and list them.
     `weights`: shares of the tokens, one for each path. So that they hold, larger sources are taken
     in part, or with `repeat` smaller ones more than once.
+    `streaming`: make tokens as they are needed and keep none, for sources that do not fit the disk;
+    `shuffle_buffer` tokens of them are shuffled together.
     """
 
     kind: Literal["auto", "text", "chat"] = "auto"
@@ -62,6 +64,8 @@ class DataSection(Section):
     sequence_length: Annotated[int, Field(ge=2)]
     weights: list[Annotated[float, Field(gt=0, le=1e6)]] | None = None
     repeat: bool = False
+    streaming: bool = False
+    shuffle_buffer: Annotated[int, Field(ge=1024, le=2**32)] = 4 << 20
     eval_path: Name | list[Name] | None = None
     eval_fraction: Fraction = 0.0
     packing: bool = True
@@ -77,6 +81,14 @@ class DataSection(Section):
     def _one_evaluation_source(self) -> Self:
         if self.eval_path is not None and self.eval_fraction:
             raise ValueError("give eval_path or eval_fraction, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_sources(self) -> Self:
+        if self.streaming and self.weights is not None:
+            raise ValueError("streaming takes sources as they come: leave weights out")
+        if self.streaming and self.eval_fraction:
+            raise ValueError("give eval_path instead of eval_fraction: a stream has no known end")
         return self
 
     @model_validator(mode="after")
@@ -203,6 +215,14 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     output: OutputSection = OutputSection()
     tracking: TrackingSection = TrackingSection()
+
+    @model_validator(mode="after")
+    def _length_of_a_stream(self) -> Self:
+        if self.data.streaming and self.training.steps is None:
+            raise ValueError(
+                "data.streaming needs training.steps: how long an epoch is is not known"
+            )
+        return self
 
     def as_yaml(self) -> str:
         """The resolved run file: every key, defaults included."""

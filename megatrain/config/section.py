@@ -44,7 +44,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; valid are {', '.join(known)}" if len(known) <= 16 else ""
+    return f"; valid are {', '.join(known)}" if len(known) <= 20 else ""
 
 
 def shown(value: Any) -> str:

@@ -2,13 +2,15 @@
 
 Read in this order: `sources` (which files), `readers` (their rows, checked), `text` and `chat`
 (tokens), `store` (kept on disk), `packing` (which share a row), `dataset` (batches), `loader`
-(their endless order). `opening.open_dataset` ties them together.
+(their endless order); `stream` stands for the last three where tokens are not kept.
+`opening` ties them together.
 """
 
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.demo import stdlib_corpus, train_bpe_tokenizer
-from megatrain.data.loader import Step, StepLoader
-from megatrain.data.opening import open_dataset
+from megatrain.data.loader import Step, StepLoader, StreamLoader
+from megatrain.data.opening import open_dataset, open_stream
+from megatrain.data.stream import Stream
 from megatrain.data.tokenizer import load_tokenizer
 
 __all__ = [
@@ -16,8 +18,11 @@ __all__ = [
     "PackedDataset",
     "Step",
     "StepLoader",
+    "Stream",
+    "StreamLoader",
     "load_tokenizer",
     "open_dataset",
+    "open_stream",
     "stdlib_corpus",
     "train_bpe_tokenizer",
 ]

@@ -19,15 +19,15 @@ class _Late(BaseException):
 def bounded(seconds: float, num_bytes: int) -> Iterator[None]:
     """Let a block take so much processor time and so much memory more than there is in use.
 
-    Other threads must not need much memory meanwhile. Time is bounded on the main thread alone:
-    Python runs no signal handlers on others.
+    Only on the main thread: Python runs signal handlers on no other, and the limit of memory is the
+    process's, so that a block beside others would take from what they need.
 
     Raises:
         TimeoutError, MemoryError: the block took more.
     """
     with ExitStack() as held:
-        held.enter_context(_memory(num_bytes))
         if threading.current_thread() is threading.main_thread():
+            held.enter_context(_memory(num_bytes))
             held.enter_context(_time(seconds))
         yield
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatrain.data.packing import Ints, Rows, Segments, fill_rows, fit_rows, split_rows
-from megatrain.data.store import TokenStore
+from megatrain.data.store import Store
 from megatrain.errors import InputError
 from megatrain.units import align
 
@@ -46,6 +46,39 @@ class Layout:
         longest = np.maximum.reduceat(rows.segments.lengths, rows.first[:-1])
         return rows.keep(longest > 1)
 
+    def batch(self, rows: Sequence[Sequence[tuple[Ints, Ints]]]) -> MicroBatch:
+        """Rows, each the ids and labels of its segments, as CPU int64 tensors of [rows, width].
+
+        input_ids, labels (-100: not predicted). Packed: width is `sequence_length`; position_ids
+        if a row holds several segments; padding is a segment of its own, because transformers
+        keeps segments apart only where no attention_mask is given. Unpacked: width is that of the
+        longest row; attention_mask if others are shorter.
+        """
+        lengths = np.array([sum(len(ids) for ids, _ in row) for row in rows])
+        width = self._width(int(lengths.max()))
+        shape = (len(rows), width)
+        input_ids = np.full(shape, self.pad_id, np.int64)
+        labels = np.full(shape, -100, np.int64)
+        positions = np.tile(np.arange(width), (len(rows), 1))
+        for line, row in enumerate(rows):
+            start = 0
+            for ids, targets in row:
+                stop = start + len(ids)
+                input_ids[line, start:stop], labels[line, start:stop] = ids, targets
+                labels[line, start] = -100
+                positions[line, stop:] = np.arange(width - stop)
+                start = stop
+        batch = {"input_ids": input_ids, "labels": labels}
+        if not self.packing and (lengths < width).any():
+            batch["attention_mask"] = (np.arange(width) < lengths[:, None]).astype(np.int64)
+        elif self.packing and (positions[:, -1] < width - 1).any():
+            batch["position_ids"] = positions
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def _width(self, longest: int) -> int:
+        width = self.sequence_length
+        return width if self.packing else min(align(longest, _WIDTH_MULTIPLE), width)
+
 
 class PackedDataset:
     """Rows of at most `sequence_length` tokens; the tokens stay on disk.
@@ -57,7 +90,7 @@ class PackedDataset:
         store: the tokens. documents: which of it are learnt from.
     """
 
-    def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
+    def __init__(self, store: Store, documents: Segments, layout: Layout, part: str) -> None:
         self.store = store
         self.documents = documents
         self._layout = layout
@@ -100,6 +133,10 @@ class PackedDataset:
         """[rows] tokens in each, padding not counted."""
         return np.add.reduceat(self._rows.segments.lengths, self._rows.first[:-1])
 
+    def row_length(self, row: int) -> int:
+        """Tokens in a row, padding not counted."""
+        return int(self.row_lengths[row])
+
     @cached_property
     def num_tokens(self) -> int:
         """Tokens in all rows, padding not counted."""
@@ -141,33 +178,8 @@ class PackedDataset:
             yield self.batch(range(start, min(start + rows_per_micro_batch, count)))
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        """These rows as CPU int64 tensors of [rows, width].
-
-        input_ids, labels (-100: not predicted). Packed: width is `sequence_length`; position_ids
-        if a row holds several segments; padding is a segment of its own, because transformers
-        keeps segments apart only where no attention_mask is given. Unpacked: width is that of the
-        longest row; attention_mask if others are shorter.
-        """
-        width = self._width(rows)
-        shape = (len(rows), width)
-        input_ids = np.full(shape, self._layout.pad_id, np.int64)
-        labels = np.full(shape, -100, np.int64)
-        positions = np.tile(np.arange(width), (len(rows), 1))
-        for line, row in enumerate(rows):
-            start = 0
-            for begin, end in self._ranges(row):
-                stop = start + end - begin
-                input_ids[line, start:stop], labels[line, start:stop] = self.store.read(begin, end)
-                labels[line, start] = -100
-                positions[line, stop:] = np.arange(width - stop)
-                start = stop
-        batch = {"input_ids": input_ids, "labels": labels}
-        lengths = self.row_lengths[list(rows)]
-        if not self._layout.packing and (lengths < width).any():
-            batch["attention_mask"] = (np.arange(width) < lengths[:, None]).astype(np.int64)
-        elif self._layout.packing and (positions[:, -1] < width - 1).any():
-            batch["position_ids"] = positions
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
+        """These rows as `Layout.batch` lays them out."""
+        return self._layout.batch([list(self.pieces(row)) for row in rows])
 
     def describe(self, row: int) -> str:
         """Where the tokens of a row come from: `file:line`, and the token where a piece begins."""
@@ -202,9 +214,3 @@ class PackedDataset:
         ):
             origin = self.store.begin(document)
             yield origin + begin, origin + end
-
-    def _width(self, rows: Sequence[int]) -> int:
-        if self._layout.packing:
-            return self._layout.sequence_length
-        longest = int(self.row_lengths[list(rows)].max())
-        return min(align(longest, _WIDTH_MULTIPLE), self._layout.sequence_length)

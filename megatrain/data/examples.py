@@ -11,6 +11,7 @@ from megatrain.data.tokenizer import check_encodable
 from megatrain.errors import InputError
 
 BadRows = Literal["stop", "skip"]
+BEFORE_ALL = (-1, -1)
 _SHOWN = 20  # bad rows and unread fields that are listed
 
 
@@ -26,14 +27,23 @@ class Found(NamedTuple):
 class Examples:
     """All examples of some sources in order, and what was found on the way.
 
+    Those up to `after` (source, number) are read, but passed over.
+
     Attributes:
         notes: what was found, as JSON keeps it. kind: text or chat. formats: a title -> [number of
             sources, name of the first]. unread: fields that were passed over. num_bad, bad: rows
             that were left out, and the first of them with the reason.
     """
 
-    def __init__(self, sources: Sequence[Source], reading: Reading, bad_rows: BadRows) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        reading: Reading,
+        bad_rows: BadRows,
+        after: tuple[int, int] = BEFORE_ALL,
+    ) -> None:
         self.sources = sources
+        self._after = after
         self._reading = reading
         self._bad_rows = bad_rows
         self.notes: dict[str, Any] = {
@@ -41,7 +51,12 @@ class Examples:
         }  # fmt: skip
 
     def __iter__(self) -> Iterator[Found]:
+        return (found for found in self._all() if (found.source, found.number) > self._after)
+
+    def _all(self) -> Iterator[Found]:
         for index, source in enumerate(self.sources):
+            if index < self._after[0]:
+                continue
             if isinstance(source, SourceFile) and source.format == "text":
                 self._note("text files", TEXT, source)
                 for piece in read_text(source):

@@ -9,11 +9,13 @@ import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.packing import Ints, shuffled
+from megatrain.data.stream import Start, Stream
 from megatrain.errors import InputError
 
 Step = list[MicroBatch]
@@ -36,7 +38,7 @@ class StepLoader:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: PackedDataset | Stream,
         *,
         rows_per_step: int,
         rows_per_micro_batch: int,
@@ -50,6 +52,7 @@ class StepLoader:
                 f"must be positive, workers {workers} and seed {seed} not negative"
             )
         self._dataset = dataset
+        self._num_rows = len(dataset) if isinstance(dataset, PackedDataset) else 0
         self._rows_per_step = rows_per_step
         self._rows_per_micro_batch = rows_per_micro_batch
         self._seed = seed
@@ -78,12 +81,12 @@ class StepLoader:
     @property
     def epoch(self) -> float:
         """Epochs taken so far, with fraction."""
-        return self._first_row(self._steps) / len(self._dataset)
+        return self._first_row(self._steps) / self._num_rows
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps until every row has been taken once."""
-        return -(-len(self._dataset) // self._rows_per_step)
+        return -(-self._num_rows // self._rows_per_step)
 
     @property
     def rows_per_micro_batch(self) -> int:
@@ -95,7 +98,7 @@ class StepLoader:
         self._drop_ahead()
         self._rows_per_micro_batch = rows
 
-    def state_dict(self) -> dict[str, int | str | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """The position after the steps handed out, as JSON can keep it; and how rows are taken."""
         return {**self._position(), "rows_per_micro_batch": self._rows_per_micro_batch}
 
@@ -165,7 +168,7 @@ class StepLoader:
         rows = [self._row(place) for place in range(first, first + self._rows_per_step)]
         if not self._dataset.packing:
             # Rows of like length together need less padding; the step's mean loss is the same.
-            rows.sort(key=lambda row: -self._dataset.row_lengths[row])
+            rows.sort(key=lambda row: -self._dataset.row_length(row))
         size = self._rows_per_micro_batch
         return [rows[i : i + size] for i in range(0, len(rows), size)]
 
@@ -174,9 +177,54 @@ class StepLoader:
         return rows + (step - steps) * self._rows_per_step
 
     def _row(self, place: int) -> int:
-        epoch, offset = divmod(place, len(self._dataset))
+        epoch, offset = divmod(place, self._num_rows)
         return int(self._order(epoch)[offset])
 
     def _epoch_order(self, epoch: int) -> Ints:
-        count = len(self._dataset)
+        count = self._num_rows
         return shuffled(count, 1, self._seed, epoch) if self._shuffle else np.arange(count)
+
+
+class StreamLoader(StepLoader):
+    """The same over a stream, whose rows come in their order; closes it, too."""
+
+    def __init__(self, dataset: Stream, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self._stream = dataset
+
+    def __next__(self) -> Step:
+        step = super().__next__()
+        self._stream.forget(self._first_row(self._steps - 1))
+        return step
+
+    @property
+    def epoch(self) -> float:
+        """Times that all sources have been read to their end."""
+        return self._stream.epoch(self._first_row(self._steps))
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Goes on where `state_dict` was taken.
+
+        Raises:
+            InputError: the state is malformed, or of other data or another seed.
+        """
+        super().load_state_dict(state)
+        block = state.get("block")
+        match block:
+            case [int(row), int(epoch), int(source), int(line), str(digest)] if (
+                0 <= row <= self._first_row(self._steps) and epoch >= 0 and -1 <= source < 2**53
+            ):
+                self._stream.go_to(Start(row, epoch, source, line, digest))
+            case _:
+                raise InputError(f"the saved data position is damaged: block is {block!r:.60}")
+
+    def close(self) -> None:
+        super().close()
+        self._stream.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        row = self._first_row(self._steps)
+        return {**super().state_dict(), "block": list(self._stream.start(row))}
+
+    def _row(self, place: int) -> int:
+        return place

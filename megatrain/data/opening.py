@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatrain.data.choosing import choose
 from megatrain.data.dataset import Layout, Overlong, PackedDataset
 from megatrain.data.encoder import Encoder
 from megatrain.data.examples import BadRows, Examples
 from megatrain.data.formats import Fields, Reading, listed
-from megatrain.data.packing import Ints, Segments, mixed, shuffled
+from megatrain.data.packing import Ints, mixed
 from megatrain.data.sources import Kind, Source, find_files, load_hub
 from megatrain.data.store import Progress, TokenStore, open_store
+from megatrain.data.stream import Stream, StreamSettings
 from megatrain.data.tokenizer import identity, pad_id
 from megatrain.errors import InputError
 
@@ -71,8 +72,7 @@ def open_dataset(
         InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
     _check_numbers(sequence_length, seed)
-    named = {} if text_field == "text" else {"text": text_field}
-    reading = Reading(kind, {**named, **(fields or {})})
+    reading = _reading(kind, text_field, fields)
     sources, groups = _sources(source, kind, hub_config, hub_split, weights)
     examples = Examples(sources, reading, bad_rows)
     settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer)]
@@ -81,11 +81,58 @@ def open_dataset(
     _say(store.notes)
     found: Literal["text", "chat"] = store.notes["kind"]
     layout = Layout(found, sequence_length, packing, overlong, pad_id(tokenizer, vocab_size))
-    documents, part = _choose(store, layout, seed), f"seed {seed}"
+    documents, part = choose(store, layout, seed), f"seed {seed}"
     if weights is not None:
         documents = mixed(documents, groups[store.documents()["source"]], weights, repeat, seed)
         part += f", weights {list(weights)}{' with repetition' * repeat}"
     return PackedDataset(store, documents, layout, part)
+
+
+def open_stream(
+    source: str | Path | Sequence[str | Path],
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    sequence_length: int,
+    block_tokens: int,
+    kind: Kind = "auto",
+    packing: bool = True,
+    text_field: str = "text",
+    fields: Fields | None = None,
+    bad_rows: BadRows = "stop",
+    seed: int = 0,
+    vocab_size: int | None = None,
+    overlong: Overlong = "truncate",
+    hub_config: str | None = None,
+    hub_split: str = "train",
+) -> Stream:
+    """The same for a source whose tokens nothing should keep: they are made as they are needed.
+
+    Args: as of `open_dataset`; block_tokens: how many are shuffled together.
+
+    Raises:
+        InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
+    """
+    _check_numbers(sequence_length, seed)
+    reading = _reading(kind, text_field, fields)
+    sources, _ = _sources(source, kind, hub_config, hub_split, None, streaming=True)
+    settings = StreamSettings(
+        sequence_length, packing, overlong, pad_id(tokenizer, vocab_size), seed, block_tokens
+    )
+    # Files may be moved, so they are known by their sizes; blocks are compared when a run goes on.
+    sizes = [getattr(each, "size", each.name) for each in sources]
+    stream = Stream(
+        lambda after: Examples(sources, reading, bad_rows, after),
+        Encoder(tokenizer, vocab_size),
+        settings,
+        [_FORMAT, kind, reading.fields, bad_rows, vocab_size, identity(tokenizer), sizes],
+    )
+    _say(stream.block.store.notes)
+    return stream
+
+
+def _reading(kind: Kind, text_field: str, fields: Fields | None) -> Reading:
+    named = {} if text_field == "text" else {"text": text_field}
+    return Reading(kind, {**named, **(fields or {})})
 
 
 def _check_numbers(sequence_length: int, seed: int) -> None:
@@ -133,6 +180,8 @@ def _sources(
     hub_config: str | None,
     hub_split: str,
     weights: Sequence[float] | None,
+    *,
+    streaming: bool = False,
 ) -> tuple[Sequence[Source], Ints]:
     """The sources, each once, and of each which of the given ones it belongs to: [sources]."""
     given = [source] if isinstance(source, (str, Path)) else list(source)
@@ -141,64 +190,10 @@ def _sources(
     found: dict[str, tuple[Source, int]] = {}
     for group, each in enumerate(given):
         files: Sequence[Source] | None = find_files(each, kind)
-        for one in files or [load_hub(str(each), hub_config, hub_split)]:
+        hub = () if files else (load_hub(str(each), hub_config, hub_split, streaming=streaming),)
+        for one in files or hub:
             if weights is not None and one.name in found:
                 raise InputError(f"{one.name}: named twice: a weight is for one of them, keep one")
             found.setdefault(one.name, (one, group))
     groups = np.array([group for _, group in found.values()], np.int64)
     return [one for one, _ in found.values()], groups
-
-
-def _choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
-    """The documents to learn from, shuffled, conversations not longer than a row."""
-    documents = store.documents()
-    lengths = (documents["end"] - documents["begin"]).astype(np.int64)
-    learnable = documents["first_target"] >= 0
-    if layout.kind == "chat":
-        lengths = _shorten(store, lengths, learnable, layout)
-        learnable &= documents["first_target"] < lengths
-    _report_unlearnable(store, learnable, layout.kind)
-    order = shuffled(len(documents), 0, seed)
-    order = order[learnable[order]]
-    return Segments(order, np.zeros_like(order), lengths[order])
-
-
-def _shorten(
-    store: TokenStore, lengths: NDArray[np.int64], learnable: NDArray[np.bool_], layout: Layout
-) -> NDArray[np.int64]:
-    """Lengths after the rule for overlong conversations; 0 for dropped ones."""
-    limit = layout.sequence_length
-    overlong = np.flatnonzero(learnable & (lengths > limit))
-    if len(overlong) == 0:
-        return lengths
-    example = f"{store.place(overlong[0])} has {lengths[overlong[0]]}"
-    if layout.overlong == "error":
-        raise InputError(
-            f"{len(overlong)} conversations are longer than sequence_length {limit} ({example}): "
-            "raise it, or set overlong to truncate or drop"
-        )
-    done = "truncated" if layout.overlong == "truncate" else "dropped"
-    _log.warning(
-        "%s %d of %d conversations, which are longer than sequence_length %d (%s)",
-        done, len(overlong), len(lengths), limit, example,
-    )  # fmt: skip
-    lengths = lengths.copy()
-    lengths[overlong] = limit if layout.overlong == "truncate" else 0
-    return lengths
-
-
-def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], kind: Kind) -> None:
-    useless = np.flatnonzero(~learnable)
-    if len(useless) == 0:
-        return
-    what = "conversations" if kind == "chat" else "documents"
-    why = "no reply of the assistant inside a row" if kind == "chat" else "no text"
-    if len(useless) == len(learnable):
-        raise InputError(
-            f"all {len(learnable)} {what} have {why} (first: {store.place(useless[0])}): "
-            "there is nothing to learn from"
-        )
-    _log.warning(
-        "dropped %d of %d %s, which have %s (first: %s)",
-        len(useless), len(learnable), what, why, store.place(useless[0]),
-    )  # fmt: skip

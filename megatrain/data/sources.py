@@ -54,7 +54,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class HubSplit:
-    """A data set of the hub, which `datasets` keeps in memory-mapped files of its own."""
+    """A data set of the hub, which `datasets` keeps in memory-mapped files, or streams."""
 
     name: str
     rows: Any
@@ -64,13 +64,15 @@ class HubSplit:
     @property
     def identity(self) -> tuple[str | int, ...]:
         """What tells that the data set is still the one which was read."""
+        if not hasattr(self.rows, "__len__"):
+            return (self.name,)
         return (self.name, self.rows._fingerprint, len(self.rows))
 
 
 Source = SourceFile | HubSplit
 
 
-def load_hub(name: str, config: str | None, split: str) -> HubSplit:
+def load_hub(name: str, config: str | None, split: str, *, streaming: bool = False) -> HubSplit:
     """A hub data set through `datasets`: downloaded if there is a network, else from its cache.
 
     Raises:
@@ -83,7 +85,9 @@ def load_hub(name: str, config: str | None, split: str) -> HubSplit:
             f"{name!r}: no such file, and hub data sets need the package datasets: install it"
         ) from error
     try:
-        rows = datasets.load_dataset(name, config, split=split)
+        rows = datasets.load_dataset(
+            name, config, split=split, **({"streaming": True} if streaming else {})
+        )
     except Exception as error:  # datasets raises whatever its many back ends do
         raise InputError(
             f"{name!r}: no such file or folder, nor a hub data set that can be loaded "

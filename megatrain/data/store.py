@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +53,7 @@ class TokenStore:
         """Ids and labels (-100 where there is nothing to predict) of a range of tokens, copied."""
         size = _TOKEN.itemsize
         raw = self.tokens.read(begin * size, (end - begin) * size)
-        stored = np.frombuffer(raw, _TOKEN).astype(np.int64)
-        only_read = stored < 0
-        return np.where(only_read, ~stored, stored), np.where(only_read, -100, stored)
+        return _ids_and_labels(np.frombuffer(raw, _TOKEN))
 
     def begin(self, document: int) -> int:
         """Where the tokens of a document begin."""
@@ -69,6 +67,46 @@ class TokenStore:
     def _record(self, document: int) -> Any:
         raw = self.records.read(int(document) * _RECORD.itemsize, _RECORD.itemsize)
         return np.frombuffer(raw, _RECORD)[0]
+
+
+class MemoryStore:
+    """A few documents and their tokens in memory, read as those of a `TokenStore` are."""
+
+    def __init__(
+        self, documents: Sequence[Document], names: list[str], notes: dict[str, Any]
+    ) -> None:
+        self.names, self.notes = names, notes
+        self._tokens = np.concatenate([_stored(document) for document in documents])
+        ends = np.cumsum([len(document.ids) for document in documents])
+        self._records = np.concatenate(
+            [
+                _record(document, int(end) - len(document.ids))
+                for document, end in zip(documents, ends, strict=True)
+            ]
+        )
+        digest = hashlib.blake2b(self._tokens.tobytes(), digest_size=16)
+        digest.update(self._records.tobytes())
+        self.digest = digest.hexdigest()
+
+    def documents(self) -> NDArray[Any]:
+        """The records of all documents."""
+        return self._records
+
+    def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids and labels (-100 where there is nothing to predict) of a range of tokens, copied."""
+        return _ids_and_labels(self._tokens[begin:end])
+
+    def begin(self, document: int) -> int:
+        """Where the tokens of a document begin."""
+        return int(self._records[document]["begin"])
+
+    def place(self, document: int) -> str:
+        """`file:line` of a document."""
+        record = self._records[document]
+        return f"{self.names[record['source']]}:{record['line']}"
+
+
+Store = TokenStore | MemoryStore
 
 
 def open_store(
@@ -177,14 +215,7 @@ def _write(
     with (part / "tokens.bin").open("wb") as tokens, (part / "documents.bin").open("wb") as index:
         for document in documents:
             size = len(document.ids)
-            targets = document.targets.copy()
-            targets[:1] = False  # nothing comes before it to predict it from
-            first_target = int(targets.argmax()) if targets.any() else -1
-            stored = np.where(targets, document.ids, ~document.ids).astype(_TOKEN)
-            record = np.array(
-                (num_tokens, num_tokens + size, first_target, document.line, document.source),
-                _RECORD,
-            )
+            stored, record = _stored(document), _record(document, num_tokens)
             for file, array in ((tokens, stored), (index, record)):
                 data = array.tobytes()
                 file.write(data)
@@ -193,3 +224,28 @@ def _write(
             if progress is not None:
                 progress(num_documents, num_tokens)
     return {"num_documents": num_documents, "num_tokens": num_tokens, "digest": digest.hexdigest()}
+
+
+def _stored(document: Document) -> NDArray[np.int32]:
+    """[n] tokens as they are stored."""
+    return np.where(_targets(document), document.ids, ~document.ids).astype(_TOKEN)
+
+
+def _record(document: Document, begin: int) -> NDArray[Any]:
+    """[1] the record of a document whose tokens begin there."""
+    targets = _targets(document)
+    first = int(targets.argmax()) if targets.any() else -1
+    end = begin + len(document.ids)
+    return np.array([(begin, end, first, document.line, document.source)], _RECORD)
+
+
+def _targets(document: Document) -> NDArray[np.bool_]:
+    targets = document.targets.copy()
+    targets[:1] = False  # nothing comes before it to predict it from
+    return targets
+
+
+def _ids_and_labels(stored: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    tokens = stored.astype(np.int64)
+    only_read = tokens < 0
+    return np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens)

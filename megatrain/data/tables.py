@@ -22,6 +22,10 @@ Wanted = Callable[[str], bool]
 
 def read_hub(source: HubSplit, wanted: Wanted) -> Iterator[tuple[int, Row]]:
     """The rows of a hub data set."""
+    if not hasattr(source.rows, "__len__"):  # a stream, whose columns only its rows may tell
+        for number, row in enumerate(source.rows, start=1):
+            yield number, {n: _told(v) if wanted(n) else UNREAD for n, v in row.items()}
+        return
     names = source.rows.column_names
     others = dict.fromkeys((n for n in names if not wanted(n)), UNREAD)
     present = [n for n in names if wanted(n)]

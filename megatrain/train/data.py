@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatrain.config import Config, DataSection, ModelSection, nearest
-from megatrain.data import PackedDataset, load_tokenizer, open_dataset
+from megatrain.data import PackedDataset, Stream, load_tokenizer, open_dataset, open_stream
 from megatrain.data.prompts import end_of_turn
 from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
@@ -25,18 +25,22 @@ log = logging.getLogger(__name__)
 
 def open_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> tuple[PackedDataset, PackedDataset | None]:
+) -> tuple[PackedDataset | Stream, PackedDataset | None]:
     """Training and evaluation rows, the latter from their own files or held out.
 
     Raises:
         InputError: the data cannot be used.
     """
-    data = config.data
-    seed = config.training.seed
-    mixing = {"weights": data.weights, "repeat": data.repeat}
-    training = _open(data, data.path, tokenizer, vocab_size, seed, **mixing)
-    if data.eval_path is not None:
-        return training, _open(data, data.eval_path, tokenizer, vocab_size, seed)
+    data, seed = config.data, config.training.seed
+    given = (data, tokenizer, vocab_size, seed)
+    evaluation = None if data.eval_path is None else _open(data.eval_path, *given)
+    training: PackedDataset | Stream
+    if data.streaming:
+        training = open_stream(data.path, block_tokens=data.shuffle_buffer, **_reading(*given))
+    else:
+        training = _open(data.path, *given, weights=data.weights, repeat=data.repeat)
+    if evaluation is not None:
+        return training, evaluation
     if not data.eval_fraction:
         if (every := config.training.eval_every) is not None:
             log.warning(
@@ -45,6 +49,7 @@ def open_data(
                 "data.eval_path or data.eval_fraction",
             )
         return training, None
+    assert isinstance(training, PackedDataset)
     return training.hold_out(data.eval_fraction)
 
 
@@ -71,7 +76,7 @@ def _set_end(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
 
 
 def run_ends(
-    model: ModelSection, tokenizer: PreTrainedTokenizerBase, training: PackedDataset
+    model: ModelSection, tokenizer: PreTrainedTokenizerBase, training: PackedDataset | Stream
 ) -> list[int]:
     """The tokens that end what the run teaches, beside those that the model knows already."""
     ends = [] if model.eos_token is None else [tokenizer.eos_token_id]
@@ -85,7 +90,7 @@ def run_ends(
 
 def data_alone(
     config: Config,
-) -> tuple[PreTrainedTokenizerBase, PackedDataset, PackedDataset | None]:
+) -> tuple[PreTrainedTokenizerBase, PackedDataset | Stream, PackedDataset | None]:
     """Tokenizer, training and evaluation rows of a run, without the model's weights.
 
     Raises:
@@ -104,8 +109,8 @@ def data_alone(
 
 
 def _open(
-    data: DataSection,
     path: str | list[str],
+    data: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
     seed: int,
@@ -113,10 +118,21 @@ def _open(
 ) -> PackedDataset:
     return open_dataset(
         path,
+        cache_dir=data.cache_dir or _default_cache(),
+        progress=_tokenising_progress(),
+        **_reading(data, tokenizer, vocab_size, seed),
+        **mixing,
+    )
+
+
+def _reading(
+    data: DataSection, tokenizer: PreTrainedTokenizerBase, vocab_size: int, seed: int
+) -> dict[str, Any]:
+    """What data is read with, be it kept or not."""
+    return dict(
         kind=data.kind,
         tokenizer=tokenizer,
         sequence_length=data.sequence_length,
-        cache_dir=data.cache_dir or _default_cache(),
         packing=data.packing,
         text_field=data.text_field,
         fields=data.fields,
@@ -126,8 +142,6 @@ def _open(
         overlong=data.overlong,
         hub_config=data.hub_config,
         hub_split=data.hub_split,
-        progress=_tokenising_progress(),
-        **mixing,
     )
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_schedule
 from megatrain.api import Engine
 from megatrain.checkpoint import MODEL
 from megatrain.config import Config
-from megatrain.data import Step, StepLoader
+from megatrain.data import PackedDataset, Step, StepLoader, Stream, StreamLoader
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import usual_micro_batch
 from megatrain.model.build import load_config
@@ -82,19 +82,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
     training, evaluation = open_data(config, tokenizer, vocab_size)
-    log.info(
-        "data: %s tokens in %s rows, %.0f%% full",
-        f"{training.num_tokens:,}",
-        f"{len(training):,}",
-        100 * training.fill,
-    )
-    loader = StepLoader(
-        training,
-        rows_per_step=config.training.batch_size,
-        rows_per_micro_batch=config.training.batch_size,
-        seed=config.training.seed,
-        workers=2,
-    )
+    loader = _loader(config, training)
     total_steps = config.training.steps or math.ceil(
         (config.training.epochs or 0) * loader.steps_per_epoch
     )
@@ -122,6 +110,26 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         total_steps=total_steps,
         resumed=start.state if start else None,
     )
+
+
+def _loader(config: Config, training: PackedDataset | Stream) -> StepLoader:
+    rows = config.training.batch_size
+    how: dict[str, Any] = {
+        "rows_per_step": rows,
+        "rows_per_micro_batch": rows,
+        "seed": config.training.seed,
+    }
+    if isinstance(training, Stream):
+        tokens = f"{config.data.shuffle_buffer:,}"
+        log.info("data: a stream, of which %s tokens at a time are shuffled", tokens)
+        return StreamLoader(training, **how, workers=2)
+    log.info(
+        "data: %s tokens in %s rows, %.0f%% full",
+        f"{training.num_tokens:,}",
+        f"{len(training):,}",
+        100 * training.fill,
+    )
+    return StepLoader(training, **how, workers=2)
 
 
 def _model_config(

@@ -110,6 +110,13 @@ MISTAKES = [
     (["data.weights=[0]"], "greater than 0"),
     (["data.repeat=true"], "repeat needs weights"),
     (["data.weights=[1]", "data.repeat=true", "data.eval_fraction=0.1"], "give eval_path instead"),
+    (["data.streaming=true", "data.weights=[1]"], "data: streaming takes sources as they come"),
+    (["data.streaming=true", "data.eval_fraction=0.1"], "data: give eval_path instead of"),
+    (
+        ["data.streaming=true", "training.steps=null", "training.epochs=1"],
+        "data.streaming needs training.steps",
+    ),
+    (["data.shuffle_buffer=3"], "--set data.shuffle_buffer: should be greater than or equal"),
     (["data.kind=images"], "--set data.kind: should be 'auto', 'text' or 'chat', got 'images'"),
     (["data.path=5"], "--set data.path: should be a valid string, got 5"),
     (["data.eval_path=b", "data.eval_fraction=0.1"], "data: give eval_path or eval_fraction"),

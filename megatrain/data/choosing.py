@@ -1,0 +1,73 @@
+"""Which documents of a store are learnt from, in which order, and how much of each."""
+
+import logging
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.data.dataset import Layout
+from megatrain.data.packing import Segments, shuffled
+from megatrain.data.sources import Kind
+from megatrain.data.store import Store
+from megatrain.errors import InputError
+
+_log = logging.getLogger("megatrain.data")
+
+
+def choose(store: Store, layout: Layout, seed: int) -> Segments:
+    """The documents to learn from, shuffled, conversations not longer than a row.
+
+    Raises:
+        InputError: there are none, or one is longer than a row and that is an error.
+    """
+    documents = store.documents()
+    lengths = (documents["end"] - documents["begin"]).astype(np.int64)
+    learnable = documents["first_target"] >= 0
+    if layout.kind == "chat":
+        lengths = _shorten(store, lengths, learnable, layout)
+        learnable &= documents["first_target"] < lengths
+    _report_unlearnable(store, learnable, layout.kind)
+    order = shuffled(len(documents), 0, seed)
+    order = order[learnable[order]]
+    return Segments(order, np.zeros_like(order), lengths[order])
+
+
+def _shorten(
+    store: Store, lengths: NDArray[np.int64], learnable: NDArray[np.bool_], layout: Layout
+) -> NDArray[np.int64]:
+    """Lengths after the rule for overlong conversations; 0 for dropped ones."""
+    limit = layout.sequence_length
+    overlong = np.flatnonzero(learnable & (lengths > limit))
+    if len(overlong) == 0:
+        return lengths
+    example = f"{store.place(overlong[0])} has {lengths[overlong[0]]}"
+    if layout.overlong == "error":
+        raise InputError(
+            f"{len(overlong)} conversations are longer than sequence_length {limit} ({example}): "
+            "raise it, or set overlong to truncate or drop"
+        )
+    done = "truncated" if layout.overlong == "truncate" else "dropped"
+    _log.warning(
+        "%s %d of %d conversations, which are longer than sequence_length %d (%s)",
+        done, len(overlong), len(lengths), limit, example,
+    )  # fmt: skip
+    lengths = lengths.copy()
+    lengths[overlong] = limit if layout.overlong == "truncate" else 0
+    return lengths
+
+
+def _report_unlearnable(store: Store, learnable: NDArray[np.bool_], kind: Kind) -> None:
+    useless = np.flatnonzero(~learnable)
+    if len(useless) == 0:
+        return
+    what = "conversations" if kind == "chat" else "documents"
+    why = "no reply of the assistant inside a row" if kind == "chat" else "no text"
+    if len(useless) == len(learnable):
+        raise InputError(
+            f"all {len(learnable)} {what} have {why} (first: {store.place(useless[0])}): "
+            "there is nothing to learn from"
+        )
+    _log.warning(
+        "dropped %d of %d %s, which have %s (first: %s)",
+        len(useless), len(learnable), what, why, store.place(useless[0]),
+    )  # fmt: skip

@@ -1,0 +1,231 @@
+"""Rows of sources that are too large to be kept tokenised: made as they are asked for.
+
+Documents are read in order and gathered in blocks of so many tokens. A block is shuffled and packed
+as a data set of its own, the next one is made meanwhile. The order of rows is a function of the
+seed; it mixes what is near in the sources. A run goes on where a block starts: what comes before is
+read again, but not tokenised.
+"""
+
+import hashlib
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatrain.data.choosing import choose
+from megatrain.data.dataset import Layout, MicroBatch, Overlong, PackedDataset
+from megatrain.data.encoder import Encoder
+from megatrain.data.examples import BEFORE_ALL, Examples
+from megatrain.data.packing import Ints, shuffled
+from megatrain.data.store import MemoryStore
+from megatrain.data.text import Document
+from megatrain.errors import InputError
+
+_log = logging.getLogger("megatrain.data")
+
+
+class Start(NamedTuple):
+    """Where a block starts: its first row, and the last document before it in an epoch.
+
+    digest: of the block's tokens; empty where they are not known yet.
+    """
+
+    row: int
+    epoch: int
+    source: int
+    line: int
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """How documents become rows."""
+
+    sequence_length: int
+    packing: bool
+    overlong: Overlong
+    pad_id: int
+    seed: int
+    block_tokens: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows of a stream. order: [rows] which of the data comes when. last: the document."""
+
+    start: Start
+    data: PackedDataset
+    order: Ints
+    last: tuple[int, int]
+
+    @property
+    def end(self) -> int:
+        """The row that the next block starts with."""
+        return self.start.row + len(self.data)
+
+    def row(self, row: int) -> int:
+        """Which row of the data is this one of the stream."""
+        return int(self.order[row - self.start.row])
+
+
+class Stream:
+    """The endless rows of some sources, by their number; any thread may ask.
+
+    Attributes:
+        fingerprint: of sources and settings.
+
+    Raises:
+        InputError: the data cannot be used.
+    """
+
+    def __init__(
+        self, examples: Callable[[tuple[int, int]], Examples], encoder: Encoder,
+        settings: StreamSettings, identity: Sequence[Any],
+    ) -> None:  # fmt: skip
+        self._examples, self._encoder, self._settings = examples, encoder, settings
+        parts = json.dumps([*identity, *vars(settings).values()])
+        self.fingerprint = hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, "megatrain-stream")
+        self._closed = False
+        self._begin(Start(0, 0, *BEFORE_ALL))
+
+    @property
+    def packing(self) -> bool:
+        """Whether rows may hold several documents (and all have the same length)."""
+        return self._settings.packing
+
+    @property
+    def kind(self) -> str:
+        """What a document is: text or chat."""
+        return self.block.kind
+
+    @property
+    def block(self) -> PackedDataset:
+        """The oldest block that is kept: at first, the first one."""
+        return self._blocks[0].data
+
+    def batch(self, rows: Sequence[int]) -> MicroBatch:
+        """These rows as `Layout.batch` lays them out."""
+        blocks = [(self._block_of(row), row) for row in rows]
+        layout = self._layout(blocks[0][0].data.store.notes["kind"])
+        return layout.batch([list(block.data.pieces(block.row(row))) for block, row in blocks])
+
+    def row_length(self, row: int) -> int:
+        """Tokens in a row, padding not counted."""
+        block = self._block_of(row)
+        return int(block.data.row_lengths[block.row(row)])
+
+    def describe(self, row: int) -> str:
+        """Where the tokens of a row come from."""
+        block = self._block_of(row)
+        return block.data.describe(block.row(row))
+
+    def epoch(self, row: int) -> int:
+        """How often all sources have been read to their end before this row."""
+        return self.start(row).epoch
+
+    def start(self, row: int) -> Start:
+        """The start of the block with this row; after a block, that of the next."""
+        with self._lock:
+            for block in self._blocks:
+                if row == block.end:  # whether there is a next one yet is a matter of time
+                    return Start(row, block.start.epoch, *block.last)
+                if block.start.row <= row < block.end:
+                    return block.start
+        raise ValueError(f"row {row} is in no block that is kept")
+
+    def go_to(self, start: Start) -> None:
+        """Have the blocks from there on.
+
+        Raises:
+            InputError: the block there is another than it was.
+        """
+        with self._lock:
+            self._end()
+            self._begin(start)
+            found = self._blocks[0].start.digest
+        if start.digest not in ("", found):
+            raise InputError(
+                "the data is not that of the saved run: restore it, or start a new run"
+            )
+
+    def forget(self, row: int) -> None:
+        """Let go of what is before this row."""
+        with self._lock:
+            while self._blocks[0].end <= row and len(self._blocks) > 1:
+                self._blocks.popleft()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._lock:
+            self._end()
+            self._pool.shutdown()
+
+    def _begin(self, start: Start) -> None:
+        self._closed = False
+        self._made = self._blocks_from(start)
+        self._blocks = deque([next(self._made)])
+        self._next: Future[Block] | None = None  # until somebody takes a row
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._next is not None and not self._next.cancel():
+            self._next.exception()  # it ends with the document that it is at
+
+    def _block_of(self, row: int) -> Block:
+        with self._lock:
+            self._next = self._next or self._pool.submit(next, self._made)
+            while self._blocks[-1].end <= row:
+                self._blocks.append(self._next.result())
+                self._next = self._pool.submit(next, self._made)
+            return next(block for block in reversed(self._blocks) if block.start.row <= row)
+
+    def _blocks_from(self, start: Start) -> Iterator[Block]:
+        row, epoch, after = start.row, start.epoch, (start.source, start.line)
+        while not self._closed:
+            examples = self._examples(after)
+            num_bad = 0
+            for documents in self._parts(examples):
+                names = [source.name for source in examples.sources]
+                store = MemoryStore(documents, names, examples.notes)
+                data = self._packed(store)
+                order = shuffled(len(data), 4, self._settings.seed, row)
+                last = (documents[-1].source, documents[-1].line)
+                if (bad := examples.notes["num_bad"]) > num_bad:
+                    num_bad = bad
+                    _log.warning("left out %d bad rows so far", bad)
+                block = Block(Start(row, epoch, *after, store.digest), data, order, last)
+                yield block
+                row, after = block.end, last
+            if after == BEFORE_ALL:
+                raise InputError(f"{examples.sources[0].name}: no row of the data can be used")
+            epoch, after = epoch + 1, BEFORE_ALL
+
+    def _parts(self, examples: Examples) -> Iterator[list[Document]]:
+        """All documents in blocks, each of which ends with the end of a row of the data."""
+        part: list[Document] = []
+        count = 0
+        for document in self._encoder.documents(examples):
+            if self._closed:
+                return
+            ended = not part or (document.source, document.line) != part[-1][:2]
+            if count >= self._settings.block_tokens and ended:
+                yield part
+                part, count = [], 0
+            part.append(document)
+            count += len(document.ids)
+        if part:
+            yield part
+
+    def _packed(self, store: MemoryStore) -> PackedDataset:
+        layout, seed = self._layout(store.notes["kind"]), self._settings.seed
+        return PackedDataset(store, choose(store, layout, seed), layout, f"seed {seed}")
+
+    def _layout(self, kind: Any) -> Layout:
+        its = self._settings
+        return Layout(kind, its.sequence_length, its.packing, its.overlong, its.pad_id)
