@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.cli.shapes import qwen2_config
-from megatrain.engine.assemble import open_source
+from megatrain.engine.source import open_source
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload

@@ -10,9 +10,9 @@ from megatrain.autoplace.auto import settle
 from megatrain.autoplace.fits import limits
 from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.device import Device, Recording, open_device
-from megatrain.engine.assemble import Source, open_source
 from megatrain.engine.engine import PlacedEngine, StepResult
 from megatrain.engine.opened import DTYPES, Model, Opened
+from megatrain.engine.source import Resumed, Source, open_source
 from megatrain.engine.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.errors import InputError
 from megatrain.model.probe import spec
@@ -38,7 +38,7 @@ class Engine(PlacedEngine):
 
     def __init__(
         self,
-        model: PreTrainedModel | PreTrainedConfig | Checkpoint | str | Path,
+        model: PreTrainedModel | PreTrainedConfig | Checkpoint | Resumed | str | Path,
         *,
         optimizer: Rule | None = None,
         max_grad_norm: float | None = 1.0,
@@ -59,7 +59,8 @@ class Engine(PlacedEngine):
 
         Args:
             model: a transformers model (its weights are copied; on the meta device: drawn), a
-                configuration (weights drawn), a folder, a hub id, or a checkpoint (see `load`).
+                configuration (weights drawn), a folder, a hub id, or a checkpoint, of which only
+                the weights are taken (`load` goes on with all of it).
             optimizer: None leaves out all that only training needs (2 bytes per parameter).
             max_grad_norm: exact clipping of the global norm; None for none.
             precision: what layers are computed in; masters are fp32.
@@ -125,7 +126,7 @@ class Engine(PlacedEngine):
         settings = checkpoint.settings
         opened = device if isinstance(device, Device) else open_device(device)
         engine = cls(
-            checkpoint,
+            Resumed(checkpoint),
             optimizer=saved_optimizer(checkpoint),
             max_grad_norm=settings.max_grad_norm if max_grad_norm == "saved" else max_grad_norm,
             precision=check_precision(checkpoint, precision),

@@ -119,6 +119,33 @@ def train(
 
 
 @app.command()
+def branch(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
+    new: Annotated[Path, typer.Argument(help="Folder of the new run; must be new or empty.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Change a key; may be repeated."),
+    ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Take the weights alone and begin at step 1: everything but the model may change.",
+        ),
+    ] = False,
+) -> None:
+    """Go on from where a run is, in another folder and with other settings.
+
+    Optimizer state, steps and place in the data are taken along; what may change is what may
+    change on --resume: the length of the run, learning rate, schedule, clipping, loss, evaluation,
+    where things rest.
+    """
+    from megatrain.cli.train import run_branch
+
+    run_branch(run, new, overrides or [], fresh=fresh)
+
+
+@app.command()
 def data(
     run: Annotated[Path, typer.Argument(help="The run file (YAML).")],
     overrides: Annotated[

@@ -39,8 +39,18 @@ def _local(path: Path, trust_remote_code: bool) -> "PreTrainedConfig":
     from megatrain.model.build import load_config
 
     if path.is_dir() and not (path / "config.json").is_file():
+        path = _of_run(path)
+    if path.is_dir() and not (path / "config.json").is_file():
         raise InputError(f"{path}: no config.json there, so it is not a model's folder")
     return load_config(path, trust_remote_code=trust_remote_code)
+
+
+def _of_run(path: Path) -> Path:
+    """The folder of the model that a run or a checkpoint stands for."""
+    from megatrain.config import ModelSection
+    from megatrain.train.resolve_model import named_model
+
+    return Path(str(named_model(ModelSection(path=str(path)))[0].path))
 
 
 def _from_hub(name: str, trust_remote_code: bool) -> "PreTrainedConfig":

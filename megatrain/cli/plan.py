@@ -305,7 +305,7 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
     ask = Ask(  # before the model is built, so that nonsense is refused at once
         machine=machine, placement=subject.placement, **vars(subject.workload)
     )
-    from megatrain.engine.assemble import open_source
+    from megatrain.engine.source import open_source
     from megatrain.forecast.op_counter import NotForeseeable
     from megatrain.model.probe import spec
 

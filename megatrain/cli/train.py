@@ -33,6 +33,24 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
     say_end(outcome)
 
 
+def run_branch(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> None:
+    """Train from where another run is, and say where the result is or how to go on.
+
+    Raises:
+        InputError: the run cannot be branched like this.
+    """
+    from megatrain.train.branch import branched
+    from megatrain.train.loop import train
+
+    try:
+        with Signals() as signals, branched(run, new, overrides, fresh=fresh) as config:
+            outcome = train(config, new.name, resume=not fresh, signals=signals)
+    except Stopped as signal:
+        _say(f"stopped by {signal} before the first step; nothing to save")
+        return
+    say_end(outcome)
+
+
 def say_end(outcome: "Outcome") -> None:
     """Where the result of a run is, or how to go on."""
     if outcome.stopped and not outcome.steps:

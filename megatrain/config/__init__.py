@@ -5,7 +5,7 @@ it from untrusted text and puts it together with the overrides of the command li
 """
 
 from megatrain.config.learning import TrainingSection
-from megatrain.config.load import load, validate
+from megatrain.config.load import load, overridden, validate
 from megatrain.config.schema import CheckpointSection, Config, DataSection, ModelSection
 from megatrain.config.section import nearest
 
@@ -17,5 +17,6 @@ __all__ = [
     "TrainingSection",
     "load",
     "nearest",
+    "overridden",
     "validate",
 ]

@@ -4,6 +4,7 @@ Every mistake is an InputError of one line that names the file, the key and, for
 the nearest valid one.
 """
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         InputError: the file cannot be read or is not a valid run file.
     """
-    tree = read_yaml(Path(path))
-    overridden = [_apply_override(tree, text) for text in overrides]
-    return validate(tree, str(path), overridden)
+    return overridden(read_yaml(Path(path)), str(path), overrides)
+
+
+def overridden(tree: Mapping[str, Any], source: str, overrides: Sequence[str]) -> Config:
+    """`tree` with `overrides` as a Config; `source` serves the message only.
+
+    Raises:
+        InputError: it is not a valid run file.
+    """
+    changed = copy.deepcopy(dict(tree))
+    names = [_apply_override(changed, text) for text in overrides]
+    return validate(changed, source, names)
 
 
 def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = ()) -> Config:

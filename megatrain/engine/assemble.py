@@ -1,16 +1,10 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from megatrain.checkpoint import Checkpoint, offering_another, read_tiles
 from megatrain.device import Device
 from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.embedding import Embedding
@@ -21,12 +15,6 @@ from megatrain.engine.makers import Makers
 from megatrain.engine.modules import Head, Prologue
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.sink import Sink
-from megatrain.engine.state_io import (
-    open_model,
-    read_untrained,
-    saved_companions,
-    saved_dtype,
-)
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.stream import Stream
 from megatrain.engine.tile_slice import (
@@ -36,17 +24,10 @@ from megatrain.engine.tile_slice import (
     expert_slices,
     vocab_slices,
 )
-from megatrain.engine.untrained import Untrained, computed_buffers, persistent_buffers
 from megatrain.engine.update import Update
 from megatrain.engine.vocab_split import in_shards
-from megatrain.errors import InputError
-from megatrain.model.build import emptied, empty_model, load_config, loaded_types
-from megatrain.model.companions import Companions, companions, set_generation
-from megatrain.model.init import initialise
 from megatrain.model.program import Program
 from megatrain.model.spec import ModelSpec
-from megatrain.model.unsupported import refuse_rounding
-from megatrain.model.weights import read_weights, resolve_model, source_dtype
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement
 from megatrain.store import Store, Tile
@@ -56,69 +37,6 @@ from megatrain.tile import TileLayout
 # Of a micro-batch's graph or attention on its way to the host and back, at once. Two leave: a graph
 # takes up to twice as long over the bus as its layer's forward.
 LEAVING, RETURNING = 2, 2
-
-Write = Callable[[str, Tensor], None]
-
-
-@dataclass
-class Source:
-    """A model's structure, and where its weights come from: one of the last three, or drawn.
-
-    Attributes:
-        dtype: of the weights, in which exports are written.
-        untrained: see there; `fill` puts in what comes from the source.
-        companions: files of the folder or checkpoint that exports and checkpoints have as well.
-        lost: what neither a checkpoint nor an export would have of the model; None: nothing.
-    """
-
-    model: PreTrainedModel
-    dtype: torch.dtype
-    folder: Path | None = None
-    given: PreTrainedModel | None = None
-    saved: Checkpoint | None = None
-    untrained: Untrained = field(default_factory=Untrained)
-    companions: Companions = field(default_factory=dict)
-    lost: str | None = None
-
-
-def open_source(
-    model: PreTrainedModel | PreTrainedConfig | Checkpoint | str | Path,
-    *,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
-) -> Source:
-    """Structure of a model given as a module, a configuration, a checkpoint, a folder or a hub id.
-
-    Raises:
-        InputError: it cannot be read or is not a causal language model.
-    """
-    if isinstance(model, Checkpoint):
-        empty = open_model(
-            model, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
-        )
-        beside = saved_companions(model)
-        set_generation(empty, beside)
-        return Source(empty, saved_dtype(model), saved=model, companions=beside)
-    if isinstance(model, PreTrainedModel):
-        empty = emptied(model, attn_implementation=attn_implementation)
-        dtype = next(model.parameters()).dtype
-        return Source(empty, dtype, given=model, untrained=_drawn_buffers(empty, dtype))
-    if not isinstance(model, PreTrainedConfig | str | Path):
-        raise InputError(
-            f"the model is a {type(model).__name__}; give a transformers model or configuration, "
-            "a folder, or a hub id"
-        )
-    folder = None if isinstance(model, PreTrainedConfig) else resolve_model(model)
-    config = model if folder is None else load_config(folder, trust_remote_code=trust_remote_code)
-    empty = empty_model(
-        config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
-    )
-    if folder is None:
-        dtype, beside = getattr(model, "dtype", None) or torch.float32, {}
-    else:
-        dtype, beside = source_dtype(folder), companions(folder)
-        set_generation(empty, beside)
-    return Source(empty, dtype, folder, untrained=_drawn_buffers(empty, dtype), companions=beside)
 
 
 def tile_layouts(spec: ModelSpec, groups: dict[str, int]) -> list[TileLayout]:
@@ -142,74 +60,6 @@ def tile_layouts(spec: ModelSpec, groups: dict[str, int]) -> list[TileLayout]:
         own = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
         tiles.append(layout(f"layer {visit}", own))
     return [*tiles, layout("head", spec.epilogue), layout("unused", spec.unused)]
-
-
-def fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
-    """Bring every weight and persistent buffer to its place: read, copied, or drawn.
-
-    From a checkpoint, also the rest of a tile's state.
-
-    Raises:
-        InputError: float64 weights that a float32 master cannot hold, or weights that would be
-            computed with in fewer bits than transformers keeps.
-    """
-    dtype = store.tiles[0].weights.data.dtype
-    refuse_rounding(loaded_types(source.model, dtype), spec.computed, dtype)
-    write = _writer(store, source, threads=1)  # one of many readers at a time
-
-    def draw(only: Any = None) -> None:
-        threads = update_threads()
-        wide = _writer(store, source, threads=threads)
-        initialise(spec, seed, wide, only, threads=threads)
-
-    if source.saved is not None:
-        with offering_another(source.saved.folder):
-            read_tiles(source.saved, store.tiles, update_threads())
-            source.untrained = read_untrained(source.saved, source.model)
-    elif source.folder is not None:
-        missing = read_weights(source.folder, source.model, write, threads=update_threads())
-        if missing:
-            draw(missing)
-    elif source.given is None or next(source.given.parameters()).is_meta:
-        draw()
-    else:
-        for name, parameter in source.given.named_parameters():
-            write(name, parameter.detach().cpu())
-        for name, buffer in persistent_buffers(source.given).items():
-            if not buffer.is_meta:
-                write(name, buffer.detach().cpu().clone())
-    source.untrained.computed = computed_buffers(source.model)
-
-
-def _writer(store: Store, source: Source, *, threads: int) -> Write:
-    places = {entry.name: (tile, entry) for tile, entry in store.entries()}
-    buffers, untrained = dict(source.model.named_buffers()), source.untrained
-
-    def write(name: str, values: Tensor) -> None:
-        if name not in places:
-            untrained.buffers[name] = values
-            buffers[name].copy_(values)
-            return
-        if values.dtype == torch.float64 and not torch.equal(values.float().double(), values):
-            raise InputError(
-                f"{name!r} has float64 values that a float32 master cannot hold; convert the "
-                "weights to float32 first"
-            )
-        tile, entry = places[name]
-        if entry.group is None:
-            untrained.dtypes[name] = values.dtype
-            narrow = tile.remainder is None and tile.weights.data.dtype == torch.bfloat16
-            untrained.rounded |= narrow and values.dtype != torch.bfloat16
-        tile.write_master(entry, values, threads)
-
-    return write
-
-
-def _drawn_buffers(model: PreTrainedModel, dtype: torch.dtype) -> Untrained:
-    """As the class makes them in `dtype`; most are replaced by those that are read or given."""
-    buffers = persistent_buffers(model)
-    types = loaded_types(model, dtype) if buffers else {}
-    return Untrained({n: b.to(types.get(n, b.dtype), copy=True) for n, b in buffers.items()})
 
 
 @dataclass

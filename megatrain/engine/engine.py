@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
 from megatrain.device import Buffer, available_bytes
-from megatrain.engine.assemble import Assembly, fill, host_bytes
+from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.batch import Batch, most_tokens, prepare
 from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
 from megatrain.engine.makers import TorchMakers
@@ -23,6 +23,7 @@ from megatrain.engine.masks import check_masks
 from megatrain.engine.modules import Head, State
 from megatrain.engine.opened import Opened
 from megatrain.engine.packing import Packing
+from megatrain.engine.source import fill
 from megatrain.engine.state_io import describe_optimizer, documents, settings_of
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.whole import is_whole, whole_model
@@ -179,10 +180,9 @@ class PlacedEngine:
         """
         self.flush()
         self._program.train(False)
-        tiles, dtype = self._store.tiles, self._dtype
         with (
             self._undisturbed(),
-            whole_model(self.device, self._parts, self._spec, tiles, dtype) as model,
+            whole_model(self.device, self._parts, self._spec, self._store) as model,
         ):
             yield model
 

@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 
 from megatrain.device import Recording
-from megatrain.engine.assemble import Source, tile_layouts
+from megatrain.engine.assemble import tile_layouts
+from megatrain.engine.source import Source
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.tile import TileLayout

@@ -25,7 +25,7 @@ from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.capture import stand_in
 from megatrain.model.spec import ModelSpec
-from megatrain.store import Tile
+from megatrain.store import Store, Tile
 from megatrain.tile import Entry
 
 _HARMLESS = ("__get__", "dim", "size", "is_floating_point", "requires_grad_")  # of a table
@@ -39,7 +39,7 @@ def is_whole(parts: Parts, spec: ModelSpec) -> bool:
 
 @contextmanager
 def whole_model(
-    device: Device, parts: Parts, spec: ModelSpec, tiles: Sequence[Tile], dtype: torch.dtype
+    device: Device, parts: Parts, spec: ModelSpec, store: Store
 ) -> Iterator[PreTrainedModel]:
     """The model of `spec`, in the mode that it is in; within this context it can be called.
 
@@ -52,18 +52,18 @@ def whole_model(
             "leave placement.max_stream_bytes out"
         )
     with ExitStack() as held:
+        # What was loaded ahead must not be read any more when the next update writes it.
+        held.callback(lambda: device.synchronize(device.record(COPY_IN), "weights read"))
         model = held.enter_context(spec.capture.with_layers())
         places = _Places(model)
         held.callback(places.restore)
-        tables = _Tables(device, places, spec, tiles, dtype)
+        tables = _Tables(device, places, spec, store)
         held.enter_context(tables)
         feed = _Feed(parts, places, tables)
         for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
             held.callback(hook.remove)
         held.enter_context(torch.no_grad())
         yield model
-        # What was loaded ahead must not be read any more when the next update writes it.
-        device.synchronize(device.record(COPY_IN), "weights read")
 
 
 class _Places:
@@ -101,14 +101,13 @@ class _Tables(TorchFunctionMode):
         device: Device,
         places: _Places,
         spec: ModelSpec,
-        tiles: Sequence[Tile],
-        dtype: torch.dtype,
+        store: Store,
     ) -> None:
         super().__init__()
         self._device, self._places = device.torch_device, places
-        entries = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
+        entries = {entry.name: (tile, entry) for tile, entry in store.entries()}
         self._rest = {name: _view(*entries[name]) for name in spec.gathered}
-        self._dtype = dtype
+        self._dtype = store.tiles[0].weights.data.dtype
         self._tables: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
     def put(self) -> None:

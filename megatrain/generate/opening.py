@@ -7,8 +7,8 @@ from megatrain.api import Engine
 from megatrain.autoplace.fits import limits
 from megatrain.checkpoint import Checkpoint
 from megatrain.device import open_device
-from megatrain.engine.assemble import open_source
 from megatrain.engine.opened import DTYPES
+from megatrain.engine.source import open_source
 from megatrain.generate.cache import free_bytes
 from megatrain.generate.resident import Resident
 from megatrain.model.build import loaded_types

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from megatrain.checkpoint import masters
 from megatrain.compat.torch import buffers_of, parameters_of
 from megatrain.device import Device
-from megatrain.engine.assemble import Source
+from megatrain.engine.source import Source
 from megatrain.engine.state_io import read_untrained
 from megatrain.errors import InputError
 from megatrain.model.build import loaded_types

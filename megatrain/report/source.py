@@ -10,10 +10,8 @@ from megatrain.json_yaml import parse_json, read_yaml
 from megatrain.report.series import Metrics, collect
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, read_trace
-from megatrain.train.folders import CONFIG, METRICS, MODEL
+from megatrain.train.folders import CONFIG, ENVIRONMENT, METRICS, MODEL
 from megatrain.train.timeline import TIMELINE
-
-ENVIRONMENT = "environment.json"
 
 
 @dataclass

@@ -17,6 +17,7 @@ from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
 from megatrain.model.build import load_config
 from megatrain.train.model_config import check_sequence_length, model_config
+from megatrain.train.resolve_model import named_model
 
 SECONDS_BETWEEN_NEWS = 5.0
 
@@ -96,7 +97,7 @@ def data_alone(
     Raises:
         InputError: the tokenizer, the model's configuration or the data cannot be used.
     """
-    model = config.model
+    model, _ = named_model(config.model)
     trusted = model.trust_remote_code
     tokenizer = run_tokenizer(model)
     if model.path is None:

@@ -14,6 +14,7 @@ from megatrain.errors import InputError
 MODEL = "model"
 METRICS = "metrics.jsonl"
 CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
 CHECKPOINTS = "checkpoints"
 FINISHED = "finished.json"
 TRACKING = "tracking"
@@ -156,3 +157,11 @@ def flush_folder(folder: Path) -> None:
     """Put all that is in a folder on the disk."""
     for path in [*folder.rglob("*"), folder]:
         flush(path)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that is whole or not there; an earlier one is replaced."""
+    partial = path.with_name(partial_name(path.name))
+    partial.write_text(text, encoding="utf-8")
+    flush(partial)
+    os.replace(partial, path)

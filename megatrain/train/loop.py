@@ -15,9 +15,10 @@ from megatrain.loss import num_labelled, targets_of
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.checkpointing import Checkpointing
+from megatrain.train.finished import note_finished
 from megatrain.train.folders import METRICS
 from megatrain.train.opening import Finished, open_run
-from megatrain.train.outputs import describe_run, draw_curve, note_finished, write_model
+from megatrain.train.outputs import describe_run, draw_curve, write_model
 from megatrain.train.resume import cut_metrics
 from megatrain.train.setup import Job
 from megatrain.train.signals import Signals

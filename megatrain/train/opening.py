@@ -9,6 +9,7 @@ from megatrain.checkpoint import remove_leftovers
 from megatrain.config import Config
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_yaml
+from megatrain.train.finished import finished_steps
 from megatrain.train.folders import (
     CHECKPOINTS,
     CONFIG,
@@ -21,7 +22,6 @@ from megatrain.train.folders import (
     run_to_resume,
 )
 from megatrain.train.lock import locked
-from megatrain.train.outputs import finished_steps
 from megatrain.train.resume import Damaged, check_config, find_starts, say_differences
 from megatrain.train.setup import Job, prepare
 from megatrain.train.trackers import check_trackers

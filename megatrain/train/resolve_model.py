@@ -4,7 +4,9 @@ import logging
 from pathlib import Path
 
 from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
+from megatrain.config import ModelSection
 from megatrain.errors import InputError
+from megatrain.train.finished import model_steps
 from megatrain.train.folders import (
     CHECKPOINTS,
     MODEL,
@@ -12,7 +14,6 @@ from megatrain.train.folders import (
     checkpoints,
     model_folder,
 )
-from megatrain.train.outputs import model_steps
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ def trained_model(run: str) -> Checkpoint | str:
     Raises:
         InputError: a checkpoint that cannot be used.
     """
-    path = Path(run)
+    path = Path(run).expanduser()
     if is_checkpoint(path):
         return open_checkpoint(path)
     newest = None if (path / MODEL).exists() else _newest_checkpoint(path / CHECKPOINTS)
@@ -35,6 +36,22 @@ def trained_model(run: str) -> Checkpoint | str:
         return newest
     _name_what_is_newer(path)
     return model_folder(run)
+
+
+def named_model(section: ModelSection) -> tuple[ModelSection, Checkpoint | str | None]:
+    """What `model.path` stands for, be it a run, a checkpoint, a model folder or a hub id.
+
+    Returns the section with the folder of the configuration and the tokenizer as its path, and what
+    an engine takes; None: the model is written out.
+
+    Raises:
+        InputError: a checkpoint that cannot be used.
+    """
+    if section.path is None:
+        return section, None
+    found = trained_model(section.path)
+    folder = str(found.model_folder) if isinstance(found, Checkpoint) else found
+    return section.model_copy(update={"path": folder}), found
 
 
 def _newest_checkpoint(parent: Path) -> Checkpoint | None:

@@ -13,16 +13,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
 
 from megatrain.api import Engine
-from megatrain.checkpoint import MODEL
-from megatrain.config import Config
+from megatrain.checkpoint import MODEL, Checkpoint
+from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, Step, StepLoader, Stream, StreamLoader
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import usual_micro_batch
-from megatrain.model.build import load_config
 from megatrain.model.companions import add_ends, tokenizer_files
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import open_data, run_ends, run_tokenizer
 from megatrain.train.model_config import check_sequence_length, model_config
+from megatrain.train.resolve_model import named_model
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,9 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         Damaged: the checkpoint cannot.
         DoesNotFit: more memory is needed than there is.
     """
-    tokenizer = run_tokenizer(config.model)
-    hf_config = _model_config(config, tokenizer, start)
+    section, source = _model_source(config, start)
+    tokenizer = run_tokenizer(section)
+    hf_config = model_config(section, tokenizer)
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
     training, evaluation = open_data(config, tokenizer, vocab_size)
@@ -89,7 +90,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     # A wrong option should be known before weights are read, which may take minutes.
     _check_schedule(config, total_steps)
     done = _go_to(loader, start, total_steps)
-    engine = _engine(config, hf_config, start)
+    engine = _engine(config, hf_config if source is None else source, start)
     loader.rows_per_micro_batch = rows = _rows_per_micro_batch(config, engine, start)
     log.info(
         "model: %s parameters on %s, placement: %s",
@@ -132,14 +133,14 @@ def _loader(config: Config, training: PackedDataset | Stream) -> StepLoader:
     return StepLoader(training, **how, workers=2)
 
 
-def _model_config(
-    config: Config, tokenizer: PreTrainedTokenizerBase, start: Start | None
-) -> PreTrainedConfig:
-    """That of the model's source, which a run that goes on does not need any more."""
+def _model_source(
+    config: Config, start: Start | None
+) -> tuple[ModelSection, Checkpoint | str | None]:
+    """As `named_model`; a run that goes on does not need the model's source any more."""
     if start is None:
-        return model_config(config.model, tokenizer)
-    trusted = config.model.trust_remote_code
-    return load_config(start.checkpoint / MODEL, trust_remote_code=trusted)
+        return named_model(config.model)
+    there = {"path": str(start.checkpoint / MODEL), "config": None}
+    return config.model.model_copy(update=there), None
 
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
@@ -203,9 +204,11 @@ def _check_schedule(config: Config, total_steps: int) -> None:
                 )
 
 
-def _engine(config: Config, hf_config: PreTrainedConfig, start: Start | None) -> Engine:
+def _engine(
+    config: Config, source: Checkpoint | PreTrainedConfig | str, start: Start | None
+) -> Engine:
     try:
-        engine = _new_engine(config, hf_config) if start is None else _saved_engine(config, start)
+        engine = _new_engine(config, source) if start is None else _saved_engine(config, start)
     except DoesNotFit as error:
         if config.engine.device != "cpu" and find_gpu("cuda") is None:
             raise  # plans are for a GPU, or where the CPU was asked for
@@ -213,15 +216,15 @@ def _engine(config: Config, hf_config: PreTrainedConfig, start: Start | None) ->
         raise DoesNotFit(f"{error}; {plan}") from error
     if engine.label_shift == 0:
         raise InputError(
-            f"the loss of {hf_config.model_type} compares logits with the labels of the same "
+            f"the loss of {engine.config.model_type} compares logits with the labels of the same "
             "places, so text would teach it to copy; use megatrain.Engine, with other labels"
         )
     return engine
 
 
-def _new_engine(config: Config, hf_config: PreTrainedConfig) -> Engine:
+def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str) -> Engine:
     return Engine(
-        hf_config if config.model.path is None else config.model.path,
+        source,
         optimizer=config.optimizer.rule(),
         placement=config.engine.placement_value(),
         precision=config.engine.precision,

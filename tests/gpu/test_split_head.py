@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine, Placement
-from megatrain.engine.assemble import open_source
+from megatrain.engine.source import open_source
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine

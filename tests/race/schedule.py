@@ -14,9 +14,10 @@ from megatrain.checkpoint.snapshot import Snapshot, tile_file
 from megatrain.checkpoint.staging_blocks import StagingBlocks
 from megatrain.device import TraceDevice
 from megatrain.engine import sink
-from megatrain.engine.assemble import Assembly, open_source, tile_layouts
+from megatrain.engine.assemble import Assembly, tile_layouts
 from megatrain.engine.batch import prepare
 from megatrain.engine.makers import TorchMakers
+from megatrain.engine.source import open_source
 from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.probe import spec

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig
 
-from megatrain.engine.assemble import open_source
+from megatrain.engine.source import open_source
 from megatrain.machine import Machine
 from megatrain.model.capture import Rows
 from megatrain.model.probe import spec

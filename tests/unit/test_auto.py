@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from megatrain import AdamW
 from megatrain.autoplace import auto
 from megatrain.device import CpuDevice
-from megatrain.engine.assemble import open_source
 from megatrain.engine.opened import Model, Opened
+from megatrain.engine.source import open_source
 from megatrain.forecast.workload import Workload
 from megatrain.model.probe import spec
 from megatrain.placement import Placement

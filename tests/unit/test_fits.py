@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
 from megatrain.autoplace.fits import check_fits, smallest
 from megatrain.device import Buffer, CpuDevice
-from megatrain.engine.assemble import open_source
 from megatrain.engine.opened import Model
+from megatrain.engine.source import open_source
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.needs import UNSUMMED, Needs, needs_of
 from megatrain.forecast.workload import Workload

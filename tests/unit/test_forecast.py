@@ -16,8 +16,8 @@ from megatrain import AdamW, Engine, Placement
 from megatrain.device import CpuDevice
 from megatrain.device.base import Name
 from megatrain.engine import opened
-from megatrain.engine.assemble import open_source
 from megatrain.engine.opened import Model
+from megatrain.engine.source import open_source
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable, OpCounter

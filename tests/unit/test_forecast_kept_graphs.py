@@ -11,8 +11,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from transformers import LlamaConfig
 
-from megatrain.engine.assemble import open_source
 from megatrain.engine.saved_tensors import OffloadPlan, SavedTensors
+from megatrain.engine.source import open_source
 from megatrain.forecast.profile import Profile
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram

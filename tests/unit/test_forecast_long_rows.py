@@ -10,11 +10,12 @@ from torch import Tensor
 
 from megatrain import AdamW, Placement
 from megatrain.device import Buffer, CpuDevice
-from megatrain.engine.assemble import open_source, tile_layouts
+from megatrain.engine.assemble import tile_layouts
 from megatrain.engine.batch import Batch
 from megatrain.engine.head import WholeHead
 from megatrain.engine.modules import Head
 from megatrain.engine.sink import GradAccumulator
+from megatrain.engine.source import open_source
 from megatrain.forecast import op_counter
 from megatrain.forecast.profile import LayerWork, Profile, eager_work
 from megatrain.forecast.profile_chunks import acts_alone

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config
 
-from megatrain.engine.assemble import open_source
+from megatrain.engine.source import open_source
 from megatrain.forecast.profile import LayerWork, Profile
 from megatrain.model.probe import spec
 from megatrain.placement import Saves

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.assemble import open_source
+from megatrain.engine.source import open_source
 from megatrain.model import init
 from megatrain.model.probe import spec
 from megatrain.model.spec import ModelSpec

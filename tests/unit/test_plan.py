@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatrain import config
-from megatrain.engine.assemble import open_source, tile_layouts
+from megatrain.engine.assemble import tile_layouts
+from megatrain.engine.source import open_source
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload

@@ -14,7 +14,7 @@ from megatrain import Placement
 from megatrain.autoplace import auto, candidates
 from megatrain.autoplace.search import Search
 from megatrain.autoplace.spend import Budget, MemoryPlans
-from megatrain.engine.assemble import open_source
+from megatrain.engine.source import open_source
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable

@@ -7,7 +7,7 @@ import psutil
 import torch
 from transformers import DeepseekV3Config
 
-from megatrain.engine.assemble import open_source
+from megatrain.engine.source import open_source
 from megatrain.model.probe import spec
 from megatrain.model.zeros import zero_pages
 
@@ -25,7 +25,7 @@ def test_the_structure_of_72_billion_parameters_is_learned_in_little_memory():
     code = (
         "import resource\n"
         "from megatrain.cli.shapes import qwen2_config\n"
-        "from megatrain.engine.assemble import open_source\n"
+        "from megatrain.engine.source import open_source\n"
         "from megatrain.model.probe import spec\n"
         "source = open_source(qwen2_config('72b'))\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

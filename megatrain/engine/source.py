@@ -1,0 +1,196 @@
+"""A model's structure, and its weights from where they are to their place."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from megatrain.checkpoint import (
+    Checkpoint,
+    is_checkpoint,
+    masters,
+    offering_another,
+    open_checkpoint,
+    read_tiles,
+)
+from megatrain.engine.state_io import (
+    open_model,
+    read_untrained,
+    saved_companions,
+    saved_dtype,
+)
+from megatrain.engine.untrained import Untrained, computed_buffers, persistent_buffers
+from megatrain.errors import InputError
+from megatrain.model.build import emptied, empty_model, load_config, loaded_types
+from megatrain.model.companions import Companions, companions, set_generation
+from megatrain.model.init import initialise
+from megatrain.model.spec import ModelSpec
+from megatrain.model.unsupported import refuse_rounding
+from megatrain.model.weights import read_weights, resolve_model, source_dtype
+from megatrain.store import Store
+from megatrain.telemetry.cores import update_threads
+
+Write = Callable[[str, Tensor], None]
+
+
+@dataclass
+class Source:
+    """A model's structure, and where its weights come from: one of the last three, or drawn.
+
+    Attributes:
+        dtype: of the weights, in which exports are written.
+        resumes: the optimizer's state is that of `saved`, too.
+        untrained: see there; `fill` puts in what comes from the source.
+        companions: files of the folder or checkpoint that exports and checkpoints have as well.
+        lost: what neither a checkpoint nor an export would have of the model; None: nothing.
+    """
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+    folder: Path | None = None
+    given: PreTrainedModel | None = None
+    saved: Checkpoint | None = None
+    resumes: bool = False
+    untrained: Untrained = field(default_factory=Untrained)
+    companions: Companions = field(default_factory=dict)
+    lost: str | None = None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that an engine goes on from: not its weights alone."""
+
+    checkpoint: Checkpoint
+
+
+def open_source(
+    model: PreTrainedModel | PreTrainedConfig | Checkpoint | Resumed | str | Path,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> Source:
+    """Structure of a model given as a module, a configuration, a checkpoint, a folder or a hub id.
+
+    Raises:
+        InputError: it cannot be read or is not a causal language model.
+    """
+    resumes = isinstance(model, Resumed)
+    if isinstance(model, str | Path) and is_checkpoint(Path(model).expanduser()):
+        model = open_checkpoint(Path(model).expanduser())
+    if isinstance(model, Checkpoint | Resumed):
+        saved = model.checkpoint if isinstance(model, Resumed) else model
+        empty = open_model(
+            saved, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+        )
+        beside = saved_companions(saved)
+        set_generation(empty, beside)
+        return Source(empty, saved_dtype(saved), saved=saved, resumes=resumes, companions=beside)
+    if isinstance(model, PreTrainedModel):
+        empty = emptied(model, attn_implementation=attn_implementation)
+        dtype = next(model.parameters()).dtype
+        return Source(empty, dtype, given=model, untrained=_drawn_buffers(empty, dtype))
+    if not isinstance(model, PreTrainedConfig | str | Path):
+        raise InputError(
+            f"the model is a {type(model).__name__}; give a transformers model or configuration, "
+            "a folder, or a hub id"
+        )
+    folder = None if isinstance(model, PreTrainedConfig) else resolve_model(model)
+    config = model if folder is None else load_config(folder, trust_remote_code=trust_remote_code)
+    empty = empty_model(
+        config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+    )
+    if folder is None:
+        dtype, beside = getattr(model, "dtype", None) or torch.float32, {}
+    else:
+        dtype, beside = source_dtype(folder), companions(folder)
+        set_generation(empty, beside)
+    return Source(empty, dtype, folder, untrained=_drawn_buffers(empty, dtype), companions=beside)
+
+
+def fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
+    """Bring every weight and persistent buffer to its place: read, copied, or drawn.
+
+    From a checkpoint, also the rest of a tile's state.
+
+    Raises:
+        InputError: float64 weights that a float32 master cannot hold, or weights that would be
+            computed with in fewer bits than transformers keeps.
+    """
+    dtype = store.tiles[0].weights.data.dtype
+    refuse_rounding(loaded_types(source.model, dtype), spec.computed, dtype)
+    write = _writer(store, source, threads=1)  # one of many readers at a time
+
+    def draw(only: Any = None) -> None:
+        threads = update_threads()
+        wide = _writer(store, source, threads=threads)
+        initialise(spec, seed, wide, only, threads=threads)
+
+    if source.saved is not None:
+        with offering_another(source.saved.folder):
+            if source.resumes:
+                read_tiles(source.saved, store.tiles, update_threads())
+            else:
+                _read_masters(source.saved, write)
+            rounded = source.untrained.rounded
+            source.untrained = read_untrained(source.saved, source.model)
+            source.untrained.rounded = rounded
+    elif source.folder is not None:
+        missing = read_weights(source.folder, source.model, write, threads=update_threads())
+        if missing:
+            draw(missing)
+    elif source.given is None or next(source.given.parameters()).is_meta:
+        draw()
+    else:
+        for name, parameter in source.given.named_parameters():
+            write(name, parameter.detach().cpu())
+        for name, buffer in persistent_buffers(source.given).items():
+            if not buffer.is_meta:
+                write(name, buffer.detach().cpu().clone())
+    source.untrained.computed = computed_buffers(source.model)
+
+
+def _read_masters(checkpoint: Checkpoint, write: Write) -> None:
+    """The exact weights, whatever they were trained with and will be."""
+
+    def bring(name: str, read: Callable[[], Tensor]) -> None:
+        write(name, read())
+
+    values = masters(checkpoint)
+    with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-masters") as pool:
+        list(pool.map(bring, values.keys(), values.values()))
+
+
+def _writer(store: Store, source: Source, *, threads: int) -> Write:
+    places = {entry.name: (tile, entry) for tile, entry in store.entries()}
+    buffers, untrained = dict(source.model.named_buffers()), source.untrained
+
+    def write(name: str, values: Tensor) -> None:
+        if name not in places:
+            untrained.buffers[name] = values
+            buffers[name].copy_(values)
+            return
+        if values.dtype == torch.float64 and not torch.equal(values.float().double(), values):
+            raise InputError(
+                f"{name!r} has float64 values that a float32 master cannot hold; convert the "
+                "weights to float32 first"
+            )
+        tile, entry = places[name]
+        if entry.group is None:
+            untrained.dtypes[name] = values.dtype
+            narrow = tile.remainder is None and tile.weights.data.dtype == torch.bfloat16
+            untrained.rounded |= narrow and values.dtype != torch.bfloat16
+        tile.write_master(entry, values, threads)
+
+    return write
+
+
+def _drawn_buffers(model: PreTrainedModel, dtype: torch.dtype) -> Untrained:
+    """As the class makes them in `dtype`; most are replaced by those that are read or given."""
+    buffers = persistent_buffers(model)
+    types = loaded_types(model, dtype) if buffers else {}
+    return Untrained({n: b.to(types.get(n, b.dtype), copy=True) for n, b in buffers.items()})

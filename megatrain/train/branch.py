@@ -1,0 +1,102 @@
+"""Another run from where a run is: in a folder of its own, with other settings."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
+from megatrain.checkpoint.manifest import KEEP
+from megatrain.config import Config, overridden
+from megatrain.errors import InputError
+from megatrain.train.folders import (
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    checkpoint_folder,
+    new_run_folder,
+    whole_folder,
+)
+from megatrain.train.resume import RunState, check_config
+
+# What the checkpoint's own tokenizer has already.
+_WITH_WEIGHTS = ("tokenizer", "chat_template", "eos_token")
+
+
+@contextmanager
+def branched(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> Iterator[Config]:
+    """Prepare the folder `new` of a run that goes on from `run`, and give its configuration.
+
+    The folder goes away again where the body fails before the run has begun.
+
+    The new run has the newest whole checkpoint of `run` as its own (as links where the file system
+    has them) and its log up to there, so it is resumed like any other: weights, optimizer state,
+    steps and place in the data are those of `run`, and the settings may change that may change on
+    resume (`resume.FREE_KEYS`).
+
+    Args:
+        run: the folder of a run, or one of its checkpoints.
+        overrides: `path.to.key=value`.
+        fresh: take the weights alone. The run begins at its first step, nothing is prepared, and
+            everything but the model may change.
+
+    Raises:
+        InputError: there is no whole checkpoint, `new` is taken, or a setting cannot change.
+    """
+    checkpoint = _checkpoint(run)
+    state = RunState.of(checkpoint.extra, checkpoint.folder)
+    kept = [f"model.{name}=null" for name in _WITH_WEIGHTS] if fresh else []
+    fixed = [f"output.folder={json.dumps(str(new))}"]
+    if fresh:
+        fixed += [f"model.path={json.dumps(str(checkpoint.folder))}", "model.config=null"]
+    where = f"the configuration in {checkpoint.folder}"
+    config = overridden(state.config, where, [*kept, *overrides, *fixed])
+    new_run_folder(config.output.folder, new.name)
+    if fresh:
+        yield config
+        return
+    try:
+        check_config(config, state.config, checkpoint.folder)
+    except InputError as error:
+        raise InputError(f"{error}; or begin anew from these weights with --fresh") from error
+    with whole_folder(new) as folder:
+        copy = checkpoint_folder(folder, state.step)
+        shutil.copytree(
+            checkpoint.folder, copy, copy_function=_link, ignore=shutil.ignore_patterns(KEEP)
+        )
+        if (log := _run_of(checkpoint) / METRICS).is_file():
+            shutil.copyfile(log, folder / METRICS)
+        (folder / CONFIG).write_text(config.as_yaml(), encoding="utf-8")
+    try:
+        yield config
+    except BaseException:
+        if not (new / ENVIRONMENT).exists():
+            shutil.rmtree(new)
+        raise
+
+
+def _checkpoint(run: Path) -> Checkpoint:
+    if is_checkpoint(run):
+        return open_checkpoint(run)
+    newest = newest_whole(run / CHECKPOINTS)
+    if newest is None:
+        raise InputError(
+            f"{run}: no run with a whole checkpoint; name a run, or set model.path of a new run "
+            "file to the model"
+        )
+    return open_checkpoint(newest)
+
+
+def _run_of(checkpoint: Checkpoint) -> Path:
+    return checkpoint.folder.absolute().parent.parent
+
+
+def _link(source: str, target: str) -> None:
+    """Files of a checkpoint never change: a link is as good as a copy, and takes no room."""
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)

@@ -1,0 +1,48 @@
+"""Of what length the run is that has ended."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.json_yaml import parse_json
+from megatrain.train.folders import FINISHED, MODEL, write_file
+
+_MOST_BYTES = 1 << 16
+
+
+def note_finished(run: Path, config: Config, steps: int) -> None:
+    """Write of what length the run is that `model/` is of."""
+    write_file(run / FINISHED, json.dumps(_length(config) | {"done": steps}) + "\n")
+
+
+def finished_steps(run: Path, config: Config) -> int | None:
+    """How many steps a run has done that is as long as it is to be; None: it goes on.
+
+    The model alone says nothing: a run that was made longer still has that of the shorter one.
+    """
+    noted = _noted(run)
+    done = noted.pop("done", None)
+    return done if noted == _length(config) else None
+
+
+def model_steps(run: Path) -> int | None:
+    """After how many steps `model/` was written; None: there is none, or nobody knows."""
+    return _noted(run).get("done")
+
+
+def _noted(run: Path) -> dict[str, Any]:
+    """Empty where nothing is noted, or no number of steps `done`."""
+    path = run / FINISHED
+    if not (run / MODEL).is_dir() or not path.is_file():
+        return {}
+    try:
+        with path.open("rb") as file:
+            noted = parse_json(file.read(_MOST_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return noted if isinstance(noted, dict) and type(noted.get("done")) is int else {}
+
+
+def _length(config: Config) -> dict[str, Any]:
+    return {"steps": config.training.steps, "epochs": config.training.epochs}
