@@ -10,11 +10,12 @@ from megatrain.autoplace.auto import settle
 from megatrain.autoplace.fits import limits
 from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.device import Device, Recording, open_device
-from megatrain.engine.engine import PlacedEngine, StepResult
+from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
 from megatrain.engine.opened import DTYPES, Model, Opened
 from megatrain.engine.source import Resumed, Source, open_source
 from megatrain.engine.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.errors import InputError
+from megatrain.loss import SCORE
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
@@ -92,6 +93,16 @@ class Engine(PlacedEngine):
         settled = settle(opened, placement, tokens_per_step, sequence_length, micro_batch)
         self.micro_batch = settled.micro_batch
         super().__init__(opened, settled.placement, settled.planned)
+
+    def score(self, micro_batches: MicroBatches) -> tuple[float, float]:
+        """Mean cross entropy, and the share of labels that are the likeliest token; as `evaluate`.
+
+        Of several tokens that are equally likely each counts as the likeliest.
+        """
+        batch = self._prepare(micro_batches, SCORE)
+        found = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
+        loss, accuracy = torch.stack(found).sum(0).tolist()
+        return loss, accuracy
 
     @classmethod
     def load(

@@ -26,11 +26,13 @@ from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, MicroBatch, ModelProgram, Program
 from megatrain.placement import Saves
 
-# Leaves of the head: what is projected `[B, T, D]`; the log-sum-exp, the targets' logits and the
-# logits' sum so far `[N]`. Backward: the gradient of what is projected; the log-sum-exp as it was,
-# the weight of each token's cross entropy, and the loss's slopes by mean and log-sum-exp besides.
+# Leaves of the head: what is projected `[B, T, D]`; the log-sum-exp, the targets' logits, the
+# logits' sum and the largest one so far `[N]`. Backward: the gradient of what is projected; the
+# log-sum-exp as it was, the weight of each token's cross entropy, and the loss's slopes by mean and
+# log-sum-exp besides.
 # Where logits are asked for, those of a range have the number of its first row after these.
-HIDDEN, LSE, PICKED, SUM, LSE_SLOPE, LOGITS = range(6)
+HIDDEN, LSE, PICKED, SUM, LARGEST, LOGITS = range(6)
+LSE_SLOPE = LARGEST
 
 SomeStatistics = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Gradient = Callable[..., Tensor]
@@ -64,7 +66,8 @@ class VocabSplit:
         self._statistics_of, self._gradient_of = statistics, gradient
         visit = len(program.spec.layers)
         refs = (Ref(visit, leaf) for leaf in range(LOGITS + 1))
-        self.hidden, self.lse, self.picked, self.sum, self.lse_slope, self.first = refs
+        self.hidden, self.lse, self.picked, self.sum, self.largest, self.first = refs
+        self.lse_slope = self.largest
         self._num = program.spec.num_logits
 
     def see(
@@ -75,24 +78,31 @@ class VocabSplit:
             if micro.targets is None:
                 logits = self._program.projection(weights, micro, values[self.hidden])
                 return {**values, Ref(self.first.visit, LOGITS + start): logits.float().cpu()}
-            lse_N, picked_N, *sum_N = self._statistics(weights, start, micro, values[self.hidden])
+            found = self._statistics(weights, start, micro, values[self.hidden])
         if self.lse in values:
-            lse_N = torch.logaddexp(values[self.lse], lse_N)
-            picked_N = values[self.picked] + picked_N
-            sum_N = [values[self.sum] + each for each in sum_N]
-        beside = dict(zip([self.sum], sum_N, strict=False))
-        return {**values, self.lse: lse_N, self.picked: picked_N, **beside}
+            found = {ref: self._joined(ref)(values[ref], new_N) for ref, new_N in found.items()}
+        return {**values, **found}
+
+    def _joined(self, ref: Ref) -> Callable[[Tensor, Tensor], Tensor]:
+        """How a statistic of two ranges is made of those of each."""
+        joined = {self.lse: torch.logaddexp, self.largest: torch.maximum}
+        return joined.get(ref, torch.add)
 
     def _statistics(
         self, weights: dict[str, Tensor], start: int, micro: MicroBatch, hidden_BTD: Tensor
-    ) -> list[Tensor]:
+    ) -> Activations:
         hidden_ND, places_N = _flat(hidden_BTD), _targets(micro) - start
-        found = []
+        loss, found = micro.loss, list[Activations]()
         for chunk in self._chunks(len(hidden_ND)):
             logits = self._program.projection(weights, micro, hidden_ND[None, chunk])[0]
-            sums = [logits.float().sum(1)] if micro.loss.uses_mean else []
-            found.append((*self._statistics_of(logits, places_N[chunk]), *sums))
-        return [torch.cat(each) for each in zip(*found, strict=True)]
+            lse_C, picked_C = self._statistics_of(logits, places_N[chunk])
+            some = {self.lse: lse_C, self.picked: picked_C}
+            if loss.uses_mean:
+                some[self.sum] = logits.float().sum(1)
+            if loss.uses_margin:
+                some[self.largest] = logits.float().amax(1)
+            found.append(some)
+        return {ref: torch.cat([some[ref] for some in found]) for ref in found[0]}
 
     def logits(self, values: Activations) -> Tensor:
         """All of them `[B, T, V]`, after the last range."""
@@ -104,11 +114,13 @@ class VocabSplit:
 
     def loss(self, micro: MicroBatch, values: Activations) -> Tensor:
         """The sum of these."""
-        return self.losses(micro, values).sum()
+        return self.losses(micro, values).sum(0)
 
     def _found(self, values: Activations) -> Statistics:
         mean_N = values[self.sum] / self._num if self.sum in values else None
-        return Statistics(values[self.picked] - values[self.lse], values[self.lse], mean_N)
+        picked_N, lse_N = values[self.picked], values[self.lse]
+        margin_N = picked_N - values[self.largest] if self.largest in values else None
+        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N)
 
     def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
         """What `pull` adds to: the gradient of what is projected, fp32; and what it reads.

@@ -11,14 +11,17 @@ from megatrain.loss.chunks import (
 )
 from megatrain.loss.cross_entropy import CROSS_ENTROPY, CrossEntropy, cross_entropy_sum
 from megatrain.loss.label_smoothing import LabelSmoothing
+from megatrain.loss.score import SCORE, Score
 from megatrain.loss.token_weights import TokenWeights
 
 __all__ = [
     "CROSS_ENTROPY",
     "IGNORED",
+    "SCORE",
     "CrossEntropy",
     "LabelSmoothing",
     "Loss",
+    "Score",
     "Statistics",
     "Summed",
     "TokenWeights",

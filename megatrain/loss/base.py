@@ -42,11 +42,13 @@ class Statistics:
         log_prob: log-probability of the target; of no use where there is none.
         lse: log-sum-exp of the logits.
         mean: of the logits; None where the loss does not ask for it.
+        margin: the target's logit less the largest one, 0 or below; None likewise.
     """
 
     log_prob: Tensor | None
     lse: Tensor | None = None
     mean: Tensor | None = None
+    margin: Tensor | None = None
 
 
 class Loss(ABC):
@@ -56,10 +58,12 @@ class Loss(ABC):
         inputs: names of tensors `[B, T]` that it takes of each micro-batch beside the labels: one
             number for each label.
         uses_mean: whether it reads the logits' mean.
+        uses_margin: whether it reads the margin, which has no gradient: of evaluations alone.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
     uses_mean: ClassVar[bool] = False
+    uses_margin: ClassVar[bool] = False
 
     @abstractmethod
     def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
@@ -96,7 +100,9 @@ class Loss(ABC):
         logits = logits_NV.float()
         lse_N = logits.logsumexp(1)
         picked_N = logits.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
-        return Statistics(picked_N - lse_N, lse_N, logits.mean(1) if self.uses_mean else None)
+        mean_N = logits.mean(1) if self.uses_mean else None
+        margin_N = picked_N - logits.amax(1) if self.uses_margin else None
+        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N)
 
     def slopes(
         self, found: Statistics, targets_N: Tensor, given: Sequence[Tensor], normaliser: float

@@ -20,7 +20,7 @@ def chunked_loss(
     summed: Summed,
     given: Sequence[Tensor] = (),
 ) -> Tensor:
-    """The sum of a loss (scalar, fp32) without gradients, `tokens` rows of logits at a time.
+    """The sum of a loss (fp32) without gradients, `tokens` rows of logits at a time.
 
     Args:
         head: hidden `[1, C, D]` to logits `[1, C, V]`.
@@ -31,7 +31,7 @@ def chunked_loss(
     for start in range(0, len(hidden_ND), tokens):
         rows = slice(start, start + tokens)
         logits = head(hidden_ND[None, rows])
-        total += summed(logits[0], targets_N[rows], *(each[rows] for each in given))
+        total = total + summed(logits[0], targets_N[rows], *(each[rows] for each in given))
     return total
 
 

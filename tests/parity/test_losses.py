@@ -128,6 +128,26 @@ def test_cross_entropy_is_what_is_trained_if_nothing_is_said(placement: Placemen
     assert one.step(step, LabelSmoothing(0.0)).loss == pytest.approx(other.step(step).loss)
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_a_score_is_the_mean_loss_and_the_share_of_likeliest_tokens(placement: Placement) -> None:
+    model, [step] = llama(vocab_size=WIDE), make_batches(1)
+    generator = torch.Generator().manual_seed(7)
+    for micro in step:  # of a random model hardly any label is the likeliest token
+        likeliest = model(input_ids=micro["input_ids"]).logits.argmax(-1)[:, :-1]
+        chosen = torch.rand(likeliest.shape, generator=generator) < 0.4
+        shifted = micro["labels"][:, 1:]
+        shifted[chosen & (shifted != -100)] = likeliest[chosen & (shifted != -100)]
+    right = sum(
+        int((model(input_ids=m["input_ids"]).logits.argmax(-1)[:, :-1] == m["labels"][:, 1:]).sum())
+        for m in step
+    )
+    engine = make_engine(model, placement=placement)
+    loss, accuracy = engine.score(step)
+    assert 0.2 < accuracy < 0.6
+    assert accuracy == pytest.approx(right / labelled(step), abs=1e-7)
+    assert loss == pytest.approx(engine.evaluate(step), rel=1e-6)
+
+
 def test_losses_may_change_from_step_to_step() -> None:
     step = micro_batches()
     engine, other = make_engine(llama()), make_engine(llama())
