@@ -9,6 +9,7 @@ from megatrain.placement import Placement
 if TYPE_CHECKING:
     from megatrain.api import Engine, StepResult
     from megatrain.optim import AdamW, Lion
+    from megatrain.train.start import run
 
 __all__ = [
     "AdamW",
@@ -21,6 +22,7 @@ __all__ = [
     "RunFailed",
     "StepResult",
     "__version__",
+    "run",
 ]
 
 # Memory that tensors of other sizes had is used again, not cut up: a step fits in less.
@@ -41,4 +43,8 @@ def __getattr__(name: str) -> Any:
         from megatrain import optim
 
         return getattr(optim, name)
+    if name == "run":
+        from megatrain.train import start
+
+        return start.run
     raise AttributeError(f"module 'megatrain' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """The checkpoints of a run's folder: which are whole, which stay."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import dropwhile, islice
 from pathlib import Path
@@ -99,8 +99,14 @@ def mark(folder: str | Path) -> None:
     (Path(folder) / KEEP).touch()
 
 
-def rotate(parent: str | Path, keep_last: int, *, newest: Path | None = None) -> list[Path]:
-    """Remove whole checkpoints but the newest `keep_last` and the marked ones; returns them.
+def rotate(
+    parent: str | Path,
+    keep_last: int,
+    *,
+    newest: Path | None = None,
+    spared: Collection[Path] = (),
+) -> list[Path]:
+    """Remove whole checkpoints but the newest `keep_last`, marked and `spared` ones; returns them.
 
     What is damaged, unknown or not a checkpoint is left alone. With `newest` so are those after it,
     and do not count: they may be damaged where nothing but reading all of them would show it.
@@ -112,7 +118,8 @@ def rotate(parent: str | Path, keep_last: int, *, newest: Path | None = None) ->
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; the newest checkpoint always stays")
     known = dropwhile(lambda each: newest not in (None, each), whole_checkpoints(parent))
-    old = [each for each in islice(known, keep_last, None) if not (each / KEEP).exists()]
+    later = [each for each in islice(known, keep_last, None) if each not in spared]
+    old = [each for each in later if not (each / KEEP).exists()]
     failures = []
     for folder in old:
         try:

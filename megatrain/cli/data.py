@@ -34,8 +34,9 @@ def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None)
     console = Console(highlight=False, soft_wrap=True)
     summary = summarise(training)
     _print_summary(console, name, summary)
-    if evaluation is not None:
-        print(f"evaluation: {evaluation.num_tokens:,} tokens in {len(evaluation):,} rows")
+    for set_name, held in evaluation.items():
+        said = f"evaluation, {set_name}" if set_name else "evaluation"
+        print(f"{said}: {held.num_tokens:,} tokens in {len(held):,} rows")
     for row in range(min(rows, len(training))):
         _print_row(console, row, shown(training, row, tokenizer))
     if html is not None:

@@ -6,10 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain import config
-from megatrain.errors import InputError
-from megatrain.train.folders import CONFIG, MODEL
+from megatrain.train.folders import MODEL
 from megatrain.train.signals import Signals, Stopped
+from megatrain.train.start import load_run
 
 if TYPE_CHECKING:
     from megatrain.train.loop import Outcome
@@ -24,7 +23,9 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
     try:
         with Signals() as signals:
             with signals.interruptible():
-                loaded = _load(run, overrides, resume=resume)  # before torch, which takes seconds
+                loaded = load_run(
+                    run, overrides, resume=resume
+                )  # before torch, which takes seconds
                 from megatrain.train.loop import train
             outcome = train(loaded, run.stem, resume=resume, signals=signals)
     except Stopped as signal:
@@ -61,21 +62,11 @@ def say_end(outcome: "Outcome") -> None:
         _say(f"  {command}")
     else:
         done = f"{outcome.steps} step{'s' if outcome.steps > 1 else ''} done"
-        _say(f"{done}; the model is in {outcome.folder / MODEL}")
+        early = f", stopped early: {outcome.early}" if outcome.early else ""
+        best = f" of {outcome.best}" if outcome.best else ""
+        _say(f"{done}{early}; the model{best} is in {outcome.folder / MODEL}")
 
 
 def _say(text: str) -> None:
     with suppress(OSError):  # a full disk under the output makes no failure of a run
         print(text, flush=True)
-
-
-def _load(run: Path, overrides: Sequence[str], *, resume: bool) -> config.Config:
-    if not run.is_dir():
-        return config.load(run, overrides)
-    if not resume:
-        raise InputError(f"{run}: a folder; give its run file, or --resume to go on with it")
-    if not (run / CONFIG).is_file():
-        raise InputError(f"{run}: no run there (no {CONFIG}); give the folder of a run")
-    loaded = config.load(run / CONFIG, overrides)
-    output = loaded.output.model_copy(update={"folder": str(run)})
-    return loaded.model_copy(update={"output": output})

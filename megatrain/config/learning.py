@@ -118,11 +118,19 @@ class ScheduleSection(Section):
         return self.warmup_steps or 0
 
 
+class EarlyStopping(Section):
+    """A run ends when `patience` evaluations in a row are not better by more than `min_delta`."""
+
+    patience: Positive
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
 class TrainingSection(Section):
     """How long and in what portions. `batch_size` and `micro_batch_size` count rows.
 
     `on_nonfinite`: what to do when loss or gradient norm is not finite, before any weight is
     changed: end the run, or leave the step out and go on; `max_skips` steps in a row end it, too.
+    `early_stopping`: by the metric in `checkpoint.best`, eval_loss if none is there.
     `spike`: gradient norms above this many times the median of the last steps are treated alike.
     """
 
@@ -132,6 +140,7 @@ class TrainingSection(Section):
     micro_batch_size: Positive | None = None
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     eval_every: Positive | None = None
+    early_stopping: EarlyStopping | None = None
     seed: Natural = 0
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: Positive = 10

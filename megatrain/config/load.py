@@ -7,7 +7,7 @@ the nearest valid one.
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -75,8 +75,11 @@ def _apply_override(tree: dict[str, Any], text: str) -> str:
 
 
 def _describe(detail: ErrorDetails, source: str, overridden: set[str]) -> str:
-    path = ".".join(_keys(detail))
+    nested = _nested(detail)
+    path = ".".join(str(item) for item in detail["loc"][: 3 if nested else 2])
     place = f"--set {path}" if path in overridden else f"{source}: {path}" if path else source
+    if detail["type"] == "extra_forbidden" and nested:
+        return f"{place}: unknown key{nearest(str(detail['loc'][2]), list(nested.model_fields))}"
     if detail["type"] == "extra_forbidden":
         return f"{place}: unknown key{_nearest_key(*_keys(detail))}"
     if detail["type"] == "missing":
@@ -92,6 +95,15 @@ def _describe(detail: ErrorDetails, source: str, overridden: set[str]) -> str:
 def _keys(detail: ErrorDetails) -> list[str]:
     """Section and key; what pydantic adds below (list index, arm of a union) is not in the file."""
     return [str(item) for item in detail["loc"][:2]]
+
+
+def _nested(detail: ErrorDetails) -> type[Section] | None:
+    """The section within a section that an error is in."""
+    section, key, *below = [str(item) for item in detail["loc"]] + [""] * (2 - len(detail["loc"]))
+    if not below or key not in _section(section).model_fields:
+        return None
+    kinds = get_args(_section(section).model_fields[key].annotation)
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
 
 def _nearest_key(first: str, second: str | None = None) -> str:

@@ -57,6 +57,7 @@ class DataSection(Section):
     in part, or with `repeat` smaller ones more than once.
     `streaming`: make tokens as they are needed and keep none, for sources that do not fit the disk;
     `shuffle_buffer` tokens of them are shuffled together.
+    `eval_path`: also several sets, by names that their metrics have.
     """
 
     kind: Literal["auto", "text", "chat"] = "auto"
@@ -66,7 +67,7 @@ class DataSection(Section):
     repeat: bool = False
     streaming: bool = False
     shuffle_buffer: Annotated[int, Field(ge=1024, le=2**32)] = 4 << 20
-    eval_path: Name | list[Name] | None = None
+    eval_path: Name | list[Name] | dict[str, Name | list[Name]] | None = None
     eval_fraction: Fraction = 0.0
     packing: bool = True
     text_field: str = "text"
@@ -82,6 +83,32 @@ class DataSection(Section):
         if self.eval_path is not None and self.eval_fraction:
             raise ValueError("give eval_path or eval_fraction, not both")
         return self
+
+    @field_validator("eval_path")
+    @classmethod
+    def _names_of_sets(cls, given: Any) -> Any:
+        for name in given if isinstance(given, dict) else ():
+            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+                raise ValueError(f"name a set with letters, digits, _, . or -; got {shown(name)}")
+        if given == {}:
+            raise ValueError("names no set")
+        return given
+
+    @property
+    def eval_sets(self) -> dict[str, str | list[str]]:
+        """Paths of evaluation sets by name; a single set's is empty."""
+        if self.eval_path is None or isinstance(self.eval_path, dict):
+            return dict(self.eval_path or {})
+        return {"": self.eval_path}
+
+    @property
+    def eval_metrics(self) -> list[str]:
+        """What evaluations measure, over all sets and of each named one; empty without any."""
+        names = [name for name in self.eval_sets if name]
+        sets = ["", *(f"{name}_" for name in names)]
+        there = self.eval_path is not None or self.eval_fraction
+        kinds = ("loss", "perplexity", "accuracy")
+        return [f"eval_{each}{kind}" for each in sets for kind in kinds] if there else []
 
     @model_validator(mode="after")
     def _whole_sources(self) -> Self:
@@ -151,13 +178,25 @@ class CheckpointSection(Section):
 
     `every`: steps between two saves; null: none. `at_end`: after the last step, so that the run
     can be made longer. `keep`: the newest ones that stay; those at multiples of `keep_every` steps
-    stay for ever.
+    stay for ever. `best`: an evaluation's metric, whose best state is saved and stays, too; `mode`
+    says whether small or large is good, null: large of accuracies. `load_best`: `model/` is that
+    of the best state, not of the last.
     """
 
     every: Positive | None = 500
     at_end: bool = True
     keep: Positive = 2
     keep_every: Positive | None = None
+    best: str | None = None
+    mode: Literal["min", "max"] | None = None
+    load_best: bool = False
+
+    @model_validator(mode="after")
+    def _best_is_named(self) -> Self:
+        for name in ("mode", "load_best"):
+            if getattr(self, name) and self.best is None:
+                raise ValueError(f"{name} needs best: the metric, such as eval_loss")
+        return self
 
 
 class OutputSection(Section):
@@ -223,6 +262,33 @@ class Config(Section):
                 "data.streaming needs training.steps: how long an epoch is is not known"
             )
         return self
+
+    @model_validator(mode="after")
+    def _watched_metrics(self) -> Self:
+        metrics, every = self.data.eval_metrics, self.training.eval_every
+        wanted = {"checkpoint.best": self.checkpoint.best}
+        if self.training.early_stopping is not None:
+            wanted["training.early_stopping"] = self.watched
+        for key, metric in wanted.items():
+            if metric is not None and not (metrics and every):
+                raise ValueError(
+                    f"{key} needs evaluations: set training.eval_every, and data.eval_path or "
+                    "data.eval_fraction"
+                )
+            if metric is not None and metric not in metrics:
+                raise ValueError(f"{key}: there is no {metric!r}{nearest(metric, metrics)}")
+        return self
+
+    @property
+    def watched(self) -> str:
+        """The metric of the best state and of early stopping."""
+        return self.checkpoint.best or "eval_loss"
+
+    @property
+    def larger_is_better(self) -> bool:
+        """Whether large values of that metric are good."""
+        mode = self.checkpoint.mode
+        return self.watched.endswith("accuracy") if mode is None else mode == "max"
 
     def as_yaml(self) -> str:
         """The resolved run file: every key, defaults included."""

@@ -58,7 +58,9 @@ def _trend(source: Source) -> str:
     values = values[np.isfinite(values)]
     start = f"from {short(float(values[0]))}" if len(values) else ""
     evaluated = [loss for _, loss, _ in source.metrics.evaluations if np.isfinite(loss)]
-    return f"{start}; evaluation {short(evaluated[-1])}" if evaluated else start
+    accuracy = source.metrics.accuracy
+    share = f", {accuracy:.1%} of tokens right" if np.isfinite(accuracy) else ""
+    return f"{start}; evaluation {short(evaluated[-1])}{share}" if evaluated else start
 
 
 def _utilisation(tflops: float | None, peak: float | None) -> str:
@@ -90,6 +92,9 @@ def charts(source: Source) -> str:
         Line("training", steps, columns["loss"]),
         Line("evaluation", evaluations[:, 0], evaluations[:, 1], mark=True),
     ]
+    for name, points in source.metrics.sets.items():
+        over, loss = np.array(points).T
+        losses.append(Line(f"evaluation, {name}", over, loss, mark=True))
     peak = source.peak_tflops
 
     def over_time(title: str, unit_of: str, name: str, **more: Any) -> Chart:

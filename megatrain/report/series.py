@@ -1,6 +1,7 @@
 """The numbers of a run over its steps, and as many of them as a screen can show."""
 
 import math
+import re
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ class Metrics:
     Attributes:
         columns: each of COLUMNS over the finished steps; NaN where there is no value.
         evaluations: step, loss and seconds of each evaluation.
+        sets: step and loss of those of each named set.
+        accuracy: of the last evaluation.
         resumed: how often the run went back to an earlier step; what it did twice counts once.
         skipped: steps that were left out.
         failed: what ended the run, if its last line says so.
@@ -34,6 +37,8 @@ class Metrics:
 
     columns: dict[str, Numbers]
     evaluations: list[tuple[float, float, float]] = field(default_factory=list)
+    sets: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    accuracy: float = math.nan
     resumed: int = 0
     skipped: int = 0
     failed: str | None = None
@@ -74,7 +79,7 @@ class Metrics:
 def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
     """The lines of a metrics file; those that a resumed run did again replace the first ones."""
     lists = {name: array("d") for name in COLUMNS}
-    evaluations: list[tuple[float, float, float]] = []
+    evaluated: dict[float, Mapping[str, Any]] = {}
     skipped: list[float] = []
     failed = None
     for record in records:
@@ -83,10 +88,8 @@ def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
             continue
         failed = str(record["failed"]) if "failed" in record else None
         if "eval_loss" in record:
-            values = step, _number(record["eval_loss"]), _number(record.get("eval_seconds"))
-            while evaluations and evaluations[-1][0] >= step:
-                evaluations.pop()
-            evaluations.append(values)
+            evaluated = {before: r for before, r in evaluated.items() if before < step}
+            evaluated[step] = record
         elif "skipped" in record:
             while skipped and skipped[-1] >= step:
                 skipped.pop()
@@ -94,12 +97,12 @@ def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
         elif failed is None:
             for name in COLUMNS:
                 lists[name].append(_number(record.get(name)))
-    return _metrics(lists, evaluations, len(skipped), failed)
+    return _metrics(lists, evaluated, len(skipped), failed)
 
 
 def _metrics(
     lists: Mapping[str, "array[float]"],
-    evaluations: list[tuple[float, float, float]],
+    evaluated: Mapping[float, Mapping[str, Any]],
     skipped: int,
     failed: str | None,
 ) -> Metrics:
@@ -109,7 +112,15 @@ def _metrics(
     if resumed:
         later = np.append(np.minimum.accumulate(steps[::-1])[::-1][1:], np.inf)
         columns = {name: values[steps < later] for name, values in columns.items()}
-    return Metrics(columns, evaluations, resumed, skipped, failed)
+    evaluations, sets, accuracy = [], dict[str, list[tuple[float, float]]](), math.nan
+    for step, record in evaluated.items():
+        loss, seconds = (_number(record.get(f"eval_{name}")) for name in ("loss", "seconds"))
+        evaluations.append((step, loss, seconds))
+        accuracy = _number(record.get("eval_accuracy"))
+        for name, value in record.items():
+            if found := re.fullmatch("eval_(.+)_loss", name):
+                sets.setdefault(found[1], []).append((step, _number(value)))
+    return Metrics(columns, evaluations, sets, accuracy, resumed, skipped, failed)
 
 
 def _number(value: Any) -> float:

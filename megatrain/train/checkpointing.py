@@ -25,9 +25,24 @@ class Checkpointing:
     and the next attempt follows soon.
     """
 
-    def __init__(self, job: Job, run: Path, settings: CheckpointSection, saved: int) -> None:
-        """Args: `saved` is the step of the newest whole checkpoint, 0 if there is none."""
+    def __init__(
+        self,
+        job: Job,
+        run: Path,
+        settings: CheckpointSection,
+        saved: int,
+        best: Callable[[], int | None] = lambda: None,
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare for what comes.
+
+        Args:
+            saved: the step of the newest whole checkpoint, 0 if there is none.
+            best: the step of the best state that has a checkpoint, which stays.
+            told: is called when a checkpoint is whole.
+        """
         self._job, self._run, self._settings = job, run, settings
+        self._best, self._told = best, told
         self.saved = saved
         self._running: tuple[int, Saving] | None = None
         self._wanted_from: int | None = None  # a checkpoint is due from this step on
@@ -43,7 +58,14 @@ class Checkpointing:
             self._stays_from = state.step
         self._settle(wait=last)
         wanted = self._wanted_from is not None and state.step >= self._wanted_from
-        if wanted and self._running is None:
+        if wanted and self._running is None and self.saved != state.step:
+            self._begin(state)
+
+    def keep_best(self, state: RunState) -> None:
+        """The state is the best so far: save it, unless it is or is being saved."""
+        if self._running is not None and self._running[0] != state.step:
+            self._settle(wait=True)
+        if self._running is None and self.saved != state.step:
             self._begin(state)
 
     def now(self, state: RunState) -> None:
@@ -59,8 +81,7 @@ class Checkpointing:
             self._save(state).wait()
         except (InputError, OSError) as error:
             raise RunFailed(f"{self._run}: step {state.step} cannot be saved: {error}") from error
-        self.saved = state.step
-        self._rotate()
+        self._is_whole(state.step)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
@@ -116,17 +137,23 @@ class Checkpointing:
         except MegatrainError as error:
             self._failed(step, error)
             return
-        self.saved = step
         if self._stays_from is not None and self._stays_from <= step:
             self._stays_from = None
+        self._is_whole(step)
+
+    def _is_whole(self, step: int) -> None:
+        self.saved = step
         self._rotate()
+        self._told()
 
     def _rotate(self) -> None:
         if len(checkpoints(self._run)) <= self._settings.keep:
             return
         try:
-            newest = checkpoint_folder(self._run, self.saved)
-            rotate(self._run / CHECKPOINTS, self._settings.keep, newest=newest)
+            newest, best = checkpoint_folder(self._run, self.saved), self._best()
+            spared = [] if best is None else [checkpoint_folder(self._run, best)]
+            keep = self._settings.keep
+            rotate(self._run / CHECKPOINTS, keep, newest=newest, spared=spared)
         except OSError as error:
             log.warning("an old checkpoint cannot be deleted: %s", error)
 

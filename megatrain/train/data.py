@@ -26,22 +26,24 @@ log = logging.getLogger(__name__)
 
 def open_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> tuple[PackedDataset | Stream, PackedDataset | None]:
-    """Training and evaluation rows, the latter from their own files or held out.
+) -> tuple[PackedDataset | Stream, dict[str, PackedDataset]]:
+    """Training rows, and evaluation rows by name: of their own files, or held out.
+
+    A single evaluation set's name is empty.
 
     Raises:
         InputError: the data cannot be used.
     """
     data, seed = config.data, config.training.seed
     given = (data, tokenizer, vocab_size, seed)
-    evaluation = None if data.eval_path is None else _open(data.eval_path, *given)
+    sets = {name: _open(path, *given) for name, path in data.eval_sets.items()}
     training: PackedDataset | Stream
     if data.streaming:
         training = open_stream(data.path, block_tokens=data.shuffle_buffer, **_reading(*given))
     else:
         training = _open(data.path, *given, weights=data.weights, repeat=data.repeat)
-    if evaluation is not None:
-        return training, evaluation
+    if sets:
+        return training, sets
     if not data.eval_fraction:
         if (every := config.training.eval_every) is not None:
             log.warning(
@@ -49,9 +51,10 @@ def open_data(
                 every,
                 "data.eval_path or data.eval_fraction",
             )
-        return training, None
+        return training, {}
     assert isinstance(training, PackedDataset)
-    return training.hold_out(data.eval_fraction)
+    rest, held_out = training.hold_out(data.eval_fraction)
+    return rest, {"": held_out}
 
 
 def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
@@ -91,7 +94,7 @@ def run_ends(
 
 def data_alone(
     config: Config,
-) -> tuple[PreTrainedTokenizerBase, PackedDataset | Stream, PackedDataset | None]:
+) -> tuple[PreTrainedTokenizerBase, PackedDataset | Stream, dict[str, PackedDataset]]:
     """Tokenizer, training and evaluation rows of a run, without the model's weights.
 
     Raises:

@@ -8,13 +8,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatrain.checkpoint import Checkpoint, masters
-from megatrain.engine.state_io import open_model, read_untrained, saved_companions, saved_dtype
+from megatrain.checkpoint import Checkpoint
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
-from megatrain.model.export import REPLACED, write_weights
+from megatrain.model.export import REPLACED
 from megatrain.train.folders import require_empty, whole_folder
 from megatrain.train.resolve_model import trained_model
+from megatrain.train.saved_model import write_saved
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,7 +34,9 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
     """
     found = trained_model(run)
     if isinstance(found, Checkpoint):
-        return _export_checkpoint(found, out, dtype)
+        require_empty(out)
+        with whole_folder(out) as folder:
+            return write_saved(found, folder, None if dtype is None else DTYPES[dtype])
     source = Path(found)
     if not (source / "config.json").is_file():
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
@@ -54,18 +56,6 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
         if dtype is not None:
             _name_dtype(folder / "config.json", dtype)
             _name_size(folder / "model.safetensors.index.json", total_bytes)
-
-
-def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str | None) -> None:
-    """One parameter in memory at a time, and no engine."""
-    require_empty(out)
-    model = open_model(checkpoint)
-    untrained = read_untrained(checkpoint, model)
-    wanted = None if dtype is None else DTYPES[dtype]
-    values, as_came = masters(checkpoint) | untrained.values, untrained.as_came(wanted)
-    with whole_folder(out) as folder:
-        chosen, beside = wanted or saved_dtype(checkpoint), saved_companions(checkpoint)
-        write_weights(folder, model, values, dtype=chosen, as_came=as_came, beside=beside)
 
 
 def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:

@@ -11,9 +11,18 @@ from megatrain.train.folders import FINISHED, MODEL, write_file
 _MOST_BYTES = 1 << 16
 
 
-def note_finished(run: Path, config: Config, steps: int) -> None:
-    """Write of what length the run is that `model/` is of."""
-    write_file(run / FINISHED, json.dumps(_length(config) | {"done": steps}) + "\n")
+def note_finished(
+    run: Path, config: Config, steps: int, *, best: Any = None, early: str | None = None
+) -> None:
+    """Write of what length the run is that `model/` is of.
+
+    Args:
+        best: which state `model/` is of, where the best one was asked for.
+        early: why the run has ended before its last step.
+    """
+    more = {"best": best, "early": early}
+    noted = {"done": steps, **{name: value for name, value in more.items() if value is not None}}
+    write_file(run / FINISHED, json.dumps(_length(config) | noted) + "\n")
 
 
 def finished_steps(run: Path, config: Config) -> int | None:
@@ -22,7 +31,7 @@ def finished_steps(run: Path, config: Config) -> int | None:
     The model alone says nothing: a run that was made longer still has that of the shorter one.
     """
     noted = _noted(run)
-    done = noted.pop("done", None)
+    done, *_ = (noted.pop(name, None) for name in ("done", "best", "early"))
     return done if noted == _length(config) else None
 
 
@@ -45,4 +54,7 @@ def _noted(run: Path) -> dict[str, Any]:
 
 
 def _length(config: Config) -> dict[str, Any]:
-    return {"steps": config.training.steps, "epochs": config.training.epochs}
+    length: dict[str, Any] = {"steps": config.training.steps, "epochs": config.training.epochs}
+    if (rule := config.training.early_stopping) is not None:
+        length["early_stopping"] = rule.model_dump()
+    return length

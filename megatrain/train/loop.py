@@ -1,31 +1,30 @@
 """The training loop: steps, evaluations, checkpoints, and what they leave in the run's folder."""
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.data import Step
 from megatrain.errors import MegatrainError, RunFailed, first_line, told
-from megatrain.loss import num_labelled, targets_of
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter
+from megatrain.train.callbacks import Callbacks
 from megatrain.train.checkpointing import Checkpointing
+from megatrain.train.evaluations import Evaluations
 from megatrain.train.finished import note_finished
-from megatrain.train.folders import METRICS
+from megatrain.train.folders import METRICS, checkpoints
 from megatrain.train.opening import Finished, open_run
-from megatrain.train.outputs import describe_run, draw_curve, write_model
+from megatrain.train.outputs import describe_run, draw_curve, write_model, write_saved_model
 from megatrain.train.resume import cut_metrics
 from megatrain.train.setup import Job
 from megatrain.train.signals import Signals
 from megatrain.train.steps import Steps
 from megatrain.train.timeline import RunTimeline
 from megatrain.train.trackers import Trackers
-from megatrain.units import duration
+from megatrain.train.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,8 @@ class Outcome:
     """What a run ended with.
 
     `stopped`: the signal that ended it early, with the run saved. `parameters` and `memory`: of the
-    engine; nothing if the run was finished before.
+    engine; nothing if the run was finished before. `early`: why it ended before its last step.
+    `best`: of which state the model is, where that is not the last.
     """
 
     folder: Path
@@ -43,10 +43,17 @@ class Outcome:
     parameters: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     stopped: str | None = None
+    early: str | None = None
+    best: str | None = None
 
 
 def train(
-    config: Config, name: str, *, resume: bool = False, signals: Signals | None = None
+    config: Config,
+    name: str,
+    *,
+    resume: bool = False,
+    signals: Signals | None = None,
+    callbacks: Sequence[Any] = (),
 ) -> Outcome:
     """Train as `config` says and write the run's folder; `name` is part of a derived folder name.
 
@@ -72,118 +79,137 @@ def train(
             return Outcome(opened.folder, opened.steps)
         folder, job = opened
         try:
-            return _tracked(job, config, folder, signals)
+            return _run(job, config, folder, signals, callbacks)
         except OSError as error:
             raise RunFailed(f"{folder}: cannot be written to or read: {told(error)}") from error
 
 
-def _tracked(job: Job, config: Config, folder: Path, signals: Signals) -> Outcome:
-    first = job.resumed.step if job.resumed else 0
-    log.info("%s %s", f"going on after step {first} in" if first else "writing to", folder)
-    with closing(Trackers(config, folder, first)) as trackers:
-        return _run(job, config, folder, signals, trackers)
-
-
-def _run(job: Job, config: Config, folder: Path, signals: Signals, trackers: Trackers) -> Outcome:
-    first = job.resumed.step if job.resumed else 0
-    describe_run(folder, config, job)
-    logged = cut_metrics(folder / METRICS, first)
-    metrics = MetricsWriter(folder / METRICS, also=[trackers.log])
-    every, left = config.output.timeline_every, job.total_steps - first
-    timeline = RunTimeline(job.engine.recording, folder, left, every)
-    steps = Steps(job, config, metrics, timeline)
-    saves = Checkpointing(job, folder, config.checkpoint, first)
-    evaluations = _Evaluations(job, config, metrics, logged, signals)
-    try:
-        _loop(job.total_steps, config, steps, evaluations, saves, signals)
-        stopped = signals.stop if steps.done < job.total_steps else None
-        if stopped:
-            saves.now(steps.state)
-        else:
-            with saves.rescue(lambda: steps.state):
-                saves.finish()
-                write_model(job, folder)
-                note_finished(folder, config, steps.done)
-    finally:  # pictures can be drawn at any time; whoever stops a run may have none to spare
-        draw_curve(folder)
-        timeline.draw()
-    engine = job.engine
-    return Outcome(folder, steps.done, engine.num_parameters, engine.memory(), stopped)
-
-
-def _loop(
-    total: int,
-    config: Config,
-    steps: Steps,
-    evaluations: "_Evaluations",
-    saves: Checkpointing,
-    signals: Signals,
-) -> None:
-    """All steps, or those until a signal; a failure leaves what was learnt on the disk."""
-    progress = TrainingProgress(total, config.output.log_every, done=steps.done)
-    try:
-        with progress, saves.rescue(lambda: steps.state):
-            evaluations.after(steps.done, total, progress.say)  # a kill may have come before it
-            while steps.done < total and not signals.stop:
-                progress.step(steps.take())
-                last = steps.done == total
-                saves.after(steps.state, asked=signals.take_save(), last=last)
-                evaluations.after(steps.done, total, progress.say)
-    except MegatrainError:
-        raise
-    except Exception as error:
-        # Ctrl-C in a terminal also ends a compiler that the step waits for.
-        if not signals.stop or saves.saved != steps.done:
-            raise
-        log.warning("the running step is given up: %s", first_line(error))
-
-
-class _Evaluations:
-    """Those of a run; each is done once, however often the run is resumed.
-
-    A signal ends one that is not the last: it is made up for when the run goes on.
-    """
+class _Run:
+    """The parts of a run, and what is done after each of its steps."""
 
     def __init__(
         self,
         job: Job,
         config: Config,
-        metrics: MetricsWriter,
-        logged: Sequence[Mapping[str, Any]],
+        folder: Path,
         signals: Signals,
+        trackers: Trackers,
+        callbacks: Callbacks,
     ) -> None:
-        self._engine, self._metrics, self._signals = job.engine, metrics, signals
-        # As many rows at once as a step has: more would take memory that no plan counts.
-        at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
-        rows = job.evaluation
-        parts = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
-        counted = [(part, _labelled(part)) for part in parts]
-        self._parts = [each for each in counted if each[1]] or counted[:1]  # which is refused
-        self._every = config.training.eval_every
-        self._done = {record["step"] for record in logged if "eval_loss" in record}
+        self._job, self._config, self._folder = job, config, folder
+        self.signals, self.callbacks = signals, callbacks
+        first = job.resumed.step if job.resumed else 0
+        describe_run(folder, config, job)
+        logged = cut_metrics(folder / METRICS, first)
+        metrics = MetricsWriter(folder / METRICS, also=[trackers.log])
+        every, left = config.output.timeline_every, job.total_steps - first
+        self.timeline = RunTimeline(job.engine.recording, folder, left, every)
+        self.steps = Steps(job, config, metrics, self.timeline)
+        self.watch = Watch(config, logged)
+        self.checkpoints = Checkpointing(
+            job, folder, config.checkpoint, first, self.best_kept, lambda: callbacks.call("on_save")
+        )
+        self.evaluations = Evaluations(job, config, metrics, logged, signals)
 
-    def after(self, step: int, total: int, say: Callable[[str], None]) -> None:
-        """Evaluate if it is due after `step`."""
-        due = step == total or (self._every is not None and step > 0 and step % self._every == 0)
-        if not (due and self._parts) or step in self._done:
+    @property
+    def early(self) -> str | None:
+        """Why the run ends before its last step; None: it does not."""
+        return self.watch.stop or ("a callback asked for it" if self.callbacks.stop else None)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.steps.done == self._job.total_steps or self.callbacks.stop
+
+    def best_kept(self) -> int | None:
+        """The step of the best state that has a checkpoint; None: nobody asked for it."""
+        if self._config.checkpoint.best is None:
+            return None
+        there = checkpoints(self._folder)
+        return next((step for step in self.watch.ranked if step in there), None)
+
+    def take_steps(self) -> None:
+        """All steps, or those until an early end; a failure leaves what was learnt on the disk."""
+        total = self._job.total_steps
+        progress = TrainingProgress(total, self._config.output.log_every, done=self.steps.done)
+        try:
+            with progress, self.checkpoints.rescue(lambda: self.steps.state):
+                self.callbacks.call("on_train_begin")
+                self._evaluate(progress.say)  # a kill may have come before it
+                while self.steps.done < total and not (self.signals.stop or self.early):
+                    self._step(progress)
+                self.callbacks.call("on_train_end")
+        except MegatrainError:
+            raise
+        except Exception as error:
+            # Ctrl-C in a terminal also ends a compiler that the step waits for.
+            if not self.signals.stop or self.checkpoints.saved != self.steps.done:
+                raise
+            log.warning("the running step is given up: %s", first_line(error))
+
+    def _step(self, progress: TrainingProgress) -> None:
+        self.callbacks.call("on_step_begin")
+        record = self.steps.take()
+        self.evaluations.trained(record)
+        progress.step(record)
+        self.callbacks.step(record)
+        asked = self.signals.take_save() | self.callbacks.take("should_save")
+        self.checkpoints.after(self.steps.state, asked=asked, last=self._is_last)
+        self._evaluate(progress.say)
+
+    def _evaluate(self, say: Callable[[str], None]) -> None:
+        asked = self.callbacks.take("should_evaluate")
+        step, state = self.steps.done, self.steps.state
+        record = self.evaluations.after(step, say, final=self._is_last, asked=asked)
+        if record is None:
             return
-        started = time.perf_counter()
-        loss = self._loss(last=step == total)
-        if loss is None:
-            return
-        seconds = time.perf_counter() - started
-        self._metrics.write(step=step, eval_loss=loss, eval_seconds=round(seconds, 4))
-        say(f"step {step}/{total}  evaluation loss {loss:.4f}  {duration(seconds)}")
+        self.callbacks.evaluated(record)
+        if self.watch.see(record):
+            self.callbacks.found_best(step, self.watch.value(step))
+            if self._config.checkpoint.best is not None:
+                self.checkpoints.keep_best(state)
+        asked = self.callbacks.take("should_save")
+        if asked or self.early:
+            self.checkpoints.after(state, asked=asked, last=self.early is not None)
 
-    def _loss(self, *, last: bool) -> float | None:
-        """The mean over all labelled tokens; None: given up."""
-        sums = []
-        for part, count in self._parts:
-            if self._signals.stop and not last:
-                return None
-            sums.append(self._engine.evaluate(part) * count)
-        return sum(sums) / sum(count for _, count in self._parts)
+    def finish(self) -> str | None:
+        """Write the model, and of which state it is; returns that where it is not the last."""
+        steps, config, best = self.steps.done, self._config, None
+        with self.checkpoints.rescue(lambda: self.steps.state):
+            self.checkpoints.finish()
+            wanted = self.best_kept() if config.checkpoint.load_best else steps
+            if wanted is None:
+                log.warning("no evaluated state has a checkpoint: the model is that of the last")
+            if wanted in (None, steps):
+                write_model(self._job, self._folder)
+            else:
+                write_saved_model(self._job, self._folder, wanted)
+            if wanted is not None and config.checkpoint.load_best:
+                best = {"step": wanted, config.watched: self.watch.value(wanted)}
+            note_finished(self._folder, config, steps, best=best, early=self.early)
+        if best is None or wanted == steps:
+            return None
+        return f"step {wanted}, the best ({config.watched} {best[config.watched]:.4g}),"
 
 
-def _labelled(step: Step) -> int:
-    return sum(num_labelled(targets_of(micro["labels"])) for micro in step)
+def _run(
+    job: Job, config: Config, folder: Path, signals: Signals, callbacks: Sequence[Any]
+) -> Outcome:
+    first = job.resumed.step if job.resumed else 0
+    log.info("%s %s", f"going on after step {first} in" if first else "writing to", folder)
+    told = Callbacks(callbacks, job, config, folder)
+    with closing(Trackers(config, folder, first)) as trackers:
+        run, best = _Run(job, config, folder, signals, trackers, told), None
+        try:
+            run.take_steps()
+            done = run.steps.done == job.total_steps or run.early is not None
+            if stopped := None if done else signals.stop:
+                run.checkpoints.now(run.steps.state)
+            else:
+                best = run.finish()
+        finally:  # pictures can be drawn at any time; whoever stops a run may have none to spare
+            draw_curve(folder)
+            run.timeline.draw()
+    engine, early = job.engine, run.early if run.steps.done < job.total_steps else None
+    return Outcome(
+        folder, run.steps.done, engine.num_parameters, engine.memory(), stopped, early, best
+    )

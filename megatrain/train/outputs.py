@@ -4,6 +4,7 @@ import json
 import logging
 from pathlib import Path
 
+from megatrain.checkpoint import open_checkpoint
 from megatrain.config import Config
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.metrics import read_metrics
@@ -13,9 +14,11 @@ from megatrain.train.folders import (
     ENVIRONMENT,
     METRICS,
     MODEL,
+    checkpoint_folder,
     whole_folder,
     write_file,
 )
+from megatrain.train.saved_model import write_saved
 from megatrain.train.setup import Job
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,13 @@ def write_model(job: Job, run: Path) -> None:
     """Write the model and its tokenizer, whole or not at all; an earlier one is replaced."""
     with whole_folder(run / MODEL, replace=True) as partial:
         job.engine.save_pretrained(partial)
+        job.write_tokenizer(partial)
+
+
+def write_saved_model(job: Job, run: Path, step: int) -> None:
+    """The same of an earlier state, from its checkpoint."""
+    with whole_folder(run / MODEL, replace=True) as partial:
+        write_saved(open_checkpoint(checkpoint_folder(run, step)), partial)
         job.write_tokenizer(partial)
 
 

@@ -35,6 +35,7 @@ class Job:
     Attributes:
         own_tokenizer: whether the tokenizer is another than that in the model's folder.
         ends: tokens that end what is taught, which the model may not know yet.
+        evaluation: micro-batches of each evaluation set.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -42,7 +43,7 @@ class Job:
     ends: list[int]
     engine: Engine
     loader: StepLoader
-    evaluation: Step
+    evaluation: dict[str, Step]
     schedule: LRScheduler
     total_steps: int
     resumed: RunState | None
@@ -106,7 +107,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         ends=run_ends(config.model, tokenizer, training),
         engine=engine,
         loader=loader,
-        evaluation=list(evaluation.batches(rows)) if evaluation else [],
+        evaluation={name: list(each.batches(rows)) for name, each in evaluation.items()},
         schedule=_schedule(config, engine.optimizer, total_steps, done),
         total_steps=total_steps,
         resumed=start.state if start else None,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED
-from megatrain.train.loop import _Evaluations
+from megatrain.train.evaluations import Evaluations
 
 Rows = Sequence[dict[str, Tensor]]
 
@@ -21,13 +21,13 @@ class Scale:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def evaluate(self, rows: Rows) -> float:
+    def score(self, rows: Rows) -> tuple[float, float]:
         self.sizes.append(sum(len(micro["labels"]) for micro in rows))
         targets = torch.cat([micro["labels"][:, 1:].flatten() for micro in rows])
         labelled = targets[targets != IGNORED]
         if not len(labelled):
             raise InputError("no token has a label")
-        return float(labelled.double().mean())
+        return float(labelled.double().mean()), 0.5
 
 
 def evaluated(
@@ -37,13 +37,17 @@ def evaluated(
     engine, written = Scale(), {}
     micro = [{"input_ids": part, "labels": part} for part in labels.split(2)]
     job: Any = SimpleNamespace(
-        engine=engine, evaluation=micro, loader=SimpleNamespace(rows_per_micro_batch=2)
+        engine=engine,
+        evaluation={"": micro},
+        total_steps=total,
+        loader=SimpleNamespace(rows_per_micro_batch=2),
     )
     training = SimpleNamespace(eval_every=1, batch_size=rows_per_step)
     metrics: Any = SimpleNamespace(write=lambda **record: written.update(record))
     config = cast(Any, SimpleNamespace(training=training))
     signals: Any = SimpleNamespace(stop=stop)
-    _Evaluations(job, config, metrics, [], signals).after(1, total, lambda line: None)
+    evaluations = Evaluations(job, config, metrics, [], signals)
+    evaluations.after(1, lambda line: None, final=total == 1)
     return written.get("eval_loss"), engine.sizes
 
 

@@ -172,6 +172,15 @@ def test_a_run_that_goes_on_and_one_that_failed(tmp_path):
     assert "Failed" not in made(run).text  # it was taken up again
 
 
+def test_evaluation_sets_and_accuracy_are_shown(tmp_path):
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        line = {"step": 8, "eval_loss": 2.0, "eval_code_loss": 1.5, "eval_accuracy": 0.625}
+        file.write(json.dumps(line) + "\n")
+    text = made(run).text
+    assert "evaluation 2, 62.5% of tokens right" in text and "evaluation, code" in text
+
+
 def test_what_a_resumed_run_did_twice_counts_once():
     lines = [record(s, loss=1.0) for s in range(1, 7)] + [{"step": 4, "eval_loss": 9.0}]
     lines += [{"step": 5, "skipped": "not finite", "rows": "1"}] * 2

@@ -1,0 +1,115 @@
+"""Evaluations of a run: when they are due, what they measure, what they say."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.data import Step
+from megatrain.loss import num_labelled, targets_of
+from megatrain.telemetry.metrics import MetricsWriter
+from megatrain.train.setup import Job
+from megatrain.train.signals import Signals
+from megatrain.units import duration
+
+_Parts = list[tuple[Step, int]]  # rows that pass at once, and their labelled tokens
+_MOST_NATS = 700  # beyond, a perplexity is no number
+
+
+class Evaluations:
+    """Those of a run; each is done once, however often the run is resumed.
+
+    A signal ends one that is not the last: it is made up for when the run goes on.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        config: Config,
+        metrics: MetricsWriter,
+        logged: Sequence[Mapping[str, Any]],
+        signals: Signals,
+    ) -> None:
+        self._engine, self._metrics, self._signals = job.engine, metrics, signals
+        self._total = job.total_steps
+        # As many rows at once as a step has: more would take memory that no plan counts.
+        at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
+        self._sets = {name: _parts(rows, at_once) for name, rows in job.evaluation.items()}
+        self._every = config.training.eval_every
+        self._done = {record["step"] for record in logged if "eval_loss" in record}
+        self._trained: list[float] = []  # losses of the steps since the last one
+        for record in logged:
+            self.trained(record)
+
+    def trained(self, record: Mapping[str, Any]) -> None:
+        """Take a line of the log in: the loss of training is said beside that of an evaluation."""
+        if "eval_loss" in record:
+            self._trained.clear()
+        elif isinstance(record.get("loss"), float):
+            self._trained.append(record["loss"])
+
+    def after(
+        self, step: int, say: Callable[[str], None], *, final: bool, asked: bool = False
+    ) -> Mapping[str, Any] | None:
+        """Evaluate if it is due after `step`, or asked for; returns the line that the log has."""
+        due = final or asked or (step > 0 and self._every is not None and step % self._every == 0)
+        if not (due and self._sets) or step in self._done:
+            return None
+        started = time.perf_counter()
+        found = self._scores(final=final)
+        if found is None:
+            return None
+        seconds = time.perf_counter() - started
+        record = {"step": step, **found, "eval_seconds": round(seconds, 4)}
+        self._metrics.write(**record)
+        self._done.add(step)
+        say(f"step {step}/{self._total}  {self._described(found)}  {duration(seconds)}")
+        self.trained(record)
+        return record
+
+    def _scores(self, *, final: bool) -> dict[str, float] | None:
+        """Metrics over all sets, and of each named one; None: given up."""
+        found: dict[str, tuple[float, float, int]] = {}  # summed loss, right labels, labels
+        for name, parts in self._sets.items():
+            losses, right = [], []
+            for part, count in parts:
+                if self._signals.stop and not final:
+                    return None
+                loss, accuracy = self._engine.score(part)
+                losses.append(loss * count)
+                right.append(accuracy * count)
+            found[name] = sum(losses), sum(right), sum(count for _, count in parts)
+        sums = [sum(each) for each in zip(*found.values(), strict=True)]
+        metrics = _metrics("", *sums)
+        for name, each in found.items():
+            metrics |= _metrics(f"{name}_", *each) if name else {}
+        return metrics
+
+    def _described(self, found: Mapping[str, float]) -> str:
+        beside = ""
+        if self._trained:
+            beside = f" (training {sum(self._trained) / len(self._trained):.4f})"
+        parts = [f"evaluation loss {found['eval_loss']:.4f}{beside}"]
+        parts.append(f"accuracy {found['eval_accuracy']:.1%}")
+        parts.append(f"perplexity {found['eval_perplexity']:.4g}")
+        named = [name for name in self._sets if name]
+        parts += [f"{name} {found[f'eval_{name}_loss']:.4f}" for name in named]
+        return "  ".join(parts)
+
+
+def _metrics(prefix: str, loss: float, right: float, count: int) -> dict[str, float]:
+    mean = loss / count
+    perplexity = math.exp(mean) if mean < _MOST_NATS else math.inf
+    values = {"loss": mean, "perplexity": perplexity, "accuracy": right / count}
+    return {f"eval_{prefix}{name}": value for name, value in values.items()}
+
+
+def _parts(rows: Step, at_once: int) -> _Parts:
+    parts = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
+    counted = [(part, _labelled(part)) for part in parts]
+    return [each for each in counted if each[1]] or counted[:1]  # which is refused
+
+
+def _labelled(step: Step) -> int:
+    return sum(num_labelled(targets_of(micro["labels"])) for micro in step)

@@ -1,0 +1,195 @@
+"""The best state of a run, its early end, several evaluation sets, and callbacks."""
+
+import json
+import math
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
+
+import megatrain as package
+from megatrain import config
+from megatrain.errors import InputError
+from megatrain.telemetry.metrics import read_metrics
+from megatrain.train.watch import Watch
+from tests.cli.cases import sets, write_rows
+from tests.reliability.cases import checkpoint_steps
+
+# A rate that grows until nothing is learnt any more: the best state is an early one.
+WORSE = {
+    "training__steps": 8,
+    "training__eval_every": 1,
+    "training__max_grad_norm": None,
+    "optimizer__lr": 3.0,
+    "schedule__name": "linear",
+    "schedule__warmup_steps": 8,
+    "checkpoint__every": None,
+    "checkpoint__keep": 1,
+}
+BEST = {"checkpoint__best": "eval_loss", "checkpoint__load_best": True}
+
+
+def evaluations(run):
+    return [r for r in read_metrics(run / "metrics.jsonl") if "eval_loss" in r]
+
+
+def same_weights(one, other):
+    ours, others = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return all(ours[name].equal(others[name]) for name in ours)
+
+
+def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path):
+    run = run_file.parent / "run"
+    result = megatrain("train", run_file, *sets(**WORSE, **BEST))
+    assert result.exit_code == 0, result.output
+    losses = {record["step"]: record["eval_loss"] for record in evaluations(run)}
+    best = min(losses, key=losses.get)
+    assert best < 8
+    assert checkpoint_steps(run) == [best, 8]
+    noted = json.loads((run / "finished.json").read_text())
+    assert noted["best"] == {"step": best, "eval_loss": losses[best]} and noted["done"] == 8
+    assert f"the model of step {best}, the best (eval_loss {losses[best]:.4g})" in result.stdout
+    step = run / "checkpoints" / f"step-{best:08d}"
+    assert megatrain("export", step, tmp_path / "out").exit_code == 0
+    assert same_weights(run / "model", tmp_path / "out")
+    assert {path.name for path in (run / "model").iterdir()} >= {"tokenizer.json", "config.json"}
+    again = megatrain("train", run_file, "--resume", *sets(**WORSE, **BEST))
+    assert again.exit_code == 0 and "8 steps done" in again.stdout
+
+
+def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file):
+    run = run_file.parent / "run"
+    early = sets(**WORSE, training__early_stopping={"patience": 2})
+    result = megatrain("train", run_file, *early)
+    assert result.exit_code == 0, result.output
+    losses = [record["eval_loss"] for record in evaluations(run)]
+    best = losses.index(min(losses)) + 1
+    assert len(losses) == best + 2 < 8 and checkpoint_steps(run) == [best + 2]
+    told = f"stopped early: eval_loss was not better than {min(losses):.4g} in 2 evaluations"
+    assert told in result.stdout
+    assert json.loads((run / "finished.json").read_text())["early"] in told
+    shutil.move(run, run_file.parent / "whole")
+    first = sets(**WORSE | {"training__steps": best + 1})
+    slow = sets(schedule__name="constant_with_warmup")  # alike however long the run is
+    assert megatrain("train", run_file, *first, *slow).exit_code == 0
+    resumed = megatrain("train", run_file, "--resume", *early, *slow)
+    assert resumed.exit_code == 0, resumed.output
+    assert [record["eval_loss"] for record in evaluations(run)] == losses
+    patient = sets(**WORSE, training__early_stopping={"patience": 9})
+    assert "8 steps done;" in megatrain("train", run_file, "--resume", *patient, *slow).stdout
+
+
+def watched(values, **changes):
+    tree = {
+        "model": {"path": "m"},
+        "data": {"path": "a", "sequence_length": 8, "eval_fraction": 0.1},
+        "training": {"steps": 9, "eval_every": 1, "early_stopping": {"patience": 2}},
+        "checkpoint": {"best": "eval_accuracy"},
+    }
+    tree["training"]["early_stopping"] |= changes
+    records = [{"step": n, "eval_accuracy": value} for n, value in enumerate(values, 1)]
+    return Watch(config.validate(tree, "run.yaml"), records)
+
+
+def test_large_accuracies_are_good_and_no_numbers_are_bad():
+    found = watched([0.5, None, 0.7, math.nan, 0.7])
+    assert found.ranked == [3, 5, 1] and found.value(3) == 0.7
+    assert found.stop == "eval_accuracy was not better than 0.7 in 2 evaluations"
+    assert watched([0.5, 0.4, 0.6]).stop is None
+    assert watched([0.5, 0.51, 0.52], min_delta=0.05).stop is not None
+    assert watched([None, None]).stop == "eval_accuracy was no number in 2 evaluations"
+
+
+def test_named_sets_have_metrics_of_their_own(megatrain, run_file, tmp_path):
+    paths = {name: str(write_rows(tmp_path / f"{name}.jsonl", rows))
+             for name, rows in (("short", 12), ("long", 60))}  # fmt: skip
+    named = sets(data__eval_fraction=0, data__eval_path=paths, checkpoint__best="eval_short_loss")
+    result = megatrain("train", run_file, *named)
+    assert result.exit_code == 0, result.output
+    *_, last = evaluations(run_file.parent / "run")
+    parts = [last["eval_short_loss"], last["eval_long_loss"]]
+    assert min(parts) < last["eval_loss"] < max(parts)
+    assert last["eval_perplexity"] == pytest.approx(math.exp(last["eval_loss"]))
+    assert 0 <= last["eval_long_accuracy"] <= 1
+    assert f"short {parts[0]:.4f}  long {parts[1]:.4f}" in result.stdout
+    assert " (training " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("mistakes", "told"),
+    [
+        (["checkpoint.best=eval_los"], "checkpoint.best: there is no 'eval_los'; did you mean"),
+        (["checkpoint.load_best=true"], "load_best needs best"),
+        (["checkpoint.best=eval_loss", "training.eval_every=null"], "needs evaluations: set"),
+        (["training.early_stopping={patience: 1}", "data.eval_fraction=0"], "needs evaluations"),
+        (["training.early_stopping={patienc: 1}"], "early_stopping.patienc: unknown key; did you"),
+        (["training.early_stopping={}"], "training.early_stopping.patience: missing"),
+        (["data.eval_fraction=0", "data.eval_path={a b: x}"], "name a set with letters"),
+        (["data.eval_fraction=0", "data.eval_path={}"], "names no set"),
+    ],
+)
+def test_mistakes_are_named(run_file, mistakes, told):
+    with pytest.raises(InputError) as caught:
+        config.load(run_file, mistakes)
+    assert told in str(caught.value)
+
+
+class Recorder(TrainerCallback):
+    """Notes events; asks for a save after step 1, an evaluation after 2, the end after 5."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.seen.append("begin")
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        assert state.max_steps == 6 and model.num_parameters
+        control.should_save = state.global_step == 1
+        control.should_evaluate = state.global_step == 2
+        control.should_training_stop = state.global_step == 5
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.seen.append(("loss" in logs, "eval_loss" in logs, state.global_step))
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        assert metrics["eval_loss"] > 0
+        self.seen.append(f"evaluate {state.global_step}")
+
+    def on_save(self, args, state, control, **kwargs):
+        self.seen.append("save")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.seen.append("end")
+
+
+def test_callbacks_are_told_and_heeded(run_file):
+    recorder, run = Recorder(), run_file.parent / "run"
+    outcome = package.run(run_file, ["output.log_every=1"], callbacks=[recorder])
+    assert outcome.steps == 5 and outcome.early == "a callback asked for it"
+    assert [e for e in recorder.seen if isinstance(e, str) and e != "save"] == [
+        *("begin", "evaluate 2", "evaluate 3", "evaluate 5", "end")
+    ]
+    assert [e for e in recorder.seen if isinstance(e, tuple) and e[0]] == [
+        (True, False, step) for step in range(1, 6)
+    ]
+    assert "save" in recorder.seen and checkpoint_steps(run) == [1, 5]
+    assert (run / "model" / "model.safetensors").is_file()
+
+
+def test_callbacks_of_transformers_work(run_file, capsys):
+    overrides = [f"{name.replace('__', '.')}={json.dumps(v)}" for name, v in WORSE.items()]
+    given = [EarlyStoppingCallback(2), PrinterCallback, ProgressCallback]
+    outcome = package.run(
+        run_file, [*overrides, "checkpoint.best=eval_loss", "output.log_every=1"], callbacks=given
+    )
+    losses = [record["eval_loss"] for record in evaluations(outcome.folder)]
+    best = losses.index(min(losses)) + 1
+    assert outcome.steps == best + 2 < 8
+    assert "'learning_rate'" in capsys.readouterr().out
+
+
+def test_what_is_no_callback_is_refused(run_file):
+    with pytest.raises(InputError, match="no transformers.TrainerCallback"):
+        package.run(run_file, callbacks=[print])
