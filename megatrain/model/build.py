@@ -209,14 +209,23 @@ def _weightless() -> Iterator[None]:
         yield
 
 
+# On the meta device torch computes shapes of these in Python, milliseconds for each parameter.
+_DRAWS = ("normal_", "uniform_", "trunc_normal_")  # of torch, or what transformers wraps them in
+
+
 class _NothingLarge(TorchFunctionMode):
     """Asks for no memory for large tensors, not even for the moment until they are parameters.
 
-    A layer's experts can be one tensor that is larger than this machine's memory.
+    A layer's experts can be one tensor that is larger than this machine's memory. Nothing is drawn
+    for parameters that have no memory.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
+        if getattr(func, "__name__", None) in _DRAWS:
+            tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
         if func in (torch.empty, torch.zeros, torch.ones) and given.get("device") is None:
             sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
             if all(isinstance(size, int) for size in sizes) and prod(sizes) > _LARGE:

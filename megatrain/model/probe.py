@@ -136,8 +136,8 @@ class _Probe:
     def _signature(self, layer: nn.Module) -> Any:
         reader = Reader(layer, with_index=False)
         found = reader.of(layer)
-        names = {id(p): name for name, p in self.model.named_parameters()}
         for weight in reader.strays:
+            names = {id(p): name for name, p in self.model.named_parameters()}
             what = names.get(id(weight), f"a weight {list(weight.shape)}")
             raise Unsupported(
                 f"{self.paths[id(layer)]} holds {what} elsewhere than as a parameter of its own "
