@@ -13,14 +13,17 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, UPDATE
+from megatrain.device.base import COMPUTE, UPDATE, Name
 from megatrain.errors import InputError
-from megatrain.optim import Plane, Rule, tile_planes
-from megatrain.tile import Entry, TileLayout
+from megatrain.optim import Plane, PlaneKind, Rule, tile_planes
+from megatrain.tile import Entry, TileKind, TileLayout
 from megatrain.units import align
 
 # Planes of different tiles start on pages of their own.
 _PAGE = 4096
+
+# What is copied to the device or from it lies in pinned memory.
+_PINNED = (PlaneKind.WEIGHTS, PlaneKind.GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,9 @@ class Tile:
     begins = ends = True  # as a slice of itself (engine/tile_slice.py)
 
     def __post_init__(self) -> None:
-        named = {plane.name: buffer for plane, buffer in self.planes.items()}
-        self.weights, self.remainder = named["weights"], named.get("remainder")
-        masters = ("weights", "remainder")
-        self.states = {p: buffer for p, buffer in self.planes.items() if p.name not in masters}
+        kinds = {plane.kind: buffer for plane, buffer in self.planes.items()}
+        self.weights, self.remainder = kinds[PlaneKind.WEIGHTS], kinds.get(PlaneKind.REMAINDER)
+        self.states = {p: b for p, b in self.planes.items() if p.kind is PlaneKind.STATE}
 
     @property
     def name(self) -> str:
@@ -174,16 +176,16 @@ class Store:
         tiers = [DEVICE if layout.name in resident else HOST for layout in layouts]
         found: list[dict[Plane, Buffer]] = [{} for _ in layouts]
         for plane in tile_planes(rule, dtype):
-            lengths, pinned = [plane.numel(t) for t in layouts], plane.name == "weights"
-            buffers = planes(
-                device, plane.name, layouts, lengths, plane.dtype, tiers, pinned=pinned
-            )
-            for own, buffer in zip(found, buffers, strict=True):
+            for own, buffer in zip(found, planes(device, plane, layouts, tiers), strict=True):
                 own[plane] = buffer
         self.tiles = [
             Tile(i, layout, found[i], tier)
             for i, (layout, tier) in enumerate(zip(layouts, tiers, strict=True))
         ]
+
+    def of(self, kind: TileKind) -> list[Tile]:
+        """The tiles that are this, in order."""
+        return [tile for tile in self.tiles if tile.layout.kind is kind]
 
     def entries(self) -> Iterator[tuple[Tile, Entry]]:
         """Every parameter with its tile."""
@@ -193,39 +195,32 @@ class Store:
 
     def bytes_by_plane(self) -> dict[str, int]:
         """Host bytes of each plane, over all tiles; all that the rule keeps is `moments`."""
-        totals = {"weights": 0, "remainder": 0, "moments": 0}
+        totals = {kind.value: 0 for kind in PlaneKind if kind is not PlaneKind.GRADIENT}
         for tile in self.tiles:
-            if tile.tier is HOST:
-                totals["weights"] += tile.weights.data.nbytes
-                totals["remainder"] += tile.remainder.data.nbytes if tile.remainder else 0
-                totals["moments"] += sum(state.data.nbytes for state in tile.states.values())
+            for plane, buffer in tile.planes.items() if tile.tier is HOST else ():
+                totals[plane.kind.value] += buffer.data.nbytes
         return totals
 
 
 def planes(
-    device: Device,
-    plane: str,
-    layouts: Sequence[TileLayout],
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-    tiers: Sequence[Tier],
-    *,
-    pinned: bool = False,
+    device: Device, plane: Plane, layouts: Sequence[TileLayout], tiers: Sequence[Tier]
 ) -> list[Buffer]:
     """A buffer per tile in its tier: a piece of one host range, or device memory of its own.
 
     The sink makes its host gradients the same way.
     """
-    step = _PAGE // dtype.itemsize
-    on_host = [n for n, tier in zip(lengths, tiers, strict=True) if tier is HOST]
-    room = device.host(plane, sum(align(n, step) for n in on_host), dtype, pinned=pinned)
+    step, lengths = _PAGE // plane.dtype.itemsize, [plane.numel(layout) for layout in layouts]
+    on_host = sum(align(n, step) for n, tier in zip(lengths, tiers, strict=True) if tier is HOST)
+    name, pinned = Name(plane.kind, plane.name), plane.kind in _PINNED
+    room = device.host(name, on_host, plane.dtype, pinned=pinned)
     buffers, offset = [], 0
     for layout, length, tier in zip(layouts, lengths, tiers, strict=True):
+        own = Name(plane.kind, f"{layout.name} {plane.name}")
         if tier is DEVICE:
-            buffer = device.empty(f"{layout.name} {plane}", length, dtype)
+            buffer = device.empty(own, length, plane.dtype)
             device.run(COMPUTE, f"clear {buffer.name}", buffer.data.zero_, writes=[buffer])
             buffers.append(buffer)
             continue
-        buffers.append(Buffer(f"{layout.name} {plane}", room.data[offset : offset + length]))
+        buffers.append(Buffer(own, room.data[offset : offset + length]))
         offset += align(length, step)
     return buffers

@@ -22,6 +22,7 @@ from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Workload
 from megatrain.machine import Machine, present_cpu, present_machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import CPU_PLACEMENT, Placement
+from megatrain.tile import TileKind
 from megatrain.units import gib
 
 _log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ def _to_run(opened: Opened) -> Placement:
 
     Sampling makes each pass a token longer: compiled, every token would compile all kinds anew.
     """
-    tiles = [layout for layout in opened.model.layouts if layout.name != "unused"]
+    tiles = [layout for layout in opened.model.layouts if layout.kind is not TileKind.UNUSED]
     needed = sum(layout.numel for layout in tiles) * opened.dtype.itemsize
     rests = needed <= _RESIDENT * available_bytes(opened.device)
     names = tuple(layout.name for layout in tiles) if rests else ()

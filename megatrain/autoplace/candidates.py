@@ -16,7 +16,7 @@ from megatrain.forecast.simulate import PROCESS_BYTES, Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
-from megatrain.tile import TileLayout
+from megatrain.tile import TileKind, TileLayout
 from megatrain.units import GIB
 
 # From the fastest to the most sparing.
@@ -110,7 +110,7 @@ class Candidates:
     def tile_slices(self) -> int | None:
         """Bytes of the slices that layers and head can be streamed in; None: none is so large."""
         layouts, itemsize = self._layouts, self.workload.dtype.itemsize
-        head = next(t.numel for t in layouts if t.name == "head") * itemsize
+        head = next(t.numel for t in layouts if t.kind is TileKind.HEAD) * itemsize
         least = least_split(self.forecasts.spec, layouts, itemsize)
         tile_slices = max(least, min(_PORTION, self._layer_bytes))
         return tile_slices if tile_slices < max(self._layer_bytes, head) else None
@@ -122,7 +122,7 @@ class Candidates:
     @cached_property
     def _layer_bytes(self) -> int:
         """Of the largest layer."""
-        layers = [t.numel for t in self._layouts if t.name.startswith("layer")]
+        layers = [t.numel for t in self._layouts if t.kind is TileKind.LAYER]
         return max(layers) * self.workload.dtype.itemsize
 
     def whole(self, max_stream_bytes: int | None) -> bool:
@@ -169,7 +169,7 @@ class Candidates:
     def _working_bytes(self, placement: Placement, rows: int) -> int:
         """What a layer or the head computes with, and one activation of every token."""
         measured = self.forecasts.measured(self.workload, placement.chunk_tokens)
-        layout = next(each for each in self._layouts if each.name == "head")
+        layout = next(each for each in self._layouts if each.kind is TileKind.HEAD)
         chunk = min(rows, -(-placement.head_tokens // self.workload.sequence_length))
         for visit in range(len(self.forecasts.spec.layers)):
             measured.layer(visit, chunk)  # whose results the head is given

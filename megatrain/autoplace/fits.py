@@ -22,6 +22,7 @@ from megatrain.machine import mapping_bytes
 from megatrain.model.program import ModelProgram
 from megatrain.placement import Placement
 from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes, process_bytes
+from megatrain.tile import TileKind
 from megatrain.units import GIB, MIB, align, gib, parse_bytes, size
 
 # Resident memory of a process with a GPU beside planes and buffers, compiling included: 3.6 to
@@ -98,8 +99,8 @@ def check_fits(
 def _least_split(model: Model, dtype: torch.dtype) -> int | None:
     """The least `max_stream_bytes`; None: nothing is larger."""
     least = least_split(model.spec, model.layouts, dtype.itemsize)
-    split = ("layer", "head")
-    largest = max(layout.numel for layout in model.layouts if layout.name.startswith(split))
+    split = (TileKind.LAYER, TileKind.HEAD)
+    largest = max(layout.numel for layout in model.layouts if layout.kind in split)
     return least if least < largest * dtype.itemsize else None
 
 

@@ -19,7 +19,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.optim import parameter_bytes
 from megatrain.placement import Placement
-from megatrain.tile import TileLayout
+from megatrain.tile import TileKind, TileLayout
 
 # Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
 _USED = 0.95
@@ -33,7 +33,7 @@ class FirstTiles:
     """A model's tiles from the first one on, in which order they come to rest on the device."""
 
     def __init__(self, layouts: Sequence[TileLayout], workload: Workload) -> None:
-        self.tiles = [each for each in layouts if each.name != "unused"]
+        self.tiles = [each for each in layouts if each.kind is not TileKind.UNUSED]
         self._sums = [0, *accumulate(each.numel for each in self.tiles)]
         self._on_device = parameter_bytes(workload.rule, workload.dtype)
         # Without clipping the host holds only those gradients that are in flight.
@@ -161,7 +161,7 @@ class MemoryPlans:
         least, fitting = first.fewest(-host_spare), first.most(spare)
         if least > len(self._tiles):
             return  # the host has no room even if every tile leaves it
-        begin = sum(t.name in ("embedding", "prologue", "layer 0") for t in self._tiles)
+        begin = 1 + [tile.kind for tile in self._tiles].index(TileKind.LAYER)
         parts = (least + (fitting - least) * part // 4 for part in (0, 1, 2, 3, 4))
         for count in sorted({0, begin, *parts}):
             if not least <= count <= fitting or (count and not self._tiles[count - 1].numel):
@@ -211,8 +211,7 @@ class MemoryPlans:
         """
         all_tiles, gone = self._tiles, self._tiles[:count]
         left = 1 - sum(t.numel for t in gone) / sum(t.numel for t in all_tiles)
-        streamed = sum(t.numel for t in all_tiles if t.name != "embedding")
-        crossing = 1 - sum(t.numel for t in gone if t.name != "embedding") / streamed
+        crossing = 1 - _streamed(gone) / _streamed(all_tiles)
         bounds, compute = self._frame.bounds, self._compute(keep, offload)
         returning = self._costs.copy(COPY_IN, self._graph)
         least = max(
@@ -259,3 +258,8 @@ class MemoryPlans:
             if (keep, offload) == before:
                 break
         return best
+
+
+def _streamed(layouts: Sequence[TileLayout]) -> int:
+    """Elements of these tiles that cross the bus as a whole; of the embedding only rows do."""
+    return sum(each.numel for each in layouts if each.kind is not TileKind.EMBEDDING)

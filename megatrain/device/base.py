@@ -39,20 +39,31 @@ class Kind(Enum):
     OTHER = auto()
 
 
+class Memory(Enum):
+    """What a buffer is for, unless it is a plane of tiles (PlaneKind); the value is for people."""
+
+    SLOTS = "slots"
+    SUMS = "sums and rows"
+    GRADIENTS = "gradients on their way"
+    ROWS = "rows on their way"
+    LANES = "lanes of the host"
+    OTHER = "small buffers"
+
+
 class Name(str):
-    """What people call a piece of work, and what it is."""
+    """What people call a piece of work or a buffer, and what it is: a Kind, Memory or PlaneKind."""
 
-    kind: Kind
+    kind: Enum
 
-    def __new__(cls, kind: Kind, text: str) -> "Name":
+    def __new__(cls, kind: Enum, text: str) -> "Name":
         made = super().__new__(cls, text)
         made.kind = kind
         return made
 
 
-def kind_of(name: str) -> Kind:
-    """What work of this name is."""
-    return name.kind if isinstance(name, Name) else Kind.OTHER
+def kind_of(name: str, plain: Enum = Kind.OTHER) -> Enum:
+    """What work or a buffer of this name is; `plain` where the name says nothing of it."""
+    return name.kind if isinstance(name, Name) else plain
 
 
 MEMORY_KEYS = (

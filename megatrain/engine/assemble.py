@@ -32,7 +32,7 @@ from megatrain.optim import StreamedOptimizer
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement
 from megatrain.store import Store, Tile
 from megatrain.telemetry.cores import update_threads
-from megatrain.tile import TileLayout
+from megatrain.tile import TileKind, TileLayout
 
 # Of a micro-batch's graph or attention on its way to the host and back, at once. Two leave: a graph
 # takes up to twice as long over the bus as its layer's forward.
@@ -47,19 +47,18 @@ def tile_layouts(spec: ModelSpec, groups: dict[str, int]) -> list[TileLayout]:
     shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
     unmoved = {*spec.unused, *spec.fixed}
 
-    def layout(name: str, names: list[str]) -> TileLayout:
-        return TileLayout(
-            name, [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
-        )
+    def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
+        parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
+        return TileLayout(kind.value + visit, parameters, kind)
 
     tiles = [
-        layout("embedding", [n for n in spec.gathered if n not in spec.epilogue]),
-        layout("prologue", spec.prologue),
+        layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
+        layout(TileKind.PROLOGUE, spec.prologue),
     ]
     for visit, layer in enumerate(spec.layers):
         own = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
-        tiles.append(layout(f"layer {visit}", own))
-    return [*tiles, layout("head", spec.epilogue), layout("unused", spec.unused)]
+        tiles.append(layout(TileKind.LAYER, own, f" {visit}"))
+    return [*tiles, layout(TileKind.HEAD, spec.epilogue), layout(TileKind.UNUSED, spec.unused)]
 
 
 @dataclass
@@ -79,7 +78,7 @@ class Assembly:
         """By visit, the slices of the layers that are split. Raises InputError."""
         found, most = {}, self.placement.max_stream_bytes
         for visit, layer in enumerate(self.program.spec.layers):
-            tile = self.tiles[f"layer {visit}"]
+            tile = self.layers[visit]
             if most and tile.tier.streamed and tile.layout.numel * self.dtype.itemsize > most:
                 found[visit] = expert_slices(tile, layer, most, self.dtype.itemsize)
         return found
@@ -98,34 +97,28 @@ class Assembly:
     @cached_property
     def vocab_slices(self) -> VocabSlices | None:
         """The slices of the head, if it is split; as small as layers, they need no more slots."""
-        tile, most, size = self.tiles["head"], self.placement.max_stream_bytes, self.dtype.itemsize
+        tile, most, size = self.head, self.placement.max_stream_bytes, self.dtype.itemsize
         if not most or not tile.tier.streamed or tile.layout.numel * size <= most:
             return None
-        layers = [t.layout.numel * size for t in self._layers if t.tier.streamed]
+        layers = [t.layout.numel * size for t in self._layer_slices if t.tier.streamed]
         slot = max(layers, default=most)
         return vocab_slices(tile, self.program.spec.projection, most, slot, size)
 
     @property
-    def _layers(self) -> list[Tile | TileSlice]:
-        whole = [t for t in self.store.tiles if t.name.startswith("layer")]
+    def _layer_slices(self) -> list[Tile | TileSlice]:
         split = [tile_slice for found in self.expert_slices.values() for tile_slice in found.all]
-        return [*(t for visit, t in enumerate(whole) if visit not in self.expert_slices), *split]
+        whole = enumerate(self.layers)
+        return [*(tile for visit, tile in whole if visit not in self.expert_slices), *split]
 
     @property
     def visited(self) -> list[Tile | TileSlice]:
         """What is computed with as a whole: tiles, and the slices of others."""
-        return [self.tiles["prologue"], *self._layers, *self.head]
-
-    @property
-    def head(self) -> list[Tile | TileSlice]:
-        """The head's tile, or its slices."""
-        return [self.tiles["head"]] if self.vocab_slices is None else [*self.vocab_slices.all]
-
-    @property
-    def tiles(self) -> dict[str, Tile]:
-        return {tile.name: tile for tile in self.store.tiles}
+        head = [self.head] if self.vocab_slices is None else self.vocab_slices.all
+        return [self.prologue, *self._layer_slices, *head]
 
     def __post_init__(self) -> None:
+        self.layers = self.store.of(TileKind.LAYER)
+        [self.prologue], [self.head] = map(self.store.of, (TileKind.PROLOGUE, TileKind.HEAD))
         tokens, compiled = self.placement.chunk_tokens, self.placement.compile
         if tokens is not None:
             self.program.tile(tokens, compiled=compiled)
@@ -136,43 +129,44 @@ class Assembly:
         return self.placement.update_threads or update_threads()
 
     def stream(self) -> Stream:
-        sizes = {t.name: t.layout.numel for t in self.visited if t.tier.streamed}
-        largest = max(sizes.values(), default=0)
-        layer = max((n for name, n in sizes.items() if name.startswith("layer")), default=largest)
+        streamed = [tile.layout for tile in self.visited if tile.tier.streamed]
+        largest = max((each.numel for each in streamed), default=0)
+        layers = (each.numel for each in streamed if each.kind is TileKind.LAYER)
+        layer = max(layers, default=largest)
         slots, distance = self.placement.slots, self.placement.prefetch_distance
         return Stream(self.device, slots, distance, layer, largest, self.dtype)
 
     def work_room(self, *, train: bool) -> ScratchArena:
         numel = max(t.layout.trainable_numel for t in self.visited) if train else 0
-        beside = self.tiles["prologue"].layout.trainable_numel if train else 0
+        beside = self.prologue.layout.trainable_numel if train else 0
         return ScratchArena(self.device, numel, beside, self.dtype)
 
     def units(self, embedding: Embedding) -> tuple[list[Prologue | Layer], Head]:
-        device, program, tiles = self.device, self.program, self.tiles
+        device, program = self.device, self.program
         policies = self.policies()
         offload = None
         if any(policy.where == "host" for policy in policies):
             offload = HostOffload(device, "kept", LEAVING, RETURNING)
-        trunk: list[Prologue | Layer] = [Prologue(device, program, tiles["prologue"], embedding)]
+        trunk: list[Prologue | Layer] = [Prologue(device, program, self.prologue, embedding)]
         for visit, policy in enumerate(policies):
             if visit in self.expert_slices:
                 trunk += staged(device, program, self.expert_slices[visit], visit)
             else:
-                tile = tiles[f"layer {visit}"]
+                tile = self.layers[visit]
                 trunk.append(self.makers.layer(device, tile, visit, policy, offload))
         if self.vocab_slices is not None:
             rows = self.makers.rows(self.placement)
             shards, last = in_shards(device, program, self.vocab_slices, rows)
             return [*trunk, *shards], last
         whole = self.makers.head(self.placement)
-        return trunk, Head(device, program, tiles["head"], whole)
+        return trunk, Head(device, program, self.head, whole)
 
     def embedding(self, sink: Sink | None, work: ScratchArena) -> Embedding:
         return Embedding(
             self.device,
             self.program.spec.gathered,
             self.store.tiles,
-            self.tiles["head"],
+            self.head,
             self.dtype,
             sink,
             work,
@@ -193,7 +187,7 @@ class Assembly:
         # What waits, for the norm or for the rows of a tied table, has a host gradient of its own.
         spec = self.program.spec
         tied = any(name in spec.epilogue for name in spec.gathered)
-        held = [self.tiles["head"]] if tied else []
+        held = [self.head] if tied else []
         waiting = tiles if update.deferred else [*held, *(t for t in tiles if not t.tier.streamed)]
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
         work = self.work_room(train=True)

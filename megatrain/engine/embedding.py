@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, Memory, Name
 from megatrain.engine.batch import Batch
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.sink import HostGrad, Sink
@@ -58,7 +58,7 @@ class _Staging:
         """Make room for `numel` elements."""
         if self._buffer is not None:
             self._device.free(self._buffer)
-        name = f"{self._table.entry.name} staged rows"
+        name = Name(Memory.ROWS, f"{self._table.entry.name} staged rows")
         self._buffer = self._device.host(name, numel, self._dtype, pinned=True)
         self.free = None
 

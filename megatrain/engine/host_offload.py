@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Name
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.units import align
 
 _STEP = 256  # bytes: every tensor starts on a boundary that the widest loads like
@@ -140,7 +140,8 @@ class HostOffload:
     def _sized(self, lane: _Lane, num_bytes: int) -> Buffer:
         if lane.buffer is None or lane.buffer.data.nbytes < num_bytes:
             lane.buffer = None  # what it had is given back first
-            lane.buffer = self._device.empty(lane.name, num_bytes, torch.uint8)
+            name = Name(Memory.LANES, lane.name)
+            lane.buffer = self._device.empty(name, num_bytes, torch.uint8)
             # Device memory is free to use only in the order of COMPUTE, where it was given.
             lane.busy = self._device.record(COMPUTE)
         return lane.buffer
@@ -157,7 +158,7 @@ class HostOffload:
             else:  # outgrown
                 self._device.free(rooms.buffers.pop(rooms.at))
         else:
-            name = f"{self._what} {group}"
+            name = Name(Memory.LANES, f"{self._what} {group}")
             size = num_bytes + rest
             rooms.buffers.append(self._device.host(name, size, torch.uint8, pinned=True))
         start = rooms.offset

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE
+from megatrain.device.base import COMPUTE, Memory, Name
 from megatrain.units import align
 
 _STEP = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
@@ -42,7 +42,8 @@ class ScratchArena:
         self._take(self._numel)
 
     def _take(self, numel: int) -> None:
-        self._memory = self._device.empty("work room", numel, torch.float32).data
+        name = Name(Memory.SUMS, "work room")
+        self._memory = self._device.empty(name, numel, torch.float32).data
 
     def sums(self, numel: int) -> Buffer:
         """Room for `numel` fp32 sums, not cleared."""

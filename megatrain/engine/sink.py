@@ -9,10 +9,12 @@ from torch import Tensor
 
 from megatrain.compat.torch import add_each
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_OUT, Kind, Name
+from megatrain.device.base import COMPUTE, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.tile_slice import TileSlice
+from megatrain.optim import gradient_plane
 from megatrain.store import HOST, Span, Tile, planes
+from megatrain.tile import TileKind
 
 # Elements of a gradient that are rounded and sent at once. 32 MiB in bf16: large enough for the
 # bus (0.6 ms), small enough that a few of them are nothing beside a tile.
@@ -89,17 +91,19 @@ class Sink:
         largest = max([1, *(t.layout.trainable_numel for t in visited)])
         self._piece = min(piece or PIECE, largest)
         self._lanes = [
-            _Lane(device.empty(f"leaving gradient {i}", self._piece, dtype))
+            _Lane(device.empty(Name(Memory.GRADIENTS, f"leaving gradient {i}"), self._piece, dtype))
             for i in range(lanes or self._pieces_of_a_layer(visited))
         ]
         self._turn = 0
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
-        self._own = _own_host_grads(device, own, dtype)
+        layouts, tiers = [tile.layout for tile in own], [tile.tier for tile in own]
+        buffers = planes(device, gradient_plane(dtype), layouts, tiers)
+        self._own = {tile.index: HostGrad(b) for tile, b in zip(own, buffers, strict=True)}
         count = host_grads if len(self._own) < len(tiles) else 0
         self._shared = [
-            HostGrad(device.host(f"host gradient {i}", numel, dtype, pinned=True))
-            for i in range(count)
+            HostGrad(device.host(name, numel, dtype, pinned=True))
+            for name in (Name(Memory.GRADIENTS, f"host gradient {i}") for i in range(count))
         ]
         self._claimed = 0
         self.scattered_tiles: set[int] = set()
@@ -109,7 +113,8 @@ class Sink:
         self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
 
     def _pieces_of_a_layer(self, tiles: Sequence[Tile | TileSlice]) -> int:
-        layers = [t.layout.trainable_numel for t in tiles if t.name.startswith("layer")]
+        layouts = [tile.layout for tile in tiles]
+        layers = [each.trainable_numel for each in layouts if each.kind is TileKind.LAYER]
         return max(1, -(-max(layers, default=0) // self._piece))
 
     def room(self, tile: Tile | TileSlice) -> GradAccumulator:
@@ -180,13 +185,3 @@ class Sink:
         self._claimed += 1
         self._device.wait(stream, host_grad.free, "host gradient free")
         return host_grad
-
-
-def _own_host_grads(
-    device: Device, tiles: Sequence[Tile], dtype: torch.dtype
-) -> dict[int, HostGrad]:
-    layouts = [tile.layout for tile in tiles]
-    lengths = [layout.trainable_numel for layout in layouts]
-    tiers = [tile.tier for tile in tiles]
-    buffers = planes(device, "gradient", layouts, lengths, dtype, tiers, pinned=True)
-    return {tile.index: HostGrad(buffer) for tile, buffer in zip(tiles, buffers, strict=True)}

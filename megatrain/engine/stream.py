@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_IN
+from megatrain.device.base import COMPUTE, COPY_IN, Memory, Name
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.store import Tile
 
@@ -57,7 +57,7 @@ class Stream:
         """
         self._device, self._distance, self._numel = device, distance, numel
         count = max(slots, _slots_of(largest, numel))
-        self._memory = device.empty("slots", count * numel, dtype)
+        self._memory = device.empty(Name(Memory.SLOTS, "slots"), count * numel, dtype)
         pieces = [
             Buffer(f"slot {i}", self._memory.data[i * numel : (i + 1) * numel])
             for i in range(count)

@@ -14,7 +14,7 @@ from megatrain.errors import InputError
 from megatrain.model.projection import Projection
 from megatrain.model.spec import Layer, ModelSpec
 from megatrain.store import Span, Tier, Tile
-from megatrain.tile import TileLayout
+from megatrain.tile import TileKind, TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from megatrain.units import align
 
@@ -121,7 +121,7 @@ def _layout(tile: TileLayout, name: str, rows: RowRanges, *, trainable: bool = T
             place, shape = rows[entry.name], entry.shape
             shape = shape if place is None else (place[1] - place[0], *shape[1:])
             parameters.append((entry.name, torch.Size(shape), entry.group if trainable else None))
-    return TileLayout(name, parameters)
+    return TileLayout(name, parameters, tile.kind)
 
 
 def expert_slices(tile: Tile, layer: Layer, max_stream_bytes: int, itemsize: int) -> ExpertSlices:
@@ -176,12 +176,13 @@ def vocab_slices(
 
 def least_split(spec: ModelSpec, layouts: Sequence[TileLayout], itemsize: int) -> int:
     """The least `max_stream_bytes` for a model; if its largest tile cannot be split, its bytes."""
-    by_name = {layout.name: layout for layout in layouts}
-    head = _parts_of_head(by_name["head"], spec.projection, itemsize)
+    tiles = [layout for layout in layouts if layout.kind is TileKind.LAYER]
+    [head_tile] = (layout for layout in layouts if layout.kind is TileKind.HEAD)
+    head = _parts_of_head(head_tile, spec.projection, itemsize)
     layers = [
         part
-        for visit, layer in enumerate(spec.layers)
-        for part in _indivisible(by_name[f"layer {visit}"], layer, itemsize)
+        for tile, layer in zip(tiles, spec.layers, strict=True)
+        for part in _indivisible(tile, layer, itemsize)
     ]
     return max(num_bytes for _, num_bytes in [*layers, *head])
 

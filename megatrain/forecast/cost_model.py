@@ -1,20 +1,20 @@
 """Seconds and bytes of all that a step puts on a device, from a machine's rates."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.device import Buffer
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, UPDATE, Kind, kind_of
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, UPDATE, Kind, Memory, kind_of
 from megatrain.device.clock import Cost
 from megatrain.forecast.meta_program import KEPT_GRAPHS, WORKING_SET
 from megatrain.forecast.op_counter import OpCounter, Work
 from megatrain.machine import Machine
-from megatrain.optim import AdamW, moved_bytes
+from megatrain.optim import AdamW, PlaneKind, moved_bytes
 from megatrain.telemetry.timeline import Span
 
 # What couples resources, measured on an H200 with 16 cores (55.5 and 55.4 GB/s one way):
@@ -40,14 +40,15 @@ LANES = "lanes of the host"
 # What counts as a layer's or a head's work.
 _UNITS = {Kind.LAYER, Kind.LAYER_BACKWARD, Kind.PART, Kind.PART_BACKWARD, Kind.HEAD}
 
-# Where device memory goes, by the beginning or the end of a buffer's name.
-_PLACES = (
-    ("slot", "slots"),
-    ("work room", "gradients and rows"),
-    ("leaving gradient", "gradients and rows"),
-    ("leaving", LANES),
-    ("returning", LANES),
-)
+# Where device memory goes, by what a buffer is.
+_PLACES: dict[Enum, str] = {
+    Memory.SLOTS: "slots",
+    Memory.SUMS: "gradients and rows",
+    Memory.GRADIENTS: "gradients and rows",
+    Memory.LANES: LANES,
+    Memory.OTHER: "small buffers",
+    **dict.fromkeys(PlaneKind, "resident tiles"),
+}
 
 
 class CostModel:
@@ -59,10 +60,8 @@ class CostModel:
         puts: how often something is put on a stream for one of them.
     """
 
-    def __init__(self, machine: Machine, counter: OpCounter, planes: Sequence[str] = ()) -> None:
-        """Args: `planes`: names of all that tiles keep, by which it is known in device memory."""
-        self.counter, self.host_bytes = counter, Counter[str]()
-        self._planes = tuple(planes)
+    def __init__(self, machine: Machine, counter: OpCounter) -> None:
+        self.counter = counter
         self.group, self.puts = 1, 2
         self._known: dict[tuple, Cost] = {}
         self._machine = machine
@@ -77,19 +76,13 @@ class CostModel:
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Device memory, counted under the part that it belongs to."""
-        place, made = self._place(name), torch.empty(numel, dtype=dtype, device="meta")
+        place = _PLACES[kind_of(name, Memory.OTHER)]
+        made = torch.empty(numel, dtype=dtype, device="meta")
         grouped = self.group if place == LANES else 1
         return self.counter.made(made, place, made.nbytes // grouped)
 
-    def _place(self, name: str) -> str:
-        for start, place in _PLACES:
-            if name.startswith(start):
-                return place
-        return "resident tiles" if name.endswith(self._planes) else "small buffers"
-
     def host(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory."""
-        self.host_bytes[name] += numel * dtype.itemsize
         return self.counter.made(torch.empty(numel, dtype=dtype, device="meta"), None)
 
     def copy(self, stream: str, num_bytes: int) -> float:
@@ -135,7 +128,7 @@ class CostModel:
             self._known[key] = cost._replace(result=None)
         return self._known[key]
 
-    def _compute(self, kind: Kind, work: Callable[[], Any]) -> Cost:
+    def _compute(self, kind: Enum, work: Callable[[], Any]) -> Cost:
         self.counter.work = Work()
         forward = kind in (Kind.LAYER, Kind.PART)
         # Layers count for themselves: a step has thousands of them.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, TraceDevice
+from megatrain.device.base import Memory, kind_of
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.makers import TorchMakers
 from megatrain.engine.opened import Model
@@ -22,6 +23,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.model.spec import PROBE_SHAPE, ModelSpec
 from megatrain.placement import Placement
 from megatrain.store import Store, Tile
+from megatrain.tile import TileKind
 
 # Under this name counts the working set of the smallest step.
 UNSUMMED = "gradients before they are summed"
@@ -43,16 +45,12 @@ class _Counting(TraceDevice):
         self.needs = Needs()
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        self.needs.device[_what(name)] += numel * dtype.itemsize
+        self.needs.device[kind_of(name, Memory.OTHER).value] += numel * dtype.itemsize
         return super().empty(name, numel, dtype)
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
-        self.needs.host[_what(name)] += numel * dtype.itemsize
+        self.needs.host[kind_of(name, Memory.OTHER).value] += numel * dtype.itemsize
         return super().host(name, numel, dtype, pinned=pinned)
-
-
-def _what(name: str) -> str:
-    return " ".join(word for word in name.split() if not word.isdigit())
 
 
 def needs_of(
@@ -81,7 +79,7 @@ def needs_of(
     )
     if tokens is not None:
         # The rooms are replaced by larger ones: the first are given back.
-        device.needs.device["work room"] = 0
+        device.needs.device[Memory.SUMS.value] = 0
         parts.embedding.reserve(tokens if distinct is None else distinct)
     if isinstance(parts, TrainingParts):
         device.needs.device[UNSUMMED] += _unsummed_bytes(assembly.visited, dtype)
@@ -95,10 +93,14 @@ def _unsummed_bytes(visited: Sequence[Tile | TileSlice], dtype: torch.dtype) -> 
 
     Beside it, what the backward of a few tokens works with is next to nothing.
     """
-    whole = [t.layout.trainable_numel for t in visited if t.name != "head"]
-    heads = [t.layout.trainable for t in visited if t.name == "head"]
+    heads = [t.layout.trainable for t in visited if _is_whole_head(t)]
+    whole = [t.layout.trainable_numel for t in visited if not _is_whole_head(t)]
     single = [prod(entry.shape) for entries in heads for entry in entries]
     return max([*whole, *single], default=0) * dtype.itemsize
+
+
+def _is_whole_head(tile: Tile | TileSlice) -> bool:
+    return tile.whole is tile and tile.layout.kind is TileKind.HEAD
 
 
 def _boundary_numel(spec: ModelSpec) -> int:

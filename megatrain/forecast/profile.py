@@ -33,7 +33,7 @@ from megatrain.model.capture import Call, Ref, Rows, stand_in
 from megatrain.model.layer_template import KEPT_SHARE, LayerTemplate
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
-from megatrain.optim import Plane
+from megatrain.optim import tile_planes
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
 
@@ -273,7 +273,8 @@ class Profile:
     def _head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
         with self.tiles_of_head(head_tokens), fakes(), torch.enable_grad():
             counter = OpCounter()
-            tile = Tile(0, layout, {Plane("weights", self.dtype): Buffer("", torch.empty(0))})
+            planes = dict.fromkeys(tile_planes(None, self.dtype), Buffer("", torch.empty(0)))
+            tile = Tile(0, layout, planes)
             slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
             views = {entry.name: entry.view(sums.data) for entry in layout.trainable}

@@ -12,7 +12,7 @@ from megatrain.forecast.op_counter import OpCounter, Work, foreseeing
 from megatrain.forecast.profile import LayerWork, Profile, Shape, eager_work, fakes
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, Weights
-from megatrain.optim import Plane
+from megatrain.optim import tile_planes
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
 
@@ -90,7 +90,7 @@ def _both(
     }
     layout = TileLayout("", [(name, shape, 0) for name, shape in shapes.items()])
     sums = Buffer("sums", torch.empty(layout.trainable_numel))
-    tile = Tile(0, layout, {Plane("weights", sums.data.dtype): sums})
+    tile = Tile(0, layout, dict.fromkeys(tile_planes(None, sums.data.dtype), sums))
     room = GradAccumulator(tile, sums, layout.views(sums.data))
     given = [weights, sums.data, values, micro.inputs, micro.targets]
     with OpCounter() as first:

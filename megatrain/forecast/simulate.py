@@ -32,11 +32,10 @@ from megatrain.forecast.profile import Profile
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.weights import IN_FLIGHT_BYTES
-from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
-from megatrain.tile import TileLayout
+from megatrain.tile import TileKind, TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from megatrain.units import MIB
 
@@ -265,9 +264,7 @@ def _run(
 ) -> _Run:
     """The last of a few steps, which is like all that follow."""
     counter = OpCounter()
-    dtype = measured.dtype
-    kept = (*tile_planes(model.rule, dtype), gradient_plane(dtype))
-    costs = CostModel(machine, counter, [plane.name for plane in kept])
+    costs = CostModel(machine, counter)
     device = ClockDevice(costs)
     # What is split is followed micro-batch by micro-batch.
     most = _FOLLOWED if placement.max_stream_bytes is None else None
@@ -320,7 +317,7 @@ def _assemble(
     joined = [_joined(each, measured.dtype, placement) for each in model.layouts]
     store = Store(device, joined, measured.dtype, rule=model.rule, resident=placement.resident)
     program = MetaProgram(measured, counter, placement.head_tokens)
-    head = next(each for each in joined if each.name == "head")
+    head = next(each for each in joined if each.kind is TileKind.HEAD)
     makers = MetaMakers(measured, program, head, counter)
     piece = _coarse(joined) if placement.gradient_lanes is None else None
     assembly = Assembly(device, program, store, measured.dtype, placement, makers, piece)
@@ -334,7 +331,7 @@ def _coarse(layouts: Sequence[TileLayout]) -> int:
 
     All of a layer's pieces have lanes, which take as much memory as if there were more of them.
     """
-    layers = [layout.trainable_numel for layout in layouts if layout.name.startswith("layer")]
+    layers = [each.trainable_numel for each in layouts if each.kind is TileKind.LAYER]
     pieces = -(-max(layers, default=0) // PIECE)
     return max(PIECE, -(-pieces * PIECE // 8))
 
@@ -345,7 +342,7 @@ def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> Til
     A step then goes through less than half the operations. Of what is split the parts count, too.
     """
     most = placement.max_stream_bytes or layout.numel * dtype.itemsize
-    whole = layout.name.startswith("layer") and layout.numel * dtype.itemsize <= most
+    whole = layout.kind is TileKind.LAYER and layout.numel * dtype.itemsize <= most
     if not whole or any(entry.numel % ALIGNMENT for entry in layout.entries):
         return layout
     groups = {entry.group: entry.name for entry in layout.entries}
@@ -355,4 +352,5 @@ def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> Til
             (name, torch.Size([sum(e.numel for e in layout.entries if e.group == group)]), group)
             for group, name in groups.items()
         ],
+        layout.kind,
     )

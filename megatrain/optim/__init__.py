@@ -5,6 +5,7 @@ from megatrain.optim.lion import Lion
 from megatrain.optim.rule import (
     NO_DECAY,
     Plane,
+    PlaneKind,
     Rule,
     gradient_plane,
     is_number,
@@ -22,6 +23,7 @@ __all__ = [
     "AdamW",
     "Lion",
     "Plane",
+    "PlaneKind",
     "Rule",
     "StreamedOptimizer",
     "gradient_plane",

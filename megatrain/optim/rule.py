@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar
 
 import torch
@@ -26,12 +27,21 @@ from megatrain.units import align
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
+class PlaneKind(Enum):
+    """What a plane is; the value is for people."""
+
+    WEIGHTS = "weights"
+    REMAINDER = "remainder"
+    STATE = "moments"
+    GRADIENT = "gradient"
+
+
 @dataclass(frozen=True)
 class Plane:
     """One quantity of a tile; offsets are those of the tile's layout, whichever quantity it is.
 
     Attributes:
-        name: unlike that of any other plane of the tile.
+        name: unlike that of any other plane of the tile; a key of checkpoints.
         per: elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT.
         frozen: whether parameters that are not trained have it, too.
         only: which parameters have it; None: all.
@@ -42,6 +52,7 @@ class Plane:
     per: int = 1
     frozen: bool = False
     only: Callable[[Entry], bool] | None = None
+    kind: PlaneKind = PlaneKind.STATE
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -152,17 +163,18 @@ class Rule(ABC):
 
 def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
     """What a tile keeps when layers are computed in `dtype`; without a rule: for inference."""
-    weights = Plane("weights", dtype, frozen=True)
+    weights = Plane("weights", dtype, frozen=True, kind=PlaneKind.WEIGHTS)
     if rule is None:
         return (weights,)
-    split = dtype == torch.bfloat16
-    remainder = (Plane("remainder", torch.int16, frozen=True),) if split else ()
-    return (weights, *remainder, *rule.state_planes)
+    if dtype != torch.bfloat16:
+        return (weights, *rule.state_planes)
+    remainder = Plane("remainder", torch.int16, frozen=True, kind=PlaneKind.REMAINDER)
+    return (weights, remainder, *rule.state_planes)
 
 
 def gradient_plane(dtype: torch.dtype) -> Plane:
     """What is held of a gradient until its update."""
-    return Plane("gradient", dtype)
+    return Plane("gradient", dtype, kind=PlaneKind.GRADIENT)
 
 
 def parameter_bytes(rule: Rule | None, dtype: torch.dtype) -> float:

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from megatrain.engine.opened import Model
 from megatrain.forecast.workload import Workload
 from megatrain.model.spec import ModelSpec
-from megatrain.optim import gradient_plane, tile_planes
+from megatrain.optim import Plane, PlaneKind, gradient_plane, tile_planes
 from megatrain.placement import Placement
-from megatrain.tile import TileLayout
+from megatrain.tile import TileKind, TileLayout
 
-PLANES = ("weights", "remainder", "moments", "gradient")
+PLANES = tuple(kind.value for kind in PlaneKind)
 
 
 @dataclass(frozen=True)
@@ -45,43 +46,29 @@ class TileBytes:
 
 
 def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> list[TileBytes]:
-    """All tiles of a training run, equal neighbours together."""
+    """All tiles of a training run, equal layers that follow each other together."""
     layouts = [t for t in Model.trained(spec, workload.rule).layouts if t.numel]
-    found: list[TileBytes] = []
-    first = ""
-    for layout in layouts:
+    kept, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
+
+    def found(layout: TileLayout) -> tuple[str, str, dict[str, int], list[int]]:
         tier = "device" if layout.name in placement.resident else "host"
-        own_gradient = workload.clip or tier == "device"
-        kept = _kept_bytes(layout, workload)
-        planes, saved = _shown(kept, layout, workload, own_gradient), list(kept.values())
-        last = found[-1] if found else None
-        one = TileBytes(layout.name, 1, layout.num_parameters, tier, planes, saved)
-        if last is None or not _alike(last, one):
-            found.append(one)
-            first = layout.name
-            continue
-        name = f"{first} ... {layout.name}"
-        found[-1] = TileBytes(name, last.count + 1, one.parameters, tier, planes, saved)
-    return found
+        planes, saved = dict.fromkeys(PLANES, 0), [_bytes_of(plane, layout) for plane in kept]
+        for plane, num_bytes in zip(kept, saved, strict=True):
+            planes[plane.kind.value] += num_bytes
+        if workload.clip or tier == "device":
+            planes[gradient.kind.value] = _bytes_of(gradient, layout)
+        return "" if layout.kind is TileKind.LAYER else layout.name, tier, planes, saved
+
+    told = []
+    for (_, tier, planes, saved), group in groupby(layouts, found):
+        same = list(group)
+        name = " ... ".join(dict.fromkeys((same[0].name, same[-1].name)))
+        told.append(TileBytes(name, len(same), same[0].num_parameters, tier, planes, saved))
+    return told
 
 
-def _kept_bytes(layout: TileLayout, workload: Workload) -> dict[str, int]:
-    """Bytes of each plane of one tile but the gradient."""
-    planes = tile_planes(workload.rule, workload.dtype)
-    return {plane.name: plane.numel(layout) * plane.dtype.itemsize for plane in planes}
-
-
-def _shown(
-    kept: dict[str, int], layout: TileLayout, workload: Workload, own_gradient: bool
-) -> dict[str, int]:
-    """Bytes of one tile as they are shown: all that the rule keeps is `moments`."""
-    shown = dict.fromkeys(PLANES, 0)
-    for name, num_bytes in kept.items():
-        shown[name if name in PLANES else "moments"] += num_bytes
-    if own_gradient:
-        gradient = gradient_plane(workload.dtype)
-        shown["gradient"] = gradient.numel(layout) * gradient.dtype.itemsize
-    return shown
+def _bytes_of(plane: Plane, layout: TileLayout) -> int:
+    return plane.numel(layout) * plane.dtype.itemsize
 
 
 def by_tier(tiles: Sequence[TileBytes]) -> dict[str, dict[str, int]]:
@@ -93,9 +80,3 @@ def by_tier(tiles: Sequence[TileBytes]) -> dict[str, dict[str, int]]:
         }
         for tier in ("device", "host")
     }
-
-
-def _alike(one: TileBytes, other: TileBytes) -> bool:
-    """Layers only: the embedding and the head are told apart even where they are equal."""
-    layers = one.name.startswith("layer ") and other.name.startswith("layer ")
-    return layers and (one.tier, one.planes) == (other.tier, other.planes)

@@ -7,6 +7,7 @@ groups stay as they were.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from math import prod
 
 import torch
@@ -20,6 +21,16 @@ ALIGNMENT = 128
 
 # Of a tile: what numbers the elements of all tiles, whatever their sizes.
 MOST_ELEMENTS = 1 << 40
+
+
+class TileKind(Enum):
+    """What the parameters of a tile are; the value is for people."""
+
+    EMBEDDING = "embedding"
+    PROLOGUE = "prologue"
+    LAYER = "layer"
+    HEAD = "head"
+    UNUSED = "unused"  # nothing reads them
 
 
 @dataclass(frozen=True)
@@ -44,15 +55,21 @@ class TileLayout:
     """Where each parameter of a tile lies.
 
     Attributes:
-        name: what the tile is, for messages and traces (`layer 3`, `embedding`, `head`).
+        name: for messages, traces and files (`layer 3`, `embedding`, `head`).
+        kind: what the tile, or the tile that this is a slice of, is.
         entries: the parameters in storage order.
         numel: length of the weights plane, in elements.
         trainable_numel: length of the gradient and moment planes; a prefix of `numel`.
     """
 
-    def __init__(self, name: str, parameters: Iterable[tuple[str, torch.Size, int | None]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameters: Iterable[tuple[str, torch.Size, int | None]],
+        kind: TileKind = TileKind.LAYER,
+    ) -> None:
         """Args: `parameters` as `(name, shape, group)`; group None means frozen."""
-        self.name = name
+        self.name, self.kind = name, kind
         entries: list[Entry] = []
         offset = 0
         order = sorted(parameters, key=lambda p: (p[2] is None, p[2] or 0))

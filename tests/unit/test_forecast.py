@@ -14,7 +14,6 @@ from transformers import MambaConfig
 from benchmarks.predictions import RESULTS, Prediction, predict
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import CpuDevice
-from megatrain.device.base import Name
 from megatrain.engine import opened
 from megatrain.engine.opened import Model
 from megatrain.engine.source import open_source
@@ -327,16 +326,3 @@ def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(
     assert few.device_peak_bytes == pytest.approx(every.device_peak_bytes, rel=0.01)
     assert few.host_peak_bytes == pytest.approx(every.host_peak_bytes, rel=0.001)
     assert len(few.spans) < 0.8 * len(every.spans)
-
-
-def test_names_of_work_are_for_people_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forecast does not change if all work is called otherwise."""
-    workload = Workload(ROWS * TOKENS, TOKENS)
-
-    def seconds() -> list[float]:
-        told = ForecastCache(tiny_spec())
-        return [told.of(small_machine(), p, workload, 4).seconds for p in PLACEMENTS.values()]
-
-    before, make = seconds(), Name.__new__
-    monkeypatch.setattr(Name, "__new__", lambda cls, kind, text: make(cls, kind, text[::-1] + "?"))
-    assert seconds() == before
