@@ -1,7 +1,8 @@
 """`python -m benchmarks.tables`: tables of README and docs/benchmarks.md, from the result files.
 
-README gets MegaTrain's own steps and the largest run of rivals beside it, docs/benchmarks.md the
-other runs of rivals and the commands that measure all of them.
+README gets what fits where, a row for each case that `auto` has placed and the largest run of
+rivals; docs/benchmarks.md gets all steps, the other runs of rivals and the commands that measure
+all of them.
 
 With `--check` nothing is written; the exit status says whether both are in step.
 """
@@ -17,14 +18,48 @@ from megatrain.placement import renamed
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+HEAD = [
+    "| shape, step | machine | seconds a step (spread) | model TFLOPS | device | host |",
+    "|---|---|---|---|---|---|",
+]
+
+
+def steps() -> list[dict[str, Any]]:
+    """The results of training steps, largest model first."""
+    results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("step-*.json"))]
+    return sorted(results, key=lambda r: (-r["parameters"], -r["tokens_per_step"]))
 
 
 def rows() -> list[str]:
-    """A line of the table for each result of the training step, largest model first."""
-    results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("step-*.json"))]
-    results.sort(key=lambda r: (-r["parameters"], -r["tokens_per_step"]))
-    return [_row(result) for result in results]
+    """A line for each result."""
+    return [_row(result) for result in steps()]
+
+
+def few_rows() -> list[str]:
+    """A line for each shape and limit that `auto` has placed, with clipping: its fastest step."""
+    best: dict[tuple, dict[str, Any]] = {}
+    for result in steps():
+        case = result["case"]
+        if not case["placement"] and case["max_grad_norm"]:
+            key = case["shape"], case.get("device_memory")
+            best[key] = max(best.get(key, result), result, key=lambda r: r["model_tflops"])
+    return [_row(result) for result in best.values()]
+
+
+def what_fits() -> list[str]:
+    """A line for each size of host memory, a column for each GPU."""
+    cells = json.loads((RESULTS / "what-fits.json").read_text())["cells"]
+    gpus = list({cell["gpu"]: cell["cores"] for cell in cells}.items())
+    lines = ["| host memory | " + " | ".join(f"{g}, {cores} cores" for g, cores in gpus) + " |"]
+    lines += ["|---" * (len(gpus) + 1) + "|"]
+    for host_gib in sorted({cell["host_gib"] for cell in cells}):
+        line = [f"{host_gib} GiB"]
+        for gpu, _ in gpus:
+            found = [c for c in cells if (c["gpu"], c["host_gib"]) == (gpu, host_gib)]
+            line += [f"{c['shape'].upper()}, {c['tokens_per_second']:,.0f} tokens/s" for c in found]
+            line += [] if found else ["-"]
+        lines.append(f"| {' | '.join(line)} |")
+    return lines
 
 
 def _row(result: dict[str, Any]) -> str:
@@ -51,9 +86,8 @@ def _row(result: dict[str, Any]) -> str:
 
 def commands() -> list[str]:
     """The commands behind the rows, then those behind the tables of rivals."""
-    results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("step-*.json"))]
     rivals = {each for table in rival_rows.tables(RESULTS) for each in rival_rows.commands(table)}
-    return [*sorted({_command(result) for result in results}), *sorted(rivals)]
+    return [*sorted({_command(result) for result in steps()}), *sorted(rivals)]
 
 
 def _command(result: dict[str, Any]) -> str:
@@ -92,26 +126,26 @@ def _tokens_of(table: list[dict[str, Any]]) -> int:
     return int(case["sequences"] * case["sequence_length"])
 
 
-def sections() -> dict[Path, list[str]]:
-    """What stands between the marks of each document."""
-    head = [
-        "| shape, step | machine | seconds a step (spread) | model TFLOPS | device | host |",
-        "|---|---|---|---|---|---|",
-    ]
+def sections() -> dict[tuple[Path, str], list[str]]:
+    """What stands between the marks of each document, by the marks' name."""
+    readme, page = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
     largest, *others = rivals()
     return {
-        ROOT / "README.md": [*head, *rows(), *largest],
-        ROOT / "docs" / "benchmarks.md": ["```", *commands(), "```", *chain(*others)],
+        (readme, "fits"): what_fits(),
+        (readme, "results"): [*HEAD, *few_rows(), *largest],
+        (page, "steps"): [*HEAD, *rows()],
+        (page, "results"): ["```", *commands(), "```", *chain(*others)],
     }
 
 
 def main() -> int:
     """Write the sections, or with `--check` compare them."""
     differs = False
-    for document, lines in sections().items():
+    for (document, name), lines in sections().items():
+        begin, end = (f"<!-- {name}:{which} -->" for which in ("begin", "end"))
         text = document.read_text(encoding="utf-8")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        wanted = before + "\n".join([BEGIN, "", *lines, "", END]) + after
+        before, after = text.split(begin)[0], text.split(end)[1]
+        wanted = before + "\n".join([begin, "", *lines, "", end]) + after
         differs |= wanted != text
         if "--check" not in sys.argv:
             document.write_text(wanted, encoding="utf-8")

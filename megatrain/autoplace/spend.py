@@ -44,19 +44,22 @@ class FirstTiles:
         return tuple(each.name for each in self.tiles[:count])
 
     def device_bytes(self, count: int) -> int:
-        """That they take there."""
+        """Device bytes of the first `count` tiles."""
         return int(self._sums[count] * self._on_device)
 
     def host_bytes(self, count: int) -> int:
-        """That they spare the host."""
+        """Host bytes that moving the first `count` tiles spares."""
         return int(self._sums[count] * self._on_host)
 
     def most(self, room: int) -> int:
-        """How many the device holds; -1: not even none."""
+        """The number of first tiles that fit in `room` device bytes; -1 if `room` is negative."""
         return sum(numel * self._on_device <= room for numel in self._sums) - 1
 
     def fewest(self, lacking: int) -> int:
-        """How many spare the host what it lacks; more than there are: not even all."""
+        """The least number of first tiles whose move spares the host `lacking` bytes.
+
+        One more than there are if all together spare less.
+        """
         return sum(numel * self._on_host < lacking for numel in self._sums)
 
 
@@ -94,7 +97,7 @@ class Budget:
         return self.spare(found) >= 0 and self.host_spare(found) >= 0
 
     def raised(self, device: int, host: int) -> Machine:
-        """The machine with as much memory besides as it lacks to hold so many bytes."""
+        """The machine, with its memory raised to hold so many bytes where it has less."""
         there = self.machine
         on_device, on_host = there.device_memory_bytes, there.host_memory_bytes
         if device > self.device:

@@ -202,7 +202,7 @@ class PlacedEngine:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """The caller's random numbers and autograd modes neither disturb nor are disturbed."""
+        """Keep the caller's random state and autograd modes apart from the step's, both ways."""
         gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
         try:
             with torch.random.fork_rng(devices=gpus), torch.inference_mode(False):

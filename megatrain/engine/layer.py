@@ -77,7 +77,7 @@ class Layer(StreamedModule):
         return other
 
     def begin(self) -> None:
-        """No graph of an earlier step may be pulled back, or take room."""
+        """Drop the graphs of an earlier step: none may be used again, and their memory is free."""
         self._waiting.clear()
         if self.offload is not None:
             self.offload.begin()

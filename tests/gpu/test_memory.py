@@ -51,6 +51,7 @@ def test_tiles_of_tokens_change_rounding_only(compiled: bool) -> None:
     for choices in ({}, {"chunk_tokens": 8, "compile": compiled, "save_attention": "host"}):
         engine = make_engine(llama(), device="cuda", clip=1e9, placement=Placement(**choices))
         result = engine.step(step)
+        dict(engine.named_masters())  # waits for host threads: one scatters the rows of the table
         gradients = {
             entry.name: entry.view(engine._parts.sink._own[tile.index].buffer.data).clone()
             for tile in engine._store.tiles

@@ -12,7 +12,7 @@ import megatrain.errors
 from megatrain.cli.app import app
 from tests.structure.source_tree import ROOT
 
-MAX_README_LINES = 200
+MAX_README_LINES = 150
 COMMANDS = typer.main.get_command(app).commands
 EXIT_CODES = {"MegatrainError": 4, "InputError": 2, "DoesNotFit": 3, "RunFailed": 4}
 SUPPORTED = ["train", "export", "generate", "bench"]

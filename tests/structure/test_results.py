@@ -6,8 +6,8 @@ from benchmarks.tables import ROOT, sections
 
 
 def test_the_documents_show_the_results():
-    for document, lines in sections().items():
-        assert "\n".join(lines) in document.read_text(encoding="utf-8"), document.name
+    for (document, name), lines in sections().items():
+        assert "\n".join(lines) in document.read_text(encoding="utf-8"), (document.name, name)
 
 
 def test_a_result_carries_what_repeats_it():
