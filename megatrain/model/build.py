@@ -10,6 +10,7 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -32,6 +33,8 @@ MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hun
 _LONGEST_REASON = 400
 _COUNTED = re.compile(r"(layers?|experts)$")
 _LARGE = 1 << 28  # values; no buffer of a known model has nearly as many
+_loaded: WeakKeyDictionary[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]]
+_loaded = WeakKeyDictionary()  # opening an engine asks three times for the same
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -187,6 +190,13 @@ def loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.
     Mostly `dtype`, but classes make some in fp32 (rotary tables, decay rates) and have transformers
     load others so (`_keep_in_fp32_modules_strict`: routers and their biases).
     """
+    known = _loaded.setdefault(model, {})
+    if dtype not in known:
+        known[dtype] = _loaded_types(model, dtype)
+    return known[dtype]
+
+
+def _loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     with _weightless():
         twin = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
     plan = [re.compile(pattern.replace("*", ".*")) for pattern in in_fp32(model, dtype)]
