@@ -1,5 +1,7 @@
 """Real numbers do not depend on when copies and host threads get round to their work."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -87,11 +89,29 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink, "PIECE", 500)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_lateness_changes_no_bit(placement: Placement) -> None:
-    for case in CASES:
-        wanted = train(CpuDevice(), placement, *case)
-        for device in (LateDevice(), LateDevice(eagerness=0.1)):
-            numbers, masters = train(device, placement, *case)
-            assert numbers == wanted[0], case
-            assert all(map(torch.equal, masters, wanted[1])), case
+@functools.cache
+def wanted(case: int) -> tuple[list[float], list[Tensor]]:
+    """Of a device that does everything at once; no placement changes a bit of it."""
+    return train(CpuDevice(), Placement(), *CASES[case])
+
+
+# With random eagerness each placement takes one case here, and the others in the exhaustive tests.
+RUNS = [
+    pytest.param(
+        placement,
+        case,
+        eagerness,
+        id=f"{name}-{case}-{eagerness}",
+        marks=[pytest.mark.exhaustive] if eagerness and number % len(CASES) != case else [],
+    )
+    for number, (name, placement) in enumerate(PLACEMENTS.items())
+    for case in range(len(CASES))
+    for eagerness in (0.0, 0.1)
+]
+
+
+@pytest.mark.parametrize(("placement", "case", "eagerness"), RUNS)
+def test_lateness_changes_no_bit(placement: Placement, case: int, eagerness: float) -> None:
+    numbers, masters = train(LateDevice(eagerness), placement, *CASES[case])
+    assert numbers == wanted(case)[0]
+    assert all(map(torch.equal, masters, wanted(case)[1]))
