@@ -31,7 +31,7 @@ def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None)
         name = "the first tokens of a stream"
         training.close()
         training = training.block
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     summary = summarise(training)
     _print_summary(console, name, summary)
     for set_name, held in evaluation.items():
@@ -54,37 +54,41 @@ def _write_page(
 
 
 def _print_summary(console: Console, name: str, summary: Summary) -> None:
-    what = "conversations" if summary.kind == "chat" else "documents"
-    print(
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=not console.is_terminal)
+
+    what = summary.what
+    say(
         f"{name}: {len(summary.lengths):,} {what} ({', '.join(summary.formats)}) in "
         f"{summary.num_rows:,} rows of {summary.sequence_length:,} tokens, {summary.fill:.0%} full"
     )
     share = summary.num_learnt / summary.num_tokens
-    print(f"tokens: {summary.num_tokens:,}, of which {summary.num_learnt:,} ({share:.0%}) learnt")
-    print("\ntokens by source")
+    say(f"tokens: {summary.num_tokens:,}, of which {summary.num_learnt:,} ({share:.0%}) learnt")
+    for note in summary.notes():
+        say(note)
+    say(f"\ntokens by source{f' in {summary.folder}' if summary.folder else ''}")
     widest = sorted(summary.sources, key=lambda source: -source.tokens)
     for source in widest[:_SOURCES]:
-        print(f"  {source.tokens:>14,}  {source.documents:>10,} {what}  {source.name}")
+        say(f"  {source.tokens:>14,}  {source.documents:>10,} {what}  {source.name}")
     if (more := len(widest) - _SOURCES) > 0:
-        print(f"  {sum(s.tokens for s in widest[_SOURCES:]):>14,}  in {more:,} more")
-    print(f"\nlengths of {what} in tokens")
+        say(f"  {sum(s.tokens for s in widest[_SOURCES:]):>14,}  in {more:,} more")
+    say(f"\nlengths of {what} in tokens")
     histogram = summary.histogram()
     most = max(count for *_, count in histogram)
     for shortest, longest, count in histogram:
         bar = "█" * max(round(_BAR * count / most), bool(count))
-        print(f"  {shortest:>8,} - {longest:<8,} {count:>10,} {bar}")
-    if summary.repeated is not None:
-        first, earlier = summary.repeated
-        print(f"\n{summary.num_repeated:,} {what} repeat another: {first} is {earlier}")
+        say(f"  {shortest:>8,} - {longest:<8,} {count:>10,} {bar}")
 
 
 def _print_row(console: Console, row: int, pieces: Sequence[Piece]) -> None:
     """What is learnt in colour; in brackets of its own where there are no colours."""
     coloured = console.color_system is not None
     legend = "green: learnt" if coloured else "⟦ ⟧: learnt"
-    console.print(Text(f"\nrow {row + 1} ({legend})", style="bold"))
+    console.print(Text(f"\nrow {row + 1} ({legend})", style="bold"), soft_wrap=True)
     for piece in pieces:
-        console.print(Text(f"-- {piece.place}: {piece.num_tokens:,} tokens", style="cyan"))
+        console.print(
+            Text(f"-- {piece.place}: {piece.num_tokens:,} tokens", style="cyan"), soft_wrap=True
+        )
         text, room = Text(), _LONGEST
         for run in piece.runs:
             part = run.text[: max(room, 0)]
@@ -93,4 +97,4 @@ def _print_row(console: Console, row: int, pieces: Sequence[Piece]) -> None:
             text.append(part, style="green" if run.learnt else "dim")
         if room < 0:
             text.append(f" ... {-room:,} more characters", style="cyan")
-        console.print(text)
+        console.print(text, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,7 +44,10 @@ class Summary:
         kind: text or chat. formats: their titles.
         num_tokens: in all rows, padding not counted; num_learnt: those of them that are learnt.
         fill: the share of the rows' room that holds tokens, 0 to 1.
+        folder: of all sources, where they have one; their names and places are inside of it.
         lengths: [documents] tokens of each, after the rule for those longer than a row.
+        num_cut, num_cut_tokens: conversations that are longer than a row, and what is cut off them.
+        num_useless: documents without anything to learn. num_bad: rows that were left out.
         num_repeated: documents whose tokens an earlier one has; repeated: one, and the earlier.
     """
 
@@ -54,10 +58,37 @@ class Summary:
     num_tokens: int
     num_learnt: int
     fill: float
+    folder: str
     sources: list[SourceCount]
     lengths: Ints
+    num_cut: int
+    num_cut_tokens: int
+    num_useless: int
+    num_bad: int
     num_repeated: int
     repeated: tuple[str, str] | None
+
+    @property
+    def what(self) -> str:
+        """What a document is called."""
+        return "conversations" if self.kind == "chat" else "documents"
+
+    def notes(self) -> list[str]:
+        """What a person should know of it, in sentences."""
+        notes = []
+        if self.num_cut:
+            notes.append(
+                f"{self.num_cut:,} {self.what} are longer than a row: {self.num_cut_tokens:,} "
+                "tokens are cut off them"
+            )
+        if self.num_useless:
+            notes.append(f"{self.num_useless:,} {self.what} have nothing to learn in a row")
+        if self.num_bad:
+            notes.append(f"{self.num_bad:,} bad rows are left out")
+        if self.repeated is not None:
+            first, earlier = self.repeated
+            notes.append(f"{self.num_repeated:,} {self.what} repeat another: {first} is {earlier}")
+        return notes
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """(shortest, longest, documents) of lengths between powers of two, without empty ends."""
@@ -88,7 +119,13 @@ def summarise(data: PackedDataset) -> Summary:
         if earlier != document:
             num_repeated += 1
             repeated = repeated or (store.place(document), store.place(earlier))
-    sources = store.documents()["source"][documents.document]
+    records, is_chat = store.documents(), store.notes["kind"] == "chat"
+    whole = (records["end"] - records["begin"])[documents.document]
+    cut = (whole - documents.lengths) * is_chat  # a text is continued in another row
+    firsts = records["first_target"]
+    useless = (firsts < 0) | (is_chat & (firsts >= data.sequence_length))
+    folder = folder_of(store.names)
+    sources = records["source"][documents.document]
     counts = np.bincount(sources, minlength=len(store.names))
     tokens = np.bincount(sources, documents.lengths, minlength=len(store.names)).astype(np.int64)
     return Summary(
@@ -100,20 +137,32 @@ def summarise(data: PackedDataset) -> Summary:
         num_learnt=num_learnt,
         fill=data.fill,
         sources=[
-            SourceCount(*each)
-            for each in zip(store.names, counts.tolist(), tokens.tolist(), strict=True)
+            SourceCount(name.removeprefix(folder), *each)
+            for name, *each in zip(store.names, counts.tolist(), tokens.tolist(), strict=True)
         ],
+        folder=folder,
         lengths=documents.lengths,
+        num_cut=int((cut > 0).sum()),
+        num_cut_tokens=int(cut.sum()),
+        num_useless=int(useless.sum()),
+        num_bad=store.notes["num_bad"],
         num_repeated=num_repeated,
-        repeated=repeated,
+        repeated=repeated and (repeated[0].removeprefix(folder), repeated[1].removeprefix(folder)),
     )
+
+
+def folder_of(names: Sequence[str]) -> str:
+    """The folder that all files are in, with its slash; empty where they have none in common."""
+    if not all(map(os.path.isabs, names)):
+        return ""
+    return os.path.join(os.path.commonpath([os.path.dirname(name) for name in names]), "")
 
 
 def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[Piece]:
     """A row as it is trained."""
-    places = data.places(row)
+    places, folder = data.places(row), folder_of(data.store.names)
     return [
-        Piece(place, len(ids), _runs(ids, labels, tokenizer))
+        Piece(place.removeprefix(folder), len(ids), _runs(ids, labels, tokenizer))
         for place, (ids, labels) in zip(places, data.pieces(row), strict=True)
     ]
 

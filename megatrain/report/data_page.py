@@ -11,10 +11,11 @@ _LONGEST = 20_000  # characters of a document
 _STYLE = """
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); padding: .75rem;
   border: 1px solid var(--rule); border-radius: 6px; color: var(--soft); margin: .25rem 0 1rem; }
-mark { background: none; color: var(--s0); font-weight: 600;
-  box-shadow: inset 0 -2px var(--s0); }
+mark { color: var(--ink); border-radius: 2px;
+  background: color-mix(in srgb, var(--s0) 18%, transparent); }
 .bar { background: var(--s0); height: .8rem; border-radius: 2px; min-width: 1px; }
-td.wide { width: 50%; }
+.lengths th:last-child { width: 60%; }
+header p, .note, td { overflow-wrap: anywhere; }
 """
 
 
@@ -22,28 +23,26 @@ def write_data_page(
     path: Path, name: str, summary: Summary, rows: Sequence[Sequence[Piece]]
 ) -> None:
     """Write the page to `path`, whole or not at all."""
-    what = "conversations" if summary.kind == "chat" else "documents"
-    share = summary.num_learnt / summary.num_tokens
+    what, share = summary.what, summary.num_learnt / summary.num_tokens
     facts = (
         f"{len(summary.lengths):,} {what} ({', '.join(summary.formats)}) in {summary.num_rows:,} "
         f"rows of {summary.sequence_length:,} tokens, {summary.fill:.0%} full. "
         f"{summary.num_tokens:,} tokens, of which {summary.num_learnt:,} ({share:.0%}) are learnt."
     )
-    repeated = ""
-    if summary.repeated is not None:
-        first, earlier = summary.repeated
-        repeated = (
-            f"<p>{summary.num_repeated:,} {what} repeat another: {text(first)} is "
-            f"{text(earlier)}.</p>"
-        )
-    sources = [[text(s.name), f"{s.documents:,}", f"{s.tokens:,}"] for s in summary.sources]
+    notes = "".join(f"<p>{text(note)}.</p>" for note in summary.notes())
+    total = sum(source.tokens for source in summary.sources)
+    sources = [
+        [text(s.name), f"{s.documents:,}", f"{s.tokens:,}", f"{s.tokens / total:.0%}"]
+        for s in summary.sources
+    ]
+    folder = f"<p>In {text(summary.folder)}</p>" if summary.folder else ""
     body = [
-        f"<header><h1>{text(name)}: data</h1><p>{text(facts)}</p>{repeated}</header>",
-        "<section><h2>Sources</h2>"
-        + table(["source", what, "tokens"], sources, label="sources", numbers=2)
+        f"<header><h1>{text(name)}: data</h1><p>{text(facts)}</p>{notes}</header>",
+        f"<section><h2>Sources</h2>{folder}"
+        + table(["source", what, "tokens", "share"], sources, label="sources", numbers=3)
         + "</section>",
         f"<section><h2>Lengths of {what} in tokens</h2>{_histogram(summary)}</section>",
-        f"<section><h2>The first {len(rows)} rows</h2><p>Marked: what is learnt.</p>"
+        f"<section><h2>The first {len(rows)} rows</h2><p><mark>Marked</mark>: what is learnt.</p>"
         + "".join(_row(number, row) for number, row in enumerate(rows, start=1))
         + "</section>",
     ]
@@ -65,13 +64,13 @@ def _histogram(summary: Summary) -> str:
     most = max(count for *_, count in histogram)
     rows = [
         [
-            f'<div class="bar" style="width:{100 * count / most:.1f}%"></div>',
             f"{shortest:,} - {longest:,}",
             f"{count:,}",
+            f'<div class="bar" style="width:{100 * count / most:.1f}%"></div>',
         ]
         for shortest, longest, count in histogram
     ]
-    return table(["", "tokens", "count"], rows, label="lengths", numbers=2)
+    return f'<div class="lengths">{table(["tokens", "count", ""], rows, label="lengths")}</div>'
 
 
 def _row(number: int, pieces: Sequence[Piece]) -> str:

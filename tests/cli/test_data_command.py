@@ -43,9 +43,25 @@ def test_counts_lengths_and_rows_are_shown(megatrain, chats, tmp_path):
     assert "1 conversations repeat another: " in said
     for i in range(4):
         assert f"<user>the cat {i}|\n<assistant>⟦a <dog> {i}|\n⟧" in said
-    assert f"{tmp_path / 'rows.json'}:1: " in said and "row 5 (" in said
+    assert f"tokens by source in {tmp_path}/\n" in said
+    assert "\n-- rows.json:1: " in said and "row 5 (" in said
     assert "row 2 (" not in megatrain("data", chats, "--rows", 1).stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_cut_off_or_left_out_is_counted(megatrain, chats, tmp_path):
+    rows = [{"question": "the cat", "answer": "a dog " * n} for n in (1, 60)]
+    rows += [{"question": "the cat " * 60, "answer": "a dog"}, {"question": "a"}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    page = tmp_path / "data.html"
+    result = megatrain("data", chats, *sets(data__bad_rows="skip"), "--html", page)
+    assert result.exit_code == 0, result.output
+    for part in (
+        "1 conversations are longer than a row: ",
+        "1 conversations have nothing to learn in a row",
+        "1 bad rows are left out",
+    ):
+        assert part in result.stdout and part in Page(page.read_text()).text, part
 
 
 def test_the_page_marks_what_is_learnt(megatrain, chats, tmp_path):
@@ -95,6 +111,8 @@ def test_the_summary_counts_what_the_batches_have(tmp_path, tokenizer_folder, pa
     assert (found.num_tokens, found.num_rows) == (data.num_tokens, len(data))
     assert sum(source.tokens for source in found.sources) == sum(found.lengths.tolist())
     assert [source.documents for source in found.sources] == [2, 2]
+    assert (found.num_cut, found.num_useless, found.num_bad) == (0, 0, 0)
+    assert found.folder == f"{tmp_path}/" and found.sources[0].name == "a.jsonl"
     assert found.num_repeated == 1 and {place[-7:] for place in found.repeated} == {
         "a.jsonl:1"[-7:], "b.jsonl:1"[-7:]}  # fmt: skip
     histogram = found.histogram()
