@@ -26,7 +26,7 @@ from megatrain.model.capture import Rows
 from megatrain.model.probe import spec
 from megatrain.model.program import MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
-from megatrain.optim import Plane, StreamedOptimizer
+from megatrain.optim import StreamedOptimizer, tile_planes
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
 from tests.parity.test_tiles import TAKEN, model_of
@@ -103,7 +103,7 @@ def real_head_bytes(head_tokens: int) -> int:
     program.tile_epilogue(head_tokens)
     slot = Buffer("slot", torch.randn(layout.numel) / 16)
     sums = Buffer("sums", torch.zeros(layout.trainable_numel))
-    tile = Tile(0, layout, {Plane("weights", slot.data.dtype): slot})
+    tile = Tile(0, layout, dict.fromkeys(tile_planes(None, slot.data.dtype), slot))
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
     table = {name: torch.randn(1, WIDTH) for name in model.gathered}
     micro = MicroBatch({"input_ids": ids}, ids, Rows(ids, ids, table, torch.zeros(1).long()))
