@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.kernels import native, reference
+from megatrain.optim import AdamW, moved_bytes
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import environment
 
@@ -36,7 +37,7 @@ class Case:
     """One thing to time; `bytes_per_param` counts each operand read and each result written."""
 
     name: str
-    bytes_per_param: int
+    bytes_per_param: float
     run: Callable[[], object]
 
 
@@ -45,7 +46,7 @@ class Result:
     """Seconds of one call over all parameters, and what follows."""
 
     name: str
-    bytes_per_param: int
+    bytes_per_param: float
     median_s: float
     fastest_s: float
     slowest_s: float
@@ -77,7 +78,7 @@ def torch_optimizer(master: Tensor, grad: Tensor, fused: bool) -> torch.optim.Op
 
 
 def adamw_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
-    """One AdamW update: torch's two, native in its three forms, reference."""
+    """One AdamW update, fp32 moments: torch's two, native in its three forms, reference."""
     size = master.numel()
     grad_bf16 = grad_fp32.bfloat16()
     weights, remainder = split_planes(master)
@@ -103,6 +104,19 @@ def adamw_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
             partial(reference.adamw, *split_bf16, **arguments),
         ),
     ]
+
+
+def states_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
+    """Updates whose moments take less than fp32, on a split master with a bf16 gradient."""
+    weights, remainder = split_planes(master)
+    grad, cases = grad_fp32.bfloat16(), []
+    for name in ("bf16", "int8"):
+        rule, size = AdamW(states=name), master.numel()
+        states = [torch.zeros(-(-size // p.per), dtype=p.dtype) for p in rule.state_planes]
+        update = partial(rule.update, weights, remainder, states, grad, vars(rule), at=0, step=10)
+        update = partial(update, grad_scale=0.5, threads=threads)
+        cases.append(Case(f"native, {name} states", moved_bytes(rule, torch.bfloat16), update))
+    return cases
 
 
 def other_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
@@ -167,7 +181,7 @@ def table(results: list[Result]) -> str:
         spread = f"{r.fastest_s * 1e3:.1f}..{r.slowest_s * 1e3:.1f}"
         lines.append(
             f"{r.name:<38}{r.median_s * 1e3:>10.1f}{spread:>16}"
-            f"{r.gparam_per_s:>10.3f}{r.bytes_per_param:>9}{r.gbyte_per_s:>7.1f}"
+            f"{r.gparam_per_s:>10.3f}{r.bytes_per_param:>9.4g}{r.gbyte_per_s:>7.1f}"
         )
     return "\n".join(lines)
 
@@ -189,7 +203,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     master, grad = torch.randn(options.params) * 0.02, torch.randn(options.params)
-    cases = adamw_cases(master, grad, options.threads) + other_cases(master, grad, options.threads)
+    parts = (adamw_cases, states_cases, other_cases)
+    cases = [case for part in parts for case in part(master, grad, options.threads)]
     results = measure(cases, options.params, options.rounds)
     machine = environment("cpu")
     record = {

@@ -170,7 +170,9 @@ def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
     given = {"name": AdamW.name} | checkpoint.settings.optimizer  # the first ones did not say
     name = given.pop("name")
     rule = RULES.get(name) if isinstance(name, str) else None
-    if rule is None or given.keys() != {each.name for each in fields(rule)}:
+    known = set() if rule is None else {each.name for each in fields(rule)}
+    # Checkpoints of older versions do not have the choices.
+    if rule is None or not known - rule.choices.keys() <= given.keys() <= known:
         raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
     return rule(**given)
 

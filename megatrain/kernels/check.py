@@ -1,9 +1,13 @@
 """Argument checks shared by the reference and the native kernels: programming errors, by name."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-GRADIENTS = (torch.bfloat16, torch.float32)
+from megatrain.kernels.states import GROUP
+
+GRADIENTS = MOMENTS = (torch.bfloat16, torch.float32)
 
 
 def tensor(
@@ -51,10 +55,12 @@ def adamw_arguments(
     remainder: Tensor | None,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    scales: Sequence[Tensor],
     grad: Tensor,
     step: int,
+    at: int,
 ) -> None:
-    """Require an AdamW update's planes to agree and its step to count from 1.
+    """Require an AdamW update's planes to agree, its step to be from 1 on, `at` to begin a group.
 
     Raises:
         ValueError: they do not.
@@ -65,11 +71,19 @@ def adamw_arguments(
     else:
         tensor("weights (with a remainder)", weights, (torch.bfloat16,))
         tensor("remainder", remainder, (torch.int16,), size)
-    tensor("exp_avg", exp_avg, (torch.float32,), size)
-    tensor("exp_avg_sq", exp_avg_sq, (torch.float32,), size)
+    if not scales:
+        tensor("exp_avg", exp_avg, MOMENTS, size)
+        tensor("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,), size)
+    else:
+        tensor("exp_avg (with scales)", exp_avg, (torch.int8,), size)
+        tensor("exp_avg_sq (with scales)", exp_avg_sq, (torch.uint8,), size)
+        for name, scale in zip(("exp_avg", "exp_avg_sq"), scales, strict=True):
+            tensor(f"the scale of {name}", scale, (torch.float32,), -(-size // GROUP))
     tensor("grad", grad, GRADIENTS, size)
     if step < 1:
         raise ValueError(f"step is {step}, the first update is 1")
+    if at % GROUP:
+        raise ValueError(f"at is {at}, no multiple of {GROUP}")
 
 
 def rows(table: Tensor, row_ids: Tensor, rows_2d: Tensor) -> None:

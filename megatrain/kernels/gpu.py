@@ -4,32 +4,109 @@ Written in Triton, which torch brings along on CUDA machines; imported only ther
 """
 
 import math
+from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-_BLOCK = 2048
+from megatrain.kernels import states
+
+_GROUPS = 32  # of elements that share a scale, in a block
+
+_KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
 
 
 @triton.jit
-def _update(
-    weights, remainder, exp_avg, exp_avg_sq, grad, numel,
-    decay, weight1, beta2, weight2, root_correction2, eps, negative_step_size, grad_scale,
-    SPLIT: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr,
+def _mixed(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _rounded_by_chance(value, random):
+    bits = value.to(tl.int32, bitcast=True)
+    upper = tl.where(value != value, bits | 0x00400000, bits + random.to(tl.int32)) >> 16
+    return upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _scale(values):
+    """Scales of groups [G, 1] of values [G, GROUP], and whether they have codes."""
+    bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True)
+    proper = (bits >= 0x00800000) & (bits < 0x7F800000)
+    other = tl.where(bits < 0x00800000, 0.0, float("nan"))
+    return tl.where(proper, bits.to(tl.float32, bitcast=True), other), proper
+
+
+@triton.jit
+def _load(exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, STATES: tl.constexpr):
+    m = tl.load(exp_avg + at, inside, other=0).to(tl.float32)
+    v = tl.load(exp_avg_sq + at, inside, other=0).to(tl.float32)
+    if STATES == "int8":
+        m = libdevice.mul_rn(
+            tl.div_rn(m, 254.0 - tl.abs(m)), tl.load(scale1 + group, some, other=0)
+        )
+        share = libdevice.mul_rn(tl.load(scale2 + group, some, other=0), 1 / 255)
+        root = libdevice.mul_rn(v, share)
+        v = libdevice.mul_rn(root, root)
+    return m, v
+
+
+@triton.jit
+def _store(
+    m, v, root, exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, number, seed,
+    STATES: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numel
-    m = tl.load(exp_avg + at, inside)
-    v = tl.load(exp_avg_sq + at, inside)
-    g = tl.load(grad + at, inside).to(tl.float32) * grad_scale
+    if STATES == "int8":
+        # 1.5 * 2**23 rounds what is added to it to an integer in its lowest bits.
+        largest, proper = _scale(m)
+        share = libdevice.mul_rn(
+            tl.abs(m), tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), largest)
+        )
+        code = 254.0 - tl.div_rn(tl.full(m.shape, 254.0, tl.float32), 1.0 + share)
+        bits = (tl.where(m < 0, -code, code) + 12582912.0).to(tl.int32, bitcast=True)
+        tl.store(exp_avg + at, tl.where(proper, bits, 0).to(tl.int8), inside)
+        tl.store(scale1 + group, largest, some)
+        largest, proper = _scale(root)
+        inverse = tl.div_rn(tl.full(largest.shape, 255.0, tl.float32), largest)
+        bits = (libdevice.mul_rn(root, inverse) + 12582912.0).to(tl.int32, bitcast=True) & 255
+        bits = tl.maximum(bits, (root > 0).to(tl.int32))
+        tl.store(exp_avg_sq + at, tl.where(proper, bits, 0).to(tl.uint8), inside)
+        tl.store(scale2 + group, largest, some)
+    elif STATES == "bf16":
+        number = number + at
+        key = _mixed(seed.to(tl.uint32) + (number >> 32).to(tl.uint32))
+        random = _mixed(key + number.to(tl.uint32))
+        tl.store(exp_avg + at, _rounded_by_chance(m, random >> 16), inside)
+        tl.store(exp_avg_sq + at, _rounded_by_chance(v, random & 0xFFFF), inside)
+    else:
+        tl.store(exp_avg + at, m, inside)
+        tl.store(exp_avg_sq + at, v, inside)
+
+
+@triton.jit(do_not_specialize=["number", "seed"])
+def _update(
+    weights, remainder, exp_avg, exp_avg_sq, scale1, scale2, grad, numel,
+    decay, weight1, beta2, weight2, root_correction2, eps, negative_step_size, grad_scale,
+    number, seed,
+    SPLIT: tl.constexpr, SMALL: tl.constexpr, STATES: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    at = group * GROUP + tl.arange(0, GROUP)[None, :]
+    inside, some = at < numel, group * GROUP < numel
+    m, v = _load(exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, STATES)
+    g = tl.load(grad + at, inside, other=0).to(tl.float32) * grad_scale
     if SPLIT:
-        high = tl.load(weights + at, inside).to(tl.int16, bitcast=True).to(tl.int32)
-        low = tl.load(remainder + at, inside).to(tl.int32)
+        high = tl.load(weights + at, inside, other=0).to(tl.int16, bitcast=True).to(tl.int32)
+        low = tl.load(remainder + at, inside, other=0).to(tl.int32)
         param = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
-        param = tl.load(weights + at, inside)
+        param = tl.load(weights + at, inside, other=0)
     # Products and sums are fused exactly where the host kernel fuses them (csrc/kernels.cpp).
     param = libdevice.mul_rn(param, decay)
     if SMALL:
@@ -37,11 +114,13 @@ def _update(
     else:
         m = tl.fma(weight1 - 1.0, libdevice.sub_rn(g, m), g)
     v = tl.fma(libdevice.mul_rn(weight2, g), g, libdevice.mul_rn(v, beta2))
-    root = tl.div_rn(tl.sqrt_rn(v), root_correction2)
-    step = tl.div_rn(libdevice.mul_rn(negative_step_size, m), libdevice.add_rn(root, eps))
-    param = libdevice.add_rn(param, step)
-    tl.store(exp_avg + at, m, inside)
-    tl.store(exp_avg_sq + at, v, inside)
+    root = tl.sqrt_rn(v)
+    denominator = libdevice.add_rn(tl.div_rn(root, root_correction2), eps)
+    param = libdevice.add_rn(param, tl.div_rn(libdevice.mul_rn(negative_step_size, m), denominator))
+    _store(
+        m, v, root, exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, number, seed,
+        STATES,
+    )  # fmt: skip
     if SPLIT:
         bits = param.to(tl.int32, bitcast=True)
         nan = param != param
@@ -67,14 +146,18 @@ def adamw(
     step: int,
     grad_scale: float = 1.0,
     threads: int = 1,
+    scales: Sequence[Tensor] = (),
+    at: int = 0,
 ) -> None:
     """`reference.adamw` on flat CUDA tensors, on the current stream; `threads` is not used."""
     numel = weights.numel()
     if numel == 0:
         return
-    _update[(triton.cdiv(numel, _BLOCK),)](
-        weights, weights if remainder is None else remainder, exp_avg, exp_avg_sq, grad, numel,
+    _update[(triton.cdiv(numel, _GROUPS * states.GROUP),)](
+        weights, weights if remainder is None else remainder, exp_avg, exp_avg_sq,
+        *(scales or (exp_avg, exp_avg_sq)), grad, numel,
         1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**step), eps,
-        -lr / (1 - beta1**step), grad_scale,
-        SPLIT=remainder is not None, SMALL=1 - beta1 < 0.5, BLOCK=_BLOCK,
+        -lr / (1 - beta1**step), grad_scale, at, states.mixed(step),
+        SPLIT=remainder is not None, SMALL=1 - beta1 < 0.5, STATES=_KINDS[exp_avg.dtype],
+        GROUPS=_GROUPS, GROUP=states.GROUP,
     )  # fmt: skip

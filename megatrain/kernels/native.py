@@ -7,8 +7,19 @@ release the interpreter lock and may come from several threads at once.
 import importlib.util
 import math
 import os
-from collections.abc import Callable
-from ctypes import CDLL, POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import (
+    CDLL,
+    POINTER,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +28,11 @@ from torch import Tensor
 
 from megatrain.kernels import check
 
-_ABI = 2
+_ABI = 3
 """The number that megatrain_abi() in csrc/api.cpp must return."""
+
+# As csrc/kernels.h numbers them.
+_STATES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 _P, _N, _T = c_void_p, c_int64, c_int
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -26,7 +40,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "instruction_set": (c_char_p, []),
     "use_instruction_set": (c_int, [c_char_p]),
     "set_affinity": (c_int, [POINTER(c_int), c_int]),
-    "adamw": (None, [_P, _P, _P, _P, _P, c_int, _N, *[c_float] * 8, _T]),
+    "adamw": (None, [*[_P] * 7, c_int, c_int, _N, *[c_float] * 8, c_uint64, c_uint32, _T]),
     "split": (None, [_P, _P, _P, _N, _T]),
     "join": (None, [_P, _P, _P, _N, _T]),
     "gather_rows": (None, [_P, _P, _P, _N, _N, _T]),
@@ -119,15 +133,15 @@ def adamw(
     step: int,
     grad_scale: float = 1.0,
     threads: int = 1,
+    scales: Sequence[Tensor] = (),
+    at: int = 0,
 ) -> None:
-    """See `reference.adamw`; the same bits in one pass over memory, 26 bytes per parameter."""
-    check.adamw_arguments(weights, remainder, exp_avg, exp_avg_sq, grad, step)
+    """See `reference.adamw`; the same bits in one pass over memory."""
+    check.adamw_arguments(weights, remainder, exp_avg, exp_avg_sq, scales, grad, step, at)
+    planes = (weights, remainder, exp_avg, exp_avg_sq, *(scales or (None, None)), grad)
     _call["adamw"](
-        weights.data_ptr(),
-        None if remainder is None else remainder.data_ptr(),
-        exp_avg.data_ptr(),
-        exp_avg_sq.data_ptr(),
-        grad.data_ptr(),
+        *(None if plane is None else plane.data_ptr() for plane in planes),
+        _STATES[exp_avg.dtype],
         grad.dtype == torch.bfloat16,
         weights.numel(),
         1 - lr * weight_decay,
@@ -138,6 +152,8 @@ def adamw(
         eps,
         -(lr / (1 - beta1**step)),
         grad_scale,
+        at,
+        step % 2**32,
         threads,
     )
 

@@ -5,12 +5,13 @@ functions' `threads` argument and leave the choice to torch, whose pool is a pro
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megatrain.kernels import check
+from megatrain.kernels.states import GROUP, exact_sqrt, load_moments, store_moments
 
 _BLOCK = 1 << 21
 """Elements worked on at a time: temporaries stay under 100 MiB, and torch's threads, which meet
@@ -98,6 +99,8 @@ def adamw(
     step: int,
     grad_scale: float = 1.0,
     threads: int = 1,
+    scales: Sequence[Tensor] = (),
+    at: int = 0,
 ) -> None:
     """One AdamW update of a range, operation for operation `torch.optim.AdamW(foreach=False)`.
 
@@ -108,42 +111,48 @@ def adamw(
     Args:
         weights: [N] bfloat16 (then `remainder` holds the rest of the master) or float32.
         remainder: [N] int16, or None when `weights` is float32.
-        exp_avg: [N] float32, first moment.
-        exp_avg_sq: [N] float32, second moment.
+        exp_avg, exp_avg_sq: [N] the moments: float32; bfloat16, rounded by chance; or int8 and
+            uint8 codes (states.py).
         grad: [N] bfloat16 or float32, read; multiplied by `grad_scale` in fp32 first.
-        lr: learning rate of this step.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled decay.
+        lr, beta1, beta2, eps, weight_decay: the settings, as torch has them.
         step: number of this update, the first is 1.
         grad_scale: the clipping factor.
         threads: ignored here, torch's own setting counts.
+        scales: with codes those of both moments, [ceil(N / GROUP)] float32; otherwise empty.
+        at: number of the range's first element in the model, a multiple of GROUP: what bfloat16
+            moments' random numbers follow from, with `step`.
 
     Raises:
-        ValueError: a tensor has the wrong dtype, size or layout, or `step` is below 1.
+        ValueError: a tensor has the wrong dtype, size or layout, `step` is below 1, or `at` is no
+            multiple of GROUP.
     """
-    check.adamw_arguments(weights, remainder, exp_avg, exp_avg_sq, grad, step)
-    step_size = lr / (1 - beta1**step)
-    denominator = math.sqrt(1 - beta2**step)
-    low = weights if remainder is None else remainder
-    for w, r, m, v, raw in _blocks(weights, low, exp_avg, exp_avg_sq, grad):
-        param = w if remainder is None else torch.empty_like(m)
-        if remainder is not None:
-            join(w, r, param)
-        g = raw.float() * grad_scale
-        param.mul_(1 - lr * weight_decay)
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        param.addcdiv_(m, (_exact_sqrt(v) / denominator).add_(eps), value=-step_size)
-        if remainder is not None:
+    moments = (exp_avg, exp_avg_sq)
+    check.adamw_arguments(weights, remainder, *moments, scales, grad, step, at)
+    for start in range(0, weights.numel(), _BLOCK):
+        stop = start + _BLOCK
+        part, groups = slice(start, stop), slice(start // GROUP, stop // GROUP)
+        w, r = weights[part], None if remainder is None else remainder[part]
+        kept = [plane[part] for plane in moments] + [plane[groups] for plane in scales]
+        m, v = load_moments(kept)
+        param = w if r is None else torch.empty_like(m)
+        if r is not None:
+            join_block(w, r, param)
+        g = grad[part].float() * grad_scale
+        _move(param, m, v, g, lr, beta1, beta2, eps, weight_decay, step)
+        if r is not None:
             split_block(param, w, r)
+        store_moments((m, v), kept, at=at + start, step=step)
 
 
-def _exact_sqrt(values: Tensor) -> Tensor:
-    # No root of an fp32 number lies within four fp64 units of a midpoint between two fp32 numbers,
-    # so rounding an fp64 root that is off by less than one unit gives the nearest fp32 number.
-    return values.double().sqrt_().float()
+def _move(
+    param: Tensor, m: Tensor, v: Tensor, g: Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
+) -> None:  # fmt: skip
+    param.mul_(1 - lr * weight_decay)
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    denominator = (exact_sqrt(v) / math.sqrt(1 - beta2**step)).add_(eps)
+    param.addcdiv_(m, denominator, value=-(lr / (1 - beta1**step)))
 
 
 def gather_rows(

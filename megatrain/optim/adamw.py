@@ -2,13 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from megatrain import kernels
+from megatrain.errors import InputError
+from megatrain.kernels import states
 from megatrain.optim.rule import NO_DECAY, Plane, Rule
+
+_MOMENTS = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "int8": (torch.int8, torch.uint8),
+}
 
 
 @dataclass(frozen=True)
@@ -17,20 +25,29 @@ class AdamW(Rule):
 
     Attributes:
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
+        states: of what the moments are: fp32; bf16, rounded by chance; or int8, codes with a scale
+            for each group (megatrain/kernels/states.py). The master is fp32 with all of them.
     """
 
     name = "adamw"
     settings = ("lr", "betas", "eps", "weight_decay")
+    choices: ClassVar = {"states": tuple(_MOMENTS)}
 
     lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
     no_decay: Sequence[str] = NO_DECAY
+    states: Literal["fp32", "bf16", "int8"] = "fp32"
 
     @property
     def state_planes(self) -> tuple[Plane, ...]:
-        return (Plane("first moment", torch.float32), Plane("second moment", torch.float32))
+        names = ("first moment", "second moment")
+        moments = [Plane(*each) for each in zip(names, _MOMENTS[self.states], strict=True)]
+        if self.states != "int8":
+            return tuple(moments)
+        scales = [Plane(f"{name} scale", torch.float32, per=states.GROUP) for name in names]
+        return (*moments, *scales)
 
     def update(
         self,
@@ -45,10 +62,12 @@ class AdamW(Rule):
         grad_scale: float,
         threads: int,
     ) -> None:
+        first, second, *scales = states
         kernels.adamw(
             weights,
             remainder,
-            *states,
+            first,
+            second,
             grad,
             lr=float(group["lr"]),
             beta1=group["betas"][0],
@@ -58,4 +77,13 @@ class AdamW(Rule):
             step=step,
             grad_scale=grad_scale,
             threads=threads,
+            scales=scales,
+            at=at,
         )
+
+    def take_over(
+        self, other: Rule, saved: Sequence[Tensor], own: Sequence[Tensor], *, at: int, step: int
+    ) -> None:
+        if not isinstance(other, AdamW):
+            raise InputError(f"the moments of {self.name} cannot be made of those of {other.name}")
+        states.store_moments(states.load_moments(saved), own, at=at, step=step)

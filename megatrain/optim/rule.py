@@ -80,12 +80,14 @@ class Rule(ABC):
     Attributes:
         name: in run files and checkpoints.
         settings: names of what the groups of torch's optimizer hold of it.
+        choices: further settings, the same for all groups, and the values of each.
         needs_matrices: whether `update` needs each parameter in its shape, not flat ranges.
         keeps_pace: whether its update on the host is paced by memory, as forecasts take it to be.
     """
 
     name: ClassVar[str]
     settings: ClassVar[tuple[str, ...]]
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     needs_matrices: ClassVar[bool] = False
     keeps_pace: ClassVar[bool] = True
 
@@ -127,8 +129,27 @@ class Rule(ABC):
             threads: of the host, for those rules that have a kernel of their own.
         """
 
+    def take_over(
+        self, other: "Rule", saved: Sequence[Tensor], own: Sequence[Tensor], *, at: int, step: int
+    ) -> None:
+        """Make a range of this rule's state of that which another rule has kept.
+
+        Args:
+            saved: the range of each of `other.state_planes`.
+            own: the same of `state_planes`, written, on the same device.
+            at: as for `update`.
+            step: number of the last update.
+
+        Raises:
+            InputError: nothing can be made of it.
+        """
+        raise InputError(f"the state of {self.name} cannot be made of that of {other.name}")
+
     def __post_init__(self) -> None:
         kind = type(self).__name__
+        for name, values in self.choices.items():
+            if (value := getattr(self, name)) not in values:
+                raise InputError(f"{kind} {name} is {value!r}; it must be {' or '.join(values)}")
         for name in self.settings:
             value = getattr(self, name)
             if name == "betas":

@@ -13,12 +13,12 @@ from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.checkpoint import open_checkpoint, verify
 from megatrain.checkpoint.read import read_tiles
 from megatrain.device import CpuDevice
-from megatrain.optim import RULES
 from megatrain.placement import RENAMED
 from megatrain.store import Store
 from megatrain.tile import TileLayout
 from tests.checkpoint.cases import batches, change, engine_of, state
 from tests.parity.cases import frozen, llama, masters, noisy, same
+from tests.rules import SWEPT
 
 PLACEMENTS = {
     "streamed": Placement(slots=1),
@@ -57,7 +57,7 @@ def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp
     check(engine_of(sizes=sizes, precision=precision, clip=clip, placement=placement), tmp_path)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SWEPT)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_another_placement_goes_on_bit_for_bit(placement: str, rule: str, tmp_path) -> None:
     others = [each for name, each in PLACEMENTS.items() if name != placement]

@@ -16,6 +16,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
 
+from megatrain.kernels.states import (
+    decode_first,
+    decode_second,
+    encode_first,
+    encode_second,
+    random16,
+    round_by_chance,
+)
+
 # The patterns of transformers.Trainer.get_decay_parameter_names (transformers 5.23).
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -191,6 +200,31 @@ class PlainLion(torch.optim.Optimizer):
                 direction = torch.sign(m * beta1 + p.grad * (1 - beta1))
                 p.copy_(p * (1 - lr * group["weight_decay"]) - lr * direction)
                 m.copy_(m * beta2 + p.grad * (1 - beta2))
+
+
+class RoundedAdamW(torch.optim.AdamW):
+    """torch's AdamW, whose moments are rounded to `states` after each step.
+
+    Attributes:
+        at: number of each parameter's first element in the engine, for random numbers; 0 if absent.
+    """
+
+    def __init__(self, params: Any, states: str, **settings: Any):
+        self.states, self.at = states, {}
+        super().__init__(params, **settings, foreach=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p, state in self.state.items():
+            m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
+            if self.states == "int8":
+                m.copy_(decode_first(*encode_first(m)))
+                v.copy_(decode_second(*encode_second(v)))
+            else:
+                chances = random16(self.at.get(p, 0), len(m), int(state["step"]), m.device)
+                for moment, chance in zip((m, v), chances, strict=True):
+                    moment.copy_(round_by_chance(moment.clone(), chance))
 
 
 def _adamw(

@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config
 from transformers.models.qwen2 import Qwen2ForCausalLM
 
-from megatrain import AdamW, Engine
+from megatrain import Engine
 from megatrain.device import Buffer, CpuDevice
-from megatrain.optim import RULES
 from tests.families.plain import Step, accumulate
 from tests.families.tiny import tiny_model
+from tests.rules import SWEPT
 
 VOCAB = 128
 SHAPES = ((2, 12), (1, 7), (3, 5))
@@ -83,7 +83,8 @@ def make_engine(
     A large eps lets a wrong scale of the gradient show, and so do momenta of Lion.
     """
     eps, rule = options.pop("eps", 1e-3), options.pop("rule", "adamw")
-    optimizer = AdamW(lr=lr, eps=eps) if rule == "adamw" else RULES[rule](lr=lr / 10)
+    settings = {"lr": lr / 10} if rule == "lion" else {"lr": lr, "eps": eps}
+    optimizer = SWEPT[rule](**settings)
     options.setdefault("device", "cpu")
     return Engine(model, optimizer=optimizer, max_grad_norm=clip, precision=precision, **options)
 

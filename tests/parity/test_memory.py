@@ -15,9 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine import opened
-from megatrain.optim import RULES, parameter_bytes
+from megatrain.optim import parameter_bytes
 from megatrain.units import MIB
 from tests.parity.cases import frozen, llama, make_batches, make_engine
+from tests.rules import SWEPT
 
 # Large enough that the padding of planes and rows of text are as little as in a real model.
 MID = LlamaConfig(
@@ -43,6 +44,14 @@ def bytes_per_parameter(engine: Engine) -> dict[str, float]:
 PLANES = [
     ("adamw", "bf16", {"weights": 2, "remainder": 2, "moments": 8, "gradients": 2}, 14),
     ("adamw", "fp32", {"weights": 4, "remainder": 0, "moments": 8, "gradients": 4}, 16),
+    ("adamw bf16", "bf16", {"weights": 2, "remainder": 2, "moments": 4, "gradients": 2}, 10),
+    ("adamw int8", "bf16", {"weights": 2, "remainder": 2, "moments": 2.125, "gradients": 2}, 8.125),
+    (
+        "adamw int8",
+        "fp32",
+        {"weights": 4, "remainder": 0, "moments": 2.125, "gradients": 4},
+        10.125,
+    ),
     ("lion", "bf16", {"weights": 2, "remainder": 2, "moments": 4, "gradients": 2}, 10),
     ("lion", "fp32", {"weights": 4, "remainder": 0, "moments": 4, "gradients": 4}, 12),
 ]
@@ -51,7 +60,7 @@ PLANES = [
 @pytest.mark.parametrize(("rule", "precision", "planes", "whole"), PLANES)
 def test_bytes_per_parameter(rule: str, precision: Any, planes: dict, whole: float) -> None:
     engine = make_engine(MID, precision=precision, rule=rule)
-    assert parameter_bytes(RULES[rule](), opened.DTYPES[precision]) == whole
+    assert parameter_bytes(SWEPT[rule](), opened.DTYPES[precision]) == whole
     assert engine.num_parameters > 19e6
     found = bytes_per_parameter(engine)
     for plane, expected in planes.items():

@@ -10,7 +10,6 @@ import pytest
 from megatrain import Placement, kernels
 from megatrain.engine import sink
 from megatrain.kernels import reference
-from megatrain.optim import RULES
 from tests.families.plain import Step
 from tests.parity.cases import (
     llama,
@@ -22,6 +21,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
+from tests.rules import SWEPT
 
 Numbers = tuple[list[float], list[float], dict, list]
 
@@ -76,7 +76,7 @@ def placements() -> list[Placement]:
     return found
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SWEPT)
 @pytest.mark.parametrize(("precision", "tied", "clip"), CASES)
 def test_no_placement_changes_a_bit(
     precision: Any, tied: bool, clip: float | None, rule: str

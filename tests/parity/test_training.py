@@ -11,8 +11,10 @@ from transformers import PreTrainedModel, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from megatrain import AdamW, Engine, InputError
-from megatrain.optim import NO_DECAY, RULES
-from tests.families.plain import PlainLion, accumulate
+from megatrain.optim import NO_DECAY
+from megatrain.store import Tile
+from megatrain.tile import Entry
+from tests.families.plain import PlainLion, RoundedAdamW, accumulate
 from tests.parity.cases import (
     gradients,
     llama,
@@ -26,6 +28,7 @@ from tests.parity.cases import (
     same,
 )
 from tests.race.late import LateDevice
+from tests.rules import SWEPT
 from tests.unit.kernel_cases import exact_roots  # noqa: F401  a fixture
 
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler | None]
@@ -138,12 +141,19 @@ def test_a_scheduler_does_not_warn_of_a_missing_step(recwarn: pytest.WarningsRec
 
 PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=EPS, betas=BETAS, foreach=False),
+    "adamw bf16": lambda groups: RoundedAdamW(groups, "bf16", lr=1e-2, eps=EPS, betas=BETAS),
+    "adamw int8": lambda groups: RoundedAdamW(groups, "int8", lr=1e-2, eps=EPS, betas=BETAS),
     "lion": lambda groups: PlainLion(groups, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0),
 }
 
 
+def place(tile: Tile, entry: Entry) -> int:
+    """What a parameter's random numbers follow from."""
+    return (tile.index << 40) + entry.offset
+
+
 @pytest.mark.parametrize("clip", [0.5, 1e9])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SWEPT)
 @pytest.mark.usefixtures("exact_roots")
 def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(rule: str, clip: float) -> None:
     """Bit for bit: a sign or a root hides no gradient that is a little off."""
@@ -159,6 +169,10 @@ def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(rule: str, cl
             for group in engine.optimizer.param_groups
         ]
     )
+    if isinstance(plain, RoundedAdamW):
+        plain.at = {
+            named[entry.name]: place(tile, entry) for tile, entry in engine._store.entries()
+        }
     for step in make_batches(3):
         norm = engine.step(step).grad_norm
         engine.flush()

@@ -22,8 +22,9 @@ from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
-from megatrain.optim import RULES, StreamedOptimizer
+from megatrain.optim import StreamedOptimizer
 from megatrain.store import Store
+from tests.rules import SWEPT
 
 # Nothing; the ends of the stack and the table; one layer among streamed ones.
 RESIDENT = ((), ("embedding", "layer 0", "head"), ("layer 2",))
@@ -83,7 +84,7 @@ def schedules() -> Iterator[dict]:
     rest = itertools.cycle(
         itertools.product((1, 3, None), (True, False), RESIDENT, ((), (0, 1)), WAITING, CLOSED)
     )
-    rules = itertools.cycle(RULES)
+    rules = itertools.cycle(SWEPT)
     for slots, boundaries, clip, tied, precision in itertools.product(
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
@@ -163,7 +164,7 @@ def trace(
     else:
         program, optimizer = tiny_program(tied, WIDE if placement.max_stream_bytes else VOCAB)
     if rule != optimizer.rule.name:
-        optimizer = StreamedOptimizer(RULES[rule](), program.spec.capture.model)
+        optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
     layouts = tile_layouts(program.spec, optimizer.group_of())
     store = Store(device, layouts, dtype, rule=optimizer.rule, resident=placement.resident)
     assembly = Assembly(device, program, store, dtype, placement, TorchMakers(program))

@@ -1,11 +1,13 @@
 """What the kernel tests share: implementations to try, bit comparison, one AdamW problem."""
 
 import platform
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatrain import AdamW
 from megatrain.kernels import reference
 
 try:
@@ -52,7 +54,13 @@ def fuses_like_torch(instruction_set: str) -> bool:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def flat(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The planes that there are, scales one by one."""
+    scales = {f"scale {i}": scale for i, scale in enumerate(state["scales"])}
+    return {n: plane for n, plane in state.items() if torch.is_tensor(plane)} | scales
 
 
 def assert_same_bits(found: Tensor, expected: Tensor, what: str = "") -> None:
@@ -70,29 +78,34 @@ def gradient(size: int, step: int) -> Tensor:
     return randn(size, step) * 10**exponent
 
 
-def split_state(size: int) -> dict[str, Tensor]:
+def zero_moments(size: int, kind: str) -> dict[str, Any]:
+    """Zero moments as AdamW's `states` call them."""
+    planes = AdamW(states=kind).state_planes
+    first, second, *scales = (torch.zeros(-(-size // p.per), dtype=p.dtype) for p in planes)
+    return {"exp_avg": first, "exp_avg_sq": second, "scales": scales}
+
+
+def split_state(size: int, kind: str = "fp32") -> dict[str, Any]:
     """Bf16 weights, remainder and zero moments of a random fp32 master."""
     state = {
         "weights": torch.empty(size, dtype=torch.bfloat16),
         "remainder": torch.empty(size, dtype=torch.int16),
-        "exp_avg": torch.zeros(size),
-        "exp_avg_sq": torch.zeros(size),
+        **zero_moments(size, kind),
     }
     reference.split(randn(size, 0) * 0.02, state["weights"], state["remainder"])
     return state
 
 
-def whole_state(size: int) -> dict[str, Tensor | None]:
+def whole_state(size: int, kind: str = "fp32") -> dict[str, Any]:
     """Fp32 weights and zero moments, of the same master."""
     return {
         "weights": randn(size, 0) * 0.02,
         "remainder": None,
-        "exp_avg": torch.zeros(size),
-        "exp_avg_sq": torch.zeros(size),
+        **zero_moments(size, kind),
     }
 
 
-def joined(state: dict[str, Tensor]) -> Tensor:
-    master = torch.empty_like(state["exp_avg"])
+def joined(state: dict[str, Any]) -> Tensor:
+    master = torch.empty(len(state["weights"]))
     reference.join(state["weights"], state["remainder"], master)
     return master

@@ -24,9 +24,10 @@ from megatrain.forecast.profile import Profile
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.model.probe import spec
-from megatrain.optim import RULES, Rule
+from megatrain.optim import Rule
 from megatrain.units import MIB
 from tests.parity.cases import Noting
+from tests.rules import SWEPT
 from tests.unit.forecast_cases import (
     H200,
     experts_config,
@@ -79,17 +80,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SWEPT)
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_host_memory_is_the_engines_to_the_byte(name: str, rule: str) -> None:
     placement, (clip, precision, tied) = PLACEMENTS[name], CASES[name]
-    found = told(placement, clip=clip, precision=precision, tied=tied, rule=RULES[rule]())
+    found = told(placement, clip=clip, precision=precision, tied=tied, rule=SWEPT[rule]())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(512, (ROWS, TOKENS), generator=generator)
     step = [{"input_ids": part, "labels": part} for part in ids.split(4)]
     with Engine(
         tiny_config(tied=tied),
-        optimizer=RULES[rule](),
+        optimizer=SWEPT[rule](),
         max_grad_norm=1.0 if clip else None,
         precision=precision,  # type: ignore[arg-type]
         placement=placement,

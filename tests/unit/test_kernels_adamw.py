@@ -13,6 +13,7 @@ from tests.unit.kernel_cases import (
     HYPER,
     assert_same_bits,
     exact_roots,  # noqa: F401  a fixture
+    flat,
     fuses_like_torch,
     gradient,
     implementations,
@@ -25,7 +26,7 @@ from tests.unit.kernel_cases import (
     whole_state,
 )
 
-SIZES = [*range(71), 1 << 16, (1 << 16) + 1, 200_003]
+SIZES = [*range(19), 31, 33, 63, 64, 65, 70, 1023, 1025, (1 << 16) + 1, 140_003]
 STATES = {"split": split_state, "whole": whole_state}
 
 
@@ -80,20 +81,21 @@ def test_unpatched_torch_differs_by_its_roots_alone():
 
 @needs_native
 @pytest.mark.parametrize("form", STATES)
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
-def test_native_is_the_reference_bit_for_bit(instruction_set, form, grad_dtype):  # noqa: F811
+def test_native_is_the_reference_bit_for_bit(instruction_set, form, kind, grad_dtype):  # noqa: F811
     if not fuses_like_torch(instruction_set):
         pytest.skip("torch fuses multiply-adds here; tested below without")
     for size in SIZES:
-        found, expected = STATES[form](size), STATES[form](size)
+        found, expected = STATES[form](size, kind), STATES[form](size, kind)
         for step in (1, 2, 3):
             grad = gradient(size, step).to(grad_dtype)
-            arguments = dict(grad=grad, **HYPER, step=step, grad_scale=0.37)
+            grad[128:200] = 0
+            arguments = dict(grad=grad, **HYPER, step=step, grad_scale=0.37, at=(9 << 32) - 640)
             native.adamw(**found, **arguments, threads=step)
             reference.adamw(**expected, **arguments)
-        for plane in found:
-            if found[plane] is not None:
-                assert_same_bits(found[plane], expected[plane], f"{plane} of {size}")
+        for plane, values in flat(found).items():
+            assert_same_bits(values, flat(expected)[plane], f"{plane} of {size}")
 
 
 @needs_native
@@ -108,7 +110,7 @@ def test_baseline_is_the_reference_where_torch_does_not_fuse():
     root = Path(__file__).parents[2]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
-    assert "4 passed" in run.stdout, run.stdout
+    assert "12 passed" in run.stdout, run.stdout
 
 
 @needs_native
@@ -131,8 +133,8 @@ def test_hyperparameter_extremes_agree():
             grad = gradient(1009, step)
             native.adamw(**found, grad=grad, **hyper, step=step, threads=2)
             reference.adamw(**expected, grad=grad, **hyper, step=step)
-        for plane in found:
-            assert_same_bits(found[plane], expected[plane], f"{plane} with {case}")
+        for plane, values in flat(found).items():
+            assert_same_bits(values, flat(expected)[plane], f"{plane} with {case}")
 
 
 @implementations
@@ -150,10 +152,11 @@ def test_bad_gradient_streams_as_nan_and_stays_where_it_is(kernels, bad):
 
 
 @implementations
-def test_small_steps_are_not_lost_to_bf16(kernels):
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+def test_small_steps_are_not_lost_to_bf16(kernels, kind):
     """200 steps at 1e-6: the split master goes where fp32 training goes, bf16 weights stay."""
     size, hyper = 20_011, HYPER | {"lr": 1e-6, "weight_decay": 0.0}
-    split, whole = split_state(size), whole_state(size)
+    split, whole = split_state(size, kind), whole_state(size, kind)
     stalled, start = whole_state(size), whole_state(size)["weights"]
     stalled["weights"] = start.bfloat16()
     direction = randn(size, 7).sign()
@@ -191,6 +194,9 @@ def arguments_with(**changes):
         ({"grad": torch.zeros(16).half()}, "grad is torch.float16"),
         ({"grad": torch.zeros(16, device="meta")}, "grad is on meta"),
         ({"step": 0}, "step is 0"),
+        ({"at": 32}, "at is 32, no multiple of 64"),
+        ({"exp_avg": torch.zeros(16, dtype=torch.int8)}, "exp_avg is torch.int8"),
+        ({"scales": [torch.zeros(1)] * 2}, r"exp_avg \(with scales\) is torch.float32"),
     ],
 )
 def test_wrong_arguments_are_named(kernels, changes, message):

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from megatrain import AdamW, InputError, Lion
 from megatrain.device import CpuDevice
 from megatrain.engine.opened import DTYPES
+from megatrain.kernels.states import load_moments
 from megatrain.optim import (
     NO_DECAY,
     RULES,
@@ -25,8 +27,9 @@ from megatrain.optim import (
 )
 from megatrain.store import Store
 from megatrain.tile import TileLayout
-from tests.families.plain import PlainLion
+from tests.families.plain import PlainLion, RoundedAdamW
 from tests.families.tiny import tiny_model
+from tests.rules import SWEPT
 from tests.structure.source_tree import ROOT
 from tests.unit.kernel_cases import exact_roots, gradient, randn  # noqa: F401
 
@@ -47,6 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a beta alone": ({"betas": 0.9}, "betas are 0.9"),
     "beta as text": ({"betas": ("0.9", 0.95)}, "betas are"),
     "pattern alone": ({"no_decay": "bias"}, "no_decay is 'bias'; it must be a list of patterns"),
+    "unknown states": ({"states": "fp8"}, "states is 'fp8'; it must be fp32 or bf16 or int8"),
     "a number": ({"no_decay": 3}, "no_decay is 3; it must be a list of patterns"),
     "bad pattern": ({"no_decay": ["("]}, r"no_decay has a bad pattern '\('"),
     "no pattern": ({"no_decay": [3]}, "no_decay has a bad pattern 3"),
@@ -172,56 +176,73 @@ HYPER: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
     "lion": {"lr": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.5},
 }
+HYPER |= {"adamw bf16": HYPER["adamw"], "adamw int8": HYPER["adamw"]}
 PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda params, **hyper: torch.optim.AdamW(params, **hyper, foreach=False),
+    "adamw bf16": partial(RoundedAdamW, states="bf16"),
+    "adamw int8": partial(RoundedAdamW, states="int8"),
     "lion": PlainLion,
 }
 
 
 @pytest.mark.parametrize("grad_scale", [1.0, 0.37])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", SWEPT)
 @pytest.mark.usefixtures("exact_roots")
 def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
     name: str, precision: str, grad_scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lion, "_HOST_BLOCK", 1000)
-    rule, dtype, size = RULES[name](**HYPER[name]), DTYPES[precision], 3001
+    rule, dtype, size = SWEPT[name](**HYPER[name]), DTYPES[precision], 3001
     tile = Store(CpuDevice(), [TileLayout("t", [("a", torch.Size([size]), 0)])], dtype, rule=rule)
     [tile], master = tile.tiles, torch.nn.Parameter(randn(size, 0))
     tile.write_master(tile.layout.entries[0], master.detach())
     plain = PLAIN[name]([master], **HYPER[name])
     planes = [tile.weights.data, None if tile.remainder is None else tile.remainder.data]
     states = [buffer.data for buffer in tile.states.values()]
+    pieces = [slice(0, 1024), slice(1024, len(tile.weights.data))]  # an update is cut anywhere
     for step in range(1, 6):
         grad = torch.zeros(len(tile.weights.data))
         grad[:size] = gradient(size, step)
-        settings = {"at": 0, "step": step, "grad_scale": grad_scale, "threads": 1}
-        rule.update(*planes, states, grad, HYPER[name], **settings)
+        for part in pieces:
+            own = [None if plane is None else plane[part] for plane in planes]
+            found = [b.data[p.place(part.start, part.stop)] for p, b in tile.states.items()]
+            settings = {"at": part.start, "step": step, "grad_scale": grad_scale, "threads": 1}
+            rule.update(*own, found, grad[part], HYPER[name], **settings)
         master.grad = grad[:size] * grad_scale
         plain.step()
     assert torch.equal(tile.read_master(tile.layout.entries[0]), master)
     kept = [value for value in plain.state[master].values() if value.shape == master.shape]
+    if rule.choices:
+        states = load_moments(states)
     assert len(kept) == len(states)
-    assert all(torch.equal(one[:size], other) for one, other in zip(states, kept, strict=True))
+    assert all(
+        torch.equal(one[:size].float(), other) for one, other in zip(states, kept, strict=True)
+    )
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", SWEPT)
 def test_a_bad_gradient_is_seen_in_its_weights(name: str) -> None:
-    rule, weights = RULES[name](), torch.ones(4)
-    states = [torch.zeros(4, dtype=plane.dtype) for plane in rule.state_planes]
+    rule, weights = SWEPT[name](), torch.ones(4)
+    states = [torch.zeros(-(-4 // plane.per), dtype=plane.dtype) for plane in rule.state_planes]
     grad = torch.tensor([math.nan, 1.0, -1.0, 0.0])
     rule.update(weights, None, states, grad, vars(rule), at=0, step=1, grad_scale=1.0, threads=1)
     assert weights.isnan().tolist() == [True, False, False, False]
+    rule.update(
+        weights, None, states, 0 * weights, vars(rule), at=0, step=2, grad_scale=1.0, threads=1
+    )
+    assert weights[0].isnan()
 
 
 BYTES = {("adamw", "bf16"): (14, 26), ("adamw", "fp32"): (16, 28),
+         ("adamw bf16", "bf16"): (10, 18), ("adamw int8", "bf16"): (8.125, 14.25),
+         ("adamw int8", "fp32"): (10.125, 16.25),
          ("lion", "bf16"): (10, 18), ("lion", "fp32"): (12, 20)}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "precision"), BYTES)
 def test_bytes_of_a_parameter_follow_from_the_planes(name: str, precision: str) -> None:
-    rule, dtype = RULES[name](), DTYPES[precision]
+    rule, dtype = SWEPT[name](), DTYPES[precision]
     assert (parameter_bytes(rule, dtype), moved_bytes(rule, dtype)) == BYTES[name, precision]
     assert parameter_bytes(None, dtype) == dtype.itemsize  # what inference keeps
 

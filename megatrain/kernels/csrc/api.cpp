@@ -15,6 +15,7 @@ namespace {
 
 // Elements per range: large enough to hide the hand-out, small enough to balance busy cores.
 constexpr int64_t kGrain = 1 << 16;
+static_assert(kGrain % megatrain::kGroup == 0, "groups are not cut");
 constexpr int64_t kGrainBytes = 1 << 20;
 
 bool supported(const char* name) {
@@ -56,7 +57,7 @@ const Kernels* chosen = find_kernels(nullptr);
 extern "C" {
 
 // Raised with every change of the signatures below; native.py refuses another number.
-int megatrain_abi() { return 2; }
+int megatrain_abi() { return 3; }
 
 const char* megatrain_instruction_set() { return chosen->name; }
 
@@ -71,17 +72,18 @@ int megatrain_set_affinity(const int* cores, int num_cores) {
     return megatrain::set_affinity(cores, num_cores);
 }
 
-void megatrain_adamw(void* weights, int16_t* remainder, float* exp_avg, float* exp_avg_sq,
-                     const void* grad, int grad_is_bf16, int64_t size, float decay, float weight1,
+// `states` is a number of megatrain::States; the scalars are in the order of AdamwArguments.
+void megatrain_adamw(void* weights, int16_t* remainder, void* exp_avg, void* exp_avg_sq,
+                     float* exp_avg_scale, float* exp_avg_sq_scale, const void* grad,
+                     int states, int grad_is_bf16, int64_t size, float decay, float weight1,
                      float beta2, float weight2, float root_correction2, float eps,
-                     float negative_step_size, float grad_scale, int threads) {
+                     float negative_step_size, float grad_scale, uint64_t at, uint32_t step,
+                     int threads) {
     const AdamwArguments arguments = {
-        weights, remainder, exp_avg, exp_avg_sq, grad, decay, weight1, beta2, weight2,
-        root_correction2, eps, negative_step_size, grad_scale,
+        weights, remainder, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, grad, decay,
+        weight1, beta2, weight2, root_correction2, eps, negative_step_size, grad_scale, at, step,
     };
-    const auto kernel = remainder != nullptr
-        ? (grad_is_bf16 ? chosen->adamw_split_bf16 : chosen->adamw_split_fp32)
-        : (grad_is_bf16 ? chosen->adamw_whole_bf16 : chosen->adamw_whole_fp32);
+    const auto kernel = chosen->adamw[states][remainder != nullptr][grad_is_bf16];
     parallel_for(size, kGrain, threads,
                  [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
 }

@@ -41,6 +41,37 @@ inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
+#if defined(__AVX512F__) || defined(__aarch64__)
+// The quotients of 8-bit states, rounded as `a / b`, where an update would wait for the divider: a
+// quotient by an approximate inverse of `b` is corrected by what it leaves of `a`, which one fused
+// operation gives exactly (Markstein 1990).
+inline float corrected(float a, float b, float inverse, float quotient) {
+    return multiply_add(multiply_add(-b, quotient, a), inverse, quotient);
+}
+
+// a / b, where `inverse` is 1 / b, rounded, and `a` a root, which is never a denormal number. The
+// first correction brings the quotient within a unit in the last place; the second rounds it.
+inline float root_divided(float a, float b, float inverse) {
+    const float first = a * inverse;
+    const float quotient = corrected(a, b, inverse, corrected(a, b, inverse, first));
+    return std::fabs(first) < INFINITY ? quotient : first;
+}
+
+// a / b, where `scale * b` is from 1 to 2: a polynomial and a step of Halley's give the inverse.
+// The codes that come of it were compared with those of a / b for every b.
+inline float code_divided(float a, float b, float scale) {
+    const float first = multiply_add(0.327278f * (scale * scale * scale), b,
+                                     -1.467845f * (scale * scale));
+    const float inverse = multiply_add(first, b, 2.131848f * scale);
+    const float left = multiply_add(-b, inverse, 1.0f);
+    const float better = multiply_add(multiply_add(left, left, left), inverse, inverse);
+    return corrected(a, b, better, a * better);
+}
+#else
+inline float root_divided(float a, float b, float) { return a / b; }
+inline float code_divided(float a, float b, float) { return a / b; }
+#endif
+
 // Both are the formulas of reference.py in 16-bit arithmetic, twice as much of it in a vector: a
 // remainder with its upper bit set stands for a weight that was rounded away from zero by one.
 inline float join_one(bf16 weight, int16_t remainder) {
@@ -57,49 +88,195 @@ inline void split_one(float master, bf16& weight, int16_t& remainder) {
     remainder = int16_t(lower);
 }
 
-// param, exp_avg, exp_avg_sq after one update: torch/optim/adam.py, _single_tensor_adam, with the
-// formulas of at::native's lerp, addcmul and addcdiv.
-inline float update_one(const AdamwArguments& a, float param, float& m, float& v, float g) {
+// param, exp_avg, exp_avg_sq and its root after one update: torch/optim/adam.py,
+// _single_tensor_adam, with the formulas of at::native's lerp, addcmul and addcdiv.
+template <bool kCodes>
+inline float update_one(const AdamwArguments& a, float inverse_correction2, float param, float& m,
+                        float& v, float g, float& root) {
     const bool small = a.weight1 < 0.5f;
     param *= a.decay;
     const float coefficient = small ? a.weight1 : a.weight1 - 1.0f;
     m = multiply_add(coefficient, g - m, small ? m : g);
     v = multiply_add(a.weight2 * g, g, v * a.beta2);
-    const float denominator = std::sqrt(v) / a.root_correction2 + a.eps;
+    root = std::sqrt(v);
+    const float corrected_root =
+        kCodes ? root_divided(root, a.root_correction2, inverse_correction2)
+               : root / a.root_correction2;
+    const float denominator = corrected_root + a.eps;
     return param + (a.negative_step_size * m) / denominator;
 }
 
-template <typename Grad>
-void adamw_split(const AdamwArguments& arguments, int64_t begin, int64_t end) {
-    const AdamwArguments a = arguments;
-    bf16* __restrict weights = static_cast<bf16*>(a.weights);
-    int16_t* __restrict remainder = a.remainder;
-    float* __restrict exp_avg = a.exp_avg;
-    float* __restrict exp_avg_sq = a.exp_avg_sq;
-    const Grad* __restrict grad = static_cast<const Grad*>(a.grad);
-    for (int64_t i = begin; i < end; ++i) {
-        float m = exp_avg[i], v = exp_avg_sq[i];
-        const float param = join_one(weights[i], remainder[i]);
-        const float updated = update_one(a, param, m, v, read(grad, i) * a.grad_scale);
-        split_one(updated, weights[i], remainder[i]);
-        exp_avg[i] = m;
-        exp_avg_sq[i] = v;
-    }
+// Two 16-bit random numbers for each element and step: reference.py has the formula.
+inline uint32_t mixed(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
 }
 
-template <typename Grad>
-void adamw_whole(const AdamwArguments& arguments, int64_t begin, int64_t end) {
-    const AdamwArguments a = arguments;
-    float* __restrict weights = static_cast<float*>(a.weights);
-    float* __restrict exp_avg = a.exp_avg;
-    float* __restrict exp_avg_sq = a.exp_avg_sq;
-    const Grad* __restrict grad = static_cast<const Grad*>(a.grad);
-    for (int64_t i = begin; i < end; ++i) {
-        float m = exp_avg[i], v = exp_avg_sq[i];
-        weights[i] = update_one(a, weights[i], m, v, read(grad, i) * a.grad_scale);
-        exp_avg[i] = m;
-        exp_avg_sq[i] = v;
+// Up or down by chance, so that the mean is the value; NaN, infinity and zero stay.
+inline bf16 round_by_chance(float value, uint32_t random16) {
+    const uint32_t bits = bits_of(value);
+    return bf16((value == value ? bits + random16 : bits | 0x00400000u) >> 16);
+}
+
+// A group's scale by the bits of its largest magnitude: none below the normal numbers, and NaN if
+// anything in it is not finite. Only a proper scale has codes other than zero.
+inline bool is_proper(int32_t largest) { return largest >= 0x00800000 && largest < 0x7f800000; }
+inline float scale_of(int32_t largest) {
+    return is_proper(largest) ? float_of(uint32_t(largest)) : largest < 0x00800000 ? 0.0f : NAN;
+}
+inline int32_t magnitude(float value) { return int32_t(bits_of(value) & 0x7fffffffu); }
+inline int smaller(int a, int b) { return a < b ? a : b; }
+inline int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
+
+// Adding this to a small number rounds it to an integer, ties to even, in the lowest bits.
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
+
+// Elements whose every stage of an update is a loop of its own over what stays in the first-level
+// cache: loops that the compiler makes vectors of, long enough that no stage waits for the last.
+constexpr int kBlock = 1024;
+
+// Each kind of states: the moments of up to kBlock elements from `i` on as fp32, and back. `m` and
+// `v` point to room for them, or are pointed to where they are.
+struct StatesFp32 {
+    static constexpr bool kCodes = false;
+    static void load(const AdamwArguments& a, int64_t i, int, float*& m, float*& v) {
+        m = static_cast<float*>(a.exp_avg) + i;
+        v = static_cast<float*>(a.exp_avg_sq) + i;
     }
+    static void store(const AdamwArguments&, int64_t, int, const float*, const float*,
+                      const float*) {}
+};
+
+struct StatesBf16 {
+    static constexpr bool kCodes = false;
+    static void load(const AdamwArguments& a, int64_t i, int n, float*& m, float*& v) {
+        const bf16* first = static_cast<bf16*>(a.exp_avg) + i;
+        const bf16* second = static_cast<bf16*>(a.exp_avg_sq) + i;
+        for (int j = 0; j < n; ++j) m[j] = read(first, j);
+        for (int j = 0; j < n; ++j) v[j] = read(second, j);
+    }
+    static void store(const AdamwArguments& a, int64_t i, int n, const float* m, const float* v,
+                      const float*) {
+        bf16* __restrict first = static_cast<bf16*>(a.exp_avg) + i;
+        bf16* __restrict second = static_cast<bf16*>(a.exp_avg_sq) + i;
+        for (int group = 0; group < n; group += kGroup) {
+            const uint64_t at = a.at + uint64_t(i + group);
+            const uint32_t key = mixed(mixed(a.step) + uint32_t(at >> 32)) + uint32_t(at);
+            for (int j = group; j < smaller(group + kGroup, n); ++j) {
+                const uint32_t random = mixed(key + uint32_t(j - group));
+                first[j] = round_by_chance(m[j], random >> 16);
+                second[j] = round_by_chance(v[j], random & 0xffff);
+            }
+        }
+    }
+};
+
+struct StatesInt8 {
+    static constexpr bool kCodes = true;
+    static void load(const AdamwArguments& a, int64_t i, int n, float*& m, float*& v) {
+        for (int group = 0; group < n; group += kGroup) {
+            const int8_t* first = static_cast<int8_t*>(a.exp_avg) + i + group;
+            const uint8_t* second = static_cast<uint8_t*>(a.exp_avg_sq) + i + group;
+            const float scale1 = a.exp_avg_scale[(i + group) / kGroup];
+            const float share2 = a.exp_avg_sq_scale[(i + group) / kGroup] * (1.0f / 255.0f);
+            const int size = smaller(kGroup, n - group);
+            for (int j = 0; j < size; ++j) {
+                const float code = first[j], divisor = 254.0f - std::fabs(code);
+                m[group + j] = code_divided(code, divisor, 1.0f / 128.0f) * scale1;
+                const float root = second[j] * share2;
+                v[group + j] = root * root;
+            }
+        }
+    }
+    static void store(const AdamwArguments& a, int64_t i, int n, const float* m, const float*,
+                      const float* root) {
+        int32_t largest1[kBlock / kGroup], largest2[kBlock / kGroup];
+        for (int group = 0; group < n; group += kGroup) {
+            largest1[group / kGroup] = largest(m + group, smaller(kGroup, n - group));
+            largest2[group / kGroup] = largest(root + group, smaller(kGroup, n - group));
+        }
+        for (int group = 0; group < n; group += kGroup) {
+            const int64_t at = i + group;
+            const int size = smaller(kGroup, n - group);
+            a.exp_avg_scale[at / kGroup] = encode_first(
+                m + group, size, largest1[group / kGroup], static_cast<int8_t*>(a.exp_avg) + at);
+            a.exp_avg_sq_scale[at / kGroup] = encode_second(
+                root + group, size, largest2[group / kGroup],
+                static_cast<uint8_t*>(a.exp_avg_sq) + at);
+        }
+    }
+
+private:
+    // The bits of the largest magnitude; those of a NaN are larger than any other.
+    static int32_t largest(const float* values, int n) {
+        int32_t found = 0;
+        for (int j = 0; j < n; ++j) found = larger(found, magnitude(values[j]));
+        return found;
+    }
+    static float encode_first(const float* m, int n, int32_t largest, int8_t* __restrict codes) {
+        const float scale = scale_of(largest), inverse = 1.0f / scale;
+        if (!is_proper(largest)) {
+            std::memset(codes, 0, size_t(n));
+            return scale;
+        }
+        for (int j = 0; j < n; ++j) {
+            const float divisor = 1.0f + std::fabs(m[j]) * inverse;
+            const float code = 254.0f - code_divided(254.0f, divisor, 1.0f);
+            codes[j] = int8_t(bits_of(std::copysign(code, m[j]) + kRounder));
+        }
+        return scale;
+    }
+    static float encode_second(const float* root, int n, int32_t largest,
+                               uint8_t* __restrict codes) {
+        const float scale = scale_of(largest), inverse = 255.0f / scale;
+        if (!is_proper(largest)) {
+            std::memset(codes, 0, size_t(n));
+            return scale;
+        }
+        for (int j = 0; j < n; ++j) {
+            const int32_t code = bits_of(root[j] * inverse + kRounder) & 255;
+            codes[j] = uint8_t(larger(code, root[j] > 0));
+        }
+        return scale;
+    }
+};
+
+inline float master_at(const bf16* weights, const int16_t* remainder, int j) {
+    return join_one(weights[j], remainder[j]);
+}
+inline float master_at(const float* weights, const int16_t*, int j) { return weights[j]; }
+inline void set_master_at(bf16* weights, int16_t* remainder, int j, float master) {
+    split_one(master, weights[j], remainder[j]);
+}
+inline void set_master_at(float* weights, int16_t*, int j, float master) { weights[j] = master; }
+
+template <typename States, typename Weight, typename Grad>
+inline __attribute__((always_inline)) void adamw_block(const AdamwArguments& a, int64_t i, int n) {
+    float room1[kBlock], room2[kBlock], root[kBlock];
+    float *first = room1, *second = room2;
+    States::load(a, i, n, first, second);
+    float* __restrict m = first;
+    float* __restrict v = second;
+    Weight* __restrict weights = static_cast<Weight*>(a.weights) + i;
+    int16_t* __restrict remainder = a.remainder == nullptr ? nullptr : a.remainder + i;
+    const Grad* __restrict grad = static_cast<const Grad*>(a.grad) + i;
+    const float inverse = 1.0f / a.root_correction2;
+    for (int j = 0; j < n; ++j) {
+        const float param = master_at(weights, remainder, j);
+        const float g = read(grad, j) * a.grad_scale;
+        const float updated = update_one<States::kCodes>(a, inverse, param, m[j], v[j], g, root[j]);
+        set_master_at(weights, remainder, j, updated);
+    }
+    States::store(a, i, n, m, v, root);
+}
+
+template <typename States, typename Weight, typename Grad>
+void adamw(const AdamwArguments& arguments, int64_t begin, int64_t end) {
+    const AdamwArguments a = arguments;
+    int64_t i = begin;
+    for (; i + kBlock <= end; i += kBlock) adamw_block<States, Weight, Grad>(a, i, kBlock);
+    if (i < end) adamw_block<States, Weight, Grad>(a, i, int(end - i));
 }
 
 void split(const float* __restrict master, uint16_t* __restrict weights,
@@ -140,7 +317,12 @@ double squared_norm(const void* array, int64_t begin, int64_t end) {
 const Kernels& MEGATRAIN_NAME(MEGATRAIN_ISA)() {
     static constexpr Kernels table = {
         MEGATRAIN_TEXT(MEGATRAIN_ISA),
-        adamw_split<bf16>, adamw_split<float>, adamw_whole<bf16>, adamw_whole<float>,
+        {{{adamw<StatesFp32, float, float>, adamw<StatesFp32, float, bf16>},
+          {adamw<StatesFp32, bf16, float>, adamw<StatesFp32, bf16, bf16>}},
+         {{adamw<StatesBf16, float, float>, adamw<StatesBf16, float, bf16>},
+          {adamw<StatesBf16, bf16, float>, adamw<StatesBf16, bf16, bf16>}},
+         {{adamw<StatesInt8, float, float>, adamw<StatesInt8, float, bf16>},
+          {adamw<StatesInt8, bf16, float>, adamw<StatesInt8, bf16, bf16>}}},
         split, join,
         squared_norm<bf16>, squared_norm<float>,
     };

@@ -8,12 +8,17 @@
 
 namespace megatrain {
 
+// Elements of 8-bit states that share a scale; ranges of an update are cut at multiples of it.
+constexpr int kGroup = 64;
+
 // All scalars are what torch's fp32 kernels see: computed in fp64, rounded to fp32 once.
 struct AdamwArguments {
     void* weights;              // bf16 bits with a remainder, fp32 without
     int16_t* remainder;         // null: weights are fp32
-    float* exp_avg;
-    float* exp_avg_sq;
+    void* exp_avg;              // fp32, bf16 bits, or int8 codes with scales
+    void* exp_avg_sq;           // fp32, bf16 bits, or uint8 codes with scales
+    float* exp_avg_scale;       // of each kGroup elements; null: no codes
+    float* exp_avg_sq_scale;
     const void* grad;           // bf16 bits or fp32
     float decay;                // 1 - lr * weight_decay
     float weight1;              // 1 - beta1
@@ -23,7 +28,14 @@ struct AdamwArguments {
     float eps;
     float negative_step_size;   // -lr / (1 - beta1^step)
     float grad_scale;
+    uint64_t at;                // number of the first element, a multiple of kGroup; for bf16
+    uint32_t step;
 };
+
+// What the planes of an update are made of; all combinations exist.
+enum States { kFp32, kBf16, kInt8, kNumStates };
+enum Type { kTypeFp32, kTypeBf16, kNumTypes };
+using Adamw = void (*)(const AdamwArguments&, int64_t begin, int64_t end);
 
 // Elements summed into one fp64 number; the sums of the blocks are added in order, so that a norm
 // depends neither on the number of threads nor on the instruction set.
@@ -31,10 +43,7 @@ constexpr int64_t kNormBlock = 1 << 14;
 
 struct Kernels {
     const char* name;
-    void (*adamw_split_bf16)(const AdamwArguments&, int64_t begin, int64_t end);
-    void (*adamw_split_fp32)(const AdamwArguments&, int64_t begin, int64_t end);
-    void (*adamw_whole_bf16)(const AdamwArguments&, int64_t begin, int64_t end);
-    void (*adamw_whole_fp32)(const AdamwArguments&, int64_t begin, int64_t end);
+    Adamw adamw[kNumStates][kNumTypes][kNumTypes];  // by states, weights, gradient
     void (*split)(const float* master, uint16_t* weights, int16_t* remainder, int64_t begin,
                   int64_t end);
     void (*join)(const uint16_t* weights, const int16_t* remainder, float* master, int64_t begin,

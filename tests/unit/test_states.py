@@ -1,0 +1,150 @@
+"""The codes of 8-bit states and the rounding of bf16 ones: bounds, order, zero, NaN."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatrain.kernels.states import (
+    GROUP,
+    decode_first,
+    decode_second,
+    encode_first,
+    encode_second,
+    random16,
+    round_by_chance,
+)
+from tests.unit.kernel_cases import instruction_set, native, needs_native  # noqa: F401
+
+# Of a share of the largest: half a code's width, and what rounding in fp32 adds.
+MOST_FIRST, MOST_SECOND = 1 / 127, 1 / 255
+SMALLEST = torch.finfo(torch.float32).smallest_normal
+
+finite = st.floats(-(2.0**126), 2.0**126, width=32)
+groups = st.lists(finite, min_size=1, max_size=2 * GROUP + 3).map(torch.tensor)
+
+
+def of_groups(values: Tensor) -> Tensor:
+    """The largest magnitude of each element's group."""
+    parts = [part.abs().max().expand(len(part)) for part in values.split(GROUP)]
+    return torch.cat(parts)
+
+
+@given(groups)
+@example(torch.tensor([1e-38, 1e-45, 0.0]))
+@example(torch.full((GROUP,), 3.4e38))
+def test_a_first_moment_is_off_by_less_than_a_share_of_its_group_s_largest(values: Tensor) -> None:
+    codes, scales = encode_first(values)
+    found, largest = decode_first(codes, scales), of_groups(values)
+    assert ((found - values).abs() <= MOST_FIRST * largest + SMALLEST).all()
+    assert ((found - values).abs() <= values.abs() / 9 + largest / 400 + SMALLEST).all()
+    kept = largest >= SMALLEST
+    assert torch.equal(
+        found[kept & (values.abs() == largest)], values[kept & (values.abs() == largest)]
+    )
+    assert (found[values == 0] == 0).all() and (found * values >= 0).all()
+
+
+@given(groups.map(torch.abs))
+def test_a_second_moment_s_root_is_off_by_less_than_a_code(values: Tensor) -> None:
+    codes, scales = encode_second(values)
+    roots, largest = values.double().sqrt(), of_groups(values).double().sqrt()
+    found = codes.double() / 255 * scales.double().repeat_interleave(GROUP)[: len(values)]
+    assert (
+        (found - roots).abs() <= (MOST_SECOND / 2 + 1e-6) * largest + (codes == 1) * largest / 255
+    ).all()
+    assert torch.equal(codes == 0, values == 0)
+    assert torch.allclose(decode_second(codes, scales).double(), found**2, rtol=1e-6, atol=1e-44)
+
+
+def beside_largest(shares: Tensor, largest: float) -> Tensor:
+    """Groups of these shares of `largest`, which ends each group."""
+    rows = shares[: len(shares) // (GROUP - 1) * (GROUP - 1)].view(-1, GROUP - 1)
+    return pad(rows * largest, (0, 1), value=largest).flatten()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 3e38, 7.7e-5])
+def test_codes_never_fall_when_values_grow(scale: float) -> None:
+    values = beside_largest(torch.linspace(-1, 1, 100 * 1000), scale)
+    first = encode_first(values)[0].view(-1, GROUP)[:, :-1].flatten()
+    assert (first.int().diff() >= 0).all() and first.unique().numel() == 255
+    if scale < 1e30:  # squares, whose roots are spread evenly
+        values = beside_largest(torch.linspace(0, 1, 50 * 1000).square(), scale)
+        second = encode_second(values)[0].view(-1, GROUP)[:, :-1].flatten()
+        assert (second.int().diff() >= 0).all() and second.unique().numel() == 256
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_makes_its_group_nan_and_no_other(bad: float) -> None:
+    values = torch.ones(3 * GROUP)
+    values[GROUP + 5] = bad
+    for encode, decode in ((encode_first, decode_first), (encode_second, decode_second)):
+        found = decode(*encode(values)).view(3, GROUP).isnan()
+        assert found[1].all() and not found[[0, 2]].any()
+
+
+def test_a_group_that_only_decays_keeps_its_codes() -> None:
+    """The row of a rare token fades as a whole, however close to 1 a beta is, to zero."""
+    values = torch.randn(GROUP, generator=torch.Generator().manual_seed(0))
+    first, second, largest = (
+        encode_first(values)[0],
+        encode_second(values.abs())[0],
+        values.abs().max(),
+    )
+    faded, squares = values, values.abs()
+    for _ in range(500):
+        codes, scales = encode_first(faded)
+        assert torch.equal(codes, first)
+        faded = decode_first(codes, scales) * 0.999
+        codes, scales = encode_second(squares)
+        assert torch.equal(codes, second)
+        squares = decode_second(codes, scales) * 0.999
+    for left in (faded, squares):
+        assert left.abs().max() == pytest.approx(largest.item() * 0.999**500, rel=1e-4)
+    assert not decode_first(*encode_first(faded * 1e-39)).any()
+
+
+def test_chances_round_to_the_mean_and_differ_by_element_step_and_moment() -> None:
+    values = torch.tensor([1.001, -3.14159, 1e-30, 0.0, 1.5]).repeat_interleave(1 << 16)
+    one, two = random16(1 << 33, values.numel(), 7, values.device)
+    assert one.min() >= 0 and one.max() < 1 << 16
+    found = round_by_chance(values, one).double().view(5, -1).mean(1)
+    wanted = values.double().view(5, -1)[:, 0]
+    assert torch.allclose(found, wanted, rtol=5e-5, atol=0)
+    others = (
+        two,
+        *(random16(at, len(one), step, one.device)[0] for at, step in ((0, 7), (1 << 33, 8))),
+    )
+    for other in others:
+        assert abs(torch.corrcoef(torch.stack([one, other]).double())[0, 1]) < 0.01
+    later, _ = random16((1 << 33) + 640, 640, 7, values.device)
+    assert torch.equal(later, one[640:1280])  # however a range is cut
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0])
+def test_what_bf16_has_stays(value: float) -> None:
+    values = torch.full((1 << 16,), value)
+    found = round_by_chance(values, torch.arange(1 << 16, dtype=torch.int32))
+    assert torch.equal(found.float().nan_to_num(7), values.nan_to_num(7))
+
+
+@needs_native
+@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.usefixtures("instruction_set")
+def test_native_codes_are_the_reference_s_for_all_divisors(every: int) -> None:
+    """The 2**23 values of 1 + share; some builds compute the quotient without dividing."""
+    bits = torch.arange(0x3F800000, 0x40000000, every, dtype=torch.int32)
+    grad = beside_largest(bits.view(torch.float32) - 1, 1.0)
+    size = grad.numel()
+    codes = [torch.zeros(size, dtype=torch.int8), torch.zeros(size, dtype=torch.uint8)]
+    scales = [torch.zeros(size // GROUP) for _ in codes]
+    hyper = {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    native.adamw(torch.zeros(size), None, *codes, grad, **hyper, threads=2, scales=scales)
+    for found, wanted in zip(
+        zip(codes, scales, strict=True), (encode_first(grad), encode_second(grad**2)), strict=True
+    ):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
