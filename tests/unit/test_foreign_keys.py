@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.config.foreign import _PLACES, foreign
+from megatrain.config.foreign import _PLACES, _REASONS, foreign
 from megatrain.config.load import validate
 from megatrain.config.schema import Config
 from megatrain.errors import InputError
@@ -31,6 +31,26 @@ OURS = {
 def test_a_key_of_another_trainer_is_refused_with_ours(tree, told):
     with pytest.raises(InputError, match=re.escape(told)):
         validate(tree, "run.yaml")
+
+
+# Of the first column, what is no key of a run file: files, classes, and parts of what is one.
+NO_KEYS = {"dataset_info", "columns", "tags", "formatting", "zero_to_fp32", "cpu",
+           "stage3_max_live_parameters", "stage3_prefetch_bucket_size", "CPUOffloadPolicy",
+           "MixedPrecisionPolicy"}  # fmt: skip
+
+
+def named() -> dict[str, str]:
+    """Each key of another trainer in the document, and what stands beside it."""
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", DOCUMENT.read_text(encoding="utf-8"), re.M)
+    keys = {n: here for there, here in rows for n in re.findall(r"`(\w+)[^`]*`", there)}
+    return {name: here for name, here in keys.items() if name not in NO_KEYS}
+
+
+def test_each_key_of_the_document_is_answered_and_each_answer_is_in_the_document():
+    ours = {place.partition(".")[2] for place in OURS} | set(Config.model_fields)
+    assert [name for name in named() if not (foreign(name) or name in ours)] == []
+    assert [name for name in {**_PLACES, **_REASONS} if name not in named()] == []
+    assert not set(_REASONS) & {place.partition(".")[2] for place in OURS}
 
 
 def test_what_is_named_exists_and_no_key_of_ours_is_taken_for_another_trainers():
