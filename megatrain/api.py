@@ -19,10 +19,14 @@ from megatrain.loss import SCORE
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
+from megatrain.model.trained import Trained
 from megatrain.optim import Rule, StreamedOptimizer, is_number
 from megatrain.placement import Placement
 
 __all__ = ["Engine", "StepResult"]
+
+
+ALL = Trained()
 
 
 class Engine(PlacedEngine):
@@ -52,6 +56,7 @@ class Engine(PlacedEngine):
         micro_batch: int | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        trained: Trained = ALL,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         saveable: bool = True,
@@ -71,6 +76,7 @@ class Engine(PlacedEngine):
             sequence_length: of rows; None: 1,024. Larger steps then keep no graph on the device.
             micro_batch: rows of the micro-batches to come; None: chosen, see `micro_batch`.
             attn_implementation: any that transformers knows; None leaves it the choice.
+            trained: which parameters are, by patterns of names; else those that require gradients.
             device_memory: that this process may take on the GPU in all, the driver's context and
                 all other work in torch included (`"10GiB"`, or bytes); None: what there is.
             host_memory: resident memory that the process may have; None: what the machine allows.
@@ -85,6 +91,7 @@ class Engine(PlacedEngine):
         source = open_source(
             model, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
         )
+        trained.choose(source.model)
         found = _learn(source, must_save=optimizer is not None and saveable)
         limited, host_limit = _limited(device, device_memory, host_memory)
         streamed = None if optimizer is None else StreamedOptimizer(optimizer, source.model)

@@ -71,6 +71,8 @@ class Subject:
     device: str = DEVICE
     trust_remote_code: bool = False
     attn_implementation: str | None = None
+    frozen: Sequence[str] = ()
+    train_only: Sequence[str] | None = None
     missing: str | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -159,6 +161,8 @@ def _of_run_file(run: Path, overrides: Sequence[str]) -> Subject:
         device=loaded.engine.device,
         trust_remote_code=loaded.model.trust_remote_code,
         attn_implementation=loaded.model.attn_implementation,
+        frozen=loaded.model.freeze,
+        train_only=loaded.model.train_only,
         missing=missing_data(loaded.data.path),
     )
 
@@ -308,12 +312,14 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
     from megatrain.engine.source import open_source
     from megatrain.forecast.op_counter import NotForeseeable
     from megatrain.model.probe import spec
+    from megatrain.model.trained import Trained
 
     source = open_source(
         subject.config,
         trust_remote_code=subject.trust_remote_code,
         attn_implementation=subject.attn_implementation,
     )
+    Trained(subject.frozen, subject.train_only).choose(source.model)
     try:
         return make_plan(
             spec(source.model),

@@ -48,6 +48,8 @@ _PLACES = {
     "mix_strategy": "data.repeat",
     "dataset": "data.path",
     "interleave_probs": "data.weights",
+    "freeze_trainable_modules": "model.train_only",
+    "unfrozen_parameters": "model.train_only",
     "flash_attn": "model.attn_implementation",
     "val_size": "data.eval_fraction",
     # axolotl

@@ -1,11 +1,10 @@
 """The sections that say how a model learns: optimizer, loss, schedule, steps."""
 
-import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from megatrain.config.section import Fraction, Natural, Positive, Section, nearest
+from megatrain.config.section import Fraction, Natural, Pattern, Positive, Section, nearest
 
 if TYPE_CHECKING:
     from megatrain.optim import Rule
@@ -23,7 +22,7 @@ class OptimizerSection(Section):
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] | None = None
     eps: Annotated[float, Field(gt=0)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    no_decay: list[str] | None = None
+    no_decay: list[Pattern] | None = None
     states: Literal["fp32", "bf16", "int8"] | None = None
 
     @model_validator(mode="before")
@@ -51,16 +50,6 @@ class OptimizerSection(Section):
         if name not in RULES:
             raise ValueError(f"unknown optimizer {name!r}{nearest(name, list(RULES))}")
         return name
-
-    @field_validator("no_decay")
-    @classmethod
-    def _patterns(cls, patterns: list[str] | None) -> list[str] | None:
-        for pattern in patterns or ():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        return patterns
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -128,6 +117,13 @@ class EarlyStopping(Section):
     min_delta: Annotated[float, Field(ge=0)] = 0.0
 
 
+class SamplesSection(Section):
+    """Texts to continue, and messages to reply to, after each evaluation."""
+
+    prompts: Annotated[list[str | list[dict[str, Any]]], Field(min_length=1)]
+    max_new_tokens: Positive = 64
+
+
 class TrainingSection(Section):
     """How long and in what portions. `batch_size` and `micro_batch_size` count rows.
 
@@ -144,6 +140,7 @@ class TrainingSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     eval_every: Positive | None = None
     early_stopping: EarlyStopping | None = None
+    samples: SamplesSection | None = None
     seed: Natural = 0
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: Positive = 10

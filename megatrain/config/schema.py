@@ -12,7 +12,7 @@ from megatrain.config.learning import (
     ScheduleSection,
     TrainingSection,
 )
-from megatrain.config.section import Fraction, Name, Positive, Section, nearest, shown
+from megatrain.config.section import Fraction, Name, Pattern, Positive, Section, nearest, shown
 from megatrain.errors import InputError
 from megatrain.placement import RENAMED, Placement
 from megatrain.units import parse_bytes
@@ -24,6 +24,8 @@ class ModelSection(Section):
     `chat_template`: a Jinja file that takes the place of the tokenizer's own, in the result, too.
     `eos_token`: the token that ends texts, instead of the tokenizer's own; also in the result. What
     the chat template ends replies with is known without it.
+    `freeze`, `train_only`: regular expressions searched for in parameters' names, of what is not
+    trained, and of all that is; null: everything.
     """
 
     path: Name | None = None
@@ -31,6 +33,8 @@ class ModelSection(Section):
     tokenizer: Name | None = None
     chat_template: Name | None = None
     eos_token: Annotated[str, Field(min_length=1)] | None = None
+    freeze: list[Pattern] = Field(default_factory=list)
+    train_only: Annotated[list[Pattern], Field(min_length=1)] | None = None
     trust_remote_code: bool = False
     attn_implementation: str | None = None
 
@@ -269,6 +273,8 @@ class Config(Section):
         wanted = {"checkpoint.best": self.checkpoint.best}
         if self.training.early_stopping is not None:
             wanted["training.early_stopping"] = self.watched
+        if self.training.samples is not None:
+            wanted["training.samples"] = "eval_loss"
         for key, metric in wanted.items():
             if metric is not None and not (metrics and every):
                 raise ValueError(

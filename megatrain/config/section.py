@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,17 @@ def _a_name(text: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_a_name)]
+
+
+def _a_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from error
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(_a_pattern)]
 
 
 class Section(BaseModel):

@@ -55,6 +55,7 @@ def page(source: Source) -> str:
     body = [
         sections.figures(source),
         sections.charts(source) if source.metrics.num_steps else "",
+        sections.samples(source),
         _timeline(source),
         sections.breakdown(source.breakdown),
         sections.resources(find_roofs(source, machine)),

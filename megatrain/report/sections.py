@@ -117,6 +117,15 @@ def charts(source: Source) -> str:
     return f'<section><h2>Over the run</h2><div class="charts">{drawn}</div></section>'
 
 
+def samples(source: Source) -> str:
+    """What the model made of the run's prompts last."""
+    if not source.metrics.samples:
+        return ""
+    rows = [[text(prompt), text(made)] for prompt, made in source.metrics.samples]
+    shown = table(["prompt", "text"], rows, label="Samples of the last evaluation")
+    return f"<section><h2>Samples</h2>{shown}</section>"
+
+
 def _roof(name: str, num_bytes: Any) -> tuple[str, float] | None:
     return (name, num_bytes / GIB) if type(num_bytes) is int and num_bytes > 0 else None
 

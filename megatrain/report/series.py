@@ -30,6 +30,7 @@ class Metrics:
         evaluations: step, loss and seconds of each evaluation.
         sets: step and loss of those of each named set.
         accuracy: of the last evaluation.
+        samples: prompts and texts that the last evaluation has generated.
         resumed: how often the run went back to an earlier step; what it did twice counts once.
         skipped: steps that were left out.
         failed: what ended the run, if its last line says so.
@@ -39,6 +40,7 @@ class Metrics:
     evaluations: list[tuple[float, float, float]] = field(default_factory=list)
     sets: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     accuracy: float = math.nan
+    samples: list[tuple[str, str]] = field(default_factory=list)
     resumed: int = 0
     skipped: int = 0
     failed: str | None = None
@@ -113,14 +115,21 @@ def _metrics(
         later = np.append(np.minimum.accumulate(steps[::-1])[::-1][1:], np.inf)
         columns = {name: values[steps < later] for name, values in columns.items()}
     evaluations, sets, accuracy = [], dict[str, list[tuple[float, float]]](), math.nan
+    samples: list[tuple[str, str]] = []
     for step, record in evaluated.items():
         loss, seconds = (_number(record.get(f"eval_{name}")) for name in ("loss", "seconds"))
         evaluations.append((step, loss, seconds))
         accuracy = _number(record.get("eval_accuracy"))
+        samples = _samples(record.get("samples")) or samples
         for name, value in record.items():
             if found := re.fullmatch("eval_(.+)_loss", name):
                 sets.setdefault(found[1], []).append((step, _number(value)))
-    return Metrics(columns, evaluations, sets, accuracy, resumed, skipped, failed)
+    return Metrics(columns, evaluations, sets, accuracy, samples, resumed, skipped, failed)
+
+
+def _samples(given: Any) -> list[tuple[str, str]]:
+    found = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    return [(str(each.get("prompt")), str(each.get("text"))) for each in found]
 
 
 def _number(value: Any) -> float:

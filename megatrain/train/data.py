@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatrain.config import Config, DataSection, ModelSection, nearest
 from megatrain.data import PackedDataset, Stream, load_tokenizer, open_dataset, open_stream
-from megatrain.data.prompts import end_of_turn
+from megatrain.data.prompts import end_of_turn, prompt_ids
 from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
 from megatrain.model.build import load_config
@@ -77,6 +77,13 @@ def _set_end(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
         known = [str(each) for each in tokenizer.added_tokens_decoder.values()]
         raise InputError(f"model.eos_token: no token {token!r}{nearest(token, known)}")
     tokenizer.eos_token = token
+
+
+def check_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raises InputError: a prompt cannot be used."""
+    samples = config.training.samples
+    for number, prompt in enumerate(samples.prompts if samples else (), 1):
+        prompt_ids(tokenizer, prompt, vocab_size, f"training.samples: prompt {number}")
 
 
 def run_ends(

@@ -9,6 +9,7 @@ from megatrain.config import Config
 from megatrain.data import Step
 from megatrain.loss import num_labelled, targets_of
 from megatrain.telemetry.metrics import MetricsWriter
+from megatrain.train.samples import Samples
 from megatrain.train.setup import Job
 from megatrain.train.signals import Signals
 from megatrain.units import duration
@@ -37,6 +38,7 @@ class Evaluations:
         at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
         self._sets = {name: _parts(rows, at_once) for name, rows in job.evaluation.items()}
         self._every = config.training.eval_every
+        self._samples = Samples(config, job)
         self._done = {record["step"] for record in logged if "eval_loss" in record}
         self._trained: list[float] = []  # losses of the steps since the last one
         for record in logged:
@@ -61,10 +63,11 @@ class Evaluations:
         if found is None:
             return None
         seconds = time.perf_counter() - started
-        record = {"step": step, **found, "eval_seconds": round(seconds, 4)}
+        record: dict[str, Any] = {"step": step, **found, "eval_seconds": round(seconds, 4)}
+        say(f"step {step}/{self._total}  {self._described(found)}  {duration(seconds)}")
+        record |= self._samples.take(say)
         self._metrics.write(**record)
         self._done.add(step)
-        say(f"step {step}/{self._total}  {self._described(found)}  {duration(seconds)}")
         self.trained(record)
         return record
 

@@ -24,7 +24,7 @@ FREE_KEYS = {
     "data": ("path", "eval_path", "cache_dir", "hub_config", "hub_split"),
     "training": (
         "steps", "epochs", "micro_batch_size", "max_grad_norm", "eval_every",
-        "early_stopping", "on_nonfinite", "max_skips", "spike",
+        "early_stopping", "samples", "on_nonfinite", "max_skips", "spike",
     ),
     "optimizer": ("lr", "betas", "eps"),
     "engine": ("device", "placement", "device_memory", "host_memory"),

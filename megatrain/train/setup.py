@@ -19,8 +19,9 @@ from megatrain.data import PackedDataset, Step, StepLoader, Stream, StreamLoader
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import usual_micro_batch
 from megatrain.model.companions import add_ends, tokenizer_files
+from megatrain.model.trained import Trained
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.data import open_data, run_ends, run_tokenizer
+from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.resolve_model import named_model
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
@@ -83,6 +84,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     hf_config = model_config(section, tokenizer)
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
+    check_prompts(config, tokenizer, vocab_size)
     training, evaluation = open_data(config, tokenizer, vocab_size)
     loader = _loader(config, training)
     total_steps = config.training.steps or math.ceil(
@@ -233,6 +235,7 @@ def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str) -> 
         tokens_per_step=config.training.batch_size * config.data.sequence_length,
         sequence_length=config.data.sequence_length,
         micro_batch=config.training.micro_batch_size,
+        trained=Trained(config.model.freeze, config.model.train_only),
         **_settings(config),
     )
 

@@ -42,7 +42,7 @@ def evaluated(
         total_steps=total,
         loader=SimpleNamespace(rows_per_micro_batch=2),
     )
-    training = SimpleNamespace(eval_every=1, batch_size=rows_per_step)
+    training = SimpleNamespace(eval_every=1, batch_size=rows_per_step, samples=None)
     metrics: Any = SimpleNamespace(write=lambda **record: written.update(record))
     config = cast(Any, SimpleNamespace(training=training))
     signals: Any = SimpleNamespace(stop=stop)

@@ -1,0 +1,43 @@
+"""Which parameters are trained, by patterns of their names."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatrain.errors import InputError
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Regular expressions that are searched for in the names of a model's parameters.
+
+    A tied parameter has its first name alone, that of the embedding.
+
+    Attributes:
+        freeze: what they match is not trained.
+        train_only: nothing else than what they match is trained; None: as the model has it.
+    """
+
+    freeze: Sequence[str] = ()
+    train_only: Sequence[str] | None = None
+
+    def choose(self, model: nn.Module) -> None:
+        """Set `requires_grad` of a model's parameters.
+
+        Raises:
+            InputError: a pattern matches no name.
+        """
+        names = [name for name, _ in model.named_parameters()]
+        for pattern in (*self.freeze, *(self.train_only or ())):
+            if not any(re.search(pattern, name) for name in names):
+                raise InputError(
+                    f"{pattern!r} matches the name of no parameter; there are {names[0]}, "
+                    f"{names[-1]}"
+                )
+        for name, parameter in model.named_parameters():
+            if self.train_only is not None:
+                parameter.requires_grad_(any(re.search(each, name) for each in self.train_only))
+            if any(re.search(each, name) for each in self.freeze):
+                parameter.requires_grad_(False)

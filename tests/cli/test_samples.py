@@ -1,0 +1,77 @@
+"""Samples while a run trains, and which parameters it trains."""
+
+import pytest
+from safetensors.torch import load_file
+
+from megatrain import config
+from megatrain.errors import DoesNotFit, InputError
+from megatrain.telemetry.metrics import read_metrics
+from megatrain.train import samples
+from tests.cli.cases import sets
+from tests.cli.test_mistakes import assert_refused
+
+SAMPLES = {"training__samples": {"prompts": ["the cat", "a dog ran"], "max_new_tokens": 3}}
+
+
+def records(run):
+    return list(read_metrics(run / "metrics.jsonl"))
+
+
+def test_each_evaluation_has_samples_and_nothing_else_changes(megatrain, run_file):
+    run, plain = run_file.parent / "run", run_file.parent / "plain"
+    result = megatrain("train", run_file, *sets(**SAMPLES))
+    assert result.exit_code == 0, result.output
+    assert megatrain("train", run_file, *sets(output__folder=str(plain))).exit_code == 0
+    made = [record["samples"] for record in records(run) if "samples" in record]
+    assert [[each["prompt"] for each in some] for some in made] == [["the cat", "a dog ran"]] * 2
+    assert all(each["text"] for each in made[-1])
+    shown = " ".join(made[-1][0]["text"].split())
+    assert f"the cat -> {shown[:100]}" in result.stdout
+    losses = [[r.get("loss", r.get("eval_loss")) for r in records(each)] for each in (run, plain)]
+    assert losses[0] == losses[1]
+    ours, others = (load_file(each / "model" / "model.safetensors") for each in (run, plain))
+    assert all(ours[name].equal(others[name]) for name in ours)
+
+
+def test_samples_that_do_not_fit_cost_one_warning(megatrain, run_file, monkeypatch, caplog):
+    def generate(*arguments):
+        raise DoesNotFit("no room for keys and values")
+
+    monkeypatch.setattr(samples, "generate", generate)
+    assert megatrain("train", run_file, *sets(**SAMPLES)).exit_code == 0
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["no samples from here on: no room for keys and values"]
+
+
+def test_prompts_that_cannot_be_used_are_refused_first(megatrain, run_file):
+    result = megatrain("train", run_file, *sets(training__samples={"prompts": ["the", ""]}))
+    assert_refused(result, "training.samples: prompt 2: holds no token")
+    assert not (run_file.parent / "run").exists()
+    with pytest.raises(InputError, match="training.samples needs evaluations"):
+        config.load(run_file, ['training.samples={prompts: ["a"]}', "data.eval_fraction=0"])
+
+
+def test_frozen_parameters_stay_also_on_resume(megatrain, run_file):
+    folder = run_file.parent
+    choices = {"model__freeze": ["layernorm"], "model__train_only": ["layers", "norm"]}
+    for steps, how in ((1, ()), (3, ()), (5, ("--resume",))):
+        name = str(folder / ("short" if steps == 1 else "run"))
+        changes = sets(**choices, output__folder=name, training__steps=steps)
+        result = megatrain("train", run_file, *how, *changes)
+        assert result.exit_code == 0, result.output
+    short, run = (load_file(folder / n / "model" / "model.safetensors") for n in ("short", "run"))
+    changed = {name for name in run if not run[name].equal(short[name])}
+    assert changed == {n for n in run if n != "model.embed_tokens.weight" and "layernorm" not in n}
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ({"model__freeze": ["lm_hed"]}, "'lm_hed' matches the name of no parameter; there are"),
+        ({"model__freeze": ["("]}, "model.freeze: '(' is not a regular expression"),
+        ({"model__train_only": []}, "model.train_only"),
+        ({"model__freeze": ["."]}, "every parameter is frozen: there is nothing to train"),
+    ],
+)
+def test_choices_that_cannot_be_made_are_refused(megatrain, run_file, choice, told):
+    assert_refused(megatrain("train", run_file, *sets(**choice)), told)
