@@ -21,12 +21,12 @@ LONG = {
 
 # On a busy disk one checkpoint may still be written when the next is due, which then comes late.
 ON_TIME = """
-from megatrain.train.checkpointing import Saves
-begin = Saves._begin
+from megatrain.train.checkpointing import Checkpointing
+begin = Checkpointing._begin
 def prompt(self, state):
     begin(self, state)
     self._running[1].wait()
-Saves._begin = prompt
+Checkpointing._begin = prompt
 """
 
 
