@@ -79,7 +79,8 @@ class _Places:
 
     def put(self, name: str, values: Tensor) -> nn.Parameter:
         """Let the model compute with these values."""
-        made = nn.Parameter(values, requires_grad=False)
+        # Of a weight without gradients, torch's matmul may make a copy for each row.
+        made = nn.Parameter(values, requires_grad=values.is_floating_point())
         self._set(name, made)
         return made
 

@@ -84,8 +84,9 @@ class Resident:
 
 def _fill(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
     """Put parameters and persistent buffers in all places that they have."""
+    # Of a weight without gradients, torch's matmul may make a copy for each row.
     made = {
-        id(parameter): nn.Parameter(values[name], requires_grad=False)
+        id(parameter): nn.Parameter(values[name], requires_grad=values[name].is_floating_point())
         for name, parameter in model.named_parameters()
     }
     buffers = {id(buffer): values[name] for name, buffer in model.named_buffers() if name in values}
