@@ -41,7 +41,7 @@ def few_rows() -> list[str]:
     for result in steps():
         case = result["case"]
         if not case["placement"] and case["max_grad_norm"]:
-            key = case["shape"], case.get("device_memory")
+            key = case["shape"], case.get("device_memory"), case.get("states")
             best[key] = max(best.get(key, result), result, key=lambda r: r["model_tflops"])
     return [_row(result) for result in best.values()]
 
@@ -72,6 +72,8 @@ def _row(result: dict[str, Any]) -> str:
     counted = f", {attention:.0f} with attention" if attention else ""
     limit = f", at most {case['device_memory']}" if case.get("device_memory") else ""
     limit += "" if case["max_grad_norm"] else ", no clipping"
+    states = case.get("states", "fp32")
+    limit += "" if states == "fp32" else f", {states} states"
     by_hand = ", placed by hand" if case["placement"] else ""
     return (
         f"| Qwen2.5-{case['shape'].upper()}, {case['sequences']} x {case['sequence_length']}"
@@ -99,6 +101,8 @@ def _command(result: dict[str, Any]) -> str:
     limit = f" --device-memory {case['device_memory']}" if case.get("device_memory") else ""
     limit += f" --host-memory {case['host_memory']}" if case.get("host_memory") else ""
     limit += "" if case["max_grad_norm"] else " --max-grad-norm 0"
+    states = case.get("states", "fp32")
+    limit += "" if states == "fp32" else f" --states {states}"
     chosen = "".join(
         f" --placement {_choice(k, v)}" for k, v in renamed(case["placement"] or {}).items()
     )

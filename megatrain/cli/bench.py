@@ -40,6 +40,9 @@ def step(
     ] = "16",
     max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
     precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute dtype.")] = "bf16",
+    states: Annotated[
+        Literal["fp32", "bf16", "int8"], typer.Option(help="What AdamW's moments are kept in.")
+    ] = "fp32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     placement: Annotated[
         list[str] | None,
@@ -72,6 +75,7 @@ def step(
         micro_batch=_parse_rows(micro_batch),
         max_grad_norm=max_grad_norm or None,
         precision=precision,
+        states=states,
         device=device,
         placement=parse_placement(placement or []),
         device_memory=device_memory,
