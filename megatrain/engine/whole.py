@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -27,6 +28,9 @@ from megatrain.model.capture import stand_in
 from megatrain.model.spec import ModelSpec
 from megatrain.store import Store, Tile
 from megatrain.tile import Entry
+
+# cuDNN's attention is planned anew for each length, and each new token makes another one.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _HARMLESS = ("__get__", "dim", "size", "is_floating_point", "requires_grad_")  # of a table
 
@@ -62,8 +66,15 @@ def whole_model(
         feed = _Feed(parts, places, tables)
         for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
             held.callback(hook.remove)
-        held.enter_context(torch.no_grad())
+        held.enter_context(to_generate())
         yield model
+
+
+@contextmanager
+def to_generate() -> Iterator[None]:
+    """No gradients, and attention whose lengths change from call to call."""
+    with torch.no_grad(), sdpa_kernel(_ATTENTION):
+        yield
 
 
 class _Places:

@@ -13,6 +13,7 @@ from megatrain.compat.torch import buffers_of, parameters_of
 from megatrain.device import Device
 from megatrain.engine.source import Source
 from megatrain.engine.state_io import read_untrained
+from megatrain.engine.whole import to_generate
 from megatrain.errors import InputError
 from megatrain.model.build import loaded_types
 from megatrain.model.layer_template import move_buffers
@@ -72,7 +73,7 @@ class Resident:
     def whole_model(self) -> Iterator[PreTrainedModel]:
         """The model; random numbers drawn within do not count outside."""
         gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
-        with torch.random.fork_rng(devices=gpus), torch.no_grad():
+        with torch.random.fork_rng(devices=gpus), to_generate():
             yield self._model
 
     def close(self) -> None:

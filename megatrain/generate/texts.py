@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
@@ -18,9 +17,6 @@ from megatrain.generate.cache import check_cache
 from megatrain.generate.recomputed import Recomputed
 from megatrain.generate.sampling import Sampling
 from megatrain.generate.source import Source
-
-# cuDNN's attention is planned anew for each length, and each new token makes another one.
-_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +57,7 @@ def generate(
     stops = stop_ids(source, tokenizer, chat=chat)
     pad = pad_id(tokenizer, config.vocab_size)
     out: list[str] = []
-    with _running(source) as model, sdpa_kernel(_ATTENTION):
+    with _running(source) as model:
         torch.manual_seed(sampling.seed)
         for start in range(0, len(ids), batch_size):
             batch = _padded(ids[start : start + batch_size], pad, source.device.torch_device)
