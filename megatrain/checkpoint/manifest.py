@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from megatrain.checkpoint.decode import decode
+from annotated_types import Interval, Predicate
+
 from megatrain.checkpoint.files import ALGORITHMS, MAX_PIECE_BYTES, OldFile, regular_size
 from megatrain.errors import InputError
 from megatrain.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, read_json
@@ -22,15 +23,21 @@ MANIFEST, EXTRA, BUFFERS, COMPUTED, MODEL, TILES, KEEP = (
 )  # fmt: skip
 
 _LARGEST = 2**62  # of any number that counts bytes or elements
-Count = Annotated[int, range(_LARGEST)]
+Count = Annotated[int, Interval(ge=0, lt=_LARGEST)]
+
+
+class _Strict:
+    """pydantic takes nothing for a value but the value, and no field that it does not know."""
+
+    __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
 
 
 @dataclass(frozen=True)
-class FileRecord:
+class FileRecord(_Strict):
     """One file: its size, and `(bytes, checksum)` of each piece from its beginning on."""
 
     num_bytes: Count
-    pieces: tuple[tuple[Annotated[int, range(1, MAX_PIECE_BYTES + 1)], str], ...]
+    pieces: tuple[tuple[Annotated[int, Interval(ge=1, le=MAX_PIECE_BYTES)], str], ...]
 
     def spans(self) -> Iterator[tuple[int, int, str]]:
         """`(offset, bytes, checksum)` of each piece."""
@@ -41,15 +48,15 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Plane:
+class Plane(_Strict):
     """One flat tensor of a tile's file; `dtype` as safetensors says it."""
 
-    dtype: Annotated[str, DTYPES]
+    dtype: Annotated[str, Predicate(DTYPES.__contains__)]
     numel: Count
 
 
 @dataclass(frozen=True)
-class Parameter:
+class Parameter(_Strict):
     """Where a parameter lies in its tile's planes: `offset` in elements, the same in each.
 
     The planes of the optimizer's state hold those with a group; a frozen one has none.
@@ -66,7 +73,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class TileRecord:
+class TileRecord(_Strict):
     """One tile: the file of its planes, and how many updates it has had."""
 
     name: str
@@ -77,7 +84,7 @@ class TileRecord:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(_Strict):
     """All that an engine is made of besides its tiles.
 
     Attributes:
@@ -113,7 +120,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(_Strict):
     """The whole of `manifest.json`. `algorithm` made all checksums, `checksum` this file's own."""
 
     format: str
@@ -235,7 +242,7 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
         unsigned = {key: value for key, value in content.items() if key != "checksum"}
         if content.get("checksum") != _own_checksum(unsigned):
             raise ValueError("its text was changed after it was saved (its own checksum differs)")
-        manifest = decode(Manifest, content, "manifest")
+        manifest = _decoded(content)
         _check_files(manifest)
         _check_names(manifest)
         for tile in manifest.tiles:
@@ -244,6 +251,17 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {str(error)[:400]}; the checkpoint is damaged") from error
     return manifest
+
+
+def _decoded(content: dict[str, Any]) -> Manifest:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:  # as JSON, in which tuples and dataclasses are lists and objects
+        return TypeAdapter(Manifest).validate_json(json.dumps(content))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Input ")
+        raise ValueError(f"{where[:200]}: {what}") from error
 
 
 def check_name(name: str) -> None:

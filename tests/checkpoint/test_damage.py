@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +13,7 @@ import torch
 from megatrain import Engine, InputError
 from megatrain.checkpoint import files, mark, newest_whole, open_checkpoint, rotate, verify
 from megatrain.checkpoint import whole_checkpoints as whole
-from megatrain.checkpoint.decode import decode
-from megatrain.checkpoint.manifest import FileRecord, Manifest, read_checkpoint
+from megatrain.checkpoint.manifest import read_checkpoint
 from tests.checkpoint.cases import batches, change, engine_of, flip
 
 LAYER = "tiles/0002-layer-0.safetensors"
@@ -142,27 +141,29 @@ def versions(content: dict, version: int) -> None:
 EDITS = {
     "an unknown version": (lambda c: c.update(version=2), "format version 2 is unknown"),
     "no manifest of ours": (lambda c: c.update(format="x"), "not the manifest of a checkpoint"),
-    "a negative size": (lambda c: resized(c, num_bytes=-1), "num_bytes is -1"),
+    "a negative size": (lambda c: resized(c, num_bytes=-1), "num_bytes: should be g"),
     "an absurd size": (
-        lambda c: resized(c, num_bytes=1 << 60, pieces=[[1 << 60, "0"]]), "which cannot be",
+        lambda c: resized(c, num_bytes=1 << 60, pieces=[[1 << 60, "0"]]), "0.0: should be less",
     ),
     "a huge piece": (
         lambda c: resized(c, num_bytes=1 << 40, pieces=[[1 << 28, "0"]] * (1 << 12)), "truncated",
     ),
     "no pieces": (lambda c: resized(c, pieces=[]), "do not make up"),
-    "a piece of no bytes": (lambda c: c["files"][LAYER]["pieces"].append([0, ""]), "is 0, which"),
-    "a float for a size": (lambda c: resized(c, num_bytes=1.5), "num_bytes is a float"),
-    "a bool for a size": (lambda c: resized(c, num_bytes=True), "num_bytes is a bool"),
-    "an unknown key": (lambda c: c["settings"].update(x=1), "settings has an unknown x"),
-    "a missing key": (lambda c: c["settings"].pop("seed"), "settings lacks seed"),
+    "a piece of no bytes": (
+        lambda c: c["files"][LAYER]["pieces"].append([0, ""]), "0: should be g",
+    ),
+    "a float for a size": (lambda c: resized(c, num_bytes=1.5), "num_bytes: should be a valid"),
+    "a bool for a size": (lambda c: resized(c, num_bytes=True), "num_bytes: should be a valid"),
+    "an unknown key": (lambda c: c["settings"].update(x=1), "settings.x: Unexpected"),
+    "a missing key": (lambda c: c["settings"].pop("seed"), "settings.seed: Field required"),
     "tiles of no file": (lambda c: c["tiles"][2].update(file="x"), "has no file"),
     "two tiles of a file": (lambda c: c["tiles"][2].update(file=OTHER), "two tiles have one file"),
     "no weights": (lambda c: c["tiles"][2]["planes"].pop("weights"), "has no weights"),
     "an unknown dtype": (
-        lambda c: c["tiles"][2]["planes"]["weights"].update(dtype="X"), "weights.dtype is X",
+        lambda c: c["tiles"][2]["planes"]["weights"].update(dtype="X"), "weights.dtype: Predicate",
     ),
     "a plane of no size": (
-        lambda c: c["tiles"][2]["planes"]["weights"].update(numel=1 << 70), "weights.numel is",
+        lambda c: c["tiles"][2]["planes"]["weights"].update(numel=1 << 70), "numel: should be less",
     ),
     "a longer plane": (
         lambda c: c["tiles"][2]["planes"]["weights"].update(numel=1 << 40), "planes are not those",
@@ -174,7 +175,7 @@ EDITS = {
         lambda c: c["tiles"][2]["parameters"][0].update(offset=1 << 40), "does not fit",
     ),
     "a negative offset": (
-        lambda c: c["tiles"][2]["parameters"][0].update(offset=-1), "offset is -1",
+        lambda c: c["tiles"][2]["parameters"][0].update(offset=-1), "offset: should be g",
     ),
     "a shape of many dimensions": (
         lambda c: c["tiles"][2]["parameters"][0].update(shape=[1] * 99), "impossible shape",
@@ -196,18 +197,18 @@ EDITS = {
         lambda c: c["settings"]["groups"][0].update(param_names=[]), "of other parameters",
     ),
     "another optimizer": (lambda c: c["settings"]["optimizer"].update(x=1), "none that is known"),
-    "a bad seed": (lambda c: c["settings"].update(seed="0"), "seed is a str"),
+    "a bad seed": (lambda c: c["settings"].update(seed="0"), "seed: should be a valid"),
     "another class": (lambda c: c["settings"].update(model_class="X"), "of a X, which cannot"),
     "another source": (lambda c: c["settings"].update(dtype="int8"), "dtype 'int8' is unknown"),
     "another precision": (lambda c: c["settings"].update(precision="fp32"), "or precision"),
-    "no precision": (lambda c: c["settings"].update(precision="fp8"), "precision is fp8"),
-    "a negative version": (lambda c: versions(c, -5), "version is -5"),
+    "no precision": (lambda c: c["settings"].update(precision="fp8"), "precision: should be 'bf16"),
+    "a negative version": (lambda c: versions(c, -5), "version: should be g"),
     "more updates than steps": (lambda c: versions(c, 3), "more updates than there were steps"),
     "tiles of two versions": (lambda c: c["tiles"][2].update(version=1), "different versions"),
-    "negative steps": (lambda c: c["settings"].update(steps=-1), "settings.steps is -1"),
-    "a negative count": (lambda c: c["settings"].update(num_steps=-1), "num_steps is -1"),
+    "negative steps": (lambda c: c["settings"].update(steps=-1), "settings.steps: should be g"),
+    "a negative count": (lambda c: c["settings"].update(num_steps=-1), "num_steps: should be g"),
     "a negative group": (
-        lambda c: c["tiles"][2]["parameters"][0].update(group=-1), "group is -1",
+        lambda c: c["tiles"][2]["parameters"][0].update(group=-1), "group: should be g",
     ),
     "no such group": (
         lambda c: c["tiles"][2]["parameters"][0].update(group=9), "of optimizer group 9",
@@ -216,7 +217,7 @@ EDITS = {
         lambda c: c["tiles"][2]["parameters"][1].update(offset=0), "overlap",
     ),
     "a negative width": (
-        lambda c: c["tiles"][2]["parameters"][0].update(shape=[-1, -1]), "shape[0] is -1",
+        lambda c: c["tiles"][2]["parameters"][0].update(shape=[-1, -1]), "shape.0: should be g",
     ),
     "a norm of nothing": (lambda c: c["settings"].update(max_grad_norm=-1.0), "must be positive"),
     "an unknown frozen one": (
@@ -361,21 +362,6 @@ def test_rotation_keeps_the_newest_and_the_marked(two, tmp_path) -> None:
     assert not open_checkpoint(tmp_path / "5").kept
     with pytest.raises(ValueError, match="always stays"):
         rotate(tmp_path, 0)
-
-
-def test_decoding_refuses_other_types() -> None:
-    with pytest.raises(ValueError, match=r"it\[0\] has 1 values instead of 2"):
-        decode(tuple[tuple[int, str], ...], [[1]], "it")
-    with pytest.raises(ValueError, match="it is a list instead of a dict"):
-        decode(Manifest, [], "it")
-    with pytest.raises(ValueError, match=r"it\.pieces is a int"):
-        decode(FileRecord, {"num_bytes": 1, "pieces": 3}, "it")
-    assert decode(float | None, 3, "it") == 3.0
-    assert decode(float | None, None, "it") is None
-    with pytest.raises(ValueError, match="it is 3, which cannot be"):
-        decode(Annotated[int, range(3)], 3, "it")
-    with pytest.raises(ValueError, match="it is x, which cannot be"):
-        decode(Literal["bf16", "fp32"], "x", "it")
 
 
 def test_a_runs_folder_is_told_which_of_its_checkpoints_to_take(newer, tmp_path) -> None:

@@ -12,7 +12,7 @@ from tests.structure.source_tree import LEVELS, MODULES, ROOT, imports, level_of
 CUDA_FILE = "megatrain.device.cuda"
 
 LAZY = {
-    "pydantic": {"config"},
+    "pydantic": {"config", "checkpoint"},
     "datasets": {"data"},
     "pyarrow": {"data"},
     "typer": {"cli"},
