@@ -16,6 +16,7 @@ from megatrain.engine.source import Resumed, Source, open_source
 from megatrain.engine.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.errors import InputError
 from megatrain.loss import SCORE
+from megatrain.model.neftune import add_noise
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
@@ -100,6 +101,17 @@ class Engine(PlacedEngine):
         settled = settle(opened, placement, tokens_per_step, sequence_length, micro_batch)
         self.micro_batch = settled.micro_batch
         super().__init__(opened, settled.placement, settled.planned)
+
+    def add_neftune(self, alpha: float) -> None:
+        """Let steps, not evaluations, add noise to token embeddings (see `model/neftune.py`).
+
+        It depends on the engine's seed, the step and the micro-batch, not on the placement. It is
+        not part of a checkpoint.
+
+        Raises:
+            InputError: the model has no token embedding that it could be added to.
+        """
+        add_noise(self._program.capture.model, alpha)
 
     def score(self, micro_batches: MicroBatches) -> tuple[float, float]:
         """Mean cross entropy, and the share of labels that are the likeliest token; as `evaluate`.

@@ -28,6 +28,7 @@ _PLACES = {
     "early_stopping_patience": "training.early_stopping",
     "early_stopping_threshold": "training.early_stopping",
     "early_stopping_steps": "training.early_stopping",
+    "neftune_noise_alpha": "training.neftune_alpha",
     "label_smoothing_factor": "loss.label_smoothing",
     "eval_steps": "training.eval_every",
     "eval_strategy": "training.eval_every",

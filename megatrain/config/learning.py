@@ -130,6 +130,7 @@ class TrainingSection(Section):
     `on_nonfinite`: what to do when loss or gradient norm is not finite, before any weight is
     changed: end the run, or leave the step out and go on; `max_skips` steps in a row end it, too.
     `early_stopping`: by the metric in `checkpoint.best`, eval_loss if none is there.
+    `neftune_alpha`: of the noise on token embeddings in steps.
     `spike`: gradient norms above this many times the median of the last steps are treated alike.
     """
 
@@ -141,6 +142,7 @@ class TrainingSection(Section):
     eval_every: Positive | None = None
     early_stopping: EarlyStopping | None = None
     samples: SamplesSection | None = None
+    neftune_alpha: Annotated[float, Field(gt=0)] | None = None
     seed: Natural = 0
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: Positive = 10

@@ -217,6 +217,8 @@ def _engine(
             raise  # plans are for a GPU, or where the CPU was asked for
         plan = "`megatrain plan` with this run file names what would make it fit"
         raise DoesNotFit(f"{error}; {plan}") from error
+    if config.training.neftune_alpha is not None:
+        engine.add_neftune(config.training.neftune_alpha)
     if engine.label_shift == 0:
         raise InputError(
             f"the loss of {engine.config.model_type} compares logits with the labels of the same "

@@ -1,0 +1,37 @@
+"""NEFTune: noise on token embeddings while a model is trained."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatrain.errors import InputError
+
+
+def add_noise(model: PreTrainedModel, alpha: float) -> None:
+    """Let a model in training mode add noise to what its token embedding makes `[B, T, D]`.
+
+    Uniform within `alpha / sqrt(T * D)` of 0 (Jain et al. 2023, arXiv 2310.05914, where T is the
+    length of the row, padding included, as in transformers). The numbers are those that the
+    device's generator draws there.
+
+    Raises:
+        InputError: the model has no token embedding of that kind.
+    """
+
+    def noisy(module: nn.Module, given: tuple, made_BTD: Tensor) -> Tensor:
+        if not module.training:
+            return made_BTD
+        most = alpha / math.sqrt(made_BTD.shape[1] * made_BTD.shape[2])
+        return made_BTD + torch.empty_like(made_BTD).uniform_(-most, most)
+
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        embedding = None
+    if not isinstance(embedding, nn.Module):
+        raise InputError(
+            f"neftune_alpha: a {type(model).__name__} names no token embedding; leave it out"
+        )
+    embedding.register_forward_hook(noisy)
