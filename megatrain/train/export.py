@@ -12,7 +12,8 @@ from megatrain.checkpoint import Checkpoint
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
-from megatrain.train.folders import require_empty, whole_folder
+from megatrain.train.card import write_card
+from megatrain.train.folders import MODEL, require_empty, whole_folder
 from megatrain.train.resolve_model import trained_model
 from megatrain.train.saved_model import write_saved
 
@@ -20,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def export(run: str, out: Path, dtype: str | None = None) -> None:
-    """Write the model of `run` to `out`, whole or not at all.
+    """Write the model of `run` to `out`, whole or not at all; of a run, with a model card.
 
     Args:
         run: a checkpoint, a model folder, or a run's folder: its finished model, or its newest
@@ -36,7 +37,9 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
     if isinstance(found, Checkpoint):
         require_empty(out)
         with whole_folder(out) as folder:
-            return write_saved(found, folder, None if dtype is None else DTYPES[dtype])
+            write_saved(found, folder, None if dtype is None else DTYPES[dtype])
+            write_card(folder, found.folder.absolute().parent.parent, found.extra.get("step"))
+            return
     source = Path(found)
     if not (source / "config.json").is_file():
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
@@ -56,6 +59,8 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
         if dtype is not None:
             _name_dtype(folder / "config.json", dtype)
             _name_size(folder / "model.safetensors.index.json", total_bytes)
+        if source.name == MODEL:
+            write_card(folder, source.absolute().parent)
 
 
 def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:

@@ -7,6 +7,15 @@ import yaml
 
 SENTENCES = ["the cat sat on the mat", "a dog ran to the cat", "the mat was on the dog"]
 
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "the cat sat"},
+    {"role": "assistant", "content": "on the mat"},
+]
+
 
 def write_rows(path: Path, rows: int) -> Path:
     """A JSONL file of short documents."""

@@ -1,10 +1,15 @@
 """The command as tests call it, and one finished run for those that only look."""
 
+import json
+
 import pytest
+import yaml
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
-from tests.cli.cases import write_run_file
+from tests.cli.cases import TALK, TEMPLATE, sets, tiny_llama, write_run_file
 
 
 @pytest.fixture
@@ -33,3 +38,34 @@ def trained(tmp_path_factory, tokenizer_folder):
     result = CliRunner().invoke(app, ["train", str(run_file)])
     assert result.exit_code == 0, result.output
     return folder / "run", result
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory, tokenizer_folder):
+    """The folder of a base model that knows the end of a text, and nothing of turns."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.add_tokens([AddedToken("<|turn|>", special=True)])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "tokenizer")
+    run_file = write_run_file(folder, folder / "tokenizer")
+    chosen = sets(training__steps=1, model__config=tiny_llama(vocab_size=len(tokenizer)))
+    result = CliRunner().invoke(app, ["train", str(run_file), *chosen])
+    assert result.exit_code == 0, result.output
+    return folder / "run" / "model"
+
+
+@pytest.fixture(scope="session")
+def talker(base, tmp_path_factory):
+    """The folder of a run that trained it on one talk."""
+    folder = tmp_path_factory.mktemp("chats")
+    tree = yaml.safe_load(write_run_file(folder, base).read_text())
+    (folder / "chats.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 8)
+    tree["model"] = {"path": str(base)}
+    tree["data"] |= {"kind": "auto", "path": str(folder / "chats.jsonl"), "eval_fraction": 0.0}
+    tree["training"] |= {"steps": 40, "eval_every": None}
+    tree["schedule"] = {"name": "constant"}
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    result = CliRunner().invoke(app, ["train", str(folder / "run.yaml")])
+    assert result.exit_code == 0, result.output
+    return folder / "run"

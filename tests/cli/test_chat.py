@@ -1,56 +1,12 @@
 """From chats to a model that replies and stops, by the template's own end of turn."""
 
-import json
-
-import pytest
-import yaml
-from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
-from tests.cli.cases import sets, tiny_llama, write_run_file
+from tests.cli.cases import TALK, sets
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|turn|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-TALK = [
-    {"role": "user", "content": "the cat sat"},
-    {"role": "assistant", "content": "on the mat"},
-]
 OPTIONS = ["--max-new-tokens", "20", "--temperature", "0", "--device", "cpu", "--precision", "fp32"]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory, tokenizer_folder):
-    """The folder of a base model that knows the end of a text, and nothing of turns."""
-    folder = tmp_path_factory.mktemp("base")
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokenizer.add_tokens([AddedToken("<|turn|>", special=True)])
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "tokenizer")
-    run_file = write_run_file(folder, folder / "tokenizer")
-    chosen = sets(training__steps=1, model__config=tiny_llama(vocab_size=len(tokenizer)))
-    result = CliRunner().invoke(app, ["train", str(run_file), *chosen])
-    assert result.exit_code == 0, result.output
-    return folder / "run" / "model"
-
-
-@pytest.fixture(scope="module")
-def talker(base, tmp_path_factory):
-    """The folder of a run that trained it on one talk."""
-    folder = tmp_path_factory.mktemp("chats")
-    tree = yaml.safe_load(write_run_file(folder, base).read_text())
-    (folder / "chats.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 8)
-    tree["model"] = {"path": str(base)}
-    tree["data"] |= {"kind": "auto", "path": str(folder / "chats.jsonl"), "eval_fraction": 0.0}
-    tree["training"] |= {"steps": 40, "eval_every": None}
-    tree["schedule"] = {"name": "constant"}
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    result = CliRunner().invoke(app, ["train", str(folder / "run.yaml")])
-    assert result.exit_code == 0, result.output
-    return folder / "run"
 
 
 def test_a_base_model_trained_on_chats_stops_at_the_end_of_a_turn(base, talker):

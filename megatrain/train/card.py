@@ -1,0 +1,151 @@
+"""A model card: where a model comes from, what it was trained on and how, and how to load it."""
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from megatrain import __version__
+from megatrain.config import load
+from megatrain.errors import InputError
+from megatrain.json_yaml import read_json
+from megatrain.telemetry.metrics import read_metrics
+from megatrain.telemetry.pictures import draw_loss
+from megatrain.train.folders import CONFIG, ENVIRONMENT, METRICS
+
+CARD, CURVE = "README.md", "loss.png"
+_SETTINGS = ("data", "training", "optimizer", "schedule", "loss")
+_OF_THIS_MACHINE = ("cache_dir",)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_LICENSES = {"apache license": "apache-2.0", "mit license": "mit"}
+
+log = logging.getLogger(__name__)
+
+
+def write_card(folder: Path, run: Path, step: int | None = None) -> None:
+    """Write README.md and loss.png beside a model, if `run` is the folder of the run that made it.
+
+    Args:
+        folder: of the model, with its tokenizer.
+        step: the model is of this one; None: of the last.
+    """
+    try:
+        config = load(run / CONFIG).model_dump(mode="json")
+    except InputError:
+        return
+    logged = read_metrics(run / METRICS) if (run / METRICS).is_file() else ()
+    records = [r for r in logged if step is None or r.get("step", 0) <= step]
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["megatrain"],
+        base_model=_base(config),
+        datasets=[path for path in _paths(config) if _is_hub_id(path)] or None,
+        license=_license(folder),
+    )
+    has_template = any(folder.glob("chat_template*"))
+    parts = [
+        f"# {run.name}",
+        _origin(config, records, has_template=has_template),
+        _use(has_template=has_template),
+        "## Data\n\n" + "\n".join(f"- {_short(path)}" for path in _paths(config)),
+        _results(records),
+        "## Settings\n\n```yaml\n" + _settings(config) + "```",
+        _versions(run / ENVIRONMENT),
+    ]
+    try:
+        draw_loss(records, folder / CURVE)
+        parts.insert(5, f"![Loss over the steps]({CURVE})")
+    except Exception as error:  # the model goes before
+        log.warning("no loss curve: %s", error)
+    text = "\n\n".join(part for part in parts if part)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n").save(folder / CARD)
+
+
+def _base(config: Mapping[str, Any]) -> str | None:
+    path = config["model"].get("path")
+    return path if path is not None and _is_hub_id(path) else None
+
+
+def _is_hub_id(path: str) -> bool:
+    return bool(_HUB_ID.fullmatch(path)) and not Path(path).exists()
+
+
+def _paths(config: Mapping[str, Any]) -> list[str]:
+    paths = config["data"]["path"]
+    return [paths] if isinstance(paths, str) else paths
+
+
+def _short(path: str) -> str:
+    """Without the folders of the machine on which it was."""
+    return path if _is_hub_id(path) else Path(path).name
+
+
+def _license(folder: Path) -> str | None:
+    """As the hub names it, of the text that came with the model's source; None: unknown."""
+    text = "".join(
+        path.read_text(encoding="utf-8", errors="replace")[:500].lower()
+        for path in sorted(folder.glob("LICENSE*"))
+    )
+    return next((name for begins, name in _LICENSES.items() if begins in text), None)
+
+
+def _origin(
+    config: Mapping[str, Any], records: list[Mapping[str, Any]], *, has_template: bool
+) -> str:
+    path, steps = config["model"].get("path"), max((r.get("step", 0) for r in records), default=0)
+    start = "random weights" if path is None else f"`{_short(path)}`"
+    kind = "a chat model" if has_template else "a language model"
+    return (
+        f"This is {kind}, trained from {start} with MegaTrain {__version__}: all parameters, "
+        f"{steps} steps of {config['training']['batch_size']} rows of at most "
+        f"{config['data']['sequence_length']} tokens."
+    )
+
+
+def _use(*, has_template: bool) -> str:
+    asked = '[{"role": "user", "content": "Hello"}]' if has_template else '"Once upon a time"'
+    return (
+        "## Use\n\n```python\nfrom transformers import pipeline\n\n"
+        'generate = pipeline("text-generation", model="PATH OR ID OF THIS FOLDER")\n'
+        f"print(generate({asked}, max_new_tokens=128))\n```"
+    )
+
+
+def _results(records: list[Mapping[str, Any]]) -> str:
+    found = []
+    for key, name in (("loss", "Training loss"), ("eval_loss", "Evaluation loss")):
+        values = [(r["step"], r[key]) for r in records if isinstance(r.get(key), float)]
+        if values:
+            (first, begin), (last, end) = values[0], values[-1]
+            found.append(f"- {name}: {begin:.4f} (step {first}) to {end:.4f} (step {last})")
+    return "## Results\n\n" + "\n".join(found) if found else ""
+
+
+def _settings(config: Mapping[str, Any]) -> str:
+    chosen = {name: dict(config[name]) for name in _SETTINGS if name in config}
+    for name in _OF_THIS_MACHINE:
+        chosen["data"].pop(name, None)
+    for name in ("path", "eval_path"):
+        paths = chosen["data"].get(name)
+        if paths is not None:
+            chosen["data"][name] = (
+                _short(paths) if isinstance(paths, str) else [_short(path) for path in paths]
+            )
+    chosen["engine"] = {"precision": config["engine"]["precision"]}
+    return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
+
+
+def _versions(path: Path) -> str:
+    try:
+        found = read_json(path)
+    except InputError:
+        return ""
+    packages = {"python": found.get("python"), **found.get("packages", {})}
+    gpu = (found.get("gpu") or {}).get("name")
+    lines = [f"- {name} {version}" for name, version in packages.items() if version]
+    return "## Versions\n\n" + "\n".join([*lines, *([f"- {gpu}"] if gpu else [])])

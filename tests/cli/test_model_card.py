@@ -1,0 +1,44 @@
+"""The model card that an export of a run has."""
+
+import shutil
+
+from huggingface_hub import ModelCard
+
+
+def test_an_export_of_a_run_tells_where_it_comes_from(megatrain, trained, talker, tmp_path):
+    for number, place in enumerate([trained[0], talker / "checkpoints" / "step-00000040"]):
+        out = tmp_path / f"out-{number}"
+        assert megatrain("export", place, out).exit_code == 0
+        card = ModelCard.load(out / "README.md")
+        assert card.data.library_name == "transformers" and "megatrain" in card.data.tags
+        assert card.data.base_model is None  # a folder of this machine is nobody else's
+        assert str(tmp_path.parent) not in card.text
+        assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    first, last = (tmp_path / name / "README.md" for name in ("out-0", "out-1"))
+    assert "trained from random weights" in first.read_text()
+    assert "- rows.jsonl" in first.read_text() and "- torch " in first.read_text()
+    assert "(step 6)" in first.read_text() and "Evaluation loss" in first.read_text()
+    assert "lr: 0.01" in first.read_text()
+    assert "a chat model, trained from `model`" in last.read_text()
+    assert '"role": "user"' in last.read_text()
+
+
+def test_what_the_hub_has_is_named_in_the_header(megatrain, trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained[0], run)
+    config = (run / "config.yaml").read_text()
+    config = config.replace("path: null", "path: some/base", 1)
+    written = config[config.index("  config:") : config.index("  tokenizer:")]
+    config = config.replace(written, "  config: null\n")
+    (run / "config.yaml").write_text(config)
+    (run / "model" / "LICENSE").write_text("\n   Apache License\n  Version 2.0")
+    assert megatrain("export", run, tmp_path / "out").exit_code == 0
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.base_model, card.data.license) == ("some/base", "apache-2.0")
+
+
+def test_a_model_of_no_run_gets_no_card(megatrain, trained, tmp_path):
+    shutil.copytree(trained[0] / "model", tmp_path / "model")
+    (tmp_path / "config.yaml").write_text("of: something else")
+    assert megatrain("export", tmp_path / "model", tmp_path / "out").exit_code == 0
+    assert not (tmp_path / "out" / "README.md").exists()
