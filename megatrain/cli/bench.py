@@ -45,8 +45,7 @@ def step(
     ] = "fp32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     placement: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="One choice of the placement; repeatable."),
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A choice of it; repeatable.")
     ] = None,
     device_memory: Annotated[
         str | None, typer.Option(help="All that the GPU may give this process, such as 10GiB.")
@@ -61,7 +60,7 @@ def step(
     output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Write one step's trace for Perfetto to this file, its picture beside."),
+        typer.Option(help="File for one step's Perfetto trace; its picture beside."),
     ] = None,
 ) -> None:
     """Time whole training steps on random tokens: model TFLOPS, memory, spread."""
@@ -85,9 +84,7 @@ def step(
         seed=seed,
     )
     result = measure_step(case, timeline)
-    for line in result["breakdown"]["lines"][:SHOWN_LINES]:
-        print(line)
-    print(_summary(result))
+    print(*result["breakdown"]["lines"][:SHOWN_LINES], _summary(result), sep="\n")
     if result["recompilations_after_warmup"]:
         print(_recompiled(result["recompilations_after_warmup"]), file=sys.stderr)
     _write(result, output)
