@@ -5,6 +5,7 @@ micro-batch, and knows how to run forward and backward for all micro-batches in 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import HeadMath
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.tile_slice import TileSlice
+from megatrain.loss import TOKEN_WEIGHTS, JointLoss
 from megatrain.model.capture import PROLOGUE, Ref
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.placement import ActivationPolicy
@@ -148,7 +150,7 @@ class Head(StreamedModule):
         self, device: Device, program: Program, tile: Tile | TileSlice, computed: HeadMath
     ) -> None:
         super().__init__(device, program, tile)
-        self.computed = computed
+        self.computed, self._visit = computed, len(program.spec.layers)
 
     def loss_and_vjp(
         self, slot: Buffer, batch: Batch, h: State, room: GradAccumulator
@@ -157,9 +159,11 @@ class Head(StreamedModule):
 
         Takes the activations out of `h`.
         """
+        batch, joint = self._weighed(slot, batch, h)
         losses: list[Any] = []
         dh: list[Any] = []
         for index, micro in enumerate(batch.micro):
+            self.seed(batch, self._visit, index)
 
             def work(index: int = index, micro: MicroBatch = micro) -> tuple[Tensor, Activations]:
                 weights, names = self.leaves(slot)
@@ -171,10 +175,32 @@ class Head(StreamedModule):
             losses.append(loss)
             dh.append(gradients)
             h[index] = {}  # nobody reads it any more: it would stay until the backward's end
-        return losses, dh
+        return joint or losses, dh
+
+    def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
+        """By a first visit, a joint loss's share of each micro-batch; none of another loss.
+
+        Of a joint loss the batch is one whose labels have the weights that the loss gives them.
+        """
+        loss = batch.micro[0].loss
+        if not isinstance(loss, JointLoss):
+            return batch, []
+        found = self.losses(slot, batch, h)
+        targets = [micro.targets for micro in batch.micro if micro.targets is not None]
+        given = [micro.given for micro in batch.micro]
+        work = partial(loss.weigh, found, targets, given, batch.normaliser)
+        nothing = [[None] * len(found)] * 2
+        losses, weights = self.device.run(COMPUTE, HEAD_NAME, work) or nothing
+        micro = [
+            replace(each, loss=TOKEN_WEIGHTS, given=[own])
+            for each, own in zip(batch.micro, weights, strict=True)
+        ]
+        return replace(batch, micro=micro, normaliser=1.0), losses
 
     def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's share of the step's loss, without gradients."""
+        if joint := self._weighed(slot, batch, h)[1]:
+            return joint
 
         def work(micro: MicroBatch, values: Activations) -> Tensor:
             return self.computed.loss(self.weights(slot), micro, values) / batch.normaliser
@@ -182,11 +208,11 @@ class Head(StreamedModule):
         return self._each(slot, batch, h, work)
 
     def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each token's loss `[B, T]`, fp32, on the CPU; 0 where nothing is predicted."""
+        """Each token's loss `[B, T]`, fp32; 0 where nothing is predicted."""
 
         def work(micro: MicroBatch, values: Activations) -> Tensor:
             found = self.computed.losses(self.weights(slot), micro, values)
-            return found.view(micro.rows.ids.shape).cpu()
+            return found.view(micro.rows.ids.shape)
 
         return self._each(slot, batch, h, work)
 
@@ -205,7 +231,8 @@ class Head(StreamedModule):
         h: State,
         work: Callable[[MicroBatch, Activations], Tensor],
     ) -> list[Tensor]:
-        return [
-            self.device.run(COMPUTE, HEAD_NAME, partial(work, m, v), [slot])
-            for m, v in zip(batch.micro, h, strict=True)
-        ]
+        made = []
+        for index, (micro, values) in enumerate(zip(batch.micro, h, strict=True)):
+            self.seed(batch, self._visit, index)  # as in another visit of the step
+            made.append(self.device.run(COMPUTE, HEAD_NAME, partial(work, micro, values), [slot]))
+        return made

@@ -77,7 +77,7 @@ class Packing:
             tried = comparisons(micro, seed)
             rows = [row for each in tried for row in each.micro_batches]
             groups = [rows[at : at + at_once] for at in range(0, len(rows), at_once)]
-            losses = [each for group in groups for each in self._losses(group)]
+            losses = [each.cpu() for group in groups for each in self._losses(group)]
             if not all(bool(each.isfinite().all()) for each in losses):
                 return False  # the step itself tells
             pairs = zip(tried, losses[::2], losses[1::2], strict=True)

@@ -10,15 +10,20 @@ from megatrain.loss.chunks import (
     range_statistics,
 )
 from megatrain.loss.cross_entropy import CROSS_ENTROPY, CrossEntropy, cross_entropy_sum
+from megatrain.loss.dpo import DPO
+from megatrain.loss.joint import JointLoss
 from megatrain.loss.label_smoothing import LabelSmoothing
 from megatrain.loss.score import SCORE, Score
-from megatrain.loss.token_weights import TokenWeights
+from megatrain.loss.token_weights import TOKEN_WEIGHTS, TokenWeights
 
 __all__ = [
     "CROSS_ENTROPY",
+    "DPO",
     "IGNORED",
     "SCORE",
+    "TOKEN_WEIGHTS",
     "CrossEntropy",
+    "JointLoss",
     "LabelSmoothing",
     "Loss",
     "Score",

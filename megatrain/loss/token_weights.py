@@ -29,3 +29,6 @@ class TokenWeights(Loss):
         if lowest < 0:
             raise InputError(f"token_weights holds {lowest}; weights must not be negative")
         return float(sum(each.double().sum() for each in used))
+
+
+TOKEN_WEIGHTS = TokenWeights()

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain import InputError, Placement
-from megatrain.loss import CrossEntropy, LabelSmoothing, Loss, Statistics, TokenWeights
+from megatrain.loss import (
+    DPO,
+    CrossEntropy,
+    JointLoss,
+    LabelSmoothing,
+    Loss,
+    Statistics,
+    TokenWeights,
+)
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
     gradients,
@@ -53,6 +61,13 @@ def micro_batches() -> list[dict[str, Tensor]]:
         micro["token_weights"] = torch.rand(shape, generator=generator)
         micro["advantages"] = torch.randn(shape, generator=generator)
         micro["old"] = -7 + torch.randn(shape, generator=generator)
+        micro["reference_logp"] = -7 + torch.randn(shape, generator=generator)
+    # Rows are chosen and rejected in turn: pairs lie across micro-batches.
+    numbers = torch.arange(sum(len(micro["labels"]) for micro in step))
+    for micro, part in zip(step, numbers.split([len(m["labels"]) for m in step]), strict=True):
+        half, shape = len(numbers) // 2, micro["labels"].shape
+        micro["pair"] = (part % half)[:, None].expand(shape).float()
+        micro["chosen"] = (part < half)[:, None].expand(shape).float()
     return step
 
 
@@ -69,6 +84,20 @@ def plain(loss: str, logits: Tensor, micro: dict[str, Tensor]) -> Tensor:
     curved = 0.1 * lse**2 + 0.2 * flat.mean(1) * lse
     each = -micro["advantages"][:, 1:].flatten() * ratio + curved
     return each[targets != -100].sum()
+
+
+def preferences(logits: list[Tensor], step: list[dict[str, Tensor]]) -> Tensor:
+    """DPO row by row: of a tenth of the pairs the other reply is the better one."""
+    gains: dict[tuple[float, float], Tensor] = {}
+    for each, micro in zip(logits, step, strict=True):
+        targets = micro["labels"][:, 1:]
+        log_prob = each[:, :-1].log_softmax(-1).gather(2, targets.clamp(min=0)[..., None])[..., 0]
+        more = (log_prob - micro["reference_logp"][:, 1:]) * (targets != -100)
+        keys = zip(micro["pair"][:, 0].tolist(), micro["chosen"][:, 0].tolist(), strict=True)
+        gains |= dict(zip(keys, more.sum(1), strict=True))
+    pairs = {pair for pair, _ in gains}
+    margins = 0.3 * torch.stack([gains[pair, 1.0] - gains[pair, 0.0] for pair in pairs])
+    return -(0.9 * F.logsigmoid(margins) + 0.1 * F.logsigmoid(-margins)).sum()
 
 
 def labelled(step: list[dict[str, Tensor]]) -> int:
@@ -88,6 +117,7 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "smoothed": (LabelSmoothing(0.1), labelled),
     "weights": (TokenWeights(), weights),
     "curved": (Curved(), rows),
+    "dpo": (DPO(beta=0.3, label_smoothing=0.1), lambda step: rows(step) / 2),
 }
 
 
@@ -108,15 +138,77 @@ def test_a_loss_and_its_gradients_are_plain_ones(
     evaluated = engine.evaluate(taken(step, loss), loss)
     result = engine.step(taken(step, loss), loss)
     model.train()
-    total = 0.0
-    for micro in step:
-        share = plain(name, model(input_ids=micro["input_ids"]).logits.float(), micro) / count(step)
-        share.backward()
-        total += share.item()
+    logits = [model(input_ids=micro["input_ids"]).logits.float() for micro in step]
+    if name == "dpo":
+        summed = preferences(logits, step)
+    else:
+        shares = [plain(name, each, micro) for each, micro in zip(logits, step, strict=True)]
+        summed = torch.stack(shares).sum()
+    total = summed / count(step)
+    total.backward()
     wanted = {n: p.grad for n, p in model.named_parameters()}
-    assert result.loss == pytest.approx(total, rel=1e-6)
-    assert evaluated == pytest.approx(total, rel=1e-6)
+    assert result.loss == pytest.approx(total.item(), rel=1e-6)
+    assert evaluated == pytest.approx(total.item(), rel=1e-6)
     assert relative_error(gradients(engine), wanted) < 2e-6
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+def test_pairs_may_lie_in_any_micro_batches(cut: int) -> None:
+    """As rows of one micro-batch, and in another order, they are what they are in four."""
+    [micro], order = make_batches(1, [(4, 9)])[0], torch.tensor([3, 0, 2, 1])
+    shape, names = micro["labels"].shape, torch.tensor([7.0, 9.0, 7.0, 9.0])
+    micro["pair"] = names[:, None].expand(shape)
+    micro["chosen"] = torch.tensor([0.0, 1.0, 1.0, 0.0])[:, None].expand(shape)
+    micro["reference_logp"] = torch.zeros(shape)
+    rows_of = lambda at: {name: value[at] for name, value in micro.items()}  # noqa: E731
+    engine, other = make_engine(llama(), clip=1e9), make_engine(llama(), clip=1e9)
+    whole = engine.step([rows_of(order)], DPO())
+    parts = other.step([rows_of(at) for at in torch.arange(4).split(cut)], DPO())
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert relative_error(gradients(other), gradients(engine)) < 2e-6
+
+
+@dataclass(frozen=True)
+class Together(JointLoss):
+    """Cross entropy, found in two visits of the head."""
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        return -log_prob_N.sum()
+
+
+def test_both_visits_of_the_head_drop_the_same() -> None:
+    """XLNet drops some of what its head is given."""
+    [step] = make_batches(1)
+    model = tiny_model("xlnet", changes={"dropout": 0.5})
+    one, other = (make_engine(model, clip=1e9) for _ in range(2))
+    without = one.evaluate(step)
+    alone, again = one.step(step), other.step(step, Together())
+    assert again.loss == pytest.approx(alone.loss, rel=1e-6)
+    assert relative_error(gradients(other), gradients(one)) < 2e-6
+    assert without != pytest.approx(alone.loss, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda m: m["chosen"].fill_(1), "pair 0 has no label of a rejected reply in this step"),
+        (lambda m: m["chosen"].fill_(0.5), "chosen must be 1 at labels of chosen replies"),
+        (lambda m: m["pair"].fill_(1.5), "pair must hold whole numbers"),
+    ],
+)
+def test_pairs_that_are_none_are_refused(spoil: Any, message: str) -> None:
+    [*_, micro] = step = taken(micro_batches(), DPO())
+    for name in ("pair", "chosen"):
+        micro[name] = micro[name].clone()
+    spoil(micro)
+    with pytest.raises(InputError, match=message):
+        make_engine(llama()).step(step, DPO())
+
+
+@pytest.mark.parametrize("settings", [{"beta": 0.0}, {"label_smoothing": 0.5}])
+def test_settings_of_preferences_are_checked(settings: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="DPO's"):
+        DPO(**settings)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)

@@ -1,0 +1,60 @@
+"""Losses of all tokens of a step together, as of pairs of rows in different micro-batches."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatrain.loss.base import Loss, Statistics
+
+
+class JointLoss(Loss):
+    """A loss whose slope at one token depends on others; it sees each label's log-probability.
+
+    The head is visited twice: for the log-probabilities of all micro-batches, and for the gradients
+    of every label's cross entropy with the weight that it has in the loss.
+    """
+
+    @abstractmethod
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        """The loss of a step (scalar), not divided yet, by torch's differentiable functions.
+
+        Args:
+            log_prob_N: of all its targets, micro-batch after micro-batch; 0 where there is none.
+            targets_N: -100 for none.
+            given: the tensors named in `inputs`, `[N]`; of no use where a token has no target.
+        """
+
+    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
+        """What the first visit finds."""
+        assert found.log_prob is not None
+        return found.log_prob
+
+    def weigh(
+        self,
+        log_probs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        given: Sequence[Sequence[Tensor]],
+        normaliser: float,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each micro-batch a share of the step's loss, and its labels' weights.
+
+        Args:
+            log_probs: `[B, T]` of each micro-batch, 0 where there is no target.
+            targets: `[B, T]` of each, -100 for none.
+            given: the tensors named in `inputs`, of each.
+
+        Returns:
+            Scalars, all but the first 0 unless the loss is not finite; and TokenWeights' `[B, T]`.
+        """
+        flat = [torch.cat([each.reshape(-1) for each in part]) for part in zip(*given, strict=True)]
+        with torch.enable_grad():
+            every_N = torch.cat([each.reshape(-1) for each in log_probs]).detach().requires_grad_()
+            together = torch.cat([each.reshape(-1) for each in targets])
+            loss = self.joint(every_N, together, *flat) / normaliser
+        [slopes_N] = torch.autograd.grad(loss, [every_N])
+        parts = (-slopes_N).split([each.numel() for each in targets])
+        weights = [part.view_as(each) for part, each in zip(parts, targets, strict=True)]
+        total = loss.detach().float()
+        return [total, *[total * 0] * (len(weights) - 1)], weights
