@@ -132,6 +132,7 @@ class Engine(PlacedEngine):
         device: str | Device | None = None,
         precision: Literal["bf16", "fp32"] | None = None,
         max_grad_norm: float | Literal["saved"] | None = "saved",
+        states: str | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         device_memory: str | int | None = None,
@@ -144,6 +145,8 @@ class Engine(PlacedEngine):
             placement: None takes the saved one, if the kind of device is the same; else `auto`.
             precision: as a check: it cannot change.
             max_grad_norm: another one, or None, from now on.
+            states: of the optimizer from now on; other ones than the saved are converted, after
+                which the run does not go on exactly as it would have.
             attn_implementation: None takes the saved one.
             device_memory, host_memory: as `Engine` takes them.
 
@@ -157,7 +160,7 @@ class Engine(PlacedEngine):
         opened = device if isinstance(device, Device) else open_device(device)
         engine = cls(
             Resumed(checkpoint),
-            optimizer=saved_optimizer(checkpoint),
+            optimizer=saved_optimizer(checkpoint, states),
             max_grad_norm=settings.max_grad_norm if max_grad_norm == "saved" else max_grad_norm,
             precision=check_precision(checkpoint, precision),
             placement=resumed_placement(checkpoint, placement, opened.kind),

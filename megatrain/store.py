@@ -178,6 +178,7 @@ class Store:
         for plane in tile_planes(rule, dtype):
             for own, buffer in zip(found, planes(device, plane, layouts, tiers), strict=True):
                 own[plane] = buffer
+        self.rule = rule
         self.tiles = [
             Tile(i, layout, found[i], tier)
             for i, (layout, tier) in enumerate(zip(layouts, tiers, strict=True))

@@ -1,5 +1,6 @@
 """Checkpoints: a run's exact state on disk, written while training goes on."""
 
+from megatrain.checkpoint.convert import read_converted
 from megatrain.checkpoint.extra import as_json
 from megatrain.checkpoint.folders import (
     is_checkpoint,
@@ -35,6 +36,7 @@ __all__ = [
     "newest_whole",
     "offering_another",
     "open_checkpoint",
+    "read_converted",
     "read_tiles",
     "remove_leftovers",
     "require_replaceable",

@@ -1,6 +1,6 @@
 """Tiles back from a checkpoint, straight into their planes, by many threads at once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from megatrain.checkpoint.files import OldFile
 from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord
-from megatrain.checkpoint.snapshot import dtype_name, planes_of
+from megatrain.checkpoint.snapshot import dtype_name, file_name, planes_of
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import DTYPES, Stored, read_header
+from megatrain.optim import Plane
 from megatrain.store import Tile
 from megatrain.tile import Entry
 
@@ -36,14 +37,7 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
         InputError: a file is damaged, or the checkpoint is one of other parameters or planes.
     """
     _Match(checkpoint, tiles).check()
-    with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
-        reads = [pool.submit(job) for job in _jobs(checkpoint, tiles)]
-        try:
-            for each in reads:
-                each.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    _run(_jobs(checkpoint, tiles), threads)
     records = checkpoint.manifest.tiles
     of_tile = {record.name: record.version for record in records}
     of_parameter = {each.name: record.version for record in records for each in record.parameters}
@@ -52,12 +46,36 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
         tile.version = of_tile.get(tile.name, 0) if first is None else of_parameter[first]
 
 
+def read_planes(
+    checkpoint: Checkpoint, tile: Tile, wanted: Collection[Plane], threads: int
+) -> None:
+    """Fill some planes of one tile from a checkpoint that `read_tiles` has read for all tiles.
+
+    Raises:
+        InputError: a file is damaged, or does not have them.
+    """
+    _Match(checkpoint, [tile], wanted).check()
+    _run((job for job in _jobs(checkpoint, [tile], wanted) if job.ranges), threads)
+
+
+def _run(jobs: Iterable["_Job"], threads: int) -> None:
+    with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
+        reads = [pool.submit(job) for job in jobs]
+        try:
+            for each in reads:
+                each.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
 @dataclass
 class _Match:
     """The checkpoint's parameters against those that are to be filled."""
 
     checkpoint: Checkpoint
     tiles: Sequence[Tile]
+    only: Collection[Plane] | None = None  # of one of the tiles
 
     def check(self) -> None:
         saved = {
@@ -71,7 +89,7 @@ class _Match:
                     self._refuse(f"it has no parameter {entry.name!r}")
                 record, parameter = saved.pop(entry.name)
                 self._check_parameter(tile, entry, record, parameter)
-        if saved:
+        if saved and self.only is None:
             self._refuse(f"its parameter {min(saved)!r} is unknown to the model")
 
     def _check_parameter(
@@ -81,7 +99,7 @@ class _Match:
             self._refuse(f"{entry.name!r} has shape {parameter.shape} instead of {entry.shape}")
         end = parameter.offset + parameter.numel
         for name, wanted in planes_of(tile).items():
-            if not wanted.has(entry):
+            if not wanted.has(entry) or (self.only is not None and wanted not in self.only):
                 continue
             plane = record.planes.get(name)
             if plane is None or plane.numel < wanted.place(parameter.offset, end).stop:
@@ -93,10 +111,16 @@ class _Match:
         raise InputError(f"{self.checkpoint.folder}: {what}; it is of another model or precision")
 
 
-def _jobs(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator["_Job"]:
+def _jobs(
+    checkpoint: Checkpoint, tiles: Sequence[Tile], only: Collection[Plane] | None = None
+) -> Iterator["_Job"]:
     places = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
     for record in checkpoint.manifest.tiles:
-        ranges = list(_ranges(record, tile_planes(checkpoint, record), places))
+        stored = tile_planes(checkpoint, record)
+        if only is not None:
+            names = {file_name(plane) for plane in only}
+            stored = {name: plane for name, plane in stored.items() if name in names}
+        ranges = list(_ranges(record, stored, places))
         for offset, num_bytes, checksum in checkpoint.manifest.files[record.file].spans():
             inside = [r for r in ranges if r.start < offset + num_bytes and offset < r.stop]
             yield _Job(checkpoint, record.file, offset, num_bytes, checksum, inside)
@@ -124,7 +148,7 @@ def _ranges(
     record: TileRecord, stored: dict[str, Stored], places: dict[str, tuple[Tile, Entry]]
 ) -> Iterator[_Range]:
     """Where every byte of a tile's file goes: whole planes if the layout is as it was."""
-    tile = places[record.parameters[0].name][0] if record.parameters else None
+    tile = next((places[p.name][0] for p in record.parameters if p.name in places), None)
     for name, plane in stored.items():
         if tile is None:
             continue
@@ -135,7 +159,7 @@ def _ranges(
                 yield _Range(plane.start, plane.start + plane.num_bytes, whole.view(torch.uint8))
                 continue
         size = plane.dtype.itemsize
-        for parameter in record.parameters:
+        for parameter in (p for p in record.parameters if p.name in places):
             there, entry = places[parameter.name]
             kind = planes_of(there).get(name)
             if kind is None or not kind.has(entry):

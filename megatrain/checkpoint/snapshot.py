@@ -80,7 +80,12 @@ def planes_of(tile: Tile) -> dict[str, Plane]:
     """A tile's planes by their names in files; wide elements first, which keeps each aligned."""
     states_first = sorted(tile.planes, key=lambda plane: plane not in tile.states)
     wide_first = sorted(states_first, key=lambda plane: -plane.dtype.itemsize)
-    return {plane.name.replace(" ", "_"): plane for plane in wide_first}
+    return {file_name(plane): plane for plane in wide_first}
+
+
+def file_name(plane: Plane) -> str:
+    """A plane's name in files."""
+    return plane.name.replace(" ", "_")
 
 
 def tile_file(tile: Tile, name: str) -> TileFile:

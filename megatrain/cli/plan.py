@@ -55,6 +55,7 @@ class Options:
     gpus: int
     clip: bool | None
     precision: Literal["bf16", "fp32"] | None
+    states: Literal["fp32", "bf16", "int8"] | None
 
 
 @dataclass
@@ -124,7 +125,13 @@ def _subject(options: Options) -> Subject:
         setattr(subject, name, value)
     _check_length(subject)
     _note_quantised(subject, is_run=options.run is not None)
-    if not (rule := subject.workload.rule).keeps_pace:
+    rule = subject.workload.rule
+    if options.states is not None:
+        if "states" not in rule.choices:
+            raise InputError(f"--states: {rule.name} has no such choice; leave it out")
+        rule = replace(rule, **{"states": options.states})
+        subject.workload = replace(subject.workload, rule=rule)
+    if not rule.keeps_pace:
         subject.warnings.append(
             f"updates of {rule.name} on the host take longer than foreseen: they have no kernel yet"
         )

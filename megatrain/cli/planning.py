@@ -49,6 +49,9 @@ def plan(
     precision: Annotated[
         Literal["bf16", "fp32"] | None, typer.Option(help="Compute dtype; bf16.")
     ] = None,
+    states: Annotated[
+        Literal["fp32", "bf16", "int8"] | None, typer.Option(help="AdamW's moments; fp32.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     picture: Annotated[
         Path | None, typer.Option(help="Draw where the bytes rest: a name in .png, .svg or .pdf.")
@@ -76,5 +79,6 @@ def plan(
         gpus=gpus,
         clip=clip,
         precision=precision,
+        states=states,
     )
     run_plan(options, as_json=as_json, picture=picture)

@@ -16,6 +16,7 @@ from megatrain.checkpoint import (
     masters,
     offering_another,
     open_checkpoint,
+    read_converted,
     read_tiles,
 )
 from megatrain.engine.state_io import (
@@ -23,6 +24,7 @@ from megatrain.engine.state_io import (
     read_untrained,
     saved_companions,
     saved_dtype,
+    saved_optimizer,
 )
 from megatrain.engine.untrained import Untrained, computed_buffers, persistent_buffers
 from megatrain.errors import InputError
@@ -133,7 +135,7 @@ def fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
     if source.saved is not None:
         with offering_another(source.saved.folder):
             if source.resumes:
-                read_tiles(source.saved, store.tiles, update_threads())
+                _read_state(source.saved, store)
             else:
                 _read_masters(source.saved, write)
             rounded = source.untrained.rounded
@@ -152,6 +154,15 @@ def fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
             if not buffer.is_meta:
                 write(name, buffer.detach().cpu().clone())
     source.untrained.computed = computed_buffers(source.model)
+
+
+def _read_state(checkpoint: Checkpoint, store: Store) -> None:
+    """Weights and the optimizer's state, which is converted where the rule keeps it otherwise."""
+    saved, rule, threads = saved_optimizer(checkpoint), store.rule, update_threads()
+    if saved is None or rule is None or saved.state_planes == rule.state_planes:
+        read_tiles(checkpoint, store.tiles, threads)
+    else:
+        read_converted(checkpoint, store.tiles, threads, saved, rule)
 
 
 def _read_masters(checkpoint: Checkpoint, write: Write) -> None:

@@ -163,8 +163,8 @@ def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
     return SOURCE_DTYPES[name]
 
 
-def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
-    """The rule with its settings as they were given. Raises InputError."""
+def saved_optimizer(checkpoint: Checkpoint, states: str | None = None) -> Rule | None:
+    """The rule with its settings as they were given, or with other `states`. Raises InputError."""
     if checkpoint.settings.optimizer is None:
         return None
     given = {"name": AdamW.name} | checkpoint.settings.optimizer  # the first ones did not say
@@ -174,6 +174,10 @@ def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
     # Checkpoints of older versions do not have the choices.
     if rule is None or not known - rule.choices.keys() <= given.keys() <= known:
         raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
+    if states is not None:
+        if "states" not in rule.choices:
+            raise InputError(f"states is {states!r}, but {name} has no such choice; leave it out")
+        given["states"] = states
     return rule(**given)
 
 

@@ -249,7 +249,12 @@ def _saved_engine(config: Config, start: Start) -> Engine:
     still_auto = isinstance(before, dict) and before.get("placement") == placement == "auto"
     chosen_placement = None if still_auto else placement
     try:
-        engine = Engine.load(start.checkpoint, placement=chosen_placement, **_settings(config))
+        engine = Engine.load(
+            start.checkpoint,
+            placement=chosen_placement,
+            states=config.optimizer.states,
+            **_settings(config),
+        )
     except InputError as error:
         if is_whole(start.checkpoint):
             raise

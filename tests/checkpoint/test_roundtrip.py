@@ -1,6 +1,7 @@
 """An engine that was loaded goes on bit for bit as the one that was saved."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.checkpoint import open_checkpoint, verify
 from megatrain.checkpoint.read import read_tiles
 from megatrain.device import CpuDevice
+from megatrain.kernels.states import GROUP, load_moments
 from megatrain.placement import RENAMED
 from megatrain.store import Store
 from megatrain.tile import TileLayout
@@ -268,3 +270,40 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
     other = engine_of(precision="bf16")
     with pytest.raises(InputError, match="of another model or precision"):
         read_tiles(checkpoint, other._store.tiles, 1)
+
+
+def half_frozen() -> Any:
+    return frozen(llama(), lambda name: "layers.0.mlp" in name)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("states", [("fp32", "int8"), ("int8", "bf16"), ("bf16", "fp32")])
+def test_other_states_are_made_of_the_saved_ones(states, precision, tmp_path, caplog) -> None:
+    rules = [{"fp32": "adamw"}.get(each, f"adamw {each}") for each in states]
+    engine = engine_of(precision=precision, rule=rules[0], model=half_frozen())
+    go_on(engine, batches(3))
+    engine.save(tmp_path / "saved")
+    placement = Placement(resident=("layer 1",))
+    again = Engine.load(tmp_path / "saved", device="cpu", states=states[1], placement=placement)
+    [told] = [each.message for each in caplog.records if "converted" in each.message]
+    assert f"(states {states[0]} to {states[1]})" in told and "\n" not in told
+    assert again.optimizer.rule == replace(engine.optimizer.rule, states=states[1])
+    assert same(masters(again), masters(engine))
+    for one, other in zip(again._store.tiles, engine._store.tiles, strict=True):
+        assert one.version == other.version
+        kept = [load_moments([b.data for b in tile.states.values()]) for tile in (one, other)]
+        for found, wanted in zip(*kept, strict=True):
+            close = found.view(-1, GROUP) - wanted.view(-1, GROUP)
+            largest = wanted.view(-1, GROUP).abs().amax(1, keepdim=True)
+            assert (close.abs() <= largest / 100).all()
+            assert one.layout.trainable_numel == 0 or (wanted != 0).any()
+    again.save(tmp_path / "again")
+    third = Engine.load(tmp_path / "again", device="cpu", placement=Placement(slots=1))
+    assert go_on(third, batches(2)) == go_on(again, batches(2))
+    assert same(state(third), state(again))
+
+
+def test_states_of_a_rule_that_has_no_choice_are_refused(tmp_path) -> None:
+    engine_of(rule="lion").save(tmp_path / "saved")
+    with pytest.raises(InputError, match="states is 'int8', but lion has no such choice"):
+        Engine.load(tmp_path / "saved", device="cpu", states="int8")

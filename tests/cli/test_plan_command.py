@@ -85,6 +85,19 @@ def test_the_plan_of_a_run_with_lion_counts_its_planes_and_says_what_it_does_not
     assert not any("updates of" in warning for warning in adamw["warnings"])
 
 
+def test_the_plan_of_8_bit_states_counts_their_bytes(megatrain, run_file):
+    def moments(*options):
+        result = megatrain("plan", run_file, *HERE, "--json", *options)
+        assert result.exit_code == 0, result.output
+        return sum(t["moments"] for t in json.loads(result.stdout)["bytes_by_tier"].values())
+
+    plain, by_key = moments(), moments("--set", "optimizer.states=int8")
+    assert plain * 17 / 64 == pytest.approx(by_key, rel=0.01)
+    assert moments("--states", "int8") == by_key
+    lion = megatrain("plan", run_file, *HERE, "--states", "int8", "--set", "optimizer.name=lion")
+    assert lion.exit_code == 2 and "--states: lion has no such choice" in lion.output
+
+
 def test_saves_take_half_of_what_the_host_has_left(megatrain):
     ask = ["plan", "--model", "0.5B", "--gpu", "4090", "--cores", 16, "--tokens", 8192, "--json"]
     told = json.loads(megatrain(*ask, "--host-memory", "8GiB").stdout)

@@ -1,0 +1,93 @@
+"""AdamW with moments of fp32, bf16 and int8 on the demo's model and text: where the losses end.
+
+    python -m benchmarks.optimizer_states [--steps 400] [--seeds 3] [--states fp32 bf16 int8]
+        [--set optimizer.lr=1e-3 ...] [--run examples/demo.yaml]
+
+Every seed trains each kind of states on the same batches from the same weights. Prints the
+differences from fp32 at the end beside the spread of fp32's seeds, and writes all curves to
+benchmarks/results/optimizer-states-<machine>.json.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernels import RESULTS, commit, machine_name
+from megatrain import config
+from megatrain.cli.demo import write_corpus_and_tokenizer
+from megatrain.telemetry.environment import environment
+from megatrain.telemetry.metrics import read_metrics
+from megatrain.train.folders import METRICS
+from megatrain.train.loop import train
+
+ROOT = Path(__file__).parents[1]
+
+
+def curves(options: argparse.Namespace, states: str, seed: int) -> dict[str, Any]:
+    """Losses of all steps and of all evaluations of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [
+            *options.set,
+            f"optimizer.states={states}",
+            f"training.steps={options.steps}",
+            f"training.eval_every={max(1, options.steps // 4)}",
+            f"training.seed={seed}",
+            f"output.folder={folder}/run",
+        ]
+        outcome = train(config.load(options.run, overrides), "states")
+        records = list(read_metrics(outcome.folder / METRICS))
+    return {
+        "states": states,
+        "seed": seed,
+        "losses": [each["loss"] for each in records if "loss" in each],
+        "eval_losses": [each["eval_loss"] for each in records if "eval_loss" in each],
+    }
+
+
+def end_of(run: dict[str, Any]) -> float:
+    """The mean loss of a run's last tenth."""
+    losses = run["losses"]
+    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Differences from fp32 of the same seed, in percent, and the spread of fp32's seeds."""
+    plain = {run["seed"]: end_of(run) for run in runs if run["states"] == "fp32"}
+    mean = statistics.fmean(plain.values())
+    spread = (max(plain.values()) - min(plain.values())) / mean
+    lines = [f"fp32   {mean:.4f} in the last tenth, seeds within {spread:.2%}"]
+    for states in dict.fromkeys(run["states"] for run in runs if run["states"] != "fp32"):
+        ends = [end_of(run) / plain[run["seed"]] - 1 for run in runs if run["states"] == states]
+        told = ", ".join(f"{end:+.2%}" for end in ends)
+        lines.append(f"{states:<7}{statistics.fmean(ends):+.2%} on average ({told})")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train, print, write."""
+    parser = argparse.ArgumentParser(description="Compare kinds of AdamW's states.")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--states", nargs="+", default=["fp32", "bf16", "int8"])
+    parser.add_argument("--set", nargs="*", default=[], help="keys of the run file")
+    parser.add_argument("--run", type=Path, default=ROOT / "examples" / "demo.yaml")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    write_corpus_and_tokenizer()
+    runs: list[dict[str, Any]] = []
+    for seed in range(options.seeds):
+        runs += [curves(options, states, seed) for states in options.states]
+        print(table(runs), flush=True)
+    machine = environment("cpu")
+    case = {"run": options.run.name, "steps": options.steps, "set": options.set}
+    record = {"case": case, "commit": commit(), "machine": machine, "runs": runs}
+    path = options.out / f"optimizer-states-{machine_name(machine)}.json"
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    print(f"written: {path.name}")
+
+
+if __name__ == "__main__":
+    main()
