@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.generate.cache import check_cache
+from megatrain.generate.padding import heeds_mask
 from megatrain.generate.recomputed import Recomputed
 from megatrain.generate.sampling import Sampling
 from megatrain.generate.source import Source
@@ -56,21 +58,37 @@ def generate(
     chat = any(not isinstance(prompt, str) for prompt in prompts)
     stops = stop_ids(source, tokenizer, chat=chat)
     pad = pad_id(tokenizer, config.vocab_size)
-    out: list[str] = []
+    out: dict[int, str] = {}
     with _running(source) as model:
         torch.manual_seed(sampling.seed)
-        for start in range(0, len(ids), batch_size):
-            batch = _padded(ids[start : start + batch_size], pad, source.device.torch_device)
-            rows, width = batch["input_ids"].shape
+        for rows in _batches(model, ids, batch_size):
+            batch = _padded([ids[row] for row in rows], pad, source.device.torch_device)
+            width = batch["input_ids"].shape[1]
             room = min(sampling.max_new_tokens, (limit or sys.maxsize) - width)
-            check_cache(source.device, model, rows, width + room)
+            check_cache(source.device, model, len(rows), width + room)
             settings = sampling.settings(
                 source.generation_config, room=room, stops=stops, pad=pad, cached=source.is_whole
             )
             made = model.generate(**batch, generation_config=settings, streamer=streamer)
             new = [_until(stops, row) for row in made[:, width:].tolist()]
-            out += tokenizer.batch_decode(new, skip_special_tokens=True)
-    return out
+            texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+            out |= dict(zip(rows, texts, strict=True))
+    return [out[row] for row in range(len(ids))]
+
+
+def _batches(
+    model: PreTrainedModel, ids: Sequence[Sequence[int]], batch_size: int
+) -> list[list[int]]:
+    """Which rows are continued together: in their order, where padding changes nothing."""
+    every = list(range(len(ids)))
+    parts = [every]
+    if batch_size > 1 and len({len(row) for row in ids}) > 1 and not heeds_mask(model):
+        log.info("padding would change what this model says: only prompts of one length share")
+        of_length = defaultdict(list)
+        for row in every:
+            of_length[len(ids[row])].append(row)
+        parts = list(of_length.values())
+    return [p[at : at + batch_size] for p in parts for at in range(0, len(p), batch_size)]
 
 
 @contextmanager

@@ -80,6 +80,16 @@ def test_prompts_share_batches_and_get_what_each_would_get_alone(engine: Engine)
     assert all(len(text.split()) == 12 for text in alone)
 
 
+@pytest.mark.parametrize("family", ["llama", "mamba", "bloom", "recurrent_gemma"])
+def test_padding_changes_no_text(family: str, caplog) -> None:
+    """Also of a model whose states run on over it: its prompts share no batch."""
+    caplog.set_level("INFO", "megatrain")
+    source = Engine(tiny_model(family).eval(), precision="fp32", device="cpu")
+    alone = [generate(source, words(), [prompt], GREEDY)[0] for prompt in PROMPTS]
+    assert generate(source, words(), PROMPTS, GREEDY) == alone
+    assert ("only prompts of one length share" in caplog.text) == (family == "recurrent_gemma")
+
+
 def test_a_text_ends_with_an_end_token(engine: Engine) -> None:
     [text] = generate(engine, words(), PROMPTS[:1], GREEDY)
     tokenizer, said = words(), text.split()
