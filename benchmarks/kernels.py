@@ -11,7 +11,6 @@ import json
 import random
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from megatrain import kernels
 from megatrain.kernels import native, reference
 from megatrain.optim import AdamW, moved_bytes
 from megatrain.telemetry.cores import usable_cores
-from megatrain.telemetry.environment import environment
+from megatrain.telemetry.environment import commit, environment
 
 RESULTS = Path(__file__).parent / "results"
 HYPER = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -163,13 +162,6 @@ def summary(case: Case, seconds: list[float], size: int) -> Result:
         gparam_per_s=round(size / median / 1e9, 3),
         gbyte_per_s=round(size * case.bytes_per_param / median / 1e9, 1),
     )
-
-
-def commit() -> str:
-    """The commit that is measured, marked where tracked files differ from it."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
-    run = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
-    return run.stdout.strip() or "unknown"
 
 
 def table(results: list[Result]) -> str:

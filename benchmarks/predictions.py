@@ -19,6 +19,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
 from megatrain.model.probe import spec
+from megatrain.optim import AdamW
 from megatrain.placement import Placement, renamed
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -64,6 +65,8 @@ class Prediction:
         yield f"{case['shape'].upper()}{layers}, {rows}"
         if not case["max_grad_norm"]:
             yield "no clipping"
+        if (states := case.get("states", "fp32")) != "fp32":
+            yield f"{states} states"
         if placement.resident:
             yield f"{len(placement.resident)} resident"
         if placement.save_activations:
@@ -93,6 +96,7 @@ def predict(result: dict[str, Any]) -> Prediction:
         case["max_grad_norm"] is not None,
         case["precision"],
         placement.compile,
+        AdamW(states=case.get("states", "fp32")),
     )
     return Prediction(
         result, forecasts.of(machine_of(result), placement, workload, case["micro_batch"])
