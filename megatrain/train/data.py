@@ -91,7 +91,7 @@ def run_ends(
 ) -> list[int]:
     """The tokens that end what the run teaches, beside those that the model knows already."""
     ends = [] if model.eos_token is None else [tokenizer.eos_token_id]
-    if training.kind == "chat":
+    if training.kind == "chat" and tokenizer.chat_template:  # completions need none
         if (turn := end_of_turn(tokenizer)) is None:
             log.info("no token of the chat template ends a reply: the model will not know its end")
         else:
