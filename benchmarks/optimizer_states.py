@@ -33,7 +33,7 @@ def curves(options: argparse.Namespace, states: str, seed: int) -> dict[str, Any
             *options.set,
             f"optimizer.states={states}",
             f"training.steps={options.steps}",
-            f"training.eval_every={max(1, options.steps // 4)}",
+            f"training.eval_every={options.steps}",
             f"training.seed={seed}",
             f"output.folder={folder}/run",
         ]

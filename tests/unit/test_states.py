@@ -1,6 +1,7 @@
 """The codes of 8-bit states and the rounding of bf16 ones: bounds, order, zero, NaN."""
 
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatrain.kernels import reference
 from megatrain.kernels.states import (
     GROUP,
     decode_first,
@@ -18,7 +20,12 @@ from megatrain.kernels.states import (
     random16,
     round_by_chance,
 )
-from tests.unit.kernel_cases import instruction_set, native, needs_native  # noqa: F401
+from tests.unit.kernel_cases import (
+    instruction_set,  # noqa: F401  a fixture
+    native,
+    needs_native,
+    whole_state,
+)
 
 # Of a share of the largest: half a code's width, and what rounding in fp32 adds.
 MOST_FIRST, MOST_SECOND = 1 / 127, 1 / 255
@@ -148,3 +155,34 @@ def test_native_codes_are_the_reference_s_for_all_divisors(every: int) -> None:
         zip(codes, scales, strict=True), (encode_first(grad), encode_second(grad**2)), strict=True
     ):
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def longest_steps(gradients: Iterable[Tensor], kind: str) -> Tensor:
+    """Of each element over these updates with a learning rate of 1."""
+    state = whole_state(GROUP, kind)
+    state["weights"].zero_()  # so that no step is too small for them
+    hyper = {"lr": 1.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
+    longest = torch.zeros(GROUP)
+    for number, grad in enumerate(gradients, 1):
+        before = state["weights"].clone()
+        reference.adamw(**state, grad=grad, **hyper, step=number)
+        longest = torch.maximum(longest, (state["weights"] - before).abs())
+    return longest
+
+
+def test_no_step_grows_beside_a_spike_when_a_gradient_ends() -> None:
+    """A second moment that became zero would leave the first one to be divided by eps."""
+    steady = torch.linspace(1e-4, 1e-2, GROUP)
+    spike = steady.clone()
+    spike[-1] = 1.0
+    gradients = [steady] * 20 + [spike] + [torch.zeros(GROUP)] * 20
+    assert (longest_steps(gradients, "int8") < 4 * longest_steps(gradients, "fp32").max()).all()
+
+
+def test_tiny_gradients_and_rare_ones_move_what_they_move_in_fp32() -> None:
+    tiny = [torch.full((GROUP,), 1e-20)] * 3  # eps is far larger, and is told from no step
+    rare = [torch.zeros(GROUP)] * 30 + [torch.randn(GROUP)] + [torch.zeros(GROUP)] * 30
+    for gradients in (tiny, rare):
+        found, wanted = (longest_steps(gradients, kind) for kind in ("int8", "fp32"))
+        assert (wanted > 0).all()
+        assert torch.allclose(found, wanted, rtol=0.1)
