@@ -99,9 +99,11 @@ def _origin(
 ) -> str:
     path, steps = config["model"].get("path"), max((r.get("step", 0) for r in records), default=0)
     start = "random weights" if path is None else f"`{_short(path)}`"
+    chosen = config["model"].get("freeze") or config["model"].get("train_only")
+    trained = "some of its parameters" if chosen else "all parameters"
     kind = "a chat model" if has_template else "a language model"
     return (
-        f"This is {kind}, trained from {start} with MegaTrain {__version__}: all parameters, "
+        f"This is {kind}, trained from {start} with MegaTrain {__version__}: {trained}, "
         f"{steps} steps of {config['training']['batch_size']} rows of at most "
         f"{config['data']['sequence_length']} tokens."
     )

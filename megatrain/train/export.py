@@ -13,6 +13,7 @@ from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
 from megatrain.train.card import write_card
+from megatrain.train.finished import model_state
 from megatrain.train.folders import MODEL, require_empty, whole_folder
 from megatrain.train.resolve_model import trained_model
 from megatrain.train.saved_model import write_saved
@@ -60,7 +61,7 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
             _name_dtype(folder / "config.json", dtype)
             _name_size(folder / "model.safetensors.index.json", total_bytes)
         if source.name == MODEL:
-            write_card(folder, source.absolute().parent)
+            write_card(folder, source.absolute().parent, model_state(source.absolute().parent))
 
 
 def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:

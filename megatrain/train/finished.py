@@ -40,6 +40,14 @@ def model_steps(run: Path) -> int | None:
     return _noted(run).get("done")
 
 
+def model_state(run: Path) -> int | None:
+    """The step of the state that `model/` holds, the best or the last; None: nobody knows."""
+    noted = _noted(run)
+    best = noted.get("best")
+    step = best.get("step") if isinstance(best, dict) else None
+    return step if type(step) is int else noted.get("done")
+
+
 def _noted(run: Path) -> dict[str, Any]:
     """Empty where nothing is noted, or no number of steps `done`."""
     path = run / FINISHED

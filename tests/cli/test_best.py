@@ -54,6 +54,8 @@ def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path):
     assert megatrain("export", step, tmp_path / "out").exit_code == 0
     assert same_weights(run / "model", tmp_path / "out")
     assert {path.name for path in (run / "model").iterdir()} >= {"tokenizer.json", "config.json"}
+    assert megatrain("export", run, tmp_path / "card").exit_code == 0
+    assert f"all parameters, {best} steps of" in (tmp_path / "card" / "README.md").read_text()
     again = megatrain("train", run_file, "--resume", *sets(**WORSE, **BEST))
     assert again.exit_code == 0 and "8 steps done" in again.stdout
 
