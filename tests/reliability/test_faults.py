@@ -396,7 +396,7 @@ import torch
 from megatrain.api import Engine
 def dying(self, rows):
     raise RuntimeError("lost")
-Engine.evaluate = dying
+Engine.score = dying
 """
     process = start(fault)
     assert process.wait() == 4

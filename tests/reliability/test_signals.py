@@ -43,10 +43,10 @@ stop.time = types.SimpleNamespace(monotonic=monotonic)
 """
 
 PHASES = {
-    "reading": ("megatrain.train", "prepare", "run_tokenizer"),
-    "loading": ("megatrain.train", "prepare", "_engine"),
+    "reading": ("megatrain.train", "setup", "run_tokenizer"),
+    "loading": ("megatrain.train", "setup", "_engine"),
     "step": ("megatrain.api", "Engine", "step"),
-    "evaluation": ("megatrain.api", "Engine", "evaluate"),
+    "evaluation": ("megatrain.api", "Engine", "score"),
     "save": ("megatrain.checkpoint", "files", "publish"),
     "model": ("megatrain.train", "loop", "write_model"),
 }
