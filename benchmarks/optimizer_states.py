@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels import RESULTS, commit, machine_name
+from benchmarks.kernels import RESULTS, machine_name
 from megatrain import config
 from megatrain.cli.demo import write_corpus_and_tokenizer
-from megatrain.telemetry.environment import environment
+from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.folders import METRICS
 from megatrain.train.loop import train
