@@ -393,19 +393,18 @@ import sys, torch
 from pathlib import Path
 from tests.checkpoint.cases import batches, engine_of
 torch.set_num_threads(1)
-engine = engine_of(precision="fp32")
-engine.step(batches(1)[0])
-engine.save(Path(sys.argv[1]), wait=False)
+for folder in sys.argv[1:]:
+    engine = engine_of(precision="fp32")
+    engine.step(batches(1)[0])
+    engine.save(Path(folder), wait=False)
 """
 
 
 def test_a_program_that_ends_without_closing_has_its_checkpoint(tmp_path) -> None:
     """Or says why not."""
-    command = [sys.executable, "-c", LAST_WORDS, str(tmp_path / "a")]
-    subprocess.run(command, cwd=ROOT, check=True)
-    assert verify(tmp_path / "a").settings.steps == 1
-    command[-1] = "/dev/null/a"
+    command = [sys.executable, "-c", LAST_WORDS, str(tmp_path / "a"), "/dev/null/a"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert verify(tmp_path / "a").settings.steps == 1
     assert "cannot save the checkpoint of step 1" in done.stderr
 
 
