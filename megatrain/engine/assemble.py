@@ -191,13 +191,9 @@ class Assembly:
         waiting = tiles if update.deferred else [*held, *(t for t in tiles if not t.tier.streamed)]
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
         work = self.work_room(train=True)
-        host_grads, lanes, rooms = (
-            placement.host_grad_buffers,
-            placement.gradient_lanes,
-            self.visited,
-        )
-        given = self.dtype, host_grads, waiting, update.ready, work, lanes, self.piece
-        sink = Sink(device, tiles, rooms, *given)
+        lanes, shared = placement.gradient_lanes, placement.host_grad_buffers
+        given = self.dtype, shared, waiting, update.ready, work, lanes, self.piece
+        sink = Sink(device, tiles, self.visited, *given)
         embedding = self.embedding(sink, work)
         trunk, head = self.units(embedding)
         saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries(device)
@@ -212,10 +208,7 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
     sizes["host_rows_bytes"] = parts.embedding.host_bytes
     if isinstance(parts, TrainingParts):
         sizes["host_gradients_bytes"] = parts.sink.host_bytes
-        saved = parts.saved
-        sizes["host_boundaries_bytes"] = (
-            saved.host_bytes if isinstance(saved, HostBoundaries) else 0
-        )
+        sizes["host_boundaries_bytes"] = parts.saved.host_bytes
         offload = kept_offload(parts)
         sizes["host_kept_bytes"] = 0 if offload is None else offload.host_bytes
     return sizes

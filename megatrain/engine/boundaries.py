@@ -26,6 +26,8 @@ class Boundary(Protocol):
 class DeviceBoundaries:
     """Keeps layer inputs on the device."""
 
+    host_bytes = 0
+
     def __init__(self, device: Device) -> None:
         self._device = device
         self._kept: list[Activations] = []

@@ -115,7 +115,13 @@ class Embedding:
         self._capacity = 0  # rows
         self._rooms: list[_Room] = []
         if sink is not None:
-            sink.scattered_tiles = {t.tile.index for t in self._tables if t.entry.group is not None}
+            sink.expect_rows(t.tile for t in self._tables if t.entry.group is not None)
+
+    @property
+    def sink(self) -> Sink:
+        """Where gradients go, in training."""
+        assert self._sink is not None
+        return self._sink
 
     @property
     def host_bytes(self) -> int:
@@ -174,17 +180,15 @@ class Embedding:
 
     def prepare_gradients(self, batch: Batch) -> None:
         """The rows are here again; sums of their gradients and their squares begin at zero."""
-        assert self._sink is not None
-        squares = self._sink.squares
         for table, room in zip(self._tables, self._rooms, strict=True):
             if not self._keep_rows:
                 self._bring(table, room, batch)
 
-            def work(place: int = -1 if table.tied else table.tile.index, room: Any = room) -> None:
+            def work(room: _Room = room) -> None:
                 room.sums.data.zero_()
-                squares.data[place] = 0
+                self.sink.clear_rows()
 
-            self._device.run(COMPUTE, "clear rows", work, writes=[room.sums, squares])
+            self._device.run(COMPUTE, "clear rows", work, writes=[room.sums, self.sink.squares])
 
     def add(self, gradients: dict[str, Tensor]) -> None:
         """Add one micro-batch's row gradients `[U, D]`, by table name (inside compute work)."""
@@ -195,7 +199,6 @@ class Embedding:
 
     def give(self, batch: Batch) -> None:
         """Send the row gradients to their tiles' gradients on the host."""
-        assert self._sink is not None
         given: dict[int, tuple[Tile, HostGrad, Any]] = {}
         for table, room in zip(self._tables, self._rooms, strict=True):
             if table.entry.group is None:
@@ -204,7 +207,7 @@ class Embedding:
                 given[table.tile.index] = self._add_there(table, room, batch)
                 continue
             if table.tied:
-                host_grad, landed = self._sink.landed[table.tile.index]
+                host_grad, landed = self.sink.landed[table.tile.index]
                 self._add_dense(table, room, host_grad, landed, batch.unique_U)
             elif table.tile.index in given:
                 host_grad = given[table.tile.index][1]
@@ -214,7 +217,7 @@ class Embedding:
             landed = self._scatter(table, room, host_grad, batch.unique_U)
             given[table.tile.index] = (table.tile, host_grad, landed)
         for tile, host_grad, landed in given.values():
-            self._sink.ready(tile, host_grad, landed)
+            self.sink.ready(tile, host_grad, landed)
 
     def _gather_there(self, table: _Table, room: _Room, batch: Batch) -> None:
         """Rows of a table that rests on the device."""
@@ -228,8 +231,7 @@ class Embedding:
 
     def _add_there(self, table: _Table, room: _Room, batch: Batch) -> tuple[Tile, HostGrad, Any]:
         """The row gradients of such a table, added to its gradient on the device."""
-        assert self._sink is not None
-        host_grad, squares = self._sink.claim(table.tile, COMPUTE), self._sink.squares
+        host_grad = self.sink.claim(table.tile, COMPUTE)
         numel = len(batch.unique_U) * table.width
 
         def work() -> None:
@@ -238,14 +240,15 @@ class Embedding:
             plane = table.of(host_grad.buffer)
             if table.tied:
                 rows_UD = plane[ids_U].float()
-                squares.data[-1] += _added_square(sums_UD, rows_UD)
+                self.sink.measure_rows(sums_UD, rows_UD)
                 sums_UD.add_(rows_UD)
             else:
                 plane.zero_()
-                squares.data[table.tile.index] += torch.linalg.vector_norm(sums_UD) ** 2
+                self.sink.measure_rows(sums_UD)
             plane.index_copy_(0, ids_U, sums_UD.to(plane.dtype))
 
-        self._device.run(COMPUTE, "add rows", work, [room.sums], [host_grad.buffer, squares])
+        writes = [host_grad.buffer, self.sink.squares]
+        self._device.run(COMPUTE, "add rows", work, [room.sums], writes)
         return table.tile, host_grad, self._device.record(COMPUTE)
 
     def _gather(
@@ -271,8 +274,7 @@ class Embedding:
         device.wait(COMPUTE, room.staging.free, "rows arrived")
 
     def _cleared(self, table: _Table) -> HostGrad:
-        assert self._sink is not None
-        host_grad = self._sink.claim(table.tile, ROWS)
+        host_grad = self.sink.claim(table.tile, ROWS)
         plane = host_grad.buffer.data[: table.tile.layout.trainable_numel]
         self._device.run(
             ROWS,
@@ -289,28 +291,25 @@ class Embedding:
         numel = len(unique_U) * table.width
         self._gather(table, room, host_grad.buffer, landed, unique_U)
         self._arrive(room, room.rows, numel)
-        assert self._sink is not None
-        squares = self._sink.squares
 
         def work() -> None:
             rows, sums = room.rows.data[:numel].float(), room.sums.data[:numel]
-            squares.data[-1] += _added_square(sums, rows)
+            self.sink.measure_rows(sums, rows)
             sums.add_(rows)
 
-        self._device.run(COMPUTE, "add tied rows", work, [room.rows], [room.sums, squares])
+        writes = [room.sums, self.sink.squares]
+        self._device.run(COMPUTE, "add tied rows", work, [room.rows], writes)
 
     def _measure(self, table: _Table, room: _Room, numel: int) -> None:
         """Round the sums for their way out; an untied table's square is taken here."""
-        assert self._sink is not None
-        squares = self._sink.squares
 
         def work() -> None:
             sums = room.sums.data[:numel]
             if not table.tied:
-                squares.data[table.tile.index] += torch.linalg.vector_norm(sums) ** 2
+                self.sink.measure_rows(sums)
             room.rows.data[:numel].copy_(sums)
 
-        self._device.run(COMPUTE, "measure rows", work, [room.sums], [room.rows, squares])
+        self._device.run(COMPUTE, "measure rows", work, [room.sums], [room.rows, self.sink.squares])
 
     def _scatter(self, table: _Table, room: _Room, host_grad: HostGrad, unique_U: Tensor) -> Any:
         device, rows_UD = self._device, room.staging.rows(unique_U)
@@ -326,8 +325,3 @@ class Embedding:
             ROWS, f"scatter {table.entry.name}", work, [room.staging.buffer], [host_grad.buffer]
         )
         return device.record(ROWS)
-
-
-def _added_square(new: Tensor, counted: Tensor) -> Tensor:
-    """`|counted + new|^2 - |counted|^2`: what new gradients add to a measured square."""
-    return torch.dot(new.flatten(), (new + 2 * counted).flatten())

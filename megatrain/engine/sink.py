@@ -1,6 +1,6 @@
 """Gradients out: accumulated in fp32 on the device, measured there, sent to the host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,9 @@ class Sink:
     Attributes:
         ready: called with `(tile, host_grad, event)` as each gradient is put on its way; `event` is
             when it has landed.
-        joined: numbers of the tiles to whose gradients rows are added (engine/embedding.py), which
-            calls `ready` of them.
-        landed: their host gradients and events, by number.
+        landed: host gradients and events, by number, of tiles to whose gradients rows are added.
         squares: on the device, the squared norm of each tile's gradient (fp32); the last element
-            is the correction for tied tables (engine/embedding.py).
+            is that of rows (engine/embedding.py).
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class Sink:
             for name in (Name(Memory.GRADIENTS, f"host gradient {i}") for i in range(count))
         ]
         self._claimed = 0
-        self.scattered_tiles: set[int] = set()
+        self._with_rows: set[int] = set()
         self.landed: dict[int, tuple[HostGrad, Any]] = {}
         self._host_grad: HostGrad | None = None  # of the tile whose slices are coming
         on_host = [self._own[tile.index] for tile in own if tile.tier is HOST]
@@ -172,10 +170,25 @@ class Sink:
         self._device.run(COMPUTE, name, work, [room.sums], [to])
 
     def _landed(self, tile: Tile | TileSlice, host_grad: HostGrad, event: Any) -> None:
-        if tile.index in self.scattered_tiles:
+        if tile.index in self._with_rows:
             self.landed[tile.index] = host_grad, event
         elif tile.ends:
             self.ready(tile.whole, host_grad, event)
+
+    def expect_rows(self, tiles: Iterable[Tile]) -> None:
+        """Rows are added to the gradients of these (engine/embedding.py), then `ready` called."""
+        self._with_rows = {tile.index for tile in tiles}
+
+    def clear_rows(self) -> None:
+        """No rows are measured yet; in work on COMPUTE that writes `squares`, as the next."""
+        self.squares.data[-1] = 0
+
+    def measure_rows(self, rows: Tensor, dense: Tensor | None = None) -> None:
+        """Add `|rows|^2`; or `|rows + dense|^2 - |dense|^2` where `dense` was put, so measured."""
+        if dense is None:
+            self.squares.data[-1] += torch.linalg.vector_norm(rows) ** 2
+        else:
+            self.squares.data[-1] += torch.dot(rows.flatten(), (rows + 2 * dense).flatten())
 
     def claim(self, tile: Tile | TileSlice, stream: str) -> HostGrad:
         """The host gradient for a tile's gradient; `stream` may write it after this."""
