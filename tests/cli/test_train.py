@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.checkpoint import open_checkpoint
+from megatrain.cli import main
 from megatrain.telemetry.metrics import read_metrics
 from tests.cli.cases import sets, tiny_llama, write_rows
 
@@ -200,6 +202,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_rows(
     assert {name for name in left if name.startswith(".")} == {".lock"}
 
 
+@pytest.mark.exhaustive  # as tests/reliability/test_signals.py, but with the command as it is typed
 def test_ctrl_c_ends_the_run_after_the_step_and_saves_it(run_file, tmp_path):
     command = [sys.executable, "-m", "megatrain.cli", "train", str(run_file)]
     command += [*sets(training__steps=100000, training__eval_every=None, output__log_every=1)]
@@ -263,15 +266,19 @@ def test_what_a_resumed_run_does_otherwise_is_said_once(megatrain, run_file, cap
     assert caplog.text.count("resume: training.steps was 2, is 3 now") == 1
 
 
-def test_an_export_onto_a_full_disk_leaves_nothing(trained, tmp_path):
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))\n"
-        "from megatrain.cli import main; main()"
-    )
+def test_an_export_onto_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatch, capsys):
     arguments = ["export", str(trained[0]), str(tmp_path / "out"), "--dtype", "bfloat16"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    assert done.returncode == 4 and done.stderr.count("megatrain: error:") == 1, done.stderr
-    assert "cannot be written" in done.stderr and "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "argv", ["megatrain", *arguments])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30000, hard))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    assert ended.value.code == 4 and said.count("megatrain: error:") == 1, said
+    assert "cannot be written" in said and "Traceback" not in said
     assert not list(tmp_path.iterdir())
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatrain.kernels
+from megatrain import kernels
+from megatrain.errors import InputError
+from megatrain.kernels import reference
 from tests.unit.kernel_cases import (
     HYPER,
     assert_same_bits,
@@ -26,7 +28,7 @@ from tests.unit.kernel_cases import (
     split_state,
 )
 
-PACKAGE = Path(megatrain.kernels.__file__).parents[1]
+PACKAGE = Path(kernels.__file__).parents[1]
 
 
 @implementations
@@ -239,23 +241,23 @@ SAY = "from megatrain import kernels; print(kernels.implementation)"
 
 
 @needs_native
-def test_native_is_chosen_where_it_exists():
-    run = run_python(SAY, MEGATRAIN_KERNELS="")
-    assert run.stdout.strip() == f"native ({native.instruction_set()})"
-    assert run.stderr == ""
+def test_native_is_chosen_where_it_exists(monkeypatch, caplog):
+    monkeypatch.setenv("MEGATRAIN_KERNELS", "")
+    assert kernels._choose() == (native, f"native ({native.instruction_set()})")
+    assert caplog.text == ""
 
 
-def test_reference_can_be_asked_for():
-    run = run_python(SAY, MEGATRAIN_KERNELS="reference")
-    assert run.stdout.strip() == "reference (asked for)"
-    assert run.stderr == ""
+def test_reference_can_be_asked_for(monkeypatch, caplog):
+    monkeypatch.setenv("MEGATRAIN_KERNELS", "reference")
+    assert kernels._choose() == (reference, "reference (asked for)")
+    assert caplog.text == ""
 
 
-def test_an_unknown_choice_is_refused():
-    run = run_python(SAY, MEGATRAIN_KERNELS="fast")
-    assert run.stderr.strip().endswith(
-        "InputError: MEGATRAIN_KERNELS is 'fast'; set it to native or reference"
-    )
+def test_an_unknown_choice_is_refused(monkeypatch):
+    monkeypatch.setenv("MEGATRAIN_KERNELS", "fast")
+    message = "^MEGATRAIN_KERNELS is 'fast'; set it to native or reference$"
+    with pytest.raises(InputError, match=message):
+        kernels._choose()
 
 
 @pytest.fixture
