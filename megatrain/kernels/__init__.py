@@ -33,6 +33,7 @@ def _choose() -> tuple[ModuleType, str]:
 
 
 _chosen, implementation = _choose()
+is_native = _chosen is not reference
 
 
 def _gpu() -> ModuleType:

@@ -93,7 +93,7 @@ def _huge_pages(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _kernels(facts: Facts) -> Iterator[Diagnostic]:
-    if facts.kernels.startswith("reference"):
+    if not facts.native_kernels:
         yield Diagnostic(
             True,
             f"host kernels: {facts.kernels}; the update is several times slower",

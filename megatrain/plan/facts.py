@@ -31,7 +31,7 @@ class Facts:
         memlock_bytes: that may be locked; None: no limit.
         huge_pages: `always`, `madvise` or `never`.
         allowed_nodes: NUMA nodes of the cores that this process may run on.
-        kernels: which host kernels are in use.
+        kernels: which host kernels are in use, for people.
         torch_cuda: the CUDA version that torch was built with; None: a CPU build.
     """
 
@@ -48,6 +48,7 @@ class Facts:
     disk_free_bytes: int
     allowed_nodes: tuple[int, ...]
     kernels: str
+    native_kernels: bool
     compiles: bool
     torch_cuda: str | None
     gpu: GpuState | None
@@ -71,6 +72,7 @@ def collect(device: str, folder: Path) -> Facts:
         disk_free_bytes=shutil.disk_usage(place).free,
         allowed_nodes=_allowed_nodes(),
         kernels=kernels.implementation,
+        native_kernels=kernels.is_native,
         compiles=can_compile(),
         torch_cuda=torch.version.cuda,
         gpu=gpu_state(device),

@@ -59,6 +59,7 @@ HEALTHY = Facts(
     disk_free_bytes=900 * GIB,
     allowed_nodes=(0,),
     kernels="native (avx512)",
+    native_kernels=True,
     compiles=True,
     torch_cuda="13.0",
     gpu=GPU,
@@ -81,7 +82,7 @@ TROUBLES = {
     "cgroup": ({"allowed_bytes": 64 * GIB, "free_bytes": 64 * GIB}, {}, "64.0 GiB of the machine"),
     "busy": ({"free_bytes": 60 * GIB}, {}, "68.0 GiB of host memory are in use"),
     "pages": ({"huge_pages": "never"}, {}, "huge pages are off"),
-    "kernels": ({"kernels": "reference (no native library)"}, {}, "several times slower"),
+    "kernels": ({"native_kernels": False}, {}, "several times slower"),
     "disk": ({"disk_free_bytes": 5 * GIB}, {}, "5.0 GiB are free in /data"),
     "shm": ({"shm_free_bytes": 8 * MIB}, {}, "/dev/shm has 8 MiB free"),
     "memlock": ({"memlock_bytes": 8 * MIB}, {}, "8192 KiB; where the driver keeps to it, host "
