@@ -51,8 +51,6 @@ _ATTENTION: tuple[Literal["device", "host", "none"], ...] = ("device", "host", "
 # small ones are for rows shorter than they are.
 _TOKENS = (49152, *(2**power for power in range(15, -1, -1)))
 
-_FEW = 6  # micro-batches: with more a forecast takes clearly longer than with two
-
 _CHUNKS = 64  # of a micro-batch in the head, at most: forecasts count each operation
 
 
@@ -150,21 +148,10 @@ class Candidates:
         unsummed = self.forecasts.needs(self.workload, placement).device[UNSUMMED]
         return device + max(0, self._working_bytes(placement, rows) - unsummed), host
 
-    def short_run_bytes(self, placement: Placement, rows: int) -> tuple[int, int]:
-        """The same from the forecast of a step of few micro-batches, closer to the truth."""
-        taken = self.workload.rows if self.workload.rows <= _FEW * rows else 2 * rows
-        tokens = taken * self.workload.sequence_length
-        few = replace(self, workload=replace(self.workload, tokens_per_step=tokens))
-        found = few.of(placement, rows)
-        more = zip(self.static_bytes(placement), few.static_bytes(placement), strict=True)
-        device, host = (full - part for full, part in more)
-        # What waits there besides: kept attention, and what a head in slices goes through twice.
-        sizes = found.host_bytes
-        waiting = sizes["host_boundaries_bytes"] + sizes["host_kept_bytes"]
-        if placement.layer_inputs == "host":
-            waiting -= self.forecasts.needs(few.workload, placement).host["boundaries"]
-        host += waiting * (self.workload.rows - taken) // taken
-        return found.device_peak_bytes + device, found.host_peak_bytes + host
+    def one_step_bytes(self, placement: Placement, rows: int) -> tuple[int, int]:
+        """The same from one step, which is hardly less than what the steps after it take."""
+        found = self.forecasts.of(self.machine, placement, self.workload, rows, steps=1)
+        return found.device_peak_bytes, found.host_peak_bytes
 
     def _working_bytes(self, placement: Placement, rows: int) -> int:
         """What a layer or the head computes with, and one activation of every token."""
@@ -172,7 +159,7 @@ class Candidates:
         layout = next(each for each in self._layouts if each.kind is TileKind.HEAD)
         chunk = min(rows, -(-placement.head_tokens // self.workload.sequence_length))
         for visit in range(len(self.forecasts.spec.layers)):
-            measured.layer(visit, chunk)  # whose results the head is given
+            measured.layer(visit, rows)  # whose results the head is given
         works: list[Work] = []
         if placement.max_stream_bytes is None:
             works.append(measured.head(layout, chunk, placement.head_tokens))

@@ -51,7 +51,7 @@ class MinMemory:
 
     def __init__(self, candidates: Candidates, budget: Budget) -> None:
         self._candidates, self._budget = candidates, budget
-        self._looks = (candidates.min_bytes, candidates.short_run_bytes)
+        self._looks = (candidates.min_bytes, candidates.one_step_bytes)
         self._tiles = FirstTiles(
             candidates.forecasts.model(candidates.workload).layouts, candidates.workload
         )
@@ -63,12 +63,12 @@ class MinMemory:
     def hopeful(self, candidate: Placement, rows: int) -> bool:
         """Whether a candidate can fit at all, told without a whole step; what is quick first."""
         return self._could_fit(
-            _Estimate(candidate, rows, *self._candidates.static_bytes(candidate))
+            _Estimate(candidate, rows, *self._candidates.static_bytes(candidate)), looks=1
         )
 
-    def _could_fit(self, estimate: _Estimate | None) -> bool:
+    def _could_fit(self, estimate: _Estimate | None, looks: int = 2) -> bool:
         while estimate is not None and not any(self._lacks(estimate)):
-            if estimate.looks == len(self._looks):
+            if estimate.looks == looks:
                 return True
             estimate = self._looked_at(estimate)
         return False

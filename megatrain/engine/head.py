@@ -47,10 +47,15 @@ class WholeHead:
     """Epilogue and projection, whose logits exist for `tokens` at once."""
 
     def __init__(
-        self, program: ModelProgram, tokens: int, summed: Callable[[Loss], Summed]
+        self,
+        program: ModelProgram,
+        tokens: int,
+        summed: Callable[[Loss], Summed],
+        chunked: Callable[..., tuple[Tensor, Tensor]] = chunked_loss_gradients,
     ) -> None:
         """Args: `summed` gives that of a loss, compiled or as it is."""
         self._program, self._tokens, self._summed = program, tokens, summed
+        self._chunked = chunked
 
     def gradients_of(
         self,
@@ -71,7 +76,7 @@ class WholeHead:
             output = self._program.epilogue(weights, micro, inputs)
         hidden = last_hidden(output)
         assert micro.targets is not None
-        loss, gradient = chunked_loss_gradients(
+        loss, gradient = self._chunked(
             lambda chunk: self._program.logits(weights, micro, with_hidden(output, chunk)),
             hidden.detach().reshape(-1, hidden.shape[-1]),
             micro.targets.reshape(-1),

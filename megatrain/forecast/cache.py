@@ -5,7 +5,7 @@ from dataclasses import replace
 from megatrain.engine.opened import Model
 from megatrain.forecast.needs import Needs, needs_of
 from megatrain.forecast.profile import Profile
-from megatrain.forecast.simulate import Forecast, forecast
+from megatrain.forecast.simulate import STEADY, Forecast, forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.spec import ModelSpec
@@ -60,11 +60,16 @@ class ForecastCache:
         return self._measured[key]
 
     def of(
-        self, machine: Machine, placement: Placement, workload: Workload, micro_batch: int
+        self,
+        machine: Machine,
+        placement: Placement,
+        workload: Workload,
+        micro_batch: int,
+        steps: int = STEADY,
     ) -> Forecast:
         """A forecast; budgets of memory do not enter it."""
         rates = replace(machine, device_memory_bytes=0, host_memory_bytes=0)
-        key = (rates, placement, replace(workload, micro_batch=micro_batch))
+        key = (rates, placement, replace(workload, micro_batch=micro_batch), steps)
         if key not in self._made:
             self._made[key] = forecast(
                 self.model(workload),
@@ -74,5 +79,6 @@ class ForecastCache:
                 rows=workload.rows,
                 micro_batch=micro_batch,
                 clip=workload.clip,
+                steps=steps,
             )
         return replace(self._made[key], machine=machine)

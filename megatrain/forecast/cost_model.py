@@ -163,22 +163,29 @@ class CostModel:
         launches = calls * _PER_UNIT + work.kernels * _PER_KERNEL + puts
         return launches * self._machine.launch_seconds
 
-    def slow_down(self, spans: Sequence[Span]) -> None:
-        """Take the rates of the next step from what ran at the same time in this one."""
-        copies_in = [s for s in spans if s.stream == COPY_IN]
-        copies_out = [s for s in spans if s.stream == COPY_OUT]
-        updates = [s for s in spans if s.stream == UPDATE]
-        both = _overlap(copies_in, copies_out)
-        for stream, own in ((COPY_IN, copies_in), (COPY_OUT, copies_out)):
-            share = both / busy if (busy := sum(s.seconds for s in own)) else 0.0
+    def slow_down(self, spans: Sequence[Span]) -> float:
+        """Take the rates of the next step from what ran at the same time in this one.
+
+        Returns the seconds that all of it would take more or less with them: no schedule changes by
+        more.
+        """
+        before = dict(self._rate)
+        there = {
+            stream: [s for s in spans if s.stream == stream]
+            for stream in (COPY_IN, COPY_OUT, UPDATE)
+        }
+        busy = {stream: sum(s.seconds for s in own) for stream, own in there.items()}
+        both = _overlap(there[COPY_IN], there[COPY_OUT])
+        for stream in (COPY_IN, COPY_OUT):
+            share = both / busy[stream] if busy[stream] else 0.0
             self._rate[stream] = self._alone[stream] * (1 - share * (1 - _BOTH_WAYS))
-        if busy := sum(s.seconds for s in updates):
-            seconds = {
-                COPY_IN: _overlap(updates, copies_in),
-                COPY_OUT: _overlap(updates, copies_out),
-            }
-            moved = sum(self._rate[stream] * each for stream, each in seconds.items())
-            self._rate[UPDATE] = self._alone[UPDATE] - _TAKEN_PER_BUS_BYTE * moved / busy
+        if busy[UPDATE]:
+            moved = sum(
+                self._rate[stream] * _overlap(there[UPDATE], there[stream])
+                for stream in (COPY_IN, COPY_OUT)
+            )
+            self._rate[UPDATE] = self._alone[UPDATE] - _TAKEN_PER_BUS_BYTE * moved / busy[UPDATE]
+        return sum(busy[s] * abs(before[s] / self._rate[s] - 1) for s in busy)
 
 
 def _update_bytes(reads: Sequence[Buffer], writes: Sequence[Buffer]) -> int:

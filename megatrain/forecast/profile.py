@@ -25,7 +25,7 @@ from megatrain.engine.modules import Head
 from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast.groups import Group, groups
 from megatrain.forecast.inductor_model import Compiled, Recorder, Traced
-from megatrain.forecast.meta_loss import cross_entropy
+from megatrain.forecast.meta_loss import cross_entropy, few_chunks
 from megatrain.forecast.op_counter import OneAttention, OpCounter, Work, foreseeing
 from megatrain.forecast.profile_chunks import TileWork, foretold, tiled
 from megatrain.loss import CROSS_ENTROPY
@@ -120,6 +120,7 @@ class Profile:
         self.program = ModelProgram(spec, _CPU, dtype)
         self.program.train(True)
         self._known: dict[Hashable, Any] = {}
+        self._outputs: dict[int, tuple[int, dict[int, Shape]]] = {}  # of a kind, for so many rows
         self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}
 
     def once(self, key: Hashable, measure: Callable[[], Found]) -> Found:
@@ -173,7 +174,9 @@ class Profile:
 
         def measure() -> LayerWork:
             with foreseeing(self.spec.layers[visit].name):
-                return self._layer(visit, rows, kind)
+                found = self._layer(visit, rows, kind)
+            self._outputs[id(kind)] = rows, found.outputs
+            return found
 
         return self.once(("layer", id(kind), rows), measure)
 
@@ -187,10 +190,13 @@ class Profile:
         return self.once(("head", rows, head_tokens), measure)
 
     def shape(self, ref: Ref, rows: int) -> Shape:
-        """Of an activation."""
+        """Of an activation, whatever rows its layer was measured with."""
         if ref in self.entering(rows):
             return self.entering(rows)[ref]
-        return self.layer(ref.visit, rows).outputs[ref.leaf]
+        known = self._outputs.get(id(self.spec.layers[ref.visit].kind))
+        measured, outputs = known or (rows, self.layer(ref.visit, rows).outputs)
+        first, *others = outputs[ref.leaf].sizes
+        return Shape((first * rows // measured, *others), outputs[ref.leaf].dtype)
 
     def _prologue(self, rows: int) -> tuple[dict[Ref, Shape], list[Call], int]:
         if rows not in self._micro:
@@ -284,7 +290,8 @@ class Profile:
             batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)
             compiled = self.compiled
             summed = (lambda loss: cross_entropy) if compiled else (lambda loss: loss.summed)
-            whole = WholeHead(self.program, head_tokens, summed)
+            few = partial(few_chunks, counter)
+            whole = WholeHead(self.program, head_tokens, summed, few)
             head = Head(CpuDevice(), self.program, tile, whole)
             counter.ignore((slot.data, sums.data, h, micro.inputs, micro.targets))
             with counter:
@@ -310,9 +317,8 @@ def _compiled(run: Any, given: list[Any]) -> LayerWork:
         recorder.numbers(pulled),
     )
     works = Compiled(traced)
-    share = (
-        None if recorder.random else KEPT_SHARE
-    )  # as model/layer_template.py compiles kept graphs
+    # As model/layer_template.py compiles kept graphs.
+    share = None if recorder.random else KEPT_SHARE
     return LayerWork(
         works.forward(),
         works.forward_keeping(),

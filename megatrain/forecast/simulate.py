@@ -6,6 +6,7 @@ The one cost model, of `placement="auto"` (autoplace/auto.py) and of `megatrain 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -40,7 +41,8 @@ from megatrain.tile.layout import ALIGNMENT
 from megatrain.units import MIB
 
 _FOLLOWED = 8  # micro-batches one by one; of more, several as one
-_STEPS = 3  # the first starts without updates, the second with the first one's; then it is steady
+STEADY = 3  # steps: the first starts without updates, the second with those of the first
+_CHANGE = 0.005  # of a step's seconds: if other rates would change less, it is steady
 _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
 
 # What torch's allocator takes beyond what is in use, with expandable segments
@@ -184,6 +186,7 @@ def forecast(
     rows: int,
     micro_batch: int,
     clip: bool,
+    steps: int = STEADY,
 ) -> Forecast:
     """One steady step of a model: the engine's own step, on a device that only keeps time.
 
@@ -194,14 +197,16 @@ def forecast(
         rows: of a step.
         micro_batch: rows of one.
         clip: with exact clipping updates wait for the global norm.
+        steps: that are followed, at most; one is enough where seconds do not matter.
 
     Raises:
         NotForeseeable: what the model computes depends on its values.
     """
-    run = _run(model, machine, placement, measured, rows, micro_batch, clip=clip)
+    run = _run(model, machine, placement, measured, rows, micro_batch, clip=clip, steps=steps)
     device, host = _memory(run, machine, in_tiles=placement.chunk_tokens is not None)
     later = sum(host.values()) - run.planes_bytes - host.get("host_resident_tiles_bytes", 0)
-    host["host_process_bytes"] = _process_bytes(model, machine, placement, later)
+    drawn = measured.once("drawn", partial(most_drawn_at_once, model.spec))
+    host["host_process_bytes"] = _process_bytes(model, machine, placement, drawn, later)
     return Forecast(
         placement=placement,
         machine=machine,
@@ -261,6 +266,7 @@ def _run(
     micro_batch: int,
     *,
     clip: bool,
+    steps: int,
 ) -> _Run:
     """The last of a few steps, which is like all that follow."""
     counter = OpCounter()
@@ -274,12 +280,14 @@ def _run(
     with torch.enable_grad():
         store, parts = _assemble(device, measured, model, placement, counter, clip)
         end = device.now
-        for _ in range(_STEPS):
+        for step in range(steps):
             begin = end
             train_step(parts, batch)
             end = device.now
             spans = window(device.spans, begin, end)
-            costs.slow_down(spans)
+            if costs.slow_down(spans) <= _CHANGE * (end - begin) and step:
+                break
+            device.spans = [span for span in device.spans if span.end > end]
     parameters = sum(tile.layout.num_parameters for tile in store.tiles)
     host, planes = host_bytes(store, parts), sum(store.bytes_by_plane().values())
     # Rooms of graphs on the host are as if all groups were as large as the first.
@@ -288,7 +296,9 @@ def _run(
     return _Run(end - begin, spans, counter.peak_live, host, planes, parameters)
 
 
-def _process_bytes(model: Model, machine: Machine, placement: Placement, later: int) -> int:
+def _process_bytes(
+    model: Model, machine: Machine, placement: Placement, most_drawn: int, later: int
+) -> int:
     """Of the process itself when it runs; or when weights arrive, if it takes more then.
 
     Then `later` bytes are still to come. On their way to the planes are a layer or a table that is
@@ -297,7 +307,7 @@ def _process_bytes(model: Model, machine: Machine, placement: Placement, later: 
     """
     resident = [layout for layout in model.layouts if layout.name in placement.resident]
     split = max((prod(e.shape) for layout in resident for e in layout.entries), default=0)
-    drawn = 4 * most_drawn_at_once(model.spec)
+    drawn = 4 * most_drawn
     read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
     arriving = max(drawn + 4 * split, read)
     if machine.unified:

@@ -1,6 +1,7 @@
 """What is foretold of a step: against the engine, against measured steps, and against itself."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -17,12 +18,14 @@ from megatrain.device import CpuDevice
 from megatrain.engine import opened
 from megatrain.engine.opened import Model
 from megatrain.engine.source import open_source
+from megatrain.engine.step import train_step
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable, OpCounter
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
+from megatrain.model.init import most_drawn_at_once
 from megatrain.model.probe import spec
 from megatrain.optim import Rule
 from megatrain.units import MIB
@@ -299,14 +302,48 @@ def test_weights_on_their_way_count_where_little_follows_them() -> None:
     machine, placement = small_machine(), Placement()
 
     def process(later: int) -> int:
-        return simulate._process_bytes(trainee, machine, placement, later)
+        return simulate._process_bytes(trainee, machine, placement, layer, later)
 
+    assert most_drawn_at_once(model) == layer
     early = simulate._EARLY_PROCESS_BYTES
     assert process(0) == early + 4 * layer > simulate.PROCESS_BYTES
     assert process(4 * layer) == simulate.PROCESS_BYTES
     resident = Placement(resident=("layer 0",))
     down = 4 * config.intermediate_size * config.hidden_size
-    assert simulate._process_bytes(trainee, machine, resident, 0) == process(0) + down
+    assert simulate._process_bytes(trainee, machine, resident, layer, 0) == process(0) + down
+
+
+@pytest.mark.parametrize("rows", [2, 8, 9])
+def test_chunks_of_a_head_that_are_alike_are_counted_once(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = next(t for t in Model.trained(tiny_spec(), AdamW()).layouts if t.name == "head")
+    found = []
+    for run in (3, 1000):
+        monkeypatch.setattr("megatrain.forecast.meta_loss._CHUNKS_RUN", run)
+        profile = Profile(tiny_spec(), torch.bfloat16, TOKENS, compiled=True)
+        profile.layer(0, 4)  # shapes of other rows follow from it
+        found.append(profile.head(layout, rows, TOKENS // 3))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("gbps", "followed"), [(1, 3), (64, 2)])
+def test_a_step_that_is_steady_is_not_followed_again(
+    gbps: float, followed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = replace(small_machine(), update_gbps=gbps)
+    found, steps = [], []
+    monkeypatch.setattr(
+        simulate, "train_step", lambda *given: (steps.append(1), train_step(*given))
+    )
+    for change in (-1.0, simulate._CHANGE):
+        monkeypatch.setattr(simulate, "_CHANGE", change)
+        placement, workload = Placement(compile=True), Workload(8 * TOKENS, TOKENS)
+        found.append(ForecastCache(tiny_spec()).of(machine, placement, workload, 2))
+    every, steady = found
+    assert len(steps) == 3 + followed
+    assert steady.seconds == pytest.approx(every.seconds, rel=simulate._CHANGE)
+    assert steady.device_bytes == every.device_bytes
 
 
 @pytest.mark.parametrize("choices", [

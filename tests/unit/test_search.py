@@ -243,11 +243,11 @@ def test_what_is_told_without_a_forecast_is_never_too_much(clip: bool) -> None:
 
 
 @pytest.mark.parametrize("number", range(7))
-def test_a_step_of_two_micro_batches_tells_more_of_one_of_many(number: int) -> None:
+def test_one_step_tells_more_than_none(number: int) -> None:
     asked = Search(FORECASTS, small_machine(), WORKLOAD)
     placement = asked._candidates.families(1)[0][number]
     closer, told = (
-        asked._candidates.short_run_bytes(placement, 1),
+        asked._candidates.one_step_bytes(placement, 1),
         asked._candidates.of(placement, 1),
     )
     assert 0.95 * told.device_peak_bytes < closer[0] <= told.device_peak_bytes
