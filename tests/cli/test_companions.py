@@ -38,8 +38,9 @@ def test_a_run_its_resume_and_its_export_have_the_files_of_the_source(
         (*_, checkpoint) = sorted((tmp_path / "run" / "checkpoints").iterdir())
         out = tmp_path / f"out-{steps}"
         assert megatrain("export", checkpoint, out).exit_code == 0
+        assert (out / "README.md").read_text() != "scores"  # a card of its own
+        assert not (tmp_path / "run" / "model" / "README.md").exists()
         for folder in (tmp_path / "run" / "model", out):
-            assert not (folder / "README.md").exists()
             for name in wanted.keys() - {"config.json"}:
                 assert (folder / name).read_bytes() == wanted[name], name
 
