@@ -225,7 +225,7 @@ def generate(
         bool, typer.Option("--chat", help="A text is a message, put into the chat template.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Write prompts and completions there (.jsonl).")
+        Path | None, typer.Option(help="Write prompts and completions to this new file (.jsonl).")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts continued together.")] = 16,
     max_new_tokens: MaxNewTokens = 128,

@@ -11,11 +11,14 @@ from transformers import TextStreamer
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import load_tokenizer
 from megatrain.data.prompts import Prompt
+from megatrain.data.unheeded import empty
 from megatrain.errors import InputError
 from megatrain.generate import Sampling, generate, open_model
 from megatrain.json_yaml import parse_json
 from megatrain.model.weights import resolve_model
 from megatrain.train.resolve_model import trained_model
+
+_UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,10 @@ def print_texts(
         output: also write prompts and completions there, a line of JSON each.
 
     Raises:
-        InputError: no such model, or a prompt that cannot be used.
+        InputError: no such model, a prompt that cannot be used, or `output` holds something.
     """
+    if output is not None:
+        _require_new(output)
     source, tokenizer = open_with_tokenizer(model, where)
     try:
         if output is None and len(prompts) == 1:
@@ -80,6 +85,13 @@ def print_texts(
             _show(batch, texts, output)
     finally:
         source.close()
+
+
+def _require_new(output: Path) -> None:
+    """Texts of two commands in one file would be counted as one's."""
+    if output.is_file() and output.stat().st_size:
+        raise InputError(f"{output}: holds something already; name a new file, or remove it")
+    output.open("a").close()  # what cannot be written is said before texts are made
 
 
 def _show(prompts: Sequence[Prompt], texts: Sequence[str], output: Path | None) -> None:
@@ -112,7 +124,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """The prompts in a file: a line of text each, or of a `.jsonl` file `prompt` or `messages`.
 
     Raises:
-        InputError: it cannot be read, or a line has neither.
+        InputError: it cannot be read, or a line has neither, or what would change the prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -133,6 +145,9 @@ def _prompt(line: str, where: str) -> Prompt:
     except ValueError as error:
         raise InputError(f"{where}: not JSON: {error}; write one object on each line") from error
     row = row if isinstance(row, dict) else {}
+    unread = [name for name in _UNREAD if not empty(row.get(name))]
+    if unread:
+        raise InputError(f"{where}: {unread[0]!r} is not read; only 'prompt' or 'messages' are")
     prompt = row.get("messages", row.get("prompt"))
     if not isinstance(prompt, str | list) or isinstance(row.get("messages"), str):
         raise InputError(f"{where}: neither 'prompt' (a text) nor 'messages' (a list)")

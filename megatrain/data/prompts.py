@@ -25,6 +25,8 @@ def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: st
         text, (lead, _) = prompt, surroundings(tokenizer)
     else:
         talk = Conversation(*messages(prompt, "messages", where))
+        if talk.messages[-1]["role"] == "assistant":
+            raise InputError(f"{where}: ends with a reply; end it with what is to be replied to")
         text, _ = Template(tokenizer).render(talk, where, add_generation_prompt=True)
         lead = []
     check_encodable(text, where)

@@ -33,8 +33,8 @@ class Trained:
         for pattern in (*self.freeze, *(self.train_only or ())):
             if not any(re.search(pattern, name) for name in names):
                 raise InputError(
-                    f"{pattern!r} matches the name of no parameter; there are {names[0]}, "
-                    f"{names[-1]}"
+                    f"{pattern!r} matches the name of no parameter; there are "
+                    f"{', '.join(names[:2])} ... {names[-1]}"
                 )
         for name, parameter in model.named_parameters():
             if self.train_only is not None:

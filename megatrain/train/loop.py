@@ -179,6 +179,8 @@ class _Run:
             wanted = self.best_kept() if config.checkpoint.load_best else steps
             if wanted is None:
                 log.warning("no evaluated state has a checkpoint: the model is that of the last")
+            elif config.checkpoint.load_best and wanted != (better := self.watch.ranked[0]):
+                log.warning("the state of step %d was better, but has no checkpoint", better)
             if wanted in (None, steps):
                 write_model(self._job, self._folder)
             else:

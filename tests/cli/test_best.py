@@ -39,7 +39,7 @@ def same_weights(one, other):
     return all(ours[name].equal(others[name]) for name in ours)
 
 
-def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path):
+def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path, caplog):
     run = run_file.parent / "run"
     result = megatrain("train", run_file, *sets(**WORSE, **BEST))
     assert result.exit_code == 0, result.output
@@ -58,6 +58,10 @@ def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path):
     assert f"all parameters, {best} steps of" in (tmp_path / "card" / "README.md").read_text()
     again = megatrain("train", run_file, "--resume", *sets(**WORSE, **BEST))
     assert again.exit_code == 0 and "8 steps done" in again.stdout
+    shutil.rmtree(step)
+    (run / "finished.json").unlink()
+    megatrain("train", run_file, "--resume", *sets(**WORSE, **BEST))
+    assert f"the state of step {best} was better, but has no checkpoint" in caplog.text
 
 
 def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file):

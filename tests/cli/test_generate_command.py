@@ -37,6 +37,15 @@ def test_prompts_of_options_and_files_are_continued_together(megatrain, trained,
         assert megatrain("generate", folder, *asked, *OPTIONS).exit_code == 0
         rows = [json.loads(line) for line in out.read_text().splitlines()]
         assert [row["prompt"] + row["completion"] for row in rows] == wanted
+        before, again = out.read_bytes(), megatrain("generate", folder, *asked, *OPTIONS)
+        assert again.exit_code == 2 and f"{name}.out: holds something already" in again.stderr
+        assert out.read_bytes() == before
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_read(megatrain, tmp_path):
+    result = megatrain("generate", "no/model", "--prompt", "a", "--output", tmp_path / "no" / "o")
+    assert result.exit_code == 2 and "No such file or directory" in result.stderr
+    assert str(tmp_path / "no" / "o") in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -48,6 +57,8 @@ def test_prompts_of_options_and_files_are_continued_together(megatrain, trained,
         (b'{"prompt": "a"}\n{', "p.jsonl:2: not JSON"),
         (b'{"text": "a"}\n', "p.jsonl:1: neither 'prompt'"),
         (b'{"messages": "a"}\n', "p.jsonl:1: neither 'prompt'"),
+        (b'{"prompt": "a", "system": "b"}\n', "p.jsonl:1: 'system' is not read"),
+        (b'{"messages": [], "tools": [{}]}\n', "p.jsonl:1: 'tools' is not read"),
         (b'{"messages": [{"role": "user", "content": "a"}]}\n', "no chat template"),
     ],
 )

@@ -67,7 +67,11 @@ def test_frozen_parameters_stay_also_on_resume(megatrain, run_file):
 @pytest.mark.parametrize(
     ("choice", "told"),
     [
-        ({"model__freeze": ["lm_hed"]}, "'lm_hed' matches the name of no parameter; there are"),
+        (
+            {"model__freeze": ["lm_hed"]},
+            "'lm_hed' matches the name of no parameter; there are model.embed_tokens.weight, "
+            "model.layers.0.",
+        ),
         ({"model__freeze": ["("]}, "model.freeze: '(' is not a regular expression"),
         ({"model__train_only": []}, "model.train_only"),
         ({"model__freeze": ["."]}, "every parameter is frozen: there is nothing to train"),

@@ -11,6 +11,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from megatrain import AdamW, Engine, InputError, Placement, RunFailed
 from megatrain.errors import MegatrainError
+from megatrain.loss import DPO
 from tests.families.tiny import tiny_config, tiny_model
 
 VOCAB, POSITIONS = 128, 64
@@ -170,6 +171,12 @@ def engine() -> Engine:
 def test_micro_batches(engine: Engine, batches: Any, message: str) -> None:
     refuse(lambda: engine.step(batches), message)
     refuse(lambda: engine.evaluate(batches), message)
+    assert engine.optimizer.num_steps == 0
+
+
+@pytest.mark.parametrize("loss", [DPO, "dpo", lambda logits, labels: 0])
+def test_what_is_no_loss(engine: Engine, loss: Any) -> None:
+    refuse(lambda: engine.step([GOOD], loss), "loss is .*; it must be one of megatrain.loss")
     assert engine.optimizer.num_steps == 0
 
 

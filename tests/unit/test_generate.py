@@ -56,6 +56,8 @@ def test_messages_are_asked_as_they_are_trained(name):
     ids, targets = encode_row(tokenizer, {"messages": messages})
     first = int(targets.argmax())
     assert prompt_ids(tokenizer, messages[:1], None, "prompt 1") == ids[:first].tolist()
+    with pytest.raises(InputError, match="prompt 1: ends with a reply"):
+        prompt_ids(tokenizer, messages, None, "prompt 1")
 
 
 def test_a_text_is_asked_as_documents_begin():
