@@ -5,7 +5,7 @@
 
 Every seed trains each kind of states on the same batches from the same weights. Prints the
 differences from fp32 at the end beside the spread of fp32's seeds, and writes all curves to
-benchmarks/results/optimizer-states-<machine>.json.
+benchmarks/results/optimizer-states-<machine>.json, with a picture of them beside.
 """
 
 import argparse
@@ -66,6 +66,24 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """The curves, each a mean over 20 steps and all seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.5))
+    for states in dict.fromkeys(run["states"] for run in runs):
+        curves = [run["losses"] for run in runs if run["states"] == states]
+        steps = range(0, len(curves[0]), 20)
+        means = [statistics.fmean(x for each in curves for x in each[s : s + 20]) for s in steps]
+        axes.plot([s + 10 for s in steps], means, label=states)
+    axes.set(xlabel="step", ylabel="training loss, mean of the seeds")
+    axes.legend()
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
 def main() -> None:
     """Train, print, write."""
     parser = argparse.ArgumentParser(description="Compare kinds of AdamW's states.")
@@ -86,6 +104,7 @@ def main() -> None:
     record = {"case": case, "commit": commit(), "machine": machine, "runs": runs}
     path = options.out / f"optimizer-states-{machine_name(machine)}.json"
     path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    draw(runs, path.with_suffix(".png"))
     print(f"written: {path.name}")
 
 

@@ -2,8 +2,8 @@
 
 A remedy is another question than the one asked, with the answer that it fits. It costs what the two
 differ in, from cheap to dear: smaller micro-batches, another placement, a lower precision, fewer
-tokens a step, no clipping, shorter rows, host memory, device memory, another GPU. Of two remedies
-the one that costs less of the dearest thing in which they differ is the cheaper one.
+tokens a step, 8-bit moments, no clipping, shorter rows, host memory, device memory, another GPU. Of
+two remedies the one that costs less of the dearest thing in which they differ is the cheaper one.
 """
 
 from bisect import bisect_left
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.simulate import Forecast
 from megatrain.machine import Machine, machine_for
+from megatrain.optim import AdamW
 from megatrain.plan.ask import Ask, Plans, compute_bound_tokens
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus
 from megatrain.units import GIB, align, size
@@ -101,6 +102,11 @@ class Remedy:
                 old.tokens_per_step - new.tokens_per_step,
                 f"take {new.tokens_per_step:,} tokens a step",
                 {"training.batch_size": batch},
+            ),
+            _Difference(
+                old.rule != new.rule,
+                "keep AdamW's moments as 8-bit codes",
+                {"optimizer.states": "int8"},
             ),
             _Difference(
                 old.clip - new.clip, "do not clip gradients", {"training.max_grad_norm": None}
@@ -327,6 +333,12 @@ def _fewer_tokens(ask: Ask) -> list[Ask]:
     ]
 
 
+def _int8_moments(ask: Ask) -> list[Ask]:
+    if not isinstance(ask.rule, AdamW) or ask.rule.states == "int8":
+        return []
+    return [replace(ask, rule=replace(ask.rule, states="int8"))]
+
+
 def _no_clipping(ask: Ask) -> list[Ask]:
     return [replace(ask, clip=False)] if ask.clip else []
 
@@ -343,5 +355,5 @@ def _halves(most: int, least: int) -> Iterator[int]:
 
 # From the cheapest to the dearest.
 _CHOICES: tuple[Choice, ...] = (
-    _one_row, _auto_placement, _bf16, _fewer_tokens, _no_clipping, _shorter_rows,
+    _one_row, _auto_placement, _bf16, _fewer_tokens, _int8_moments, _no_clipping, _shorter_rows,
 )  # fmt: skip

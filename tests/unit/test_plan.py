@@ -13,6 +13,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.model.probe import spec
+from megatrain.optim import Lion
 from megatrain.placement import Placement
 from megatrain.plan import planner
 from megatrain.plan.ask import Ask, Planner, check_budgets
@@ -281,6 +282,25 @@ def test_remedies_are_true_and_none_makes_another_one_needless(plans, tmp_path):
             host, there = told.engine.host_memory, remedy.new.machine.host_memory_bytes
             assert host is None or parse_bytes(host) == there
     assert {2, 3} <= lengths
+
+
+class Moments(Toy):
+    """The host holds what the optimizer's rule keeps, and 10 GiB."""
+
+    def needs(self, ask: Ask) -> Forecast:
+        kept = sum(plane.bytes_per_parameter for plane in ask.rule.state_planes)
+        return toy_forecast(ask, GIB, int((10 + kept) * GIB))
+
+
+def test_smaller_moments_come_before_more_memory_where_they_do(tmp_path):
+    ask = asked(host_gib=13)
+    first, *others = remedies(Moments(), ask, shortage(Moments(), ask))
+    assert first.text == "keep AdamW's moments as 8-bit codes"
+    told = config_with(first, tmp_path)
+    assert told.optimizer.states == first.new.rule.states == "int8"
+    assert [each.text for each in others] == ["let it use 18.0 GiB of host memory"]
+    lion = replace(ask, rule=Lion())
+    assert not any("codes" in e.text for e in remedies(Moments(), lion, shortage(Moments(), lion)))
 
 
 def config_with(remedy, folder):
