@@ -1,10 +1,12 @@
 """The engine as its users see it: it settles the placement, and hands it on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.autoplace.auto import settle
 from megatrain.autoplace.fits import limits
@@ -23,6 +25,7 @@ from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, StreamedOptimizer, is_number
 from megatrain.placement import Placement
+from megatrain.whole import is_whole, whole_model
 
 __all__ = ["Engine", "StepResult"]
 
@@ -122,6 +125,33 @@ class Engine(PlacedEngine):
         found = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
         loss, accuracy = torch.stack(found).sum(0).tolist()
         return loss, accuracy
+
+    @contextmanager
+    def whole_model(self) -> Iterator[PreTrainedModel]:
+        """The transformers model itself, for `generate` and the like, while the engine streams it.
+
+        In evaluation mode, without gradients. No other method may be called within.
+
+        Raises:
+            InputError: layers or the head are streamed in portions (`is_whole` says so before).
+        """
+        self.flush()
+        self._program.train(False)
+        with (
+            self._undisturbed(),
+            whole_model(self.device, self._parts, self._spec, self._store) as model,
+        ):
+            yield model
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """How the model generates where nothing is said: that of its source."""
+        return self._opened.source.model.generation_config
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether layers and head are each streamed as a whole."""
+        return is_whole(self._parts, self._spec)
 
     @classmethod
     def load(

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
 from megatrain.device import Buffer, available_bytes
@@ -26,7 +26,6 @@ from megatrain.engine.packing import Packing
 from megatrain.engine.source import fill
 from megatrain.engine.state_io import describe_optimizer, documents, settings_of
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
-from megatrain.engine.whole import is_whole, whole_model
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.model.export import write_weights
@@ -168,33 +167,6 @@ class PlacedEngine:
         prepared = self._prepare([batch], None)
         made = self._forward_only(prepared, lambda head, slot, h: head.logits(slot, prepared, h))
         return made[0]
-
-    @contextmanager
-    def whole_model(self) -> Iterator[PreTrainedModel]:
-        """The transformers model itself, for `generate` and the like, while the engine streams it.
-
-        In evaluation mode, without gradients. No other method may be called within.
-
-        Raises:
-            InputError: layers or the head are streamed in portions (`is_whole` says so before).
-        """
-        self.flush()
-        self._program.train(False)
-        with (
-            self._undisturbed(),
-            whole_model(self.device, self._parts, self._spec, self._store) as model,
-        ):
-            yield model
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """How the model generates where nothing is said: that of its source."""
-        return self._opened.source.model.generation_config
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether layers and head are each streamed as a whole."""
-        return is_whole(self._parts, self._spec)
 
     def _forward_only(self, batch: Batch, finish: Callable[[Head, Buffer, State], Any]) -> Any:
         with self._undisturbed():

@@ -16,7 +16,7 @@ LEVELS = (
     {"store", "model", "data", "distributed"},
     {"checkpoint"},  # knows tiles and files, no steps: the engine saves itself through it
     {"engine"},
-    {"forecast"},  # runs the engine's own step, on a device that keeps time
+    {"forecast", "whole"},  # the forecast runs the engine's own step, on a device that keeps time
     {"autoplace"},
     {"api", "plan"},
     {"generate"},
