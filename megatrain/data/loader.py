@@ -128,7 +128,7 @@ class StepLoader:
             raise InputError(
                 "the data or its settings are not those of the saved run "
                 f"(fingerprint {state['fingerprint']!r:.40}, now {expected['fingerprint']}): "
-                "restore them, or start a new run"
+                "restore them, or go on from its weights alone: megatrain branch RUN NEW --fresh"
             )
         for name in ("seed", "shuffle"):
             if state[name] != expected[name]:

@@ -28,11 +28,21 @@ def note_finished(
 def finished_steps(run: Path, config: Config) -> int | None:
     """How many steps a run has done that is as long as it is to be; None: it goes on.
 
-    The model alone says nothing: a run that was made longer still has that of the shorter one.
+    The model alone says nothing: a run that was made longer still has that of the shorter one, and
+    one that is to have its best state may have its last.
     """
     noted = _noted(run)
-    done, *_ = (noted.pop(name, None) for name in ("done", "best", "early"))
-    return done if noted == _length(config) else None
+    done, best, _ = (noted.pop(name, None) for name in ("done", "best", "early"))
+    wanted = config.watched if config.checkpoint.load_best else None
+    names = best if isinstance(best, dict) else ()
+    has = next((name for name in names if name != "step"), None)
+    return done if noted == _length(config) and has == wanted else None
+
+
+def early_end(run: Path) -> str | None:
+    """Why the run of `model/` ended before its last step; None: it did not."""
+    why = _noted(run).get("early")
+    return why if isinstance(why, str) else None
 
 
 def model_steps(run: Path) -> int | None:

@@ -76,7 +76,7 @@ def train(
         with signals.interruptible():
             opened = open_run(config, name, held, resume=resume)
         if isinstance(opened, Finished):
-            return Outcome(opened.folder, opened.steps)
+            return Outcome(opened.folder, opened.steps, early=opened.early)
         folder, job = opened
         try:
             return _run(job, config, folder, signals, callbacks)
@@ -179,8 +179,10 @@ class _Run:
             wanted = self.best_kept() if config.checkpoint.load_best else steps
             if wanted is None:
                 log.warning("no evaluated state has a checkpoint: the model is that of the last")
-            elif config.checkpoint.load_best and wanted != (better := self.watch.ranked[0]):
-                log.warning("the state of step %d was better, but has no checkpoint", better)
+            elif config.checkpoint.load_best:
+                best_of_all, value = self.watch.ranked[0], self.watch.value
+                if value(best_of_all) != value(wanted):
+                    log.warning("the state of step %d was better, but is not kept", best_of_all)
             if wanted in (None, steps):
                 write_model(self._job, self._folder)
             else:

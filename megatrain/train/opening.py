@@ -9,7 +9,7 @@ from megatrain.checkpoint import remove_leftovers
 from megatrain.config import Config
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_yaml
-from megatrain.train.finished import finished_steps
+from megatrain.train.finished import early_end, finished_steps
 from megatrain.train.folders import (
     CHECKPOINTS,
     CONFIG,
@@ -35,6 +35,7 @@ class Finished:
 
     folder: Path
     steps: int
+    early: str | None
 
 
 def open_run(
@@ -61,7 +62,7 @@ def open_run(
     held.enter_context(locked(folder))
     if (done := finished_steps(folder, config)) is not None:
         check_config(config, read_yaml(folder / CONFIG), folder / CONFIG)
-        return Finished(folder, done)
+        return Finished(folder, done, early_end(folder))
     require_folder(folder / CHECKPOINTS)
     remove_leftovers(folder / CHECKPOINTS)
     job = _go_on(folder, config)

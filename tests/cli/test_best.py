@@ -58,10 +58,15 @@ def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path, cap
     assert f"all parameters, {best} steps of" in (tmp_path / "card" / "README.md").read_text()
     again = megatrain("train", run_file, "--resume", *sets(**WORSE, **BEST))
     assert again.exit_code == 0 and "8 steps done" in again.stdout
+    assert "going on" not in caplog.text
+    last = BEST | {"checkpoint__load_best": False}
+    for choice, is_best in ((last, False), (BEST, True)):
+        assert megatrain("train", run_file, "--resume", *sets(**WORSE, **choice)).exit_code == 0
+        assert same_weights(run / "model", tmp_path / "out") is is_best
     shutil.rmtree(step)
     (run / "finished.json").unlink()
     megatrain("train", run_file, "--resume", *sets(**WORSE, **BEST))
-    assert f"the state of step {best} was better, but has no checkpoint" in caplog.text
+    assert f"the state of step {best} was better, but is not kept" in caplog.text
 
 
 def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file):
@@ -75,6 +80,7 @@ def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file
     told = f"stopped early: eval_loss was not better than {min(losses):.4g} in 2 evaluations"
     assert told in result.stdout
     assert json.loads((run / "finished.json").read_text())["early"] in told
+    assert told in megatrain("train", run_file, "--resume", *early).stdout
     shutil.move(run, run_file.parent / "whole")
     first = sets(**WORSE | {"training__steps": best + 1})
     slow = sets(schedule__name="constant_with_warmup")  # alike however long the run is
@@ -84,6 +90,18 @@ def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file
     assert [record["eval_loss"] for record in evaluations(run)] == losses
     patient = sets(**WORSE, training__early_stopping={"patience": 9})
     assert "8 steps done;" in megatrain("train", run_file, "--resume", *patient, *slow).stdout
+
+
+def test_of_states_that_are_alike_none_is_said_to_be_better(megatrain, run_file, caplog):
+    alike = {
+        "optimizer__lr": 1e-30,
+        "training__eval_every": 1,
+        "schedule__name": "constant_with_warmup",
+    }
+    assert megatrain("train", run_file, *sets(**alike, training__steps=2)).exit_code == 0
+    result = megatrain("train", run_file, "--resume", *sets(**alike, **BEST, training__steps=3))
+    assert "the model of step 2, the best" in result.stdout
+    assert "was better" not in caplog.text
 
 
 def watched(values, **changes):
