@@ -146,7 +146,7 @@ class Placement:
                 raise InputError(f"placement.{name} is {value}; it must be <= {_MOST:,}")
         if type(self.keep_rows) is not bool:
             raise InputError(f"placement.keep_rows is {self.keep_rows!r}; it must be true or false")
-        if isinstance(self.resident, str):
+        if not isinstance(self.resident, tuple | list):
             raise InputError(
                 f"placement.resident is {self.resident!r}; it must be a list of tile names"
             )

@@ -22,10 +22,15 @@ from megatrain.json_yaml import parse_yaml, read_yaml
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a run file and apply `overrides` (`path.to.key=value`, the value in YAML).
 
+    The file of a run's folder is its `config.yaml`.
+
     Raises:
         InputError: the file cannot be read or is not a valid run file.
     """
-    return overridden(read_yaml(Path(path)), str(path), overrides)
+    file = Path(path)
+    if (file / "config.yaml").is_file():
+        file /= "config.yaml"
+    return overridden(read_yaml(file), str(file), overrides)
 
 
 def overridden(tree: Mapping[str, Any], source: str, overrides: Sequence[str]) -> Config:

@@ -54,15 +54,13 @@ def prepare(
         max_tokens: positions that the model has; None: any number.
 
     Raises:
-        InputError: no micro-batch, no loss, unknown keys, wrong shapes or types, ids outside the
+        InputError: no micro-batch, unknown keys, wrong shapes or types, ids outside the
             vocabulary, positions that the model does not have, or (with a loss) no position that
             has a target.
     """
     if not isinstance(micro_batches, list | tuple) or not micro_batches:
         given = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
         raise InputError(f"a step needs a list of at least one micro-batch; it got {given}")
-    if not isinstance(loss, Loss | None):
-        raise InputError(f"loss is {loss!r}; it must be one of megatrain.loss, such as DPO()")
     for index, micro in enumerate(micro_batches):
         _check(index, micro, vocab_size, takes, loss)
         _check_positions(f"micro-batch {index}", micro, max_tokens)
@@ -84,6 +82,17 @@ def prepare(
             made.targets, made.loss = targets.to(device), loss
             made.given = [each.to(device) for each in beside]
     return Batch(moved, normaliser, len(ids), unique_U, seed)
+
+
+def given_loss(loss: object) -> Loss:
+    """What a caller gave as the loss of a step.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(loss, Loss):
+        raise InputError(f"loss is {loss!r}; it must be one of megatrain.loss, such as DPO()")
+    return loss
 
 
 def _losses(

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
 from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, host_bytes
-from megatrain.engine.batch import Batch, most_tokens, prepare
+from megatrain.engine.batch import Batch, given_loss, most_tokens, prepare
 from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
 from megatrain.engine.makers import TorchMakers
 from megatrain.engine.masks import check_masks
@@ -145,7 +145,7 @@ class PlacedEngine:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
         self.optimizer.check()
         start = time.perf_counter()
-        batch = self._prepare(micro_batches, loss, train=True)
+        batch = self._prepare(micro_batches, given_loss(loss), train=True)
         self._parts.update.norm_limit = norm_limit
         # In a batch larger than the placement was chosen for, layers save no graphs on the device.
         graphs = self._planned is None or self._planned.holds(batch)
@@ -158,7 +158,7 @@ class PlacedEngine:
 
     def evaluate(self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY) -> float:
         """The loss of a step, of cross entropy the mean; changes no state, dropout is off."""
-        batch = self._prepare(micro_batches, loss)
+        batch = self._prepare(micro_batches, given_loss(loss))
         losses = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
         return float(torch.stack(losses).sum())
 

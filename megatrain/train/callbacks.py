@@ -27,6 +27,8 @@ class Callbacks:
             return
         from transformers import TrainerCallback, TrainerControl, TrainerState
 
+        if not isinstance(given, list | tuple):
+            raise InputError(f"callbacks: {given!r} is no list of transformers.TrainerCallback")
         self._all = [each() if isinstance(each, type) else each for each in given]
         for each in self._all:
             if not isinstance(each, TrainerCallback):

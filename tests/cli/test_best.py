@@ -215,5 +215,6 @@ def test_callbacks_of_transformers_work(run_file, capsys):
 
 
 def test_what_is_no_callback_is_refused(run_file):
-    with pytest.raises(InputError, match="no transformers.TrainerCallback"):
-        package.run(run_file, callbacks=[print])
+    for given in ([print], PrinterCallback):  # the second one is in no list
+        with pytest.raises(InputError, match="callbacks: .* is no .*transformers.TrainerCallback"):
+            package.run(run_file, callbacks=given)

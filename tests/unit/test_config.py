@@ -31,6 +31,11 @@ def load(tmp_path):
     return load
 
 
+def test_a_run_is_read_by_its_folder(load, tmp_path):
+    (tmp_path / "config.yaml").write_text(MINIMAL)
+    assert config.load(tmp_path) == load()
+
+
 def test_overrides_beat_the_file_and_the_file_beats_the_defaults(load):
     text = MINIMAL + "optimizer: {lr: 2e-4, eps: 1e-7}\n"
     loaded = load(text, "optimizer.lr=3e-4", "optimizer.lr=5e-4")

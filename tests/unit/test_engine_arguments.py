@@ -174,9 +174,10 @@ def test_micro_batches(engine: Engine, batches: Any, message: str) -> None:
     assert engine.optimizer.num_steps == 0
 
 
-@pytest.mark.parametrize("loss", [DPO, "dpo", lambda logits, labels: 0])
+@pytest.mark.parametrize("loss", [DPO, "dpo", None, lambda logits, labels: 0])
 def test_what_is_no_loss(engine: Engine, loss: Any) -> None:
     refuse(lambda: engine.step([GOOD], loss), "loss is .*; it must be one of megatrain.loss")
+    refuse(lambda: engine.evaluate([GOOD], loss), "loss is .*; it must be one of megatrain.loss")
     assert engine.optimizer.num_steps == 0
 
 

@@ -31,6 +31,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"keep_rows": 1}, "keep_rows is 1; it must be true or false"),
     ({"layer_inputs": "disk"}, "layer_inputs is 'disk'; it must be 'device' or 'host'"),
     ({"resident": "head"}, "resident is 'head'; it must be a list of tile names"),
+    ({"resident": 2}, "resident is 2; it must be a list of tile names"),
 ]
 
 
