@@ -38,7 +38,10 @@ class OptimizerSection(Section):
         foreign = cls.model_fields.keys() - own.keys() - {"name", "no_decay"}
         for name in sorted(foreign):
             if given.get(name) is not None:
-                raise ValueError(f"{rule.name} has no {name}; it has {', '.join(own)}")
+                raise ValueError(
+                    f"{rule.name} has no {name}; it has {', '.join(own)} (optimizer.{name}=null "
+                    "takes it back)"
+                )
         plain = {name: list(v) if isinstance(v, tuple) else v for name, v in own.items()}
         return plain | {name: value for name, value in given.items() if value is not None}
 

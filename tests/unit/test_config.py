@@ -101,7 +101,10 @@ MISTAKES = [
         "--set optimizer.name: unknown optimizer 'lyon'; did you mean 'lion'",
     ),
     (["optimizer.name=3"], "--set optimizer.name: should be a valid string, got 3"),
-    (["optimizer.name=lion", "optimizer.eps=1e-8"], "optimizer: lion has no eps; it has lr, betas"),
+    (
+        ["optimizer.name=lion", "optimizer.eps=1e-8"],
+        "optimizer: lion has no eps; it has lr, betas, weight_decay (optimizer.eps=null takes it",
+    ),
     (["optimizer.lr=abc"], "--set optimizer.lr: should be a valid number, got 'abc'"),
     (["optimizer.lr=-1"], "--set optimizer.lr: should be greater than 0, got -1"),
     (["optimizer.lr=.nan"], "--set optimizer.lr: should be a finite number, got nan"),
