@@ -32,6 +32,7 @@ def test_the_tutorial_names_what_it_has(tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
 def test_the_tutorial_teaches_what_it_says(tmp_path):
     for name, content in FILES.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
