@@ -133,7 +133,7 @@ class Engine(PlacedEngine):
         In evaluation mode, without gradients. No other method may be called within.
 
         Raises:
-            InputError: layers or the head are streamed in portions (`is_whole` says so before).
+            InputError: layers or the head are streamed in slices (`is_whole` says so before).
         """
         self.flush()
         self._program.train(False)

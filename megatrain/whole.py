@@ -48,11 +48,11 @@ def whole_model(
     """The model of `spec`, in the mode that it is in; within this context it can be called.
 
     Raises:
-        InputError: layers or head are streamed in portions.
+        InputError: layers or head are streamed in slices.
     """
     if not is_whole(parts, spec):
         raise InputError(
-            "layers or the head are streamed in portions, so the model cannot run as a whole: "
+            "layers or the head are streamed in slices, so the model cannot run as a whole: "
             "leave placement.max_stream_bytes out"
         )
     with ExitStack() as held:

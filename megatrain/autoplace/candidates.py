@@ -38,7 +38,7 @@ _CANDIDATES: tuple[dict[str, Any], ...] = (
 )
 MOST_SLOTS: int = _CANDIDATES[0]["slots"]
 
-_PORTION = GIB  # what layers that must be split are streamed in, if they can; a head in no more
+_SLICE_BYTES = GIB  # what layers that must be split are streamed in, if they can; a head in no more
 
 # From so many tokens a row on, layers may run in tiles, with attention's results kept: it grows
 # with the square of a row, so what computing a tile again costs is soon less than its. A boundary
@@ -77,24 +77,24 @@ class Candidates:
         """Candidates, the fastest first, the most sparing last: whole layers; for long rows, tiles.
 
         With `split`, the same with the head in slices; or if layers are so large, too, the most
-        frugal one with both. They are for when memory is short.
+        sparing one with both. They are for when memory is short.
         """
-        tile_slices = self.tile_slices if split else None
-        if split and tile_slices is None:
+        slice_bytes = self.slice_bytes if split else None
+        if split and slice_bytes is None:
             return []
         least = -(-rows * self.workload.sequence_length // _CHUNKS)
         candidates = [
             Placement(**candidate, compile=self.workload.compile) for candidate in _CANDIDATES
         ]
         whole = [
-            replace(f, head_tokens=max(least, f.head_tokens), max_stream_bytes=tile_slices)
+            replace(f, head_tokens=max(least, f.head_tokens), max_stream_bytes=slice_bytes)
             for f in candidates
         ]
         long = self.workload.sequence_length >= _LONG
         if long:
             lanes = [f.layer_input_lanes // (1 if f.slots == MOST_SLOTS else 2) for f in whole]
             whole = [replace(f, layer_input_lanes=n) for f, n in zip(whole, lanes, strict=True)]
-        if not self.whole(tile_slices):
+        if not self.whole(slice_bytes):
             return [whole[-1:]]
         if not long:
             return [whole]
@@ -105,13 +105,13 @@ class Candidates:
         return [whole, *tiled]
 
     @cached_property
-    def tile_slices(self) -> int | None:
+    def slice_bytes(self) -> int | None:
         """Bytes of the slices that layers and head can be streamed in; None: none is so large."""
         layouts, itemsize = self._layouts, self.workload.dtype.itemsize
         head = next(t.numel for t in layouts if t.kind is TileKind.HEAD) * itemsize
         least = least_split(self.forecasts.spec, layouts, itemsize)
-        tile_slices = max(least, min(_PORTION, self._layer_bytes))
-        return tile_slices if tile_slices < max(self._layer_bytes, head) else None
+        slice_bytes = max(least, min(_SLICE_BYTES, self._layer_bytes))
+        return slice_bytes if slice_bytes < max(self._layer_bytes, head) else None
 
     @property
     def _layouts(self) -> list[TileLayout]:

@@ -95,7 +95,7 @@ class Search:
         found = self._found(sizes, split=False)
         # Where memory is short, a head in ranges may leave room for what is worth more.
         short = all(candidate.placement.slots < MOST_SLOTS for candidate in found)
-        if not found or (short and self._candidates.whole(self._candidates.tile_slices)):
+        if not found or (short and self._candidates.whole(self._candidates.slice_bytes)):
             found += self._found(sizes, split=True)
         if not found:
             return []

@@ -136,7 +136,7 @@ class Assembly:
         slots, distance = self.placement.slots, self.placement.prefetch_distance
         return Stream(self.device, slots, distance, layer, largest, self.dtype)
 
-    def work_room(self, *, train: bool) -> ScratchArena:
+    def scratch(self, *, train: bool) -> ScratchArena:
         numel = max(t.layout.trainable_numel for t in self.visited) if train else 0
         beside = self.prologue.layout.trainable_numel if train else 0
         return ScratchArena(self.device, numel, beside, self.dtype)
@@ -176,7 +176,7 @@ class Assembly:
 
     def inference(self) -> Parts:
         """Parts of a forward-only pass."""
-        embedding = self.embedding(None, self.work_room(train=False))
+        embedding = self.embedding(None, self.scratch(train=False))
         trunk, head = self.units(embedding)
         return Parts(trunk, head, embedding, self.stream())
 
@@ -190,7 +190,7 @@ class Assembly:
         held = [self.head] if tied else []
         waiting = tiles if update.deferred else [*held, *(t for t in tiles if not t.tier.streamed)]
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
-        work = self.work_room(train=True)
+        work = self.scratch(train=True)
         lanes, shared = placement.gradient_lanes, placement.host_grad_buffers
         given = self.dtype, shared, waiting, update.ready, work, lanes, self.piece
         sink = Sink(device, tiles, self.visited, *given)

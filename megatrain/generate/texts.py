@@ -98,7 +98,7 @@ def _running(source: Source) -> Iterator[PreTrainedModel]:
             with source.whole_model() as model:
                 yield model
         else:
-            log.info("layers are streamed in portions: every token is made of all before it anew")
+            log.info("layers are streamed in slices: every token is made of all before it anew")
             yield Recomputed(source)
     except torch.OutOfMemoryError as error:
         raise DoesNotFit(

@@ -17,5 +17,5 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A portion's gradient leaves in several pieces."""
+    """A slice's gradient leaves in several pieces."""
     monkeypatch.setattr(sink, "PIECE", 1000)

@@ -58,7 +58,7 @@ def mixtral(**changes: Any) -> MixtralForCausalLM:
 
 
 def qwen3_moe() -> Qwen3MoeForCausalLM:
-    """Three experts a token, all of a portion in one kernel; a dense layer in the middle."""
+    """Three experts a token, all of a slice in one kernel; a dense layer in the middle."""
     torch.manual_seed(0)
     sizes = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     dense = {"mlp_only_layers": [1], "intermediate_size": 4, "head_dim": 8}

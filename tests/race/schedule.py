@@ -36,7 +36,7 @@ PIECE = 256  # elements of a gradient sent at once: a layer has three, the head 
 WAITING: tuple[dict, ...] = ({}, {"offload_activations": 3}, {"save_attention": "host"})
 CLOSED = ((), (1,))
 
-PORTION = 3000  # bytes: a layer of the model with experts has three portions of experts
+SLICE = 3000  # bytes: a layer of the model with experts has three slices of experts
 
 WIDE = 500  # tokens: with so many the head of the model without experts has four ranges
 
@@ -117,7 +117,7 @@ def schedules() -> Iterator[dict]:
 
 
 def split_schedules() -> Iterator[dict]:
-    """Those of models whose layers, or heads, are streamed in portions."""
+    """Those of models whose layers, or heads, are streamed in slices."""
     rest = itertools.cycle(itertools.product((1, None), (True, False), RESIDENT, ((), (0, 1))))
     for experts, slots, boundaries, clip, tied in itertools.product(
         (True, False), (1, 3), ("device", "host"), (1.0, None), (False, True)
@@ -130,7 +130,7 @@ def split_schedules() -> Iterator[dict]:
             gradient_lanes=gradient_lanes,
             keep_rows=keep_rows,
             resident=resident,
-            max_stream_bytes=PORTION,
+            max_stream_bytes=SLICE,
         )
         yield {
             "placement": placement,

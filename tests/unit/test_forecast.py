@@ -155,15 +155,15 @@ def test_compiling_saves_memory_and_traffic() -> None:
 def test_eager_memory_is_what_autograd_holds() -> None:
     """The live bytes of a small function, counted by hand."""
     x = torch.empty(1000, dtype=torch.float32, device="meta", requires_grad=True)
-    with OpCounter() as tally:
+    with OpCounter() as counter:
         y = (x * 2).exp()  # exp keeps its result; the product is gone
-        assert tally.total_bytes == 4000 and tally.peak_bytes == 8000
+        assert counter.total_bytes == 4000 and counter.peak_bytes == 8000
         z = y.sum()
-        assert tally.total_bytes == 4004
+        assert counter.total_bytes == 4004
         z.backward()
         del y, z
-        assert tally.total_bytes == 4000  # the gradient of x
-    assert tally.work.touched_bytes > 4 * 8000
+        assert counter.total_bytes == 4000  # the gradient of x
+    assert counter.work.touched_bytes > 4 * 8000
 
 
 def test_a_recurrence_that_would_take_minutes_to_count_is_refused() -> None:

@@ -24,7 +24,7 @@ SPLIT = 1_700_000  # bytes: somewhat more than a layer in bf16
 
 
 class Keeping(Noting):
-    """Knows the memory of all buffers, so that a tally may leave it out."""
+    """Knows the memory of all buffers, so that a counter may leave it out."""
 
     def __init__(self) -> None:
         super().__init__()

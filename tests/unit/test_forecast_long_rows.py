@@ -37,7 +37,7 @@ TOKENS, ROWS, WIDTH = 512, 2, 256
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """As the tally finds them, but those with data."""
+    """As the counter finds them, but those with data."""
     if isinstance(values, Tensor):
         return [values]
     values = list(values.values()) if isinstance(values, dict) else values
@@ -54,7 +54,7 @@ def tallied() -> Iterator[None]:
 
 
 def real_work(chunk_tokens: int | None) -> LayerWork:
-    """A layer run on the CPU, under a tally."""
+    """A layer run on the CPU, under a counter."""
     model = spec(open_source(tiny_config()).model)
     program, layer = ModelProgram(model, torch.device("cpu"), torch.float32), model.layers[1]
     program.train(True)
@@ -96,7 +96,7 @@ def head_layout(model: ModelSpec) -> TileLayout:
 
 
 def real_head_bytes(head_tokens: int) -> int:
-    """At the peak of a head run on the CPU, under a tally."""
+    """At the peak of a head run on the CPU, under a counter."""
     model = spec(open_source(tiny_config()).model)
     program, layout = ModelProgram(model, torch.device("cpu"), torch.float32), head_layout(model)
     program.train(True)

@@ -117,7 +117,7 @@ def test_tiles_on_the_device_need_not_be_on_the_host() -> None:
 
 
 def test_layers_in_portions_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "_PORTION", 1)
+    monkeypatch.setattr(candidates, "_SLICE_BYTES", 1)
     forecasts = ForecastCache(experts_spec())
     few = replace(WORKLOAD, tokens_per_step=128)
     for device, host in ((3, PLENTY), (50, 40)):

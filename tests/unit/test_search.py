@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused_with_the_least_that_would() -> None:
 def test_layers_are_streamed_in_portions_only_where_nothing_else_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(candidates, "_PORTION", 1)
+    monkeypatch.setattr(candidates, "_SLICE_BYTES", 1)
     forecasts = ForecastCache(experts_spec())
 
     def found(device_mib: float) -> auto.Forecast:
