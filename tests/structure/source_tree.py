@@ -9,7 +9,7 @@ PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
     {"disk", "errors", "seeds", "units"},
-    {"compat", "json_yaml"},
+    {"compat", "json_yaml", "plane_file"},
     {"loss", "placement", "tile", "telemetry", "kernels"},
     {"machine", "optim"},
     {"config", "device"},
