@@ -119,7 +119,8 @@ class PlaneFile:
             if count == 0:
                 raise OSError(errno.EIO, f"it stopped at byte {offset}")
             data, offset = data[count:], offset + count
-        if not self.direct:
+        if not self.direct:  # errors come late otherwise, and dirty pages grow
+            os.fdatasync(self._handle.fileno())
             os.posix_fadvise(self._handle.fileno(), start, num_bytes, os.POSIX_FADV_DONTNEED)
 
 

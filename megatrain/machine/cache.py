@@ -97,7 +97,7 @@ def _checked(values: dict[str, Any]) -> Machine:
         raise ValueError("other fields")
     for field in fields(Machine):
         value = values[field.name]
-        if value is None and field.name == "disk_write_gbps":
+        if value is None and field.name.startswith("disk_"):
             continue
         if field.type is int and type(value) is not int:
             raise ValueError(field.name)

@@ -30,11 +30,12 @@ class Machine:
         to_device_gbps: pinned host memory to the device.
         from_device_gbps: and back.
         update_gbps: host memory while the optimizer updates (26 bytes a parameter cross it).
-        disk_write_gbps: where checkpoints go; None where nobody measured.
+        disk_write_gbps: where runs are written; None where nobody measured.
         launch_seconds: from one piece of device work to the next when there is nothing to compute.
         measured: whether these numbers are this machine's own, or published figures times usual
             efficiencies.
         unified: whether the device is the host's own CPU, all of whose memory is the host's.
+        disk_read_gbps: as `disk_write_gbps`.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Machine:
     launch_seconds: float
     measured: bool
     unified: bool = False
+    disk_read_gbps: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The machine as plain data."""

@@ -199,7 +199,6 @@ def machine_of(
     rows = sizes.attention if precision == "bf16" else (sizes.fp32_attention,)
     tokens = next((t for _, t in reversed(rows)
                    if rates.get(attention_name(t, precision, "backward"))), rows[0][1])  # fmt: skip
-    disk = rates.get("disk_write_gbps")
     return Machine(
         name=f"{facts.gpu.name}, {facts.cores} cores",
         device_memory_bytes=device_memory,
@@ -213,7 +212,8 @@ def machine_of(
         to_device_gbps=rates.get("to_device_pinned_gbps") or rate("to_device_pageable_gbps"),
         from_device_gbps=rates.get("from_device_pinned_gbps") or rate("from_device_pageable_gbps"),
         update_gbps=rate("update_gparams") * UPDATE_BYTES,
-        disk_write_gbps=disk or None,
+        disk_write_gbps=rates.get("disk_write_gbps"),
+        disk_read_gbps=rates.get("disk_read_gbps"),
         launch_seconds=rate("launch_microseconds") / 1e6,
         measured=True,
     )

@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,20 +9,21 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from megatrain.checkpoint.files import open_direct
 from megatrain.device.host_mappings import host_range
-from megatrain.errors import DoesNotFit
+from megatrain.errors import DoesNotFit, MegatrainError, first_line
 from megatrain.optim import AdamW, gradient_plane, moved_bytes, parameter_bytes, tile_planes
 from megatrain.plan.rate_measurement import Measurement, attempt, host_seconds
+from megatrain.plane_file import PlaneFile
 from megatrain.telemetry.cores import update_threads, usable_cores
 from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import GIB, MIB
 
 _RULE, _DTYPE = AdamW(), torch.bfloat16
 UPDATE_BYTES = moved_bytes(_RULE, _DTYPE)  # of a parameter
-_CHUNK = 8 * MIB
-_DISK_SECONDS = 4.0
+_CHUNK = 64 * MIB
+_DISK_SECONDS = 2.0  # each of filling, writing and reading
 
 
 def host_measurements(folder: Path, *, most_bytes: int = 4 * GIB) -> list[Measurement]:
@@ -88,57 +88,41 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measurement]:
-    """Sequential write and read of one file in `folder`, past the page cache where it can be."""
+    """Sequential write and read of a file of planes in `folder`, by the engine's own requests."""
     labels = {"disk_write_gbps": "disk, write", "disk_read_gbps": "disk, read"}
     try:
-        handle, name = tempfile.mkstemp(dir=folder, prefix=".megatrain-doctor-")
-    except OSError as error:
-        return [
-            Measurement(key, label, None, "GB/s", f"{folder}: {error.strerror}")
-            for key, label in labels.items()
-        ]
-    os.close(handle)
-    path = Path(name)
-    free = os.statvfs(folder)
-    wanted = min(num_bytes, free.f_bavail * free.f_frsize // 10) // _CHUNK * _CHUNK
-    written = 0
+        free = os.statvfs(folder)
+        wanted = min(num_bytes, free.f_bavail * free.f_frsize // 10) // _CHUNK * _CHUNK
+        if not wanted:
+            raise DoesNotFit("too little disk space is free")
+        file = PlaneFile.create(folder, wanted)
+    except (MegatrainError, OSError) as error:
+        why = first_line(error)
+        return [Measurement(name, label, None, "GB/s", why) for name, label in labels.items()]
+    room = torch.frombuffer(mmap.mmap(-1, _CHUNK), dtype=torch.uint8).random_()
+    filled = 0
 
-    def write() -> float:
-        nonlocal written
-        written, seconds = _transfer(path, os.O_WRONLY, wanted, os.writev)
-        return written / seconds / 1e9
-
-    def read() -> float:
-        moved, seconds = _transfer(path, os.O_RDONLY, written, os.readv)
+    def gbps(move: Callable[[int, Tensor], None]) -> float:
+        nonlocal filled
+        # Blocks take longer when they are written first; steps write the same ones again.
+        filled = filled or _moved(file.write, room, wanted)[0]
+        moved, seconds = _moved(move, room, filled)
         return moved / seconds / 1e9
 
     try:
-        works = (write, read)
+        moves = (file.write, file.read)
         return [
-            attempt(key, label, "GB/s", work)
-            for (key, label), work in zip(labels.items(), works, strict=True)
+            attempt(name, label, "GB/s", partial(gbps, move))
+            for (name, label), move in zip(labels.items(), moves, strict=True)
         ]
     finally:
-        path.unlink(missing_ok=True)
+        file.close()
 
 
-def _transfer(
-    path: Path, mode: int, num_bytes: int, move: Callable[[int, list[mmap.mmap]], int]
-) -> tuple[int, float]:
+def _moved(move: Callable[[int, Tensor], None], room: Tensor, most: int) -> tuple[int, float]:
     """Bytes moved in at most `_DISK_SECONDS`, and the time that took."""
-    if num_bytes < _CHUNK:
-        raise OSError("too little disk space is free")
-    direct = open_direct(path, mode)
-    handle = os.open(path, mode) if direct is None else direct
-    try:
-        with mmap.mmap(-1, _CHUNK) as buffer:  # of whole pages, as direct access demands
-            if mode == os.O_WRONLY:
-                buffer.write(os.urandom(MIB) * (_CHUNK // MIB))
-            moved, started = 0, time.perf_counter()
-            while moved < num_bytes and time.perf_counter() - started < _DISK_SECONDS:
-                moved += move(handle, [buffer])
-            if mode == os.O_WRONLY:
-                os.fsync(handle)
-            return moved, time.perf_counter() - started
-    finally:
-        os.close(handle)
+    moved, started = 0, time.perf_counter()
+    while moved < most and time.perf_counter() - started < _DISK_SECONDS:
+        move(moved, room)
+        moved += _CHUNK
+    return moved, time.perf_counter() - started

@@ -1,7 +1,6 @@
 """The doctor: what it measures, what it says, and that nothing stops it."""
 
 import json
-import mmap
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -211,20 +210,22 @@ def test_a_host_without_memory_or_disk_is_still_measured(tmp_path, monkeypatch):
 
 
 def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
-    rates = host_rates.disk_measurements(tmp_path, num_bytes=16 * MIB)
+    monkeypatch.setattr(host_rates, "_CHUNK", MIB)
+    rates = host_rates.disk_measurements(tmp_path, num_bytes=4 * MIB)
     assert [m.name for m in rates if m.value and m.value > 0] == [
         "disk_write_gbps",
         "disk_read_gbps",
     ]
     assert list(tmp_path.iterdir()) == []
 
-    def full(handle: int, buffers: list[mmap.mmap]) -> int:
+    def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "writev", full)
-    rates = host_rates.disk_measurements(tmp_path, num_bytes=16 * MIB)
-    assert all("No space left" in m.why_not or "too little" in m.why_not for m in rates)
-    assert list(tmp_path.iterdir()) == []
+    for call in ("pwritev", "posix_fallocate"):
+        monkeypatch.setattr(os, call, full)
+        rates = host_rates.disk_measurements(tmp_path, num_bytes=4 * MIB)
+        assert all("No space left" in m.why_not for m in rates)
+        assert list(tmp_path.iterdir()) == []
 
 
 class FakeGpu(CpuDevice):
@@ -248,7 +249,7 @@ def gpu_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "collect", lambda name, folder: HEALTHY)
     used = iter(range(1 << 30, 1 << 40, 500 * MIB))
     monkeypatch.setattr(doctor, "gpu_state", lambda name: replace(GPU, used_bytes=next(used)))
-    host = [("update_gparams", 4.0), ("disk_write_gbps", None)]
+    host = [("update_gparams", 4.0), ("disk_write_gbps", None), ("disk_read_gbps", 2.5)]
     monkeypatch.setattr(
         doctor,
         "host_measurements",
@@ -266,6 +267,7 @@ def test_a_diagnosis_is_kept_for_plans(gpu_machine):
         machine = cache.read(gpu_machine.key, precision)
         assert machine == diagnosis.machines[precision]
         assert machine.update_gbps == 4.0 * 26 and machine.disk_write_gbps is None
+        assert machine.disk_read_gbps == 2.5
         assert machine.device_memory_bytes == 100 * GIB
         assert machine.device_context_bytes == 500 * MIB
         for field in fields(Machine):
