@@ -4,8 +4,9 @@ The optimizer's rule says which planes there are, and their bytes (optim/rule.py
 gradients belongs to the sink (engine/sink.py).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, UPDATE, Name
 from megatrain.errors import InputError
 from megatrain.optim import Plane, PlaneKind, Rule, tile_planes
+from megatrain.placement import CPU_PLACEMENT, Placement
 from megatrain.tile import Entry, TileKind, TileLayout
 from megatrain.units import align
 
@@ -35,22 +37,39 @@ class Span:
     numel: int
 
 
+class Tier(Enum):
+    """What a plane of a tile rests on."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
 @dataclass(frozen=True)
-class Tier:
-    """Memory that tiles rest in.
+class Rests:
+    """Where the planes of a tile rest, by their kinds; how a step goes about it follows."""
 
-    Attributes:
-        streamed: weights are copied from here to the device for each use, gradients back to here.
-        updates: the stream on which tiles that rest here are updated.
-    """
+    weights: Tier = Tier.HOST
+    remainder: Tier = Tier.HOST
+    moments: Tier = Tier.HOST
+    gradient: Tier = Tier.HOST
 
-    name: str
-    streamed: bool
-    updates: str
+    def tier(self, plane: Plane) -> Tier:
+        """Where a plane rests."""
+        tier: Tier = getattr(self, plane.kind.value)
+        return tier
+
+    @property
+    def streamed(self) -> bool:
+        """Whether weights are copied to the device for each use."""
+        return self.weights is not Tier.DEVICE
+
+    @property
+    def updates(self) -> str:
+        """The stream of the tile's updates: on the device in the order of the layers' own work."""
+        return COMPUTE if self.moments is Tier.DEVICE else UPDATE
 
 
-DEVICE = Tier("device", streamed=False, updates=COMPUTE)  # in the order of the layers' own work
-HOST = Tier("host", streamed=True, updates=UPDATE)
+_RESIDENT = Rests(*[Tier.DEVICE] * 4)  # all of the tile
 
 
 @dataclass(frozen=True)
@@ -70,26 +89,26 @@ class Reader:
 
 @dataclass(eq=False)
 class Tile:
-    """One tile's planes, all in one tier and with the offsets of its layout.
+    """One tile's planes, with the offsets of its layout.
 
     Attributes:
         planes: all that the tile keeps.
         weights: what is streamed: bf16, or the fp32 master itself when computing in fp32.
         remainder: int16; `fp32 master = (weights << 16) + remainder`. None in fp32.
         states: what the optimizer's rule keeps, in its order.
-        tier: where all of it rests, and is updated.
+        rests: where each of them does.
         version: updates applied or on their way.
         updated: event of the newest update; None when there is nothing to wait for.
-        reader: whom the next update has to give way to; None: nobody.
+        readers: whom the next update has to give way to.
     """
 
     index: int
     layout: TileLayout
     planes: Mapping[Plane, Buffer]
-    tier: Tier = HOST
+    rests: Rests = Rests()
     version: int = 0
     updated: Any = None
-    reader: Reader | None = None
+    readers: tuple[Reader, ...] = ()
     begins = ends = True  # as a slice of itself (engine/tile_slice.py)
 
     def __post_init__(self) -> None:
@@ -126,12 +145,11 @@ class Tile:
                 self.remainder.data[entry.offset : entry.offset + entry.numel].zero_()
             return
         remainder = self.remainder.data[entry.offset : entry.offset + entry.numel]
-        high, low = (torch.empty_like(p, device="cpu") if self.tier is DEVICE else p
+        high, low = (p if p.is_cpu else torch.empty_like(p, device="cpu")
                      for p in (weights, remainder))  # fmt: skip
         kernels.split(flat.float(), high, low, threads=threads)
-        if self.tier is DEVICE:
-            weights.copy_(high)
-            remainder.copy_(low)
+        weights.copy_(high)  # onto itself: nothing
+        remainder.copy_(low)
 
     def read_master(self, entry: Entry, threads: int = 1) -> Tensor:
         """A copy of a parameter's fp32 master, on the CPU."""
@@ -155,33 +173,34 @@ class Store:
         dtype: torch.dtype,
         *,
         rule: Rule | None,
-        resident: Collection[str] = (),
+        placement: Placement = CPU_PLACEMENT,
     ) -> None:
         """Allocate zeroed planes.
 
         Args:
             rule: of the optimizer; None: for inference, weights alone.
-            resident: names of the tiles that rest on the device.
+            placement: says where each plane rests.
 
         Raises:
             DoesNotFit: the memory is not to be had.
-            InputError: `resident` has a name that no tile has.
+            InputError: `placement.resident` has a name that no tile has.
         """
+        resident = placement.resident
         unknown = set(resident) - {layout.name for layout in layouts}
         if unknown:
             raise InputError(
                 f"placement.resident: the model has no tile {min(unknown)!r}; it has "
                 f"{', '.join(layout.name for layout in layouts)}"
             )
-        tiers = [DEVICE if layout.name in resident else HOST for layout in layouts]
+        rests = [_RESIDENT if layout.name in resident else Rests() for layout in layouts]
         found: list[dict[Plane, Buffer]] = [{} for _ in layouts]
         for plane in tile_planes(rule, dtype):
+            tiers = [each.tier(plane) for each in rests]
             for own, buffer in zip(found, planes(device, plane, layouts, tiers), strict=True):
                 own[plane] = buffer
         self.rule = rule
         self.tiles = [
-            Tile(i, layout, found[i], tier)
-            for i, (layout, tier) in enumerate(zip(layouts, tiers, strict=True))
+            Tile(i, *each) for i, each in enumerate(zip(layouts, found, rests, strict=True))
         ]
 
     def of(self, kind: TileKind) -> list[Tile]:
@@ -198,26 +217,28 @@ class Store:
         """Host bytes of each plane, over all tiles; all that the rule keeps is `moments`."""
         totals = {kind.value: 0 for kind in PlaneKind if kind is not PlaneKind.GRADIENT}
         for tile in self.tiles:
-            for plane, buffer in tile.planes.items() if tile.tier is HOST else ():
-                totals[plane.kind.value] += buffer.data.nbytes
+            for plane, buffer in tile.planes.items():
+                here = tile.rests.tier(plane) is Tier.HOST
+                totals[plane.kind.value] += here * buffer.data.nbytes
         return totals
 
 
 def planes(
     device: Device, plane: Plane, layouts: Sequence[TileLayout], tiers: Sequence[Tier]
 ) -> list[Buffer]:
-    """A buffer per tile in its tier: a piece of one host range, or device memory of its own.
+    """A buffer per tile in `tiers`: a piece of one host range, or device memory of its own.
 
     The sink makes its host gradients the same way.
     """
     step, lengths = _PAGE // plane.dtype.itemsize, [plane.numel(layout) for layout in layouts]
-    on_host = sum(align(n, step) for n, tier in zip(lengths, tiers, strict=True) if tier is HOST)
+    each = zip(lengths, tiers, strict=True)
+    on_host = sum(align(numel, step) for numel, tier in each if tier is Tier.HOST)
     name, pinned = Name(plane.kind, plane.name), plane.kind in _PINNED
     room = device.host(name, on_host, plane.dtype, pinned=pinned)
     buffers, offset = [], 0
     for layout, length, tier in zip(layouts, lengths, tiers, strict=True):
         own = Name(plane.kind, f"{layout.name} {plane.name}")
-        if tier is DEVICE:
+        if tier is Tier.DEVICE:
             buffer = device.empty(own, length, plane.dtype)
             device.run(COMPUTE, f"clear {buffer.name}", buffer.data.zero_, writes=[buffer])
             buffers.append(buffer)

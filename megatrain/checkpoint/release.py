@@ -1,8 +1,8 @@
 """Puts a save on the device's streams: nobody waits but those who would overwrite its tiles.
 
-A host tile is released to the writers when its newest update is done, and its next update first
-sets aside what they have not written. A tile that rests on the device is copied into spare memory
-by the host thread of saves; its next update waits until it has left.
+What rests on the host is released to the writers when its tile's newest update is done, and the
+next update first sets aside what they have not written. What rests on the device is copied into
+spare memory by the host thread of saves; the next update waits until it has left.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from megatrain.checkpoint.snapshot import Piece, Snapshot, TileFile
 from megatrain.checkpoint.staging_blocks import AT_ONCE
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE, SAVE
-from megatrain.store import DEVICE, Reader
+from megatrain.store import Reader
 
 
 class Release:
@@ -24,16 +24,16 @@ class Release:
 
     def start(self, tile_files: Iterable[TileFile]) -> None:
         """Put everything on its stream; the state saved is that of the updates started so far."""
-        resident = []
-        for each in tile_files:
-            if each.tile.tier is DEVICE:
-                resident.append(each)
-            elif each.pieces:
+        files = list(tile_files)
+        for each in files:
+            each.tile.readers = ()
+            if each.released:
                 self._release(each)
-        if resident:
+        leaving = [each for each in files if each.leaving]
+        if leaving:
             self._device.wait(SAVE, self._device.record(COMPUTE), "resident version to save")
-        for first in range(0, len(resident), AT_ONCE):
-            self._let_leave(resident[first : first + AT_ONCE])
+        for first in range(0, len(leaving), AT_ONCE):
+            self._let_leave(leaving[first : first + AT_ONCE])
 
     def _release(self, file: TileFile) -> None:
         device, tile, snapshot = self._device, file.tile, self._snapshot
@@ -42,22 +42,22 @@ class Release:
         device.run(
             SAVE,
             f"release {tile.name}",
-            partial(snapshot.release, file.pieces),
-            list(tile.planes.values()),
+            partial(snapshot.release, file.released),
+            list(dict.fromkeys(piece.plane for piece in file.released)),
         )
-        set_aside = partial(snapshot.set_aside, file.pieces)
-        tile.reader = Reader(device.record(SAVE), "tile released", set_aside)
+        set_aside = partial(snapshot.set_aside, file.released)
+        tile.readers += (Reader(device.record(SAVE), "tile released", set_aside),)
 
     def _let_leave(self, group: Sequence[TileFile]) -> None:
         """Pieces of several files in turn, so that as many writers have something to do."""
         device = self._device
-        for row in zip_longest(*(file.pieces for file in group)):
+        for row in zip_longest(*(file.leaving for file in group)):
             for piece in filter(None, row):
                 work = partial(self._leave, piece)
                 device.run(SAVE, f"{piece.plane.name} leaves", work, [piece.plane])
         left = device.record(SAVE)
         for file in group:
-            file.tile.reader = Reader(left, "resident tile saved")
+            file.tile.readers += (Reader(left, "resident tile saved"),)
 
     def _leave(self, piece: Piece) -> None:
         room = self._snapshot.room_for(piece)

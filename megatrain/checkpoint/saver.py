@@ -34,7 +34,7 @@ from megatrain.checkpoint.staging_blocks import AT_ONCE, StagingBlocks
 from megatrain.device import Device
 from megatrain.device.base import SAVE
 from megatrain.errors import MegatrainError, RunFailed
-from megatrain.store import DEVICE, Tile
+from megatrain.store import Tile
 from megatrain.units import gib
 
 _log = logging.getLogger(__name__)
@@ -316,7 +316,7 @@ class Saver:
         self.close()
         jobs = self._jobs()
         planes = [plane.data.nbytes for tile in self._tiles for plane in tile.planes.values()]
-        leaving = any(tile.tier is DEVICE for tile in self._tiles)
+        leaving = any(job.leaving for job in jobs)
         self._spare.prepare(planes, leaving=leaving, background=background)
         self.last = Saving(self._device, folder, contents, jobs, self._spare)
         try:
@@ -345,8 +345,8 @@ class Saver:
     def _jobs(self) -> list[TileFile]:
         """What is overwritten first is written first."""
         order = sorted(self._tiles, key=lambda tile: -tile.index if self._reverse else tile.index)
-        order.sort(key=lambda tile: tile.tier is not DEVICE)
-        return [tile_file(tile, _file_name(tile)) for tile in order]
+        jobs = [tile_file(tile, _file_name(tile)) for tile in order]
+        return sorted(jobs, key=lambda job: not job.leaving)
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

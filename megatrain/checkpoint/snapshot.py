@@ -21,7 +21,7 @@ from megatrain.checkpoint.staging_blocks import StagingBlocks
 from megatrain.device import Buffer
 from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
 from megatrain.optim import Plane
-from megatrain.store import Tile
+from megatrain.store import Tier, Tile
 from megatrain.telemetry.cores import update_threads
 
 _PAGE = 4096  # pieces fill whole pages of the page cache
@@ -44,6 +44,7 @@ class Piece:
     Attributes:
         source: where the tile has them (uint8, flat).
         offset: of the first one in the file.
+        tier: where the plane rests.
         memory: host memory that has them now: the plane itself, staging or spare memory.
         block: number of the spare block that it takes.
     """
@@ -51,6 +52,7 @@ class Piece:
     plane: Buffer
     source: Tensor
     offset: int
+    tier: Tier
     memory: Tensor | None = None
     block: int | None = None
     stage: Stage = Stage.WAITING
@@ -62,13 +64,22 @@ class Piece:
 
 @dataclass(eq=False)
 class TileFile:
-    """A tile's file: header, then each plane, cut into pieces."""
+    """A tile's file: header, then each plane, cut into pieces.
+
+    Attributes:
+        released: pieces that are written from host memory, where they rest.
+        leaving: all others, which are copied there first.
+    """
 
     tile: Tile
     name: str
     version: int
     header: bytes
     pieces: list[Piece]
+
+    def __post_init__(self) -> None:
+        self.released = [piece for piece in self.pieces if piece.tier is Tier.HOST]
+        self.leaving = [piece for piece in self.pieces if piece.tier is not Tier.HOST]
 
     @property
     def num_bytes(self) -> int:
@@ -95,10 +106,11 @@ def tile_file(tile: Tile, name: str) -> TileFile:
     metadata = {"tile": tile.name, "version": str(tile.version)}
     header = header_bytes(described, metadata, boundary=_PAGE)
     offset, pieces = len(header), []
-    for buffer in planes.values():
+    for plane in planes_of(tile).values():
+        buffer, tier = tile.planes[plane], tile.rests.tier(plane)
         flat = buffer.data.view(torch.uint8)
         for part in flat.split(files.PIECE_BYTES) if flat.numel() else ():
-            pieces.append(Piece(buffer, part, offset))
+            pieces.append(Piece(buffer, part, offset, tier))
             offset += part.numel()
     return TileFile(tile, name, tile.version, header, pieces)
 

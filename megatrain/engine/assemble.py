@@ -30,7 +30,7 @@ from megatrain.model.program import Program
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement
-from megatrain.store import Store, Tile
+from megatrain.store import Store, Tier, Tile
 from megatrain.telemetry.cores import update_threads
 from megatrain.tile import TileKind, TileLayout
 
@@ -79,7 +79,7 @@ class Assembly:
         found, most = {}, self.placement.max_stream_bytes
         for visit, layer in enumerate(self.program.spec.layers):
             tile = self.layers[visit]
-            if most and tile.tier.streamed and tile.layout.numel * self.dtype.itemsize > most:
+            if most and tile.rests.streamed and tile.layout.numel * self.dtype.itemsize > most:
                 found[visit] = expert_slices(tile, layer, most, self.dtype.itemsize)
         return found
 
@@ -98,9 +98,9 @@ class Assembly:
     def vocab_slices(self) -> VocabSlices | None:
         """The slices of the head, if it is split; as small as layers, they need no more slots."""
         tile, most, size = self.head, self.placement.max_stream_bytes, self.dtype.itemsize
-        if not most or not tile.tier.streamed or tile.layout.numel * size <= most:
+        if not most or not tile.rests.streamed or tile.layout.numel * size <= most:
             return None
-        layers = [t.layout.numel * size for t in self._layer_slices if t.tier.streamed]
+        layers = [t.layout.numel * size for t in self._layer_slices if t.rests.streamed]
         slot = max(layers, default=most)
         return vocab_slices(tile, self.program.spec.projection, most, slot, size)
 
@@ -129,7 +129,7 @@ class Assembly:
         return self.placement.update_threads or update_threads()
 
     def stream(self) -> Stream:
-        streamed = [tile.layout for tile in self.visited if tile.tier.streamed]
+        streamed = [tile.layout for tile in self.visited if tile.rests.streamed]
         largest = max((each.numel for each in streamed), default=0)
         layers = (each.numel for each in streamed if each.kind is TileKind.LAYER)
         layer = max(layers, default=largest)
@@ -188,7 +188,11 @@ class Assembly:
         spec = self.program.spec
         tied = any(name in spec.epilogue for name in spec.gathered)
         held = [self.head] if tied else []
-        waiting = tiles if update.deferred else [*held, *(t for t in tiles if not t.tier.streamed)]
+        waiting = (
+            tiles
+            if update.deferred
+            else [*held, *(t for t in tiles if t.rests.gradient is Tier.DEVICE)]
+        )
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
         work = self.scratch(train=True)
         lanes, shared = placement.gradient_lanes, placement.host_grad_buffers

@@ -22,7 +22,7 @@ from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, Memory, Name
 from megatrain.engine.batch import Batch
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.sink import HostGrad, Sink
-from megatrain.store import Tile
+from megatrain.store import Tier, Tile
 from megatrain.tile import Entry
 
 
@@ -132,7 +132,7 @@ class Embedding:
         """Start the rows' way to the device and hand them to every micro-batch."""
         self._lay_out(len(batch.unique_U))
         for table, room in zip(self._tables, self._rooms, strict=True):
-            if table.tile.tier.streamed:
+            if table.tile.rests.streamed:
                 plane, updated = table.tile.weights, table.tile.updated
                 self._gather(table, room, plane, updated, batch.unique_U)
             self._bring(table, room, batch)
@@ -154,7 +154,7 @@ class Embedding:
         names = [table.entry.name for table in self._tables]
         rooms = self._work.tables(names, lengths, kept=self._keep_rows)
         for table, staging, length in zip(self._tables, self._staging, lengths, strict=True):
-            if grows and table.tile.tier.streamed:
+            if grows and Tier.HOST in (table.tile.rests.weights, table.tile.rests.gradient):
                 staging.grow(length)
         self._rooms = [
             _Room(room.rows, room.sums, staging)
@@ -163,7 +163,7 @@ class Embedding:
 
     def _bring(self, table: _Table, room: _Room, batch: Batch) -> None:
         """A table's rows to the device, from where they are or were gathered."""
-        if not table.tile.tier.streamed:
+        if not table.tile.rests.streamed:
             self._gather_there(table, room, batch)
         else:
             self._arrive(room, room.rows, len(batch.unique_U) * table.width)
@@ -203,7 +203,7 @@ class Embedding:
         for table, room in zip(self._tables, self._rooms, strict=True):
             if table.entry.group is None:
                 continue
-            if not table.tile.tier.streamed:
+            if table.tile.rests.gradient is Tier.DEVICE:
                 given[table.tile.index] = self._add_there(table, room, batch)
                 continue
             if table.tied:

@@ -82,10 +82,8 @@ class PlacedEngine:
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._spec.label_shift
-        rule, resident = opened.model.rule, placement.resident
-        self._store = Store(
-            self.device, opened.model.layouts, self._dtype, rule=rule, resident=resident
-        )
+        layouts, rule = opened.model.layouts, opened.model.rule
+        self._store = Store(self.device, layouts, self._dtype, rule=rule, placement=placement)
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
         # Without clipping, updates follow the backward: the last tile is the first.
         self._saver = Saver(

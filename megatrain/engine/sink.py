@@ -13,7 +13,7 @@ from megatrain.device.base import COMPUTE, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.optim import gradient_plane
-from megatrain.store import HOST, Span, Tile, planes
+from megatrain.store import Span, Tier, Tile, planes
 from megatrain.tile import TileKind
 
 # Elements of a gradient that are rounded and sent at once. 32 MiB in bf16: large enough for the
@@ -95,7 +95,7 @@ class Sink:
         self._turn = 0
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
-        layouts, tiers = [tile.layout for tile in own], [tile.tier for tile in own]
+        layouts, tiers = [tile.layout for tile in own], [tile.rests.gradient for tile in own]
         buffers = planes(device, gradient_plane(dtype), layouts, tiers)
         self._own = {tile.index: HostGrad(b) for tile, b in zip(own, buffers, strict=True)}
         count = host_grads if len(self._own) < len(tiles) else 0
@@ -107,7 +107,7 @@ class Sink:
         self._with_rows: set[int] = set()
         self.landed: dict[int, tuple[HostGrad, Any]] = {}
         self._host_grad: HostGrad | None = None  # of the tile whose slices are coming
-        on_host = [self._own[tile.index] for tile in own if tile.tier is HOST]
+        on_host = [self._own[tile.index] for tile in own if tile.rests.gradient is Tier.HOST]
         self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
 
     def _pieces_of_a_layer(self, tiles: Sequence[Tile | TileSlice]) -> int:
@@ -137,7 +137,7 @@ class Sink:
 
         name = Name(Kind.PLAIN, f"measure {tile.name}")
         device.run(COMPUTE, name, measure, [sums], [self.squares])
-        if not tile.tier.streamed:
+        if tile.rests.gradient is Tier.DEVICE:
             host_grad = self._own[tile.index]
             self._round(room, slice(0, len(sums.data)), host_grad.buffer)
             self._landed(tile, host_grad, device.record(COMPUTE))

@@ -71,7 +71,7 @@ class Stream:
 
     def begin(self, itinerary: Sequence[Streamed]) -> None:
         """Set all visits of a step, both sweeps, and start the first loads."""
-        self._itinerary = [unit for unit in itinerary if unit.tile.tier.streamed]
+        self._itinerary = [unit for unit in itinerary if unit.tile.rests.streamed]
         self._places = list(self._plan())
         self._loaded = self._visited = 0
         self._load_until(self._distance)
@@ -98,7 +98,7 @@ class Stream:
     def visit(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, Buffer]]:
         """Each unit with its weights, which hold until the next one is asked for."""
         for unit in units:
-            if not unit.tile.tier.streamed:
+            if not unit.tile.rests.streamed:
                 yield unit, unit.tile.weights
                 continue
             position = self._visited

@@ -13,7 +13,7 @@ from megatrain.device import Buffer
 from megatrain.errors import InputError
 from megatrain.model.projection import Projection
 from megatrain.model.spec import Layer, ModelSpec
-from megatrain.store import Span, Tier, Tile
+from megatrain.store import Rests, Span, Tile
 from megatrain.tile import TileKind, TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from megatrain.units import align
@@ -48,8 +48,8 @@ class TileSlice:
         return self.layout.name
 
     @property
-    def tier(self) -> Tier:
-        return self.whole.tier
+    def rests(self) -> Rests:
+        return self.whole.rests
 
     @property
     def weights(self) -> Buffer:

@@ -13,7 +13,7 @@ from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
 from megatrain.engine.sink import HostGrad
 from megatrain.errors import StepRefused
 from megatrain.optim import StreamedOptimizer
-from megatrain.store import Tile
+from megatrain.store import Tier, Tile
 from megatrain.tile.layout import MOST_ELEMENTS
 
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
@@ -88,7 +88,7 @@ class Update:
 
     def ready(self, tile: Tile, host_grad: HostGrad, landed: Any) -> None:
         """A tile's gradient is complete in `host_grad` at `landed`."""
-        if self.deferred or not tile.tier.streamed:
+        if self.deferred or tile.rests.updates == COMPUTE:
             self._pending.append((tile, host_grad, landed))
         else:
             self._start(tile, host_grad, landed, 1.0)
@@ -162,8 +162,8 @@ class Update:
         return min(1.0, self._max_grad_norm / (norm + _CLIP_EPS))
 
     def _start(self, tile: Tile, host_grad: HostGrad, landed: Any, scale: float) -> None:
-        stream = tile.tier.updates
-        if tile.tier.streamed:
+        stream = tile.rests.updates
+        if tile.rests.gradient is not Tier.DEVICE:
             self._device.wait(stream, landed, "gradient landed")
         self._give_way(tile, stream)
         tile.version += 1
@@ -184,12 +184,11 @@ class Update:
 
     def _give_way(self, tile: Tile, stream: str) -> None:
         """Let who reads the tile's planes as they are have them before they are overwritten."""
-        if (reader := tile.reader) is None:
-            return
-        self._device.wait(stream, reader.event, reader.wait)
-        if reader.set_aside is not None:
-            self._device.run(stream, f"set aside {tile.name}", reader.set_aside)
-        tile.reader = None
+        for reader in tile.readers:
+            self._device.wait(stream, reader.event, reader.wait)
+            if reader.set_aside is not None:
+                self._device.run(stream, f"set aside {tile.name}", reader.set_aside)
+        tile.readers = ()
 
     def _apply(
         self, tile: Tile, host_grad: HostGrad, runs: Sequence[_Run], version: int, scale: float

@@ -69,7 +69,7 @@ def needs_of(
         distinct: of these, that differ; None: they may all.
     """
     device, dtype = _Counting(), program.dtype
-    store = Store(device, model.layouts, dtype, rule=model.rule, resident=placement.resident)
+    store = Store(device, model.layouts, dtype, rule=model.rule, placement=placement)
     eager = replace(placement, compile=False, chunk_tokens=None)
     assembly = Assembly(device, program, store, dtype, eager, TorchMakers(program))
     parts: Parts = (

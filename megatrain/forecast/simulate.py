@@ -325,7 +325,7 @@ def _assemble(
 ) -> tuple[Store, TrainingParts]:
     """The parts of a step as the engine makes them, around a program that computes nothing."""
     joined = [_joined(each, measured.dtype, placement) for each in model.layouts]
-    store = Store(device, joined, measured.dtype, rule=model.rule, resident=placement.resident)
+    store = Store(device, joined, measured.dtype, rule=model.rule, placement=placement)
     program = MetaProgram(measured, counter, placement.head_tokens)
     head = next(each for each in joined if each.kind is TileKind.HEAD)
     makers = MetaMakers(measured, program, head, counter)

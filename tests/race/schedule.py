@@ -166,7 +166,7 @@ def trace(
     if rule != optimizer.rule.name:
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
     layouts = tile_layouts(program.spec, optimizer.group_of())
-    store = Store(device, layouts, dtype, rule=optimizer.rule, resident=placement.resident)
+    store = Store(device, layouts, dtype, rule=optimizer.rule, placement=placement)
     assembly = Assembly(device, program, store, dtype, placement, TorchMakers(program))
     with mock.patch.object(sink, "PIECE", PIECE):
         parts = assembly.training(optimizer, max_grad_norm)

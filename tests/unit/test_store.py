@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatrain import AdamW, InputError
 from megatrain.device import CpuDevice
+from megatrain.placement import Placement
 from megatrain.store import Store
 from megatrain.tile import TileLayout
 
@@ -37,7 +38,7 @@ def values(dtype: torch.dtype) -> Tensor:
 def test_masters_are_what_was_written(
     dtype: torch.dtype, compute: torch.dtype, resident: tuple
 ) -> None:
-    kept = store(compute, resident=resident)
+    kept = store(compute, placement=Placement(resident=resident))
     tile, entry = next(kept.entries())
     written = values(dtype)
     tile.write_master(entry, torch.full(SHAPE, 3.3))  # something to be overwritten
@@ -106,11 +107,14 @@ def test_without_training_there_are_weights_only() -> None:
 
 
 def test_what_rests_on_the_device_is_not_counted_as_host_memory() -> None:
-    whole, part = store().bytes_by_plane(), store(resident=("first",)).bytes_by_plane()
+    whole, part = (
+        store().bytes_by_plane(),
+        store(placement=Placement(resident=("first",))).bytes_by_plane(),
+    )
     assert 0 < part["moments"] < whole["moments"]
     assert part["weights"] < whole["weights"]
 
 
 def test_a_tile_that_does_not_exist_cannot_rest_on_the_device() -> None:
     with pytest.raises(InputError, match="no tile 'third'; it has first, second, empty"):
-        store(resident=("first", "third"))
+        store(placement=Placement(resident=("first", "third")))
