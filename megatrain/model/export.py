@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.compat.transformers import not_saved
-from megatrain.disk import flush
+from megatrain.disk import whole_folder
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import Companions, write_companions
@@ -47,9 +47,7 @@ def write_weights(
     held at a time (one layer's experts where they are split up), besides what `tensors` hold.
 
     Args:
-        folder: made, or replaced as a whole; other files in it are kept. Readers see the old
-            folder or the new one; after a crash between two renames the old one is still beside
-            it under a hidden name, and the next export puts it back.
+        folder: made, or replaced as a whole (`whole_folder`); other files in it are kept.
         model: tells the configuration, names and shapes; its parameters are not read.
         tensors: for each distinct parameter, by its first name, a function that gives its values
             on the CPU. Persistent buffers may be among them; others are taken from the model.
@@ -71,23 +69,20 @@ def write_weights(
     saved = _saved_names(model, tensors)
     metas = _metas(model, saved, dtype, as_came or {})
     batches = _in_file_order(plan_export(model, metas), metas)
-    partial = folder.with_name(f".{folder.name}.partial")
     try:
-        _prepare(folder, partial)
-        _check_space(folder, sum(each.num_bytes for batch in batches for each in batch.outputs))
-        write_configs(partial, model, dtype)
-        values = _values(model, batches, lambda name: _value(model, tensors, saved[name]))
-        _write_shards(partial, model, batches, values, max_shard_bytes)
-        _keep_other_files(folder, partial)
-        _add(partial, beside or {})
-        _publish(partial, folder)
+        with whole_folder(folder, replace=True) as partial:
+            size = sum(each.num_bytes for batch in batches for each in batch.outputs)
+            _check_space(folder, size)
+            write_configs(partial, model, dtype)
+            values = _values(model, batches, lambda name: _value(model, tensors, saved[name]))
+            _write_shards(partial, model, batches, values, max_shard_bytes)
+            _keep_other_files(folder, partial)
+            _add(partial, beside or {})
     except OSError as error:
         raise RunFailed(
             f"{folder}: cannot export the model: {error.strerror or error}; nothing was written, "
             "make room or choose another folder"
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
@@ -207,18 +202,6 @@ def _split(described: list[Described], max_shard_bytes: int) -> list[list[Descri
     return shards
 
 
-def _prepare(folder: Path, partial: Path) -> None:
-    """An empty folder to write in, and what an earlier crash left put right."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    retired = _retired(folder)
-    if retired.exists() and not folder.exists():
-        retired.rename(folder)
-    for leftover in (retired, partial):
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    partial.mkdir()
-
-
 def _check_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder.parent).free
     if free < num_bytes:
@@ -251,28 +234,3 @@ def _link(source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # not every file system has hard links
         shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _retired(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.replaced")
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    """Put `partial` at `folder`, on the disk for good."""
-    for path in partial.iterdir():
-        if path.is_file():
-            flush(path)
-    flush(partial)
-    retired = _retired(folder)
-    replacing = folder.exists()
-    if replacing:
-        folder.rename(retired)
-    try:
-        partial.rename(folder)
-    except OSError:
-        if replacing:
-            retired.rename(folder)
-        raise
-    flush(folder.parent)
-    if replacing:
-        shutil.rmtree(retired)

@@ -1,9 +1,9 @@
 """A run as one HTML page that needs nothing but itself."""
 
-import os
 from importlib import resources
 from pathlib import Path
 
+from megatrain.disk import write_file
 from megatrain.errors import InputError
 from megatrain.report import sections
 from megatrain.report.lanes import draw as draw_lanes
@@ -41,12 +41,7 @@ def write_report(path: Path, output: Path | None = None, timeline: Path | None =
 def write_page(output: Path, content: str) -> None:
     """Write a page, whole or not at all."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.partial")
-    try:
-        partial.write_text(content, encoding="utf-8")
-        os.replace(partial, output)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_file(output, content)
 
 
 def page(source: Source) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
 from megatrain.checkpoint.manifest import KEEP
 from megatrain.config import Config, overridden
+from megatrain.disk import whole_folder
 from megatrain.errors import InputError
 from megatrain.train.folders import (
     CHECKPOINTS,
@@ -18,7 +19,6 @@ from megatrain.train.folders import (
     METRICS,
     checkpoint_folder,
     new_run_folder,
-    whole_folder,
 )
 from megatrain.train.resume import RunState, check_config
 

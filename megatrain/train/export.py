@@ -9,12 +9,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatrain.checkpoint import Checkpoint
+from megatrain.disk import whole_folder
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
 from megatrain.train.card import write_card
 from megatrain.train.finished import model_state
-from megatrain.train.folders import MODEL, require_empty, whole_folder
+from megatrain.train.folders import MODEL, require_empty
 from megatrain.train.resolve_model import trained_model
 from megatrain.train.saved_model import write_saved
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.disk import write_file
 from megatrain.json_yaml import parse_json
-from megatrain.train.folders import FINISHED, MODEL, write_file
+from megatrain.train.folders import FINISHED, MODEL
 
 _MOST_BYTES = 1 << 16
 

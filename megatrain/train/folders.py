@@ -1,14 +1,11 @@
-"""Folders that are either whole or not there, and the layout of a run's folder."""
+"""The layout of a run's folder, and which folder a run has."""
 
 import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from megatrain.disk import flush
+from megatrain.disk import partial_name
 from megatrain.errors import InputError
 
 MODEL = "model"
@@ -91,11 +88,6 @@ def checkpoints(run: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_CHECKPOINT.fullmatch, names) if match)
 
 
-def partial_name(name: str) -> str:
-    """What a file or folder is called until it is whole."""
-    return f".{name}.partial"
-
-
 def require_plain(path: Path) -> None:
     """Raises InputError if there is something else than a file: a pipe would be waited for."""
     if path.exists() and not path.is_file():
@@ -122,46 +114,3 @@ def model_folder(path: str) -> str:
     """The model of a finished run, when `path` is one; else `path` itself (folder or hub id)."""
     inside = Path(path) / MODEL
     return str(inside) if (inside / "config.json").is_file() else path
-
-
-@contextmanager
-def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into that takes the name `target` only when the body has succeeded.
-
-    A folder that has the name already must be empty, or goes away just before (`replace`).
-
-    Raises:
-        InputError: the name is of a folder that cannot go away.
-    """
-    target = target.resolve()
-    if not replace and (target == Path.cwd() or target.is_mount()):
-        raise InputError(f"{target}: cannot be replaced as a whole; name a new folder inside of it")
-    partial = target.with_name(partial_name(target.name))
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        flush_folder(partial)
-        if target.is_dir() and replace:
-            shutil.rmtree(target)
-        elif target.is_dir():
-            target.rmdir()  # only an empty one: never somebody's files
-        os.replace(partial, target)
-        flush(target.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def flush_folder(folder: Path) -> None:
-    """Put all that is in a folder on the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        flush(path)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file that is whole or not there; an earlier one is replaced."""
-    partial = path.with_name(partial_name(path.name))
-    partial.write_text(text, encoding="utf-8")
-    flush(partial)
-    os.replace(partial, path)

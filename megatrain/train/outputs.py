@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatrain.checkpoint import open_checkpoint
 from megatrain.config import Config
+from megatrain.disk import whole_folder, write_file
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.pictures import draw_loss
@@ -15,8 +16,6 @@ from megatrain.train.folders import (
     METRICS,
     MODEL,
     checkpoint_folder,
-    whole_folder,
-    write_file,
 )
 from megatrain.train.saved_model import write_saved
 from megatrain.train.setup import Job

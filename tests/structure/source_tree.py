@@ -8,8 +8,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
-    {"disk", "errors", "seeds", "units"},
-    {"compat", "json_yaml", "plane_file"},
+    {"errors", "seeds", "units"},
+    {"compat", "disk", "json_yaml", "plane_file"},
     {"loss", "placement", "tile", "telemetry", "kernels"},
     {"machine", "optim"},
     {"config", "device"},

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.disk import whole_folder
 from megatrain.errors import InputError
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train.folders import model_folder, new_run_folder, run_to_resume, whole_folder
+from megatrain.train.folders import model_folder, new_run_folder, run_to_resume
 from megatrain.train.lock import locked
 from megatrain.train.resume import cut_metrics
 from megatrain.train.signals import Signals, Stopped
