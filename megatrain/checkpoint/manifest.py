@@ -98,7 +98,6 @@ class Settings(_Strict):
         optimizer: its rule's name and settings.
         groups: torch's parameter groups as a schedule left them.
         num_steps: the optimizer's own count.
-        kept_graphs: measurements in checkpoints of earlier versions; nobody reads them.
     """
 
     steps: Count
@@ -116,7 +115,6 @@ class Settings(_Strict):
     num_steps: Count
     frozen_dtypes: dict[str, str] = field(default_factory=dict)
     experts_implementation: dict[str, str] = field(default_factory=dict)
-    kept_graphs: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -256,6 +254,8 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
 def _decoded(content: dict[str, Any]) -> Manifest:
     from pydantic import TypeAdapter, ValidationError
 
+    if isinstance(settings := content.get("settings"), dict):
+        settings.pop("kept_graphs", None)  # of earlier versions, which nobody reads any more
     try:  # as JSON, in which tuples and dataclasses are lists and objects
         return TypeAdapter(Manifest).validate_json(json.dumps(content))
     except ValidationError as error:

@@ -80,11 +80,6 @@ def not_saved(model: PreTrainedModel) -> set[str]:
     return set(model._keys_to_ignore_on_save or ())
 
 
-def always_in_fp32(model: PreTrainedModel) -> list[str]:
-    """Patterns of names that stay in fp32, whatever the model's dtype."""
-    return list(model._keep_in_fp32_modules_strict or ())
-
-
 def in_fp32(model: PreTrainedModel, dtype: Any) -> list[str]:
     """Patterns of names that are in fp32 in a model of this dtype."""
     return list(model._get_dtype_plan(dtype))

@@ -4,7 +4,8 @@ Legend: N tokens of a micro-batch, C tokens of a chunk, D width, V vocabulary, R
 table.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,28 +29,29 @@ def chunked_loss(
         given: what it takes beside the targets, `[N]`.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
-    for start in range(0, len(hidden_ND), tokens):
-        rows = slice(start, start + tokens)
-        logits = head(hidden_ND[None, rows])
-        total = total + summed(logits[0], targets_N[rows], *(each[rows] for each in given))
+    for part in _chunks(head, hidden_ND, targets_N, tokens, summed, given):
+        total = total + part
     return total
 
 
-def chunked_losses(
+def chunked_losses(*chunks: Any) -> Tensor:
+    """As `chunked_loss` with `Loss.each_of` in place of `summed`: the loss of each token `[N]`."""
+    return torch.cat([*_chunks(*chunks)])
+
+
+def _chunks(
     head: Callable[[Tensor], Tensor],
     hidden_ND: Tensor,
     targets_N: Tensor,
     tokens: int,
-    each_of: Summed,
-    given: Sequence[Tensor] = (),
-) -> Tensor:
-    """As `chunked_loss`, of each token `[N]`; `each_of` is `Loss.each_of`."""
-    found = []
+    made: Summed,
+    given: Sequence[Tensor],
+) -> Iterator[Tensor]:
+    """What `made` gives of each chunk's logits."""
     for start in range(0, len(hidden_ND), tokens):
         rows = slice(start, start + tokens)
         logits = head(hidden_ND[None, rows])
-        found.append(each_of(logits[0], targets_N[rows], *(each[rows] for each in given)))
-    return torch.cat(found)
+        yield made(logits[0], targets_N[rows], *(each[rows] for each in given))
 
 
 def chunked_loss_gradients(

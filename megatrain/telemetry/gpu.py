@@ -1,12 +1,14 @@
 """The NVIDIA GPUs of this machine as the driver names them, and their published peaks."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatrain.telemetry.known_gpus import by_driver_name
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -20,41 +22,37 @@ class Gpu:
 
 def find_gpu(device: str) -> Gpu | None:
     """The GPU that torch calls `device` (`cuda` or `cuda:N`); None without one or without NVML."""
-    with driver(device) as asked:
-        if asked is None:
-            return None
-        nvml, handle = asked
-        try:
-            return Gpu(
-                name=nvml.nvmlDeviceGetName(handle),
-                memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
-                driver=nvml.nvmlSystemGetDriverVersion(),
-            )
-        except nvml.NVMLError:
-            return None
+    return _asked(
+        device,
+        lambda nvml, handle: Gpu(
+            name=nvml.nvmlDeviceGetName(handle),
+            memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+            driver=nvml.nvmlSystemGetDriverVersion(),
+        ),
+    )
 
 
 def gpu_identity(device: str) -> tuple[str, str] | None:
     """The GPU's unique number and the driver's version; None without either."""
-    with driver(device) as asked:
-        if asked is None:
-            return None
-        nvml, handle = asked
-        try:
-            return nvml.nvmlDeviceGetUUID(handle), nvml.nvmlSystemGetDriverVersion()
-        except nvml.NVMLError:
-            return None
+    return _asked(
+        device,
+        lambda nvml, handle: (nvml.nvmlDeviceGetUUID(handle), nvml.nvmlSystemGetDriverVersion()),
+    )
 
 
 def used_bytes(device: str) -> int | None:
     """Device memory that all processes together take now; None where it cannot be asked."""
-    with driver(device) as asked:
-        if asked is None:
+    return _asked(device, lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used))
+
+
+def _asked(device: str, question: Callable[[Any, Any], T]) -> T | None:
+    """What NVML answers of the GPU; None without one, or where the driver does not tell."""
+    with driver(device) as found:
+        if found is None:
             return None
-        nvml, handle = asked
         try:
-            return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
-        except nvml.NVMLError:
+            return question(*found)
+        except found[0].NVMLError:
             return None
 
 
