@@ -99,13 +99,20 @@ class Buffer:
         return Buffer(self.name, self.data[start:stop], self.parts)
 
 
+Buffers = Sequence[Buffer]
+Work = Callable[[], Any]
+
+
 class Event(Protocol):
     """A point in a stream: everything put on it before."""
 
 
 @runtime_checkable
 class Device(Protocol):
-    """A place to compute, with its streams. Sizes are in elements of `dtype`."""
+    """A place to compute, with its streams. Sizes are in elements of `dtype`.
+
+    What a device that derives from this leaves out does nothing.
+    """
 
     kind: str
     torch_device: torch.device
@@ -118,14 +125,10 @@ class Device(Protocol):
 
     def free(self, buffer: Buffer) -> None:
         """Give back memory of `host` ahead of `close`; waits until nothing uses it."""
+        return None
 
     def run(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer] = (),
-        writes: Sequence[Buffer] = (),
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         """Put `work` on a stream; returns its result (None on host streams and on `trace`)."""
 
@@ -134,6 +137,7 @@ class Device(Protocol):
 
     def fetch(self, to: Tensor, source: Tensor) -> None:
         """Copy from the device to the host, as part of a host stream's work: done on return."""
+        return None
 
     def record(self, stream: str) -> Event:
         """The point that `stream` has been filled up to."""
@@ -143,6 +147,7 @@ class Device(Protocol):
 
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two marks that have been reached."""
+        return float(end - start)
 
     def wait(self, stream: str, event: Event | None, why: str) -> None:
         """Later work of `stream` starts after `event` (at once if None); `why` names the wait."""
@@ -155,6 +160,7 @@ class Device(Protocol):
 
     def seed(self, seed: int) -> None:
         """Start the random numbers of work put on COMPUTE after this anew."""
+        return None
 
     def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
         """Take no more memory from now on; None: what there is.
@@ -162,6 +168,7 @@ class Device(Protocol):
         `device_bytes` are all that the driver shows for this process, `host_bytes` all resident
         memory of the process and its children. Raises DoesNotFit, InputError.
         """
+        return None
 
     def memory(self) -> dict[str, int]:
         """Bytes of device memory.
@@ -172,9 +179,11 @@ class Device(Protocol):
         that no process has taken;
         `device_context_bytes` that the driver itself takes for this process.
         """
+        return dict.fromkeys(MEMORY_KEYS, 0)
 
     def close(self) -> None:
         """Finish all streams and give the memory back."""
+        return None
 
 
 def available_bytes(device: Device) -> int:

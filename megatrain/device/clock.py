@@ -7,12 +7,11 @@ caller puts on next, as they do on a real device.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatrain.device.base import HOST_STREAMS, Buffer
+from megatrain.device.base import HOST_STREAMS, Buffer, Buffers, Work
 from megatrain.device.trace import CALLER, TraceDevice
 from megatrain.telemetry.timeline import Span
 
@@ -44,14 +43,7 @@ class Costs(Protocol):
 
     put_seconds: float
 
-    def run(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
-    ) -> Cost:
+    def run(self, stream: str, name: str, work: Work, reads: Buffers, writes: Buffers) -> Cost:
         """Of a piece of work."""
 
     def copy(self, stream: str, num_bytes: int) -> float:
@@ -90,12 +82,7 @@ class ClockDevice(TraceDevice):
         return Buffer(name, self._costs.host(name, numel, dtype))
 
     def run(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer] = (),
-        writes: Sequence[Buffer] = (),
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         cost = self._costs.run(stream, name, work, reads, writes)
         self._pass(stream, name, cost)

@@ -1,13 +1,12 @@
 """The CPU as a device: real numbers, in program order."""
 
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.device.base import MEMORY_KEYS, Buffer
+from megatrain.device.base import Buffer, Buffers, Device, Work
 from megatrain.device.host_mappings import host_range
 from megatrain.errors import InputError
 
@@ -16,7 +15,7 @@ class _Passed:
     """Every event of this device has passed when it is recorded."""
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """Runs each piece of work at once, in the order in which it is put on any stream."""
 
     kind = "cpu"
@@ -29,16 +28,8 @@ class CpuDevice:
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         return Buffer(name, host_range(name, numel, dtype, self._host_limit))
 
-    def free(self, buffer: Buffer) -> None:
-        return None
-
     def run(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer] = (),
-        writes: Sequence[Buffer] = (),
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         return work()
 
@@ -54,13 +45,10 @@ class CpuDevice:
     def mark(self, stream: str) -> float:
         return time.perf_counter()
 
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
     def wait(self, stream: str, event: object | None, why: str) -> None:
         return None
 
-    def synchronize(self, event: object, why: str) -> None:
+    def synchronize(self, event: object | None, why: str) -> None:
         return None
 
     def read(self, buffer: Buffer) -> list[float]:
@@ -73,9 +61,3 @@ class CpuDevice:
         if device_bytes is not None:
             raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
         self._host_limit = host_bytes
-
-    def memory(self) -> dict[str, int]:
-        return dict.fromkeys(MEMORY_KEYS, 0)
-
-    def close(self) -> None:
-        return None

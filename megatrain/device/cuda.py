@@ -7,7 +7,6 @@ Host streams are threads. A device stream waits for one through a counter in pin
 import ctypes
 import logging
 import weakref
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer
+from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer, Buffers, Work
 from megatrain.device.host_mappings import host_range
 from megatrain.device.host_stream import HostStream
 from megatrain.device.launch_throttle import LaunchThrottle
@@ -142,12 +141,7 @@ class CudaDevice:
         return self._streams[name]
 
     def run(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer] = (),
-        writes: Sequence[Buffer] = (),
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         if stream in self._workers:
             return self._workers[stream].put(name, work)

@@ -2,12 +2,11 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from megatrain.device.base import HOST_STREAMS, UPDATE, Buffer, Device
+from megatrain.device.base import HOST_STREAMS, UPDATE, Buffer, Buffers, Device, Work
 from megatrain.errors import RunFailed
 from megatrain.telemetry.timeline import Span
 
@@ -46,12 +45,7 @@ class Recording:
         return sorted([*spans, *self._host], key=lambda span: span.start)
 
     def run(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer] = (),
-        writes: Sequence[Buffer] = (),
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> Any:
         if self._closed:
             raise RunFailed("the engine is closed; make a new one")
@@ -71,13 +65,8 @@ class Recording:
         return tuple(self._waits.pop(stream, ()))
 
     def _timed(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        after: tuple[str, ...],
-        num_bytes: int,
-    ) -> Callable[[], Any]:
+        self, stream: str, name: str, work: Work, after: tuple[str, ...], num_bytes: int
+    ) -> Work:
         def timed() -> Any:
             begin = time.perf_counter() - self._origin_host
             result = work()
@@ -143,7 +132,7 @@ class Recording:
         self._device.close()
 
 
-def _update_bytes(reads: Sequence[Buffer], writes: Sequence[Buffer]) -> int:
+def _update_bytes(reads: Buffers, writes: Buffers) -> int:
     """What an update moves through host memory: it reads the gradient, and all that it writes."""
     numel = max((buffer.data.numel() for buffer in writes), default=0)
     gradient = sum(buffer.data[:numel].nbytes for buffer in reads)  # a shared buffer is longer

@@ -5,13 +5,12 @@ depend on timing: it looks at what the schedule guarantees, not at what happened
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatrain.device.base import COMPUTE, MEMORY_KEYS, Buffer
+from megatrain.device.base import COMPUTE, Buffer, Buffers, Device, Work
 
 CALLER = "caller"  # the thread that puts work on streams is a stream, too
 Clock = dict[str, int]
@@ -33,7 +32,7 @@ class _Access:
 
 
 @dataclass
-class TraceDevice:
+class TraceDevice(Device):
     """Collects races instead of computing.
 
     Attributes:
@@ -66,16 +65,8 @@ class TraceDevice:
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         return Buffer(name, torch.empty(numel, dtype=dtype, device="meta"))
 
-    def free(self, buffer: Buffer) -> None:
-        return None
-
     def run(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer] = (),
-        writes: Sequence[Buffer] = (),
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
     ) -> None:
         clock = self._clocks[stream]
         _merge(clock, self._clocks[CALLER])
@@ -97,9 +88,6 @@ class TraceDevice:
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         self.run(stream, f"{source.name} -> {to.name}", lambda: None, [source], [to])
 
-    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        return None
-
     def record(self, stream: str) -> TraceEvent:
         clock = dict(self._clocks[stream])
         _merge(clock, self._clocks[CALLER])
@@ -107,9 +95,6 @@ class TraceDevice:
 
     def mark(self, stream: str) -> float:
         return 0.0
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
 
     def wait(self, stream: str, event: Any | None, why: str) -> None:
         if event is None:
@@ -124,18 +109,6 @@ class TraceDevice:
     def read(self, buffer: Buffer) -> list[float]:
         self.run(CALLER, f"read {buffer.name}", lambda: None, [buffer])
         return [0.0] * buffer.data.numel()
-
-    def seed(self, seed: int) -> None:
-        return None
-
-    def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
-        return None
-
-    def memory(self) -> dict[str, int]:
-        return dict.fromkeys(MEMORY_KEYS, 0)
-
-    def close(self) -> None:
-        return None
 
 
 def _merge(clock: Clock, other: Clock) -> None:
