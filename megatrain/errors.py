@@ -42,6 +42,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def in_one_line(said: object, most: int | None = None) -> str:
+    """A text, or all that an error says, without line breaks; `most` characters of it at most."""
+    text = " ".join(str(said).split())
+    if not text and isinstance(said, BaseException):
+        text = type(said).__name__
+    return text if most is None or len(text) <= most else text[: most - 3] + "..."
+
+
 def told(error: OSError) -> str:
     """What an error of the operating system says, and of which file."""
     where = error.filename2 or error.filename

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from megatrain import __version__
 from megatrain.cli.bench import bench
 from megatrain.cli.planning import doctor, plan
-from megatrain.errors import InputError, MegatrainError, RunFailed, told
+from megatrain.errors import InputError, MegatrainError, RunFailed, in_one_line, told
 from megatrain.telemetry.log import StderrHandler
 
 _PATH_ERRORS = (
@@ -37,9 +37,8 @@ class ReportingGroup(TyperGroup):
             if ctx.params.get("debug"):
                 traceback.print_exc()
             known = _known(error) if isinstance(error, OSError) else error
-            message = " ".join(str(known).split()) or type(error).__name__
             with suppress(OSError):  # the exit code says it, too
-                print(f"megatrain: error: {message}", file=sys.stderr)
+                print(f"megatrain: error: {in_one_line(known)}", file=sys.stderr)
             raise typer.Exit(known.exit_code) from error
         except KeyboardInterrupt as error:
             print("megatrain: interrupted", file=sys.stderr)

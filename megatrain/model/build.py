@@ -25,7 +25,7 @@ from megatrain.compat.transformers import (
     model_of,
     without_checkpointing,
 )
-from megatrain.errors import InputError
+from megatrain.errors import InputError, in_one_line
 from megatrain.json_yaml import read_json
 from megatrain.model.given import refuse_changes, refuse_weights
 
@@ -48,7 +48,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each configuration class has its own checks and error types
-        reason = _reason(error)
+        reason = in_one_line(error, _LONGEST_REASON)
         raise InputError(f"cannot read the model configuration in {folder}: {reason}") from error
 
 
@@ -98,7 +98,7 @@ def build(
         with _weightless():
             model = make(copy.deepcopy(config), **options)
     except Exception as error:  # whatever a model makes of impossible sizes
-        reason = _reason(error)
+        reason = in_one_line(error, _LONGEST_REASON)
         raise InputError(f"cannot build a {config.model_type} causal model: {reason}") from error
     model.tie_weights()
     return model.train()
@@ -180,7 +180,9 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
         try:
             copied.set_attn_implementation(attn_implementation)
         except (ValueError, ImportError, KeyError) as error:
-            raise InputError(f"attn_implementation: {_reason(error)}") from error
+            raise InputError(
+                f"attn_implementation: {in_one_line(error, _LONGEST_REASON)}"
+            ) from error
     return copied.train()
 
 
@@ -251,15 +253,11 @@ def _copied(model: PreTrainedModel) -> PreTrainedModel:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # whatever a user's own attributes make of being copied
-        raise InputError(f"the model given cannot be copied: {_reason(error)}") from error
+        raise InputError(
+            f"the model given cannot be copied: {in_one_line(error, _LONGEST_REASON)}"
+        ) from error
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     empty = torch.empty_like(parameter, device="meta")
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
-
-
-def _reason(error: Exception) -> str:
-    """In one line; many of these errors say on the second one what is wrong."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."

@@ -329,23 +329,15 @@ class Capture:
         tied = {same: weights[name] for name, same in self._ties if name in weights}
         return functional_call(self.model, {**weights, **tied}, (), dict(inputs), tie_weights=False)
 
-    def stop_at_trunk(self) -> "_TrunkEnd":
+    @contextmanager
+    def stop_at_trunk(self) -> Iterator[None]:
         """Within this context, a run ends with the trunk's output."""
-        return _TrunkEnd(self.trunk)
 
-
-class _TrunkEnd:
-    def __init__(self, trunk: nn.Module) -> None:
-        self.trunk = trunk
-
-    def __enter__(self) -> None:
         def end(module: nn.Module, args: Any, output: Any) -> None:
             raise Reached(output)
 
-        self.hook = self.trunk.register_forward_hook(end)
-
-    def __exit__(self, *error: object) -> None:
-        self.hook.remove()
+        with self.trunk.register_forward_hook(end):
+            yield
 
 
 def _ties(model: nn.Module) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatrain.compat.transformers import CAUSAL_LM_CLASSES
+from megatrain.errors import in_one_line
 from megatrain.loss import IGNORED, targets_of
 from megatrain.model.capture import last_hidden, with_hidden
 from megatrain.model.spec import ModelSpec
@@ -60,10 +61,10 @@ def _tried(spec: ModelSpec, name: str) -> int:
             own, logits_BTV = _own(spec, labels_BT)
             loss = None if own is None else float(own)
     except Exception as error:  # whatever a model's own code makes of these labels
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise Unsupported(
             f"the loss in {name}'s forward cannot be computed of labels [rows, tokens] alone "
-            f"({reason[:200]}), and another one is not trained; give a model whose forward can"
+            f"({in_one_line(error, 200)}), and another one is not trained; give a model whose "
+            "forward can"
         ) from error
     if loss is None:
         return 1

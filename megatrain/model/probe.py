@@ -6,7 +6,7 @@ forward computes from what is read off the autograd graph.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
 from megatrain.compat.torch import pytree
+from megatrain.errors import first_line
 from megatrain.model.autograd_deps import reach, tag
 from megatrain.model.capture import (
     PROLOGUE,
@@ -66,9 +67,9 @@ def _refuse_broken(model: PreTrainedModel) -> None:
         with torch.no_grad():
             functional_call(model, weights, (torch.zeros(PROBE_SHAPE, dtype=torch.long),))
     except Exception as error:  # whatever a model makes of a configuration that contradicts itself
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
         raise Unsupported(
-            f"{type(model).__name__} cannot be run at all: {reason}; check its configuration"
+            f"{type(model).__name__} cannot be run at all: {first_line(error)}; check its "
+            "configuration"
         ) from error
 
 
@@ -183,31 +184,21 @@ class _Probe:
 
     def _find_trunk(self) -> None:
         path = self.stack_name.split(".")
-        ancestors = {
-            id(self.model.get_submodule(".".join(path[:n]))): ".".join(path[:n])
-            for n in range(1, len(path))
-        }
         called: list[nn.Module] = []
 
         def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
             raise Reached(True)
 
-        hooks = [
-            self.model.get_submodule(name).register_forward_pre_hook(
-                lambda module, args: called.append(module)
-            )
-            for name in ancestors.values()
-        ]
-        try:
-            weights = {name: zero_pages(p.shape) for name, p in self.outer.items()}
-            ids = torch.zeros(PROBE_SHAPE, dtype=torch.long)
-            with torch.no_grad():
-                reached = self.capture.forward(
-                    stop, weights, self.capture.inputs({"input_ids": ids})
+        weights = {name: zero_pages(p.shape) for name, p in self.outer.items()}
+        inputs = self.capture.inputs({"input_ids": torch.zeros(PROBE_SHAPE, dtype=torch.long)})
+        with torch.no_grad(), ExitStack() as hooks:
+            for n in range(1, len(path)):
+                ancestor = self.model.get_submodule(".".join(path[:n]))
+                note = ancestor.register_forward_pre_hook(
+                    lambda module, args: called.append(module)
                 )
-        finally:
-            for hook in hooks:
-                hook.remove()
+                hooks.enter_context(note)
+            reached = self.capture.forward(stop, weights, inputs)
         if reached is not True:
             raise NotCalled
         if not called:

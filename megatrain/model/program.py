@@ -133,7 +133,8 @@ class ModelProgram:
         types = loaded_types(model, dtype)
         refuse_rounding(types, spec.computed, dtype)
         move_buffers(model, device, types)
-        for kind in {id(layer.kind): layer.kind for layer in spec.layers}.values():
+        self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
+        for kind in self.kinds:
             move_buffers(kind.module, device)
         self.buffers = [_own_buffers(layer, types) for layer in spec.layers]
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
@@ -149,18 +150,16 @@ class ModelProgram:
         if self.capture.model.training == mode:
             return
         self.capture.model.train(mode)
-        for layer in self.spec.layers:
-            layer.kind.module.train(mode)
+        for kind in self.kinds:
+            kind.module.train(mode)
 
     def compile(self) -> None:
-        kinds = {id(layer.kind): layer.kind for layer in self.spec.layers}.values()
-        for number, kind in enumerate(kinds, 1):
-            kind.compile(f"layer kind {number} of {len(kinds)}")
+        for number, kind in enumerate(self.kinds, 1):
+            kind.compile(f"layer kind {number} of {len(self.kinds)}")
 
     def tile(self, tokens: int, *, compiled: bool) -> None:
-        kinds = list({id(layer.kind): layer.kind for layer in self.spec.layers}.values())
-        for number, kind in enumerate(kinds, 1):
-            kind.tile(tokens, f"layer kind {number} of {len(kinds)}", compiled=compiled)
+        for number, kind in enumerate(self.kinds, 1):
+            kind.tile(tokens, f"layer kind {number} of {len(self.kinds)}", compiled=compiled)
 
     def tile_epilogue(self, tokens: int) -> None:
         """Run what follows the layers, where it acts on every token alone, over such tiles.
@@ -179,14 +178,13 @@ class ModelProgram:
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Within this context nothing is compiled: for a shape that is seen only once."""
-        kinds = {id(layer.kind): layer.kind for layer in self.spec.layers}.values()
-        compiled = [kind.compiled for kind in kinds]
-        for kind in kinds:
+        compiled = [kind.compiled for kind in self.kinds]
+        for kind in self.kinds:
             kind.compiled = {}
         try:
             yield
         finally:
-            for kind, functions in zip(kinds, compiled, strict=True):
+            for kind, functions in zip(self.kinds, compiled, strict=True):
                 kind.compiled = functions
 
     def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.config import ModelSection, nearest
-from megatrain.errors import InputError
+from megatrain.errors import InputError, in_one_line
 from megatrain.model.build import load_config
 from megatrain.model.weights import resolve_model
 
@@ -62,5 +62,5 @@ def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
     try:
         return config_class(**(derived | fields))
     except Exception as error:  # each configuration class has its own checks and error types
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise InputError(f"model.config: not a {model_type} configuration: {reason}") from error

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatrain.config import Config
-from megatrain.errors import MegatrainError
+from megatrain.errors import MegatrainError, in_one_line
 from megatrain.generate import Sampling, generate
 from megatrain.train.setup import Job
 
@@ -41,10 +41,5 @@ class Samples:
         asked = [p if isinstance(p, str) else str(p[-1].get("content")) for p in prompts]
         made = [{"prompt": a, "text": t} for a, t in zip(asked, texts, strict=True)]
         for each in made:
-            say(f"  {_short(each['prompt'])} -> {_short(each['text'])}")
+            say(f"  {in_one_line(each['prompt'], _SHOWN)} -> {in_one_line(each['text'], _SHOWN)}")
         return {"samples": made}
-
-
-def _short(text: Any) -> str:
-    shown = " ".join(str(text).split())
-    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."

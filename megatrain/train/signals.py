@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 _NOTICE = b"\nstopping after this step and saving; once more to stop at once\n"
@@ -48,12 +48,7 @@ class Signals:
             self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
