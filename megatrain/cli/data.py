@@ -58,12 +58,9 @@ def _print_summary(console: Console, name: str, summary: Summary) -> None:
         console.print(line, markup=False, soft_wrap=not console.is_terminal)
 
     what = summary.what
-    say(
-        f"{name}: {len(summary.lengths):,} {what} ({', '.join(summary.formats)}) in "
-        f"{summary.num_rows:,} rows of {summary.sequence_length:,} tokens, {summary.fill:.0%} full"
-    )
-    share = summary.num_learnt / summary.num_tokens
-    say(f"tokens: {summary.num_tokens:,}, of which {summary.num_learnt:,} ({share:.0%}) learnt")
+    counts, tokens = summary.facts()
+    say(f"{name}: {counts}")
+    say(tokens)
     for note in summary.notes():
         say(note)
     say(f"\ntokens by source{f' in {summary.folder}' if summary.folder else ''}")

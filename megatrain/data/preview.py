@@ -73,6 +73,15 @@ class Summary:
         """What a document is called."""
         return "conversations" if self.kind == "chat" else "documents"
 
+    def facts(self) -> list[str]:
+        """How many documents, rows and tokens there are, in sentences."""
+        share = self.num_learnt / self.num_tokens
+        return [
+            f"{len(self.lengths):,} {self.what} ({', '.join(self.formats)}) in {self.num_rows:,} "
+            f"rows of {self.sequence_length:,} tokens, {self.fill:.0%} full",
+            f"tokens: {self.num_tokens:,}, of which {self.num_learnt:,} ({share:.0%}) learnt",
+        ]
+
     def notes(self) -> list[str]:
         """What a person should know of it, in sentences."""
         notes = []

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,26 +35,36 @@ _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
                     ("line", "<i8"), ("source", "<i4")])  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TokenStore:
-    """Documents and their tokens. Reading raises RunFailed once a file is not what it was."""
+class Store(ABC):
+    """Documents and their tokens.
 
-    folder: Path
+    Attributes:
+        names: of the sources.
+        notes: what was found in them, as JSON keeps it.
+        digest: of all tokens and records.
+    """
+
     names: list[str]
     notes: dict[str, Any]
     digest: str
-    tokens: WatchedFile
-    records: WatchedFile
 
+    @abstractmethod
     def documents(self) -> NDArray[Any]:
-        """The records of all documents, mapped: for what is done once, at the start."""
-        return np.memmap(self.folder / "documents.bin", _RECORD, "r")
+        """The records of all documents: for what is done once, at the start."""
+
+    @abstractmethod
+    def _record(self, document: int) -> Any:
+        """The record of one."""
+
+    @abstractmethod
+    def _tokens_of(self, begin: int, end: int) -> NDArray[np.int32]:
+        """A range of tokens as they are stored."""
 
     def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Ids and labels (-100 where there is nothing to predict) of a range of tokens, copied."""
-        size = _TOKEN.itemsize
-        raw = self.tokens.read(begin * size, (end - begin) * size)
-        return _ids_and_labels(np.frombuffer(raw, _TOKEN))
+        tokens = self._tokens_of(begin, end).astype(np.int64)
+        only_read = tokens < 0
+        return np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens)
 
     def begin(self, document: int) -> int:
         """Where the tokens of a document begin."""
@@ -64,49 +75,53 @@ class TokenStore:
         record = self._record(document)
         return f"{self.names[record['source']]}:{record['line']}"
 
+
+@dataclass(frozen=True)
+class TokenStore(Store):
+    """A store on disk. Reading raises RunFailed once a file is not what it was."""
+
+    folder: Path
+    names: list[str]
+    notes: dict[str, Any]
+    digest: str
+    tokens: WatchedFile
+    records: WatchedFile
+
+    def documents(self) -> NDArray[Any]:
+        return np.memmap(self.folder / "documents.bin", _RECORD, "r")
+
     def _record(self, document: int) -> Any:
         raw = self.records.read(int(document) * _RECORD.itemsize, _RECORD.itemsize)
         return np.frombuffer(raw, _RECORD)[0]
 
+    def _tokens_of(self, begin: int, end: int) -> NDArray[np.int32]:
+        size = _TOKEN.itemsize
+        return np.frombuffer(self.tokens.read(begin * size, (end - begin) * size), _TOKEN)
 
-class MemoryStore:
-    """A few documents and their tokens in memory, read as those of a `TokenStore` are."""
+
+class MemoryStore(Store):
+    """A store of a few documents in memory."""
 
     def __init__(
         self, documents: Sequence[Document], names: list[str], notes: dict[str, Any]
     ) -> None:
         self.names, self.notes = names, notes
         self._tokens = np.concatenate([_stored(document) for document in documents])
-        ends = np.cumsum([len(document.ids) for document in documents])
-        self._records = np.concatenate(
-            [
-                _record(document, int(end) - len(document.ids))
-                for document, end in zip(documents, ends, strict=True)
-            ]
-        )
+        begins = np.cumsum([0, *(len(document.ids) for document in documents)])
+        records = map(_record, documents, begins.tolist())
+        self._records = np.concatenate([*records])
         digest = hashlib.blake2b(self._tokens.tobytes(), digest_size=16)
         digest.update(self._records.tobytes())
         self.digest = digest.hexdigest()
 
     def documents(self) -> NDArray[Any]:
-        """The records of all documents."""
         return self._records
 
-    def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Ids and labels (-100 where there is nothing to predict) of a range of tokens, copied."""
-        return _ids_and_labels(self._tokens[begin:end])
+    def _record(self, document: int) -> Any:
+        return self._records[document]
 
-    def begin(self, document: int) -> int:
-        """Where the tokens of a document begin."""
-        return int(self._records[document]["begin"])
-
-    def place(self, document: int) -> str:
-        """`file:line` of a document."""
-        record = self._records[document]
-        return f"{self.names[record['source']]}:{record['line']}"
-
-
-Store = TokenStore | MemoryStore
+    def _tokens_of(self, begin: int, end: int) -> NDArray[np.int32]:
+        return self._tokens[begin:end]
 
 
 def open_store(
@@ -243,9 +258,3 @@ def _targets(document: Document) -> NDArray[np.bool_]:
     targets = document.targets.copy()
     targets[:1] = False  # nothing comes before it to predict it from
     return targets
-
-
-def _ids_and_labels(stored: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    tokens = stored.astype(np.int64)
-    only_read = tokens < 0
-    return np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatrain.data.preview import Piece, Summary
 from megatrain.report.markup import table, text
-from megatrain.report.page import POLICY, own, write_page
+from megatrain.report.page import framed, write_page
 
 _LONGEST = 20_000  # characters of a document
 _STYLE = """
@@ -23,12 +23,7 @@ def write_data_page(
     path: Path, name: str, summary: Summary, rows: Sequence[Sequence[Piece]]
 ) -> None:
     """Write the page to `path`, whole or not at all."""
-    what, share = summary.what, summary.num_learnt / summary.num_tokens
-    facts = (
-        f"{len(summary.lengths):,} {what} ({', '.join(summary.formats)}) in {summary.num_rows:,} "
-        f"rows of {summary.sequence_length:,} tokens, {summary.fill:.0%} full. "
-        f"{summary.num_tokens:,} tokens, of which {summary.num_learnt:,} ({share:.0%}) are learnt."
-    )
+    what, facts = summary.what, ". ".join(summary.facts())
     notes = "".join(f"<p>{text(note)}.</p>" for note in summary.notes())
     total = sum(source.tokens for source in summary.sources)
     sources = [
@@ -37,7 +32,7 @@ def write_data_page(
     ]
     folder = f"<p>In {text(summary.folder)}</p>" if summary.folder else ""
     body = [
-        f"<header><h1>{text(name)}: data</h1><p>{text(facts)}</p>{notes}</header>",
+        f"<header><h1>{text(name)}: data</h1><p>{text(facts)}.</p>{notes}</header>",
         f"<section><h2>Sources</h2>{folder}"
         + table(["source", what, "tokens", "share"], sources, label="sources", numbers=3)
         + "</section>",
@@ -46,17 +41,8 @@ def write_data_page(
         + "".join(_row(number, row) for number, row in enumerate(rows, start=1))
         + "</section>",
     ]
-    write_page(
-        path,
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{text(name)} - MegaTrain data</title>\n"
-        f"<style>\n{own('page.css')}{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(body)
-        + "\n</main>\n</body>\n</html>\n",
-    )
+    title = f"{name} - MegaTrain data"
+    write_page(path, framed(title, "\n".join(body), style=_STYLE))
 
 
 def _histogram(summary: Summary) -> str:

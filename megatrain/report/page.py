@@ -56,16 +56,24 @@ def page(source: Source) -> str:
         sections.resources(find_roofs(source, machine)),
         sections.facts(source),
     ]
-    title = f"{text(source.name)} - MegaTrain report"
+    header = (
+        f"<header><h1>{text(source.name)}</h1><p>{text(source.status)}</p>{_notes(source)}</header>"
+    )
+    script = f"<script>\n{own('page.js')}</script>\n"
+    return framed(
+        f"{source.name} - MegaTrain report", header + "\n".join(filter(None, body)), script=script
+    )
+
+
+def framed(title: str, body: str, *, style: str = "", script: str = "") -> str:
+    """An HTML page around its body, with the style that pages share and more of its own."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{title}</title>\n<style>\n{own('page.css')}</style>\n</head>\n<body>\n<main>\n"
-        f"<header><h1>{text(source.name)}</h1><p>{text(source.status)}</p>{_notes(source)}</header>"
-        + "\n".join(part for part in body if part)
-        + f"\n</main>\n<script>\n{own('page.js')}</script>\n</body>\n</html>\n"
+        f"<title>{text(title)}</title>\n<style>\n{own('page.css')}{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n{script}</body>\n</html>\n"
     )
 
 
