@@ -262,7 +262,7 @@ HOSTILE = {
     ),
     "a wide field": ("{{ '%0999999999999d' % 1 }}", ""),
     "a long list": ("{{ [0] * 10**11 }}", "more than 1024 MiB"),
-    "a large number": ("{{ 7 ** (10 ** 9) }}", ""),
+    "a large number": ("{{ 7 ** (10 ** 9) }}", "more than 0.25 seconds"),
     "a long output": ("{{ 'x' * 70_000_000 }}", "makes 70,000,000 characters"),
     "long marks": (
         "{% generation %}{{ 'x' * 70_000_000 }}{% endgeneration %}",
@@ -270,16 +270,17 @@ HOSTILE = {
     ),
     "many turns": (
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "more than 2 seconds",
+        "more than 0.25 seconds",
     ),
     "deep nesting": ("{{ " + "(" * 9999 + ")" * 9999 + " }}", ""),
-    "a long sum": ("{{ " + "1+" * 99999 + "1 }}", ""),
+    "a long sum": ("{{ " + "1+" * 9999 + "1 }}", ""),
 }
+ENDLESS = ("a large number", "many turns")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_refused_within_bounds(name, monkeypatch):
-    monkeypatch.setattr(template, "_SECONDS", 2)
+    monkeypatch.setattr(template, "_SECONDS", 0.25 if name in ENDLESS else 2)
     source, reason = HOSTILE[name]
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     started = time.process_time()

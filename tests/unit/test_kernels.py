@@ -1,11 +1,10 @@
 """Rows, norms, memory, threads and the choice between native and reference kernels."""
 
+import importlib
 import mmap
 import os
 import shutil
-import subprocess
 import sys
-import sysconfig
 import threading
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from megatrain import kernels
 from megatrain.errors import InputError
 from megatrain.kernels import reference
+from tests.forks import forked
 from tests.unit.kernel_cases import (
     HYPER,
     assert_same_bits,
@@ -168,34 +168,21 @@ def test_calls_from_several_threads_do_not_mix():
             assert_same_bits(values, flat(alone)[plane], plane)
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=PACKAGE.parent,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 @needs_native
 def test_a_forked_child_has_a_pool_of_its_own():
-    code = """
-import os, torch
-from megatrain.kernels import native
-values = torch.ones(1 << 20)
-assert native.squared_norm(values, threads=4) == 1 << 20
-child = os.fork()
-if child == 0:
-    right = native.squared_norm(values, threads=4) == 1 << 20
-    helpers = len(os.listdir("/proc/self/task")) - 1 if os.path.exists("/proc/self/task") else 3
-    os._exit(0 if right and helpers == 3 else 1)
-assert os.waitpid(child, 0)[1] == 0
-assert native.squared_norm(values, threads=4) == 1 << 20
-"""
-    run = run_python(code)
-    assert run.returncode == 0, run.stderr
+    values = torch.ones(1 << 20)
+
+    def summed():
+        assert native.squared_norm(values, threads=4) == 1 << 20
+
+    def child():
+        summed()
+        if os.path.exists("/proc/self/task"):
+            assert len(os.listdir("/proc/self/task")) == 1 + 3
+
+    summed()
+    assert forked(child) == 0
+    summed()
 
 
 def pool_cores() -> dict[str, str]:
@@ -237,9 +224,6 @@ def test_a_machine_with_a_compiler_has_the_native_kernels():
     assert native is not None, "run `make native`, or install the package again"
 
 
-SAY = "from megatrain import kernels; print(kernels.implementation)"
-
-
 @needs_native
 def test_native_is_chosen_where_it_exists(monkeypatch, caplog):
     monkeypatch.setenv("MEGATRAIN_KERNELS", "")
@@ -261,48 +245,45 @@ def test_an_unknown_choice_is_refused(monkeypatch):
 
 
 @pytest.fixture
-def run_without_library(tmp_path):
-    """Runs code on a copy of the package that has no library, or a broken one."""
+def imported(tmp_path, monkeypatch):
+    """Imports the kernels from a copy of the package that has no library, or a broken one."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "csrc")
     shutil.copytree(PACKAGE / "kernels", tmp_path / "megatrain" / "kernels", ignore=ignored)
     shutil.copy(PACKAGE / "errors.py", tmp_path / "megatrain")
     (tmp_path / "megatrain" / "__init__.py").touch()
-    paths = [str(tmp_path), sysconfig.get_path("purelib")]
+    # An editable installation would lend its library.
+    monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatrain"]:
+        monkeypatch.delitem(sys.modules, name)
 
-    def run(code: str, library: bytes | None = None, choice: str = ""):
+    def load(library: bytes | None = None, choice: str = ""):
         if library is not None:
             (tmp_path / "megatrain" / "kernels" / "_native.so").write_bytes(library)
-        # -S keeps an editable installation from lending its library.
-        return subprocess.run(
-            [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {paths}; {code}"],
-            cwd=tmp_path,
-            env=os.environ | {"MEGATRAIN_KERNELS": choice},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        monkeypatch.setenv("MEGATRAIN_KERNELS", choice)
+        found = importlib.import_module("megatrain.kernels")
+        assert Path(found.__file__).is_relative_to(tmp_path)
+        return found.implementation
 
-    return run
+    return load
 
 
-def test_a_missing_library_is_said_once_and_replaced(run_without_library):
-    run = run_without_library(SAY)
+def test_a_missing_library_is_said_once_and_replaced(imported, caplog):
     reason = (
         "no native library: it was not built; `make native` builds it where there is a compiler"
     )
-    assert run.stdout.strip() == f"reference ({reason})"
-    assert run.stderr.strip() == f"Using the slower reference kernels: {reason}"
+    assert imported() == f"reference ({reason})"
+    assert caplog.messages == [f"Using the slower reference kernels: {reason}"]
 
 
-def test_a_broken_library_is_said(run_without_library):
-    run = run_without_library(SAY, library=b"not a library")
-    assert run.stdout.startswith("reference (no native library: ")
-    assert "does not load" in run.stdout
-    assert len(run.stderr.strip().splitlines()) == 1
+def test_a_broken_library_is_said(imported, caplog):
+    said = imported(library=b"not a library")
+    assert said.startswith("reference (no native library: ") and "does not load" in said
+    [message] = caplog.messages
+    assert "\n" not in message
 
 
-def test_native_asked_for_but_missing_is_refused(run_without_library):
-    run = run_without_library(SAY, choice="native")
-    assert run.returncode != 0
-    last_line = run.stderr.strip().splitlines()[-1]
-    assert "InputError: MEGATRAIN_KERNELS is native, but it was not built" in last_line
+def test_native_asked_for_but_missing_is_refused(imported):
+    with pytest.raises(Exception, match="^MEGATRAIN_KERNELS is native, but it was not built") as e:
+        imported(choice="native")
+    assert e.typename == "InputError"

@@ -17,6 +17,7 @@ from benchmarks.rivals import child, common, rows, supervise
 from benchmarks.rivals.case import Case, Task
 from megatrain.errors import DoesNotFit
 from megatrain.telemetry import memory
+from tests.forks import forked_module
 
 CASE = Case("toy", 1, 4, 8, steps=3, device="cpu", device_memory_bytes=None)
 LIMITED = Case(**{**asdict(CASE), "device_memory_bytes": 12 << 30})
@@ -187,7 +188,9 @@ def test_measuring_ends_with_what_there_is_when_time_is_short():
     assert len(child.measure(long, runner, ends_at=math.inf)["step_seconds"]) == 51
 
 
-def test_rivals_do_the_same_work(tmp_path):
+def test_rivals_do_the_same_work(tmp_path, monkeypatch):
+    """Each in its module's `main`, in a process that has imported torch already."""
+    monkeypatch.setattr(supervise, "_run_limited", lambda command, *_: (forked_module(command), 1))
     command_line.main(
         [
             *["--shape", "toy", "--layers", "1", "--sequences", "4", "--sequence-length", "8"],

@@ -1,0 +1,35 @@
+"""Children of the tests' process, which need not import anything anew."""
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def forked(work: Callable[[], Any]) -> int:
+    """The exit code of a child that does `work`; 1 with a traceback if that raises."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def forked_module(command: Sequence[str]) -> int:
+    """The exit code of `[python, "-m", module, *arguments]`."""
+
+    def work() -> None:
+        sys.argv = list(command[2:])
+        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+
+    return forked(work)
