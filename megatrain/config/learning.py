@@ -126,6 +126,17 @@ class SamplesSection(Section):
     prompts: Annotated[list[str | list[dict[str, Any]]], Field(min_length=1)]
     max_new_tokens: Positive = 64
 
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _texts_or_talks(cls, given: Any) -> Any:
+        for number, prompt in enumerate(given if isinstance(given, list) else (), 1):
+            if isinstance(prompt, dict):
+                raise ValueError(
+                    f"prompt {number} is a single message: put it into a list, as "
+                    "[[{role: user, content: ...}]]"
+                )
+        return given
+
 
 class TrainingSection(Section):
     """How long and in what portions. `batch_size` and `micro_batch_size` count rows.

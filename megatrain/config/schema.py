@@ -88,6 +88,15 @@ class DataSection(Section):
             raise ValueError("give eval_path or eval_fraction, not both")
         return self
 
+    @field_validator("path", "eval_path")
+    @classmethod
+    def _some_path(cls, given: Any) -> Any:
+        for name, paths in given.items() if isinstance(given, dict) else [("", given)]:
+            if paths == []:
+                which = f"the set {name!r} has no path" if name else "there is no path"
+                raise ValueError(f"{which}: name at least one file, folder or glob")
+        return given
+
     @field_validator("eval_path")
     @classmethod
     def _names_of_sets(cls, given: Any) -> Any:

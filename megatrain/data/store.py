@@ -208,7 +208,7 @@ def _build(
                 raise InputError(f"every row is bad: {notes['bad'][0]}")
             raise InputError(
                 f"{', '.join(names[:4])}: none of the {meta['num_documents']} rows has text, or a "
-                "reply of the assistant, to learn from"
+                "reply of the assistant whose weight is not 0, to learn from"
             )
         written = [WatchedFile(part / name).identity for name in ("tokens.bin", "documents.bin")]
         (part / "meta.json").write_text(json.dumps(meta | {"files": written}))

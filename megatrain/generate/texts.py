@@ -54,7 +54,7 @@ def generate(
         for number, prompt in enumerate(prompts, 1)
     ]
     limit = getattr(config, "max_position_embeddings", None)
-    _check_room(ids, limit)
+    _check_room(ids, limit, sampling.max_new_tokens)
     chat = any(not isinstance(prompt, str) for prompt in prompts)
     stops = stop_ids(source, tokenizer, chat=chat)
     pad = pad_id(tokenizer, config.vocab_size)
@@ -119,12 +119,16 @@ def _until(stops: set[int], row: list[int]) -> list[int]:
     return row[: next((at for at, token in enumerate(row) if token in stops), len(row))]
 
 
-def _check_room(ids: Sequence[Sequence[int]], limit: int | None) -> None:
-    for number, row in enumerate(ids, 1):
-        if limit is not None and len(row) >= limit:
-            raise InputError(
-                f"prompt {number}: {len(row)} tokens leave no room in a context of {limit}"
-            )
+def _check_room(ids: Sequence[Sequence[int]], limit: int | None, wanted: int) -> None:
+    if limit is None or not ids:
+        return
+    number, longest = max(enumerate(map(len, ids), 1), key=lambda each: each[1])
+    told = f"prompt {number}: {longest} tokens leave"
+    if longest >= limit:
+        raise InputError(f"{told} no room in a context of {limit}; shorten it")
+    if longest + wanted > limit:
+        room = limit - longest
+        log.warning("%s room for %d new ones in a context of %d, not %d", told, room, limit, wanted)
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> dict[str, Tensor]:

@@ -28,7 +28,10 @@ class TokenWeights(Loss):
         lowest = min((float(each.min()) for each in used if len(each)), default=0.0)
         if lowest < 0:
             raise InputError(f"token_weights holds {lowest}; weights must not be negative")
-        return float(sum(each.double().sum() for each in used))
+        total = float(sum(each.double().sum() for each in used))
+        if total == 0 and any(map(len, used)):
+            raise InputError("token_weights are 0 for all labels of this step; leave the step out")
+        return total
 
 
 TOKEN_WEIGHTS = TokenWeights()

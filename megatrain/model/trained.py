@@ -30,10 +30,12 @@ class Trained:
             InputError: a pattern matches no name.
         """
         names = [name for name, _ in model.named_parameters()]
-        for pattern in (*self.freeze, *(self.train_only or ())):
+        patterns = [("freeze", p) for p in self.freeze]
+        patterns += [("train_only", p) for p in self.train_only or ()]
+        for key, pattern in patterns:
             if not any(re.search(pattern, name) for name in names):
                 raise InputError(
-                    f"{pattern!r} matches the name of no parameter; there are "
+                    f"{key}: {pattern!r} matches the name of no parameter; there are "
                     f"{', '.join(names[:2])} ... {names[-1]}"
                 )
         for name, parameter in model.named_parameters():

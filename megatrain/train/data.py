@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.config import Config, DataSection, ModelSection, nearest
 from megatrain.data import PackedDataset, Stream, load_tokenizer, open_dataset, open_stream
@@ -79,11 +79,21 @@ def _set_end(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
     tokenizer.eos_token = token
 
 
-def check_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raises InputError: a prompt cannot be used."""
+def check_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, text_config: PreTrainedConfig
+) -> None:
+    """Raises InputError: a prompt cannot be used, or the context has no room for its sample."""
     samples = config.training.samples
+    limit = getattr(text_config, "max_position_embeddings", None) or math.inf
     for number, prompt in enumerate(samples.prompts if samples else (), 1):
-        prompt_ids(tokenizer, prompt, vocab_size, f"training.samples: prompt {number}")
+        where = f"training.samples: prompt {number}"
+        length = len(prompt_ids(tokenizer, prompt, text_config.vocab_size, where))
+        assert samples is not None
+        if length + samples.max_new_tokens > limit:
+            raise InputError(
+                f"{where}: {length} tokens and max_new_tokens of {samples.max_new_tokens} are more "
+                f"than the model's context of {limit}; lower max_new_tokens, or shorten the prompt"
+            )
 
 
 def run_ends(

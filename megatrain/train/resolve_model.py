@@ -9,6 +9,7 @@ from megatrain.errors import InputError
 from megatrain.train.finished import model_steps
 from megatrain.train.folders import (
     CHECKPOINTS,
+    CONFIG,
     MODEL,
     checkpoint_folder,
     checkpoints,
@@ -35,7 +36,11 @@ def trained_model(run: str) -> Checkpoint | str:
         log.info("the run has not ended: this is %s", newest.folder)
         return newest
     _name_what_is_newer(path)
-    return model_folder(run)
+    folder = model_folder(run)
+    if folder == run and not (path / "config.json").is_file():
+        for each in sorted(path.glob(f"*/{CONFIG}")):
+            raise InputError(f"{run}: a folder of runs; name one of them, such as {each.parent}")
+    return folder
 
 
 def named_model(section: ModelSection) -> tuple[ModelSection, Checkpoint | str | None]:

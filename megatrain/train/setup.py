@@ -83,9 +83,9 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     tokenizer = run_tokenizer(section)
     hf_config = model_config(section, tokenizer)
     check_sequence_length(hf_config, config.data.sequence_length)
-    vocab_size = hf_config.get_text_config(decoder=True).vocab_size
-    check_prompts(config, tokenizer, vocab_size)
-    training, evaluation = open_data(config, tokenizer, vocab_size)
+    text_config = hf_config.get_text_config(decoder=True)
+    check_prompts(config, tokenizer, text_config)
+    training, evaluation = open_data(config, tokenizer, text_config.vocab_size)
     loader = _loader(config, training)
     total_steps = config.training.steps or math.ceil(
         (config.training.epochs or 0) * loader.steps_per_epoch

@@ -47,6 +47,9 @@ def test_a_model_may_be_a_run_a_checkpoint_or_an_export(
     assert exported.keys() == weights(trained[0] / "model").keys()
     again = megatrain("data", run_file)
     assert again.exit_code == 0, again.output
+    result = megatrain("data", run_file, *sets(model__path=str(tmp_path)))
+    assert result.exit_code == 2
+    assert f"{tmp_path}: a folder of runs; name one of them, such as {tmp_path}/" in result.stderr
 
 
 def test_a_branch_goes_on_with_other_settings(megatrain, run_file, trained, tmp_path):

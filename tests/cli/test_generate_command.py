@@ -70,6 +70,15 @@ def test_prompts_that_cannot_be_used(megatrain, trained, tmp_path, content, prob
     assert result.stderr.count("megatrain: error:") == 1
 
 
+def test_a_context_with_less_room_than_was_asked_for_is_named(megatrain, trained, caplog):
+    given = ["--prompt", "a", "--prompt", "the cat", *OPTIONS, "--max-new-tokens", "100"]
+    assert megatrain("generate", trained[0], *given).exit_code == 0
+    told = "prompt 2: 2 tokens leave room for 62 new ones in a context of 64, not 100"
+    assert told in caplog.text
+    result = megatrain("generate", trained[0], "--prompt", "the cat " * 40, *OPTIONS)
+    assert result.exit_code == 2 and "leave no room in a context of 64" in result.stderr
+
+
 def test_a_prompt_is_needed(megatrain, trained):
     result = megatrain("generate", trained[0])
     assert result.exit_code == 2 and "no prompt: give --prompt TEXT" in result.stderr

@@ -65,6 +65,11 @@ MISTAKES = {
         "the loss of bart compares logits with the labels of the same places",
     ),
     "unknown attention": (["model.attn_implementation=fast"], "fast"),
+    "a set without a path": (
+        ["data.eval_fraction=0", "data.eval_path={mine: []}"],
+        "data.eval_path: the set 'mine' has no path: name at least one file",
+    ),
+    "no path": (["data.path=[]"], "data.path: there is no path: name at least one file"),
     "bad placement": (["engine.placement.slots=0"], "engine.placement: slots is 0"),
 }
 

@@ -44,9 +44,15 @@ def test_samples_that_do_not_fit_cost_one_warning(megatrain, run_file, monkeypat
 
 
 def test_prompts_that_cannot_be_used_are_refused_first(megatrain, run_file):
-    result = megatrain("train", run_file, *sets(training__samples={"prompts": ["the", ""]}))
-    assert_refused(result, "training.samples: prompt 2: holds no token")
+    result = megatrain("train", run_file, *sets(training__samples={"prompts": [""]}))
+    assert_refused(result, "training.samples: prompt 1: holds no token")
     assert not (run_file.parent / "run").exists()
+    for prompts, told in (
+        ([[{"role": "user", "content": "a"}], {"role": "user"}], "prompt 2 is a single message"),
+        (["the cat"], "prompt 1: 2 tokens and max_new_tokens of 64 are more than the model's"),
+    ):
+        result = megatrain("train", run_file, *sets(training__samples={"prompts": prompts}))
+        assert_refused(result, told)
     with pytest.raises(InputError, match="training.samples needs evaluations"):
         config.load(run_file, ['training.samples={prompts: ["a"]}', "data.eval_fraction=0"])
 
@@ -69,8 +75,8 @@ def test_frozen_parameters_stay_also_on_resume(megatrain, run_file):
     [
         (
             {"model__freeze": ["lm_hed"]},
-            "'lm_hed' matches the name of no parameter; there are model.embed_tokens.weight, "
-            "model.layers.0.",
+            "freeze: 'lm_hed' matches the name of no parameter; there are "
+            "model.embed_tokens.weight, model.layers.0.",
         ),
         ({"model__freeze": ["("]}, "model.freeze: '(' is not a regular expression"),
         ({"model__train_only": []}, "model.train_only"),

@@ -290,7 +290,11 @@ WRONG: dict[str, tuple[Any, Loss, str]] = {
         "token_weights holds a number that is not finite",
     ),
     "negative": (lambda m: m["token_weights"].fill_(-1), TokenWeights(), "must not be negative"),
-    "all zero": (lambda m: m["token_weights"].zero_(), TokenWeights(), "no token .* has a label"),
+    "all zero": (
+        lambda m: m["token_weights"].zero_(),
+        TokenWeights(),
+        "token_weights are 0 for all labels",
+    ),
 }
 
 
