@@ -12,10 +12,11 @@ NATIVE_SOURCES := $(wildcard $(NATIVE)/*)
 OLDEST := .venv-oldest
 OLDEST_VERSIONS := torch==2.10.0 transformers==5.6.0
 
-# Tests run side by side, so each takes one torch thread.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8
+# Tests run side by side, so each takes one torch thread. A worker takes neighbours, which share
+# what they make, and others' tests when it has none left.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-all compat fuzz soak check format bench-cpu bench-regression native wheel models clean
+.PHONY: help demo test test-all compat fuzz soak check lint format bench-cpu bench-regression native wheel models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -23,8 +24,8 @@ help:  ## list the targets
 demo: $(STAMP)  ## train, sample and look at a small model
 	$(RUN) megatrain.cli demo
 
-test: check  ## lint, types, structure and the tests that need no GPU
-	$(PYTEST) -m "not gpu and not exhaustive" --ignore tests/structure
+test: lint  ## lint, types, structure and the tests that need no GPU
+	$(PYTEST) -m "not gpu and not exhaustive"
 
 test-all: $(STAMP)  ## every model family and every exhaustive sweep
 	$(PYTEST) -m "exhaustive and not gpu"
@@ -33,7 +34,7 @@ test-all: $(STAMP)  ## every model family and every exhaustive sweep
 # those of `make test`.
 compat: $(OLDEST)/.installed native  ## the parity core with the oldest torch and transformers
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest \
-		-n auto --maxprocesses 8 -m "not gpu and not exhaustive" tests/parity tests/race \
+		-n auto --maxprocesses 8 --dist worksteal -m "not gpu and not exhaustive" tests/parity tests/race \
 		tests/families tests/checkpoint tests/unit/test_weights_read.py \
 		tests/unit/test_weights_write.py tests/unit/test_probe.py
 
@@ -43,11 +44,13 @@ fuzz: $(STAMP)  ## 120,000 hostile files to everything that reads; a quarter of 
 soak: $(STAMP)  ## 5,000 steps killed, stopped, resumed, saved, evaluated; six minutes
 	OMP_NUM_THREADS=1 $(RUN) tests.reliability.soak
 
-check: $(STAMP)  ## lint, format, types and structure
+check: lint  ## lint, format, types and structure
+	$(RUN) pytest -q tests/structure
+
+lint: $(STAMP)  ## lint, format and types
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
-	$(RUN) pytest -q tests/structure
 
 format: $(STAMP)  ## put the sources into the standard format
 	$(RUN) ruff check --fix .

@@ -1,7 +1,10 @@
 """The optimizers' rules that sweeps go over: each of RULES, with each choice of what it keeps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
+
+import pytest
 
 from megatrain import AdamW
 from megatrain.optim import RULES, Rule
@@ -11,3 +14,16 @@ SWEPT: dict[str, Callable[..., Rule]] = {
     "adamw bf16": partial(AdamW, states="bf16"),
     "adamw int8": partial(AdamW, states="int8"),
 }
+
+
+def with_rules(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:
+    """Parameters `*case, rule`: each case with AdamW, and with each other rule one in `every`.
+
+    The other pairs are exhaustive: what a case tries of a rule, its neighbours try as well.
+    """
+    return [
+        pytest.param(*case, rule, marks=[pytest.mark.exhaustive] if turn and rest else [])
+        for turn, rule in enumerate(SWEPT)
+        for number, case in enumerate(cases)
+        for rest in [(number - turn) % every]
+    ]

@@ -76,8 +76,7 @@ def difference(
             "neither a checkpoint nor an export of it could be loaded; give a causal language "
             "model of transformers, or the folder that has its code"
         )
-    types_there = loaded_types(again, computed)
-    found = next(_differences(model, again, types_there), None)
+    found = next(_differences(model, again, computed), None)
     if found is None:
         return None
     what, remedy = found
@@ -102,7 +101,7 @@ def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTr
 
 
 def _differences(
-    model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]
+    model: PreTrainedModel, again: nn.Module, computed: torch.dtype
 ) -> Iterator[tuple[str, str]]:
     """What is otherwise, as "... is ..., and ..." and the remedy; the outermost first."""
     yield from _parts(model, again)
@@ -116,7 +115,7 @@ def _differences(
                 said = _short(mine.get(name, _NOTHING)), _short(others.get(name, _NOTHING))
                 full = _join(path, name)
                 yield f"{full} is {said[0]} in the model given, and {said[1]}", _UNDO
-    yield from _buffers(model, again, dtypes)
+    yield from _buffers(model, again, loaded_types(model, computed))
 
 
 def _parts(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ from megatrain.store import Store
 from megatrain.tile import TileLayout
 from tests.checkpoint.cases import batches, change, engine_of, state
 from tests.parity.cases import frozen, llama, masters, noisy, same
-from tests.rules import SWEPT
+from tests.rules import with_rules
 
 PLACEMENTS = {
     "streamed": Placement(slots=1),
@@ -59,15 +59,14 @@ def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp
     check(engine_of(sizes=sizes, precision=precision, clip=clip, placement=placement), tmp_path)
 
 
-@pytest.mark.parametrize("rule", SWEPT)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_another_placement_goes_on_bit_for_bit(placement: str, rule: str, tmp_path) -> None:
-    others = [each for name, each in PLACEMENTS.items() if name != placement]
-    for number, other in enumerate(others):
-        engine = engine_of(precision="bf16", placement=PLACEMENTS[placement], rule=rule)
-        again = check(engine, tmp_path / str(number), {"placement": other})
-        assert again.placement == other
-        assert again.optimizer.rule == engine.optimizer.rule
+@pytest.mark.parametrize(
+    ("before", "after", "rule"), with_rules(list(itertools.permutations(PLACEMENTS, 2)), 3)
+)
+def test_another_placement_goes_on_bit_for_bit(before, after, rule, tmp_path) -> None:
+    engine = engine_of(precision="bf16", placement=PLACEMENTS[before], rule=rule)
+    again = check(engine, tmp_path, {"placement": PLACEMENTS[after]})
+    assert again.placement == PLACEMENTS[after]
+    assert again.optimizer.rule == engine.optimizer.rule
 
 
 def test_a_checkpoint_that_does_not_name_its_rule_is_of_adamw(tmp_path) -> None:

@@ -21,7 +21,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
-from tests.rules import SWEPT
+from tests.rules import with_rules
 
 Numbers = tuple[list[float], list[float], dict, list]
 
@@ -76,8 +76,7 @@ def placements() -> list[Placement]:
     return found
 
 
-@pytest.mark.parametrize("rule", SWEPT)
-@pytest.mark.parametrize(("precision", "tied", "clip"), CASES)
+@pytest.mark.parametrize(("precision", "tied", "clip", "rule"), with_rules(CASES, 4))
 def test_no_placement_changes_a_bit(
     precision: Any, tied: bool, clip: float | None, rule: str
 ) -> None:

@@ -30,7 +30,7 @@ from megatrain.model.probe import spec
 from megatrain.optim import Rule
 from megatrain.units import MIB
 from tests.parity.cases import Noting
-from tests.rules import SWEPT
+from tests.rules import SWEPT, with_rules
 from tests.unit.forecast_cases import (
     H200,
     experts_config,
@@ -83,8 +83,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("rule", SWEPT)
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(("name", "rule"), with_rules([(name,) for name in PLACEMENTS], 2))
 def test_host_memory_is_the_engines_to_the_byte(name: str, rule: str) -> None:
     placement, (clip, precision, tied) = PLACEMENTS[name], CASES[name]
     found = told(placement, clip=clip, precision=precision, tied=tied, rule=SWEPT[rule]())
