@@ -16,6 +16,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -23,6 +24,7 @@ from megatrain.compat.torch import FORWARD_HOOKS
 
 __all__ = [
     "CausalLMOutput",
+    "ExportableState",
     "WeightConverter",
     "WeightRenaming",
     "dot_natural_key",

@@ -18,9 +18,11 @@ from megatrain.train.folders import (
     ENVIRONMENT,
     METRICS,
     checkpoint_folder,
+    checkpoints,
     new_run_folder,
 )
-from megatrain.train.resume import RunState, check_config
+from megatrain.train.resume import RunState, check_config, cut_metrics
+from megatrain.train.watch import Watch
 
 # What the checkpoint's own tokenizer has already.
 _WITH_WEIGHTS = ("tokenizer", "chat_template", "eos_token")
@@ -33,9 +35,9 @@ def branched(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> 
     The folder goes away again where the body fails before the run has begun.
 
     The new run has the newest whole checkpoint of `run` as its own (as links where the file system
-    has them) and its log up to there, so it is resumed like any other: weights, optimizer state,
-    steps and place in the data are those of `run`, and the settings may change that may change on
-    resume (`resume.FREE_KEYS`).
+    has them), with `checkpoint.best` also the best one before it, and its log up to there, so it is
+    resumed like any other: weights, optimizer state, steps and place in the data are those of
+    `run`, and the settings may change that may change on resume (`resume.FREE_KEYS`).
 
     Args:
         run: the folder of a run, or one of its checkpoints.
@@ -63,12 +65,13 @@ def branched(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> 
     except InputError as error:
         raise InputError(f"{error}; or begin anew from these weights with --fresh") from error
     with whole_folder(new) as folder:
-        copy = checkpoint_folder(folder, state.step)
-        shutil.copytree(
-            checkpoint.folder, copy, copy_function=_link, ignore=shutil.ignore_patterns(KEEP)
-        )
-        if (log := _run_of(checkpoint) / METRICS).is_file():
-            shutil.copyfile(log, folder / METRICS)
+        _take(checkpoint.folder, checkpoint_folder(folder, state.step))
+        source = checkpoint.folder.absolute().parent.parent
+        if (log := source / METRICS).is_file():
+            logged = cut_metrics(Path(shutil.copyfile(log, folder / METRICS)), state.step)
+            best = Watch(config, logged).best_of(checkpoints(source))
+            if config.checkpoint.best and best is not None and best != state.step:
+                _take(checkpoint_folder(source, best), checkpoint_folder(folder, best))
         (folder / CONFIG).write_text(config.as_yaml(), encoding="utf-8")
     try:
         yield config
@@ -90,8 +93,8 @@ def _checkpoint(run: Path) -> Checkpoint:
     return open_checkpoint(newest)
 
 
-def _run_of(checkpoint: Checkpoint) -> Path:
-    return checkpoint.folder.absolute().parent.parent
+def _take(checkpoint: Path, to: Path) -> None:
+    shutil.copytree(checkpoint, to, copy_function=_link, ignore=shutil.ignore_patterns(KEEP))
 
 
 def _link(source: str, target: str) -> None:

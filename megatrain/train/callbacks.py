@@ -1,12 +1,17 @@
 """Hugging Face's `TrainerCallback` in a run: told what happens, and heeded where it asks."""
 
+import json
+import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.errors import InputError
+from megatrain.errors import InputError, first_line
 from megatrain.train.setup import Job
+
+log = logging.getLogger(__name__)
 
 
 class Callbacks:
@@ -43,6 +48,37 @@ class Callbacks:
             train_batch_size=config.training.batch_size,
         )
         self._control = TrainerControl()
+        self._evaluated = -1  # the step of the last evaluation that they were told of
+        if job.resumed is not None:
+            self._load(job.resumed.callbacks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What those that are an `ExportableState` of transformers want to find again, as JSON."""
+        if not self._all:
+            return {}
+        exported: defaultdict[str, list[Any]] = defaultdict(list)
+        try:
+            for each in self._exporting():
+                exported[type(each).__name__].append(each.state()["attributes"])
+            made: dict[str, Any] = json.loads(
+                json.dumps({"evaluated": self._evaluated, "of": exported}, allow_nan=False)
+            )
+        except Exception as error:  # theirs; the run goes before
+            log.warning("callbacks will begin anew on resume: %s", first_line(error))
+            return {}
+        return made
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        self._evaluated = saved.get("evaluated", self._state.global_step)
+        there = {name: iter(states) for name, states in saved.get("of", {}).items()}
+        for each in self._exporting():
+            for name, value in next(there.get(type(each).__name__, iter(())), {}).items():
+                setattr(each, name, value)
+
+    def _exporting(self) -> list[Any]:
+        from megatrain.compat.transformers import ExportableState
+
+        return [each for each in self._all if isinstance(each, ExportableState)]
 
     @property
     def stop(self) -> bool:
@@ -85,9 +121,10 @@ class Callbacks:
             self._log({there: record[here] for here, there in names.items()})
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
-        """An evaluation is done; its line of the log."""
-        if not self._all:
+        """An evaluation is done; its line of the log. One that they know of is passed over."""
+        if not self._all or record["step"] <= self._evaluated:
             return
+        self._evaluated = record["step"]
         metrics = {name: value for name, value in record.items() if name.startswith("eval_")}
         self._log(metrics)
         self.call("on_evaluate", metrics=metrics)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from megatrain import __version__
 from megatrain.config import load
-from megatrain.errors import InputError
+from megatrain.errors import InputError, first_line
 from megatrain.json_yaml import read_json
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.pictures import draw_loss
@@ -21,7 +21,20 @@ CARD, CURVE = "README.md", "loss.png"
 _SETTINGS = ("data", "training", "optimizer", "schedule", "loss")
 _OF_THIS_MACHINE = ("cache_dir",)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_LICENSES = {"apache license": "apache-2.0", "mit license": "mit"}
+# What licences begin with, and their names on the hub.
+_LICENSES = {
+    "apache license": "apache-2.0",
+    "mit license": "mit",
+    "permission is hereby granted, free of charge": "mit",
+    "bsd 3-clause": "bsd-3-clause",
+    "mozilla public license version 2.0": "mpl-2.0",
+    "llama 2 community license": "llama2",
+    "llama 3 community license": "llama3",
+    "llama 3.1 community license": "llama3.1",
+    "llama 3.2 community license": "llama3.2",
+    "llama 3.3 community license": "llama3.3",
+    "gemma terms of use": "gemma",
+}
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +58,18 @@ def write_card(folder: Path, run: Path, step: int | None = None) -> None:
         tags=["megatrain"],
         base_model=_base(config),
         datasets=[path for path in _paths(config) if _is_hub_id(path)] or None,
-        license=_license(folder),
+        license=_license(folder, config["model"].get("path")),
     )
-    has_template = any(folder.glob("chat_template*"))
+    machine = _environment(run / ENVIRONMENT)
+    is_chat = machine.get("data") == "chat" and any(folder.glob("chat_template*"))
     parts = [
         f"# {run.name}",
-        _origin(config, records, has_template=has_template),
-        _use(has_template=has_template),
+        _origin(config, records, is_chat=is_chat),
+        _use(is_chat=is_chat),
         "## Data\n\n" + "\n".join(f"- {_short(path)}" for path in _paths(config)),
         _results(records),
         "## Settings\n\n```yaml\n" + _settings(config) + "```",
-        _versions(run / ENVIRONMENT),
+        _versions(machine),
     ]
     try:
         draw_loss(records, folder / CURVE)
@@ -85,23 +99,52 @@ def _short(path: str) -> str:
     return path if _is_hub_id(path) else Path(path).name
 
 
-def _license(folder: Path) -> str | None:
-    """As the hub names it, of the text that came with the model's source; None: unknown."""
-    text = "".join(
-        path.read_text(encoding="utf-8", errors="replace")[:500].lower()
-        for path in sorted(folder.glob("LICENSE*"))
-    )
-    return next((name for begins, name in _LICENSES.items() if begins in text), None)
+def _all_short(paths: Any) -> Any:
+    if isinstance(paths, Mapping):
+        return {name: _all_short(each) for name, each in paths.items()}
+    if isinstance(paths, list):
+        return [_short(path) for path in paths]
+    return None if paths is None else _short(paths)
 
 
-def _origin(
-    config: Mapping[str, Any], records: list[Mapping[str, Any]], *, has_template: bool
-) -> str:
+def _license(folder: Path, source: str | None) -> str | None:
+    """As the hub names it; None: unknown.
+
+    What the card of the model's source says, or else what the licence there begins with.
+    """
+    if (said := _said(source)) is not None:
+        return said
+    texts = [
+        " ".join(path.read_text(encoding="utf-8", errors="replace")[:1000].lower().split())
+        for path in sorted(folder.iterdir())
+        if re.match(r"licen[cs]e|copying", path.name, re.IGNORECASE)
+    ]
+    known = (name for begins, name in _LICENSES.items() if any(begins in each for each in texts))
+    return next(known, "other" if texts else None)
+
+
+def _said(source: str | None) -> str | None:
+    """The licence in the header of a model's card, which lies on this machine."""
+    if source is None:
+        return None
+    card = Path(source).expanduser() / CARD
+    if _is_hub_id(source):
+        found = try_to_load_from_cache(source, CARD)
+        card = Path(found) if isinstance(found, str) else card
+    try:
+        said = ModelCard.load(card).data.get("license") if card.is_file() else None
+    except Exception as error:  # written by hand
+        log.warning("%s: not read: %s", card, first_line(error))
+        return None
+    return said if isinstance(said, str) else None
+
+
+def _origin(config: Mapping[str, Any], records: list[Mapping[str, Any]], *, is_chat: bool) -> str:
     path, steps = config["model"].get("path"), max((r.get("step", 0) for r in records), default=0)
     start = "random weights" if path is None else f"`{_short(path)}`"
     chosen = config["model"].get("freeze") or config["model"].get("train_only")
     trained = "some of its parameters" if chosen else "all parameters"
-    kind = "a chat model" if has_template else "a language model"
+    kind = "a chat model" if is_chat else "a language model"
     return (
         f"This is {kind}, trained from {start} with MegaTrain {__version__}: {trained}, "
         f"{steps} steps of {config['training']['batch_size']} rows of at most "
@@ -109,8 +152,8 @@ def _origin(
     )
 
 
-def _use(*, has_template: bool) -> str:
-    asked = '[{"role": "user", "content": "Hello"}]' if has_template else '"Once upon a time"'
+def _use(*, is_chat: bool) -> str:
+    asked = '[{"role": "user", "content": "Hello"}]' if is_chat else '"Once upon a time"'
     return (
         "## Use\n\n```python\nfrom transformers import pipeline\n\n"
         'generate = pipeline("text-generation", model="PATH OR ID OF THIS FOLDER")\n'
@@ -133,19 +176,20 @@ def _settings(config: Mapping[str, Any]) -> str:
     for name in _OF_THIS_MACHINE:
         chosen["data"].pop(name, None)
     for name in ("path", "eval_path"):
-        paths = chosen["data"].get(name)
-        if paths is not None:
-            chosen["data"][name] = (
-                _short(paths) if isinstance(paths, str) else [_short(path) for path in paths]
-            )
+        chosen["data"][name] = _all_short(chosen["data"].get(name))
     chosen["engine"] = {"precision": config["engine"]["precision"]}
     return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
 
 
-def _versions(path: Path) -> str:
+def _environment(path: Path) -> dict[str, Any]:
     try:
-        found = read_json(path)
+        return read_json(path)
     except InputError:
+        return {}
+
+
+def _versions(found: Mapping[str, Any]) -> str:
+    if not found:
         return ""
     packages = {"python": found.get("python"), **found.get("packages", {})}
     gpu = (found.get("gpu") or {}).get("name")

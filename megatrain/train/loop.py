@@ -1,9 +1,9 @@
 """The training loop: steps, evaluations, checkpoints, and what they leave in the run's folder."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatrain.train.finished import note_finished
 from megatrain.train.folders import METRICS, checkpoints
 from megatrain.train.opening import Finished, open_run
 from megatrain.train.outputs import describe_run, draw_curve, write_model, write_saved_model
-from megatrain.train.resume import cut_metrics
+from megatrain.train.resume import RunState, cut_metrics
 from megatrain.train.setup import Job
 from megatrain.train.signals import Signals
 from megatrain.train.steps import Steps
@@ -105,11 +105,17 @@ class _Run:
         every, left = config.output.timeline_every, job.total_steps - first
         self.timeline = RunTimeline(job.engine.recording, folder, left, every)
         self.steps = Steps(job, config, metrics, self.timeline)
-        self.watch = Watch(config, logged)
+        self.watch = Watch(config, ())
         self.checkpoints = Checkpointing(
             job, folder, config.checkpoint, first, self.best_kept, lambda: callbacks.call("on_save")
         )
         self.evaluations = Evaluations(job, config, metrics, logged, signals)
+        self._logged = [record for record in logged if "eval_loss" in record]
+
+    @property
+    def state(self) -> RunState:
+        """What a checkpoint keeps of the run beside the engine's state."""
+        return replace(self.steps.state, callbacks=self.callbacks.state_dict())
 
     @property
     def early(self) -> str | None:
@@ -124,16 +130,17 @@ class _Run:
         """The step of the best state that has a checkpoint; None: nobody asked for it."""
         if self._config.checkpoint.best is None:
             return None
-        there = checkpoints(self._folder)
-        return next((step for step in self.watch.ranked if step in there), None)
+        return self.watch.best_of(checkpoints(self._folder))
 
     def take_steps(self) -> None:
         """All steps, or those until an early end; a failure leaves what was learnt on the disk."""
         total = self._job.total_steps
         progress = TrainingProgress(total, self._config.output.log_every, done=self.steps.done)
         try:
-            with progress, self.checkpoints.rescue(lambda: self.steps.state):
+            with progress, self.checkpoints.rescue(lambda: self.state):
                 self.callbacks.call("on_train_begin")
+                for record in self._logged:  # the last one may have come after the save
+                    self._heed(record)
                 self._evaluate(progress.say)  # a kill may have come before it
                 while self.steps.done < total and not (self.signals.stop or self.early):
                     self._step(progress)
@@ -153,28 +160,33 @@ class _Run:
         progress.step(record)
         self.callbacks.step(record)
         asked = self.signals.take_save() | self.callbacks.take("should_save")
-        self.checkpoints.after(self.steps.state, asked=asked, last=self._is_last)
+        self.checkpoints.after(self.state, asked=asked, last=self._is_last)
         self._evaluate(progress.say)
 
     def _evaluate(self, say: Callable[[str], None]) -> None:
         asked = self.callbacks.take("should_evaluate")
-        step, state = self.steps.done, self.steps.state
+        step = self.steps.done
         record = self.evaluations.after(step, say, final=self._is_last, asked=asked)
         if record is None:
             return
-        self.callbacks.evaluated(record)
-        if self.watch.see(record):
-            self.callbacks.found_best(step, self.watch.value(step))
-            if self._config.checkpoint.best is not None:
-                self.checkpoints.keep_best(state)
+        if self._heed(record) and self._config.checkpoint.best is not None:
+            self.checkpoints.keep_best(self.state)
         asked = self.callbacks.take("should_save")
         if asked or self.early:
-            self.checkpoints.after(state, asked=asked, last=self.early is not None)
+            self.checkpoints.after(self.state, asked=asked, last=self.early is not None)
+
+    def _heed(self, record: Mapping[str, Any]) -> bool:
+        """Take an evaluation in; whether it is of the best state so far."""
+        self.callbacks.evaluated(record)
+        is_best, step = self.watch.see(record), record["step"]
+        if is_best:
+            self.callbacks.found_best(step, self.watch.value(step))
+        return is_best
 
     def finish(self) -> str | None:
         """Write the model, and of which state it is; returns that where it is not the last."""
         steps, config, best = self.steps.done, self._config, None
-        with self.checkpoints.rescue(lambda: self.steps.state):
+        with self.checkpoints.rescue(lambda: self.state):
             self.checkpoints.finish()
             wanted = self.best_kept() if config.checkpoint.load_best else steps
             if wanted is None:
@@ -207,7 +219,7 @@ def _run(
             run.take_steps()
             done = run.steps.done == job.total_steps or run.early is not None
             if stopped := None if done else signals.stop:
-                run.checkpoints.now(run.steps.state)
+                run.checkpoints.now(run.state)
             else:
                 best = run.finish()
         finally:  # pictures can be drawn at any time; whoever stops a run may have none to spare

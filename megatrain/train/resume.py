@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,12 +42,14 @@ class RunState:
         data: the loader's position.
         refusals: what the rule for refused steps remembers (train/bad_steps.py).
         config: the run file, resolved.
+        callbacks: what callbacks export of their state (train/callbacks.py).
     """
 
     step: int
     data: Mapping[str, Any]
     refusals: Mapping[str, Any]
     config: Mapping[str, Any]
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, as JSON keeps them."""
@@ -60,7 +62,8 @@ class RunState:
         Raises:
             InputError: it has none, or one that no run has written.
         """
-        fields = {name: kept.get(name) for name in cls.__dataclass_fields__}
+        older: dict[str, Any] = {"callbacks": {}}
+        fields = {name: kept.get(name, older.get(name)) for name in cls.__dataclass_fields__}
         step, parts = fields.pop("step"), fields.values()
         if type(step) is not int or step < 0 or not all(isinstance(p, dict) for p in parts):
             raise InputError(f"{where}: not a checkpoint of a training run; choose another")

@@ -36,6 +36,7 @@ class Job:
     Attributes:
         own_tokenizer: whether the tokenizer is another than that in the model's folder.
         ends: tokens that end what is taught, which the model may not know yet.
+        kind: whether texts or chats are trained.
         evaluation: micro-batches of each evaluation set.
     """
 
@@ -44,6 +45,7 @@ class Job:
     ends: list[int]
     engine: Engine
     loader: StepLoader
+    kind: str
     evaluation: dict[str, Step]
     schedule: LRScheduler
     total_steps: int
@@ -109,6 +111,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         ends=run_ends(config.model, tokenizer, training),
         engine=engine,
         loader=loader,
+        kind=training.kind,
         evaluation={name: list(each.batches(rows)) for name, each in evaluation.items()},
         schedule=_schedule(config, engine.optimizer, total_steps, done),
         total_steps=total_steps,

@@ -24,8 +24,8 @@ def run(
     Args:
         what: a run file, its content, or (with `resume`) the folder of a run.
         overrides: `path.to.key=value`.
-        callbacks: transformers' TrainerCallbacks; their `model` is the engine. What they keep is
-            not saved: on resume they begin anew.
+        callbacks: transformers' TrainerCallbacks; their `model` is the engine. What
+            those keep that are an `ExportableState` is saved; the others begin anew on resume.
         resume: go on with the run where there is one.
 
     Raises:

@@ -1,7 +1,7 @@
 """What a run's evaluations say of its states: which is the best, and whether to go on."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from megatrain.config import Config
@@ -48,6 +48,10 @@ class Watch:
     def ranked(self) -> list[int]:
         """The evaluated steps, the best first; the earlier one of two alike."""
         return [step for _, step in sorted(self._values)]
+
+    def best_of(self, steps: Collection[int]) -> int | None:
+        """The best of these steps; None: none of them was evaluated."""
+        return next((step for step in self.ranked if step in steps), None)
 
     @property
     def stop(self) -> str | None:

@@ -69,6 +69,21 @@ def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path, cap
     assert f"the state of step {best} was better, but is not kept" in caplog.text
 
 
+def test_a_branch_takes_the_best_state_along(megatrain, run_file, tmp_path):
+    run, new = run_file.parent / "run", tmp_path / "new"
+    slow = {"schedule__name": "constant_with_warmup"}
+    assert megatrain("train", run_file, *sets(**WORSE | slow, **BEST)).exit_code == 0
+    best = checkpoint_steps(run)[0]
+    result = megatrain("branch", run, new, *sets(training__steps=9))
+    assert result.exit_code == 0, result.output
+    assert f"the model of step {best}, the best" in result.stdout
+    assert checkpoint_steps(new) == [best, 9] and same_weights(new / "model", run / "model")
+    shutil.rmtree(new)
+    plain = sets(training__steps=9, checkpoint__best=None, checkpoint__load_best=False)
+    assert megatrain("branch", run, new, *plain).exit_code == 0
+    assert best not in checkpoint_steps(new)
+
+
 def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file):
     run = run_file.parent / "run"
     early = sets(**WORSE, training__early_stopping={"patience": 2})
@@ -212,6 +227,30 @@ def test_callbacks_of_transformers_work(run_file, capsys):
     best = losses.index(min(losses)) + 1
     assert outcome.steps == best + 2 < 8
     assert "'learning_rate'" in capsys.readouterr().out
+
+
+def test_callbacks_that_export_their_state_go_on_with_it(run_file):
+    """They know also of an evaluation that came after the save."""
+    overrides = [f"{name.replace('__', '.')}={json.dumps(v)}" for name, v in WORSE.items()]
+    overrides += ["checkpoint.best=eval_loss", "schedule.name=constant_with_warmup"]
+    whole = package.run(
+        run_file,
+        [*overrides, f"output.folder={run_file.parent / 'whole'}"],
+        callbacks=[EarlyStoppingCallback(2)],
+    )
+    patient = EarlyStoppingCallback(2)
+    package.run(run_file, [*overrides, f"training.steps={whole.steps - 1}"], callbacks=[patient])
+    assert patient.early_stopping_patience_counter == 1
+    resumed = package.run(run_file, overrides, callbacks=[EarlyStoppingCallback(2)], resume=True)
+    assert resumed.steps == whole.steps < 8 and resumed.early == "a callback asked for it"
+
+
+def test_what_callbacks_export_may_not_cost_the_save(run_file, caplog):
+    patient = EarlyStoppingCallback(2)
+    patient.state = lambda: {"attributes": {"seen": print}}
+    assert package.run(run_file, callbacks=[patient]).steps == 6
+    assert "callbacks will begin anew on resume: Object of type builtin" in caplog.text
+    assert checkpoint_steps(run_file.parent / "run") == [6]
 
 
 def test_what_is_no_callback_is_refused(run_file):

@@ -2,7 +2,11 @@
 
 import shutil
 
+import pytest
+import yaml
 from huggingface_hub import ModelCard
+
+from megatrain.train.card import write_card
 
 
 def test_an_export_of_a_run_tells_where_it_comes_from(megatrain, trained, talker, tmp_path):
@@ -35,6 +39,37 @@ def test_what_the_hub_has_is_named_in_the_header(megatrain, trained, tmp_path):
     assert megatrain("export", run, tmp_path / "out").exit_code == 0
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.base_model, card.data.license) == ("some/base", "apache-2.0")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("README.md", "---\nlicense: llama3.1\n---\n# A model", "llama3.1"),
+        ("README.md", "---\nlicense: [\n---\n# A broken one", None),
+        ("model/LICENSE.txt", "LLAMA 3.1  COMMUNITY\nLICENSE AGREEMENT", "llama3.1"),
+        ("model/COPYING", "Do as you please.", "other"),
+    ],
+)
+def test_the_licence_is_that_of_the_source(trained, tmp_path, name, text, wanted):
+    run = tmp_path / "run"
+    shutil.copytree(trained[0], run)
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["model"] |= {"path": str(run), "config": None}
+    tree["data"]["eval_path"], tree["data"]["eval_fraction"] = {"mine": [f"{run}/a.jsonl"]}, 0.0
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    (run / name).write_text(text)
+    write_card(run / "model", run)
+    card = ModelCard.load(run / "model" / "README.md")
+    assert card.data.license == wanted
+    assert "mine:\n    - a.jsonl" in card.text
+
+
+def test_a_model_with_a_template_that_learnt_texts_is_no_chat_model(base, tmp_path):
+    write_card(base, base.parent)
+    told = (base / "README.md").read_text()
+    (base / "README.md").unlink()
+    (base / "loss.png").unlink()
+    assert "a language model, trained from" in told and '"role": "user"' not in told
 
 
 def test_a_model_of_no_run_gets_no_card(megatrain, trained, tmp_path):
