@@ -67,7 +67,7 @@ class RunState:
         step, parts = fields.pop("step"), fields.values()
         if type(step) is not int or step < 0 or not all(isinstance(p, dict) for p in parts):
             raise InputError(f"{where}: not a checkpoint of a training run; choose another")
-        return cls(step=step, **fields)  # type: ignore[arg-type]
+        return cls(step=step, **fields)
 
 
 @dataclass(frozen=True)
