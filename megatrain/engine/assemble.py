@@ -1,7 +1,7 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -9,9 +9,9 @@ from megatrain.device import Device
 from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.expert_split import staged
+from megatrain.engine.head import HeadMath, WholeHead
 from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.layer import Layer
-from megatrain.engine.makers import Makers
 from megatrain.engine.modules import Head, Prologue
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.sink import Sink
@@ -25,8 +25,10 @@ from megatrain.engine.tile_slice import (
     vocab_slices,
 )
 from megatrain.engine.update import Update
-from megatrain.engine.vocab_split import in_shards
-from megatrain.model.program import Program
+from megatrain.engine.vocab_split import VocabSplit, in_shards
+from megatrain.loss import Loss, Summed, range_gradient, range_statistics
+from megatrain.model.compiled import compile_and_tell
+from megatrain.model.program import ModelProgram, Program
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement
@@ -63,14 +65,16 @@ def tile_layouts(spec: ModelSpec, groups: dict[str, int]) -> list[TileLayout]:
 
 @dataclass
 class Assembly:
-    """Everything that `parts` is made of; `piece`: elements of a gradient that leave at once."""
+    """Everything that `parts` is made of; `piece`: elements of a gradient that leave at once.
+
+    The forecast makes what computes in another way (forecast/meta_assembly.py).
+    """
 
     device: Device
     program: Program
     store: Store
     dtype: torch.dtype
     placement: Placement
-    makers: Makers
     piece: int | None = None
 
     @cached_property
@@ -152,14 +156,35 @@ class Assembly:
             if visit in self.expert_slices:
                 trunk += staged(device, program, self.expert_slices[visit], visit)
             else:
-                tile = self.layers[visit]
-                trunk.append(self.makers.layer(device, tile, visit, policy, offload))
+                trunk.append(self.layer(visit, policy, offload))
         if self.vocab_slices is not None:
-            rows = self.makers.rows(self.placement)
-            shards, last = in_shards(device, program, self.vocab_slices, rows)
+            shards, last = in_shards(device, program, self.vocab_slices, self.vocab_split())
             return [*trunk, *shards], last
-        whole = self.makers.head(self.placement)
-        return trunk, Head(device, program, self.head, whole)
+        return trunk, Head(device, program, self.head, self.whole_head())
+
+    def layer(self, visit: int, policy: ActivationPolicy, offload: HostOffload | None) -> Layer:
+        """A layer that is streamed as a whole."""
+        return Layer(self.device, self.program, self.layers[visit], visit, policy, offload)
+
+    def whole_head(self) -> HeadMath:
+        """What is computed with a head that is streamed as a whole."""
+        assert isinstance(self.program, ModelProgram)
+        compiled = self.placement.compile
+
+        @cache
+        def summed(loss: Loss) -> Summed:
+            return compile_and_tell(loss.summed, "the loss") if compiled else loss.summed
+
+        return WholeHead(self.program, self.placement.head_tokens, summed)
+
+    def vocab_split(self) -> VocabSplit:
+        """What is computed with one that is streamed in ranges of its table's rows."""
+        assert isinstance(self.program, ModelProgram)
+        statistics, gradient = range_statistics, range_gradient
+        if self.placement.compile:
+            statistics = compile_and_tell(statistics, "the loss of some rows")
+            gradient = compile_and_tell(gradient, "the gradient of some rows")
+        return VocabSplit(self.program, self.placement.head_tokens, statistics, gradient)
 
     def embedding(self, sink: Sink | None, work: ScratchArena) -> Embedding:
         return Embedding(

@@ -2,25 +2,18 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.host_offload import HostOffload, packed_bytes
+from megatrain.engine.layer import Layer
+from megatrain.engine.modules import Prologue
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations
 
 _KEEP, _GIVE = Name(Kind.NOTE, "keep"), Name(Kind.NOTE, "give")
-
-
-class Boundary(Protocol):
-    """What `Saved` asks of a unit: its place, and the activations that it reads."""
-
-    visit: int
-    inputs: list[Ref]
-    new_inputs: list[Ref]  # made by the unit before it, read by it or a later layer
 
 
 class DeviceBoundaries:
@@ -36,7 +29,7 @@ class DeviceBoundaries:
         """Forget everything; a step of `num_micro` micro-batches begins."""
         self._kept = [{} for _ in range(num_micro)]
 
-    def put(self, unit: Boundary, h: list[Activations]) -> None:
+    def put(self, unit: Prologue | Layer, h: list[Activations]) -> None:
         """Keep what `unit` is about to read and nobody has kept yet."""
         for index, kept in enumerate(self._kept):
 
@@ -45,7 +38,7 @@ class DeviceBoundaries:
 
             self._device.run(COMPUTE, _KEEP, keep)
 
-    def take(self, unit: Boundary) -> Iterator[Activations]:
+    def take(self, unit: Prologue | Layer) -> Iterator[Activations]:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
         for kept in self._kept:
 
@@ -76,7 +69,7 @@ class HostBoundaries:
         self._num_micro = num_micro
         self._offload.begin()
 
-    def put(self, unit: Boundary, h: list[Activations]) -> None:
+    def put(self, unit: Prologue | Layer, h: list[Activations]) -> None:
         """Send out what `unit` is about to read and nobody has sent yet."""
         keys = [(index, ref) for index in range(self._num_micro) for ref in unit.new_inputs]
         # Where nothing is computed there are no values.
@@ -88,7 +81,7 @@ class HostBoundaries:
         reads = [[(index, ref) for ref in unit.inputs] for index in range(self._num_micro)]
         self._offload.expect(*reads)
 
-    def take(self, unit: Boundary) -> Iterator[Activations]:
+    def take(self, unit: Prologue | Layer) -> Iterator[Activations]:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
         for _ in range(self._num_micro):
             for items, buffers in self._offload.take(len(unit.inputs)):

@@ -25,14 +25,27 @@ from megatrain.engine.sink import HostGrad, Sink
 from megatrain.store import Tier, Tile
 from megatrain.tile import Entry
 
+_NOWHERE = Buffer("nowhere", torch.empty(0))
 
-@dataclass
+
+@dataclass(eq=False)
 class _Table:
-    """One gathered table; `tied` if the head streams it as well."""
+    """One gathered table, and its rows of a step.
+
+    Attributes:
+        tied: the head streams it as well.
+        rows, sums: on the device, and the sums of their gradients.
+        staging: on the host.
+        free: the copy that read `staging` is done.
+    """
 
     tile: Tile
     entry: Entry
     tied: bool
+    rows: Buffer = _NOWHERE
+    sums: Buffer = _NOWHERE
+    staging: Buffer = _NOWHERE
+    free: Any = None
 
     @property
     def width(self) -> int:
@@ -41,49 +54,13 @@ class _Table:
     def of(self, plane: Buffer) -> Tensor:
         return self.entry.view(plane.data)
 
-
-class _Staging:
-    """A table's rows of one step on the host."""
-
-    def __init__(self, device: Device, table: _Table, dtype: torch.dtype) -> None:
-        self._device, self._table, self._dtype = device, table, dtype
-        self._buffer: Buffer | None = None
-        self.free: Any = None  # the copy that read it is done
-
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self._buffer is None else self._buffer.data.nbytes
-
-    def grow(self, numel: int) -> None:
-        """Make room for `numel` elements."""
-        if self._buffer is not None:
-            self._device.free(self._buffer)
-        name = Name(Memory.ROWS, f"{self._table.entry.name} staged rows")
-        self._buffer = self._device.host(name, numel, self._dtype, pinned=True)
-        self.free = None
-
-    @property
-    def buffer(self) -> Buffer:
-        assert self._buffer is not None
-        return self._buffer
-
-    def rows(self, unique_U: Tensor) -> Tensor:
-        """The room as `[U, D]`.
+    def first(self, buffer: Buffer, unique_U: Tensor) -> Tensor:
+        """The beginning of `rows`, `sums` or `staging` as `[U, D]`.
 
         For work on a host thread this is taken when the work is put on: by the time it runs, a
-        next step may have replaced the room by a larger one.
+        next step may have replaced the buffer by a larger one.
         """
-        width = self._table.width
-        return self.buffer.data[: len(unique_U) * width].view(-1, width)
-
-
-@dataclass
-class _Room:
-    """A table's rows of one step: on the device, their gradient sums, and on the host."""
-
-    rows: Buffer
-    sums: Buffer
-    staging: _Staging
+        return buffer.data[: len(unique_U) * self.width].view(-1, self.width)
 
 
 class Embedding:
@@ -103,7 +80,7 @@ class Embedding:
         keep_rows: bool,
     ) -> None:
         """Args: `names` of the gathered tables; `tied` the head's tile."""
-        self._device, self._sink, self._threads = device, sink, threads
+        self._device, self._sink, self._threads, self._dtype = device, sink, threads, dtype
         self._work, self._keep_rows = work, keep_rows
         self._tables = [
             _Table(tile, tile.layout.by_name[name], tile is tied)
@@ -111,9 +88,7 @@ class Embedding:
             for tile in tiles
             if name in tile.layout.by_name
         ]
-        self._staging = [_Staging(device, table, dtype) for table in self._tables]
         self._capacity = 0  # rows
-        self._rooms: list[_Room] = []
         if sink is not None:
             sink.expect_rows(t.tile for t in self._tables if t.entry.group is not None)
 
@@ -126,17 +101,16 @@ class Embedding:
     @property
     def host_bytes(self) -> int:
         """Pinned host memory held for rows on their way."""
-        return sum(staging.host_bytes for staging in self._staging)
+        return sum(table.staging.data.nbytes for table in self._tables)
 
     def fetch(self, batch: Batch) -> None:
         """Start the rows' way to the device and hand them to every micro-batch."""
         self._lay_out(len(batch.unique_U))
-        for table, room in zip(self._tables, self._rooms, strict=True):
+        for table in self._tables:
             if table.tile.rests.streamed:
-                plane, updated = table.tile.weights, table.tile.updated
-                self._gather(table, room, plane, updated, batch.unique_U)
-            self._bring(table, room, batch)
-            rows_UD = room.rows.data[: len(batch.unique_U) * table.width].view(-1, table.width)
+                self._gather(table, table.tile.weights, table.tile.updated, batch.unique_U)
+            self._bring(table, batch)
+            rows_UD = table.first(table.rows, batch.unique_U)
             for micro in batch.micro:
                 micro.rows.tables[table.entry.name] = rows_UD
 
@@ -150,93 +124,94 @@ class Embedding:
         if grows:
             self._capacity = max(num_rows, self._capacity * 3 // 2)
         lengths = [min(self._capacity, t.entry.shape[0]) * t.width for t in self._tables]
-        self._rooms = []  # they would hold on to a work room that is replaced
+        for table in self._tables:
+            table.rows = table.sums = _NOWHERE  # they would hold on to a range that is replaced
         names = [table.entry.name for table in self._tables]
         rooms = self._work.tables(names, lengths, kept=self._keep_rows)
-        for table, staging, length in zip(self._tables, self._staging, lengths, strict=True):
+        for table, room, length in zip(self._tables, rooms, lengths, strict=True):
+            table.rows, table.sums = room
             if grows and Tier.HOST in (table.tile.rests.weights, table.tile.rests.gradient):
-                staging.grow(length)
-        self._rooms = [
-            _Room(room.rows, room.sums, staging)
-            for room, staging in zip(rooms, self._staging, strict=True)
-        ]
+                if table.staging is not _NOWHERE:
+                    self._device.free(table.staging)
+                name = Name(Memory.ROWS, f"{table.entry.name} staged rows")
+                table.staging = self._device.host(name, length, self._dtype, pinned=True)
+                table.free = None
 
-    def _bring(self, table: _Table, room: _Room, batch: Batch) -> None:
+    def _bring(self, table: _Table, batch: Batch) -> None:
         """A table's rows to the device, from where they are or were gathered."""
         if not table.tile.rests.streamed:
-            self._gather_there(table, room, batch)
+            self._gather_there(table, batch)
         else:
-            self._arrive(room, room.rows, len(batch.unique_U) * table.width)
+            self._arrive(table, batch.unique_U)
 
     @property
     def rows(self) -> list[Buffer]:
         """What the prologue reads."""
-        return [room.rows for room in self._rooms]
+        return [table.rows for table in self._tables]
 
     @property
     def sums(self) -> list[Buffer]:
         """What the prologue's backward writes."""
-        return [room.sums for room in self._rooms]
+        return [table.sums for table in self._tables]
 
     def prepare_gradients(self, batch: Batch) -> None:
         """The rows are here again; sums of their gradients and their squares begin at zero."""
-        for table, room in zip(self._tables, self._rooms, strict=True):
+        for table in self._tables:
             if not self._keep_rows:
-                self._bring(table, room, batch)
+                self._bring(table, batch)
 
-            def work(room: _Room = room) -> None:
-                room.sums.data.zero_()
+            def work(table: _Table = table) -> None:
+                table.sums.data.zero_()
                 self.sink.clear_rows()
 
-            self._device.run(COMPUTE, "clear rows", work, writes=[room.sums, self.sink.squares])
+            self._device.run(COMPUTE, "clear rows", work, writes=[table.sums, self.sink.squares])
 
     def add(self, gradients: dict[str, Tensor]) -> None:
         """Add one micro-batch's row gradients `[U, D]`, by table name (inside compute work)."""
-        for table, room in zip(self._tables, self._rooms, strict=True):
+        for table in self._tables:
             if table.entry.name in gradients:
                 gradient = gradients[table.entry.name].reshape(-1)
-                room.sums.data[: gradient.numel()].add_(gradient)
+                table.sums.data[: gradient.numel()].add_(gradient)
 
     def give(self, batch: Batch) -> None:
         """Send the row gradients to their tiles' gradients on the host."""
         given: dict[int, tuple[Tile, HostGrad, Any]] = {}
-        for table, room in zip(self._tables, self._rooms, strict=True):
+        for table in self._tables:
             if table.entry.group is None:
                 continue
             if table.tile.rests.gradient is Tier.DEVICE:
-                given[table.tile.index] = self._add_there(table, room, batch)
+                given[table.tile.index] = self._add_there(table, batch)
                 continue
             if table.tied:
                 host_grad, landed = self.sink.landed[table.tile.index]
-                self._add_dense(table, room, host_grad, landed, batch.unique_U)
+                self._add_dense(table, host_grad, landed, batch.unique_U)
             elif table.tile.index in given:
                 host_grad = given[table.tile.index][1]
             else:
                 host_grad = self._cleared(table)
-            self._measure(table, room, len(batch.unique_U) * table.width)
-            landed = self._scatter(table, room, host_grad, batch.unique_U)
+            self._measure(table, batch.unique_U)
+            landed = self._scatter(table, host_grad, batch.unique_U)
             given[table.tile.index] = (table.tile, host_grad, landed)
         for tile, host_grad, landed in given.values():
             self.sink.ready(tile, host_grad, landed)
 
-    def _gather_there(self, table: _Table, room: _Room, batch: Batch) -> None:
+    def _gather_there(self, table: _Table, batch: Batch) -> None:
         """Rows of a table that rests on the device."""
-        out_UD = room.rows.data[: len(batch.unique_U) * table.width].view(-1, table.width)
+        out_UD = table.first(table.rows, batch.unique_U)
 
         def work() -> None:
             ids_U = batch.unique_U.to(out_UD.device)
             torch.index_select(table.of(table.tile.weights), 0, ids_U, out=out_UD)
 
-        self._device.run(COMPUTE, "gather", work, [table.tile.weights], [room.rows])
+        self._device.run(COMPUTE, "gather", work, [table.tile.weights], [table.rows])
 
-    def _add_there(self, table: _Table, room: _Room, batch: Batch) -> tuple[Tile, HostGrad, Any]:
+    def _add_there(self, table: _Table, batch: Batch) -> tuple[Tile, HostGrad, Any]:
         """The row gradients of such a table, added to its gradient on the device."""
         host_grad = self.sink.claim(table.tile, COMPUTE)
-        numel = len(batch.unique_U) * table.width
+        sums_UD = table.first(table.sums, batch.unique_U)
 
         def work() -> None:
-            ids_U = batch.unique_U.to(room.sums.data.device)
-            sums_UD = room.sums.data[:numel].view(-1, table.width)
+            ids_U = batch.unique_U.to(sums_UD.device)
             plane = table.of(host_grad.buffer)
             if table.tied:
                 rows_UD = plane[ids_U].float()
@@ -248,30 +223,28 @@ class Embedding:
             plane.index_copy_(0, ids_U, sums_UD.to(plane.dtype))
 
         writes = [host_grad.buffer, self.sink.squares]
-        self._device.run(COMPUTE, "add rows", work, [room.sums], writes)
+        self._device.run(COMPUTE, "add rows", work, [table.sums], writes)
         return table.tile, host_grad, self._device.record(COMPUTE)
 
-    def _gather(
-        self, table: _Table, room: _Room, plane: Buffer, after: Any, unique_U: Tensor
-    ) -> None:
+    def _gather(self, table: _Table, plane: Buffer, after: Any, unique_U: Tensor) -> None:
         """Rows of a host plane into the staging room, by a host thread."""
-        out_UD = room.staging.rows(unique_U)
+        out_UD = table.first(table.staging, unique_U)
 
         def work() -> None:
             kernels.gather_rows(table.of(plane), unique_U, out_UD, threads=self._threads)
 
         self._device.wait(ROWS, after, "rows due")
-        self._device.wait(ROWS, room.staging.free, "staging free")
-        self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [room.staging.buffer])
+        self._device.wait(ROWS, table.free, "staging free")
+        self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [table.staging])
 
-    def _arrive(self, room: _Room, to: Buffer, numel: int) -> None:
+    def _arrive(self, table: _Table, unique_U: Tensor) -> None:
         """Staged rows to the device; later compute work may read them."""
         device = self._device
         device.wait(COPY_IN, device.record(ROWS), "rows gathered")
         device.wait(COPY_IN, device.record(COMPUTE), "row room free")
-        device.copy(COPY_IN, to, room.staging.buffer, numel)
-        room.staging.free = device.record(COPY_IN)
-        device.wait(COMPUTE, room.staging.free, "rows arrived")
+        device.copy(COPY_IN, table.rows, table.staging, len(unique_U) * table.width)
+        table.free = device.record(COPY_IN)
+        device.wait(COMPUTE, table.free, "rows arrived")
 
     def _cleared(self, table: _Table) -> HostGrad:
         host_grad = self.sink.claim(table.tile, ROWS)
@@ -284,44 +257,41 @@ class Embedding:
         )
         return host_grad
 
-    def _add_dense(
-        self, table: _Table, room: _Room, host_grad: HostGrad, landed: Any, unique_U: Tensor
-    ) -> None:
+    def _add_dense(self, table: _Table, host_grad: HostGrad, landed: Any, unique_U: Tensor) -> None:
         """Add the head's gradient of these rows to the sums, correcting the measured square."""
-        numel = len(unique_U) * table.width
-        self._gather(table, room, host_grad.buffer, landed, unique_U)
-        self._arrive(room, room.rows, numel)
+        self._gather(table, host_grad.buffer, landed, unique_U)
+        self._arrive(table, unique_U)
 
         def work() -> None:
-            rows, sums = room.rows.data[:numel].float(), room.sums.data[:numel]
-            self.sink.measure_rows(sums, rows)
-            sums.add_(rows)
+            rows_UD = table.first(table.rows, unique_U).float()
+            sums_UD = table.first(table.sums, unique_U)
+            self.sink.measure_rows(sums_UD, rows_UD)
+            sums_UD.add_(rows_UD)
 
-        writes = [room.sums, self.sink.squares]
-        self._device.run(COMPUTE, "add tied rows", work, [room.rows], writes)
+        writes = [table.sums, self.sink.squares]
+        self._device.run(COMPUTE, "add tied rows", work, [table.rows], writes)
 
-    def _measure(self, table: _Table, room: _Room, numel: int) -> None:
+    def _measure(self, table: _Table, unique_U: Tensor) -> None:
         """Round the sums for their way out; an untied table's square is taken here."""
 
         def work() -> None:
-            sums = room.sums.data[:numel]
+            sums_UD = table.first(table.sums, unique_U)
             if not table.tied:
-                self.sink.measure_rows(sums)
-            room.rows.data[:numel].copy_(sums)
+                self.sink.measure_rows(sums_UD)
+            table.first(table.rows, unique_U).copy_(sums_UD)
 
-        self._device.run(COMPUTE, "measure rows", work, [room.sums], [room.rows, self.sink.squares])
+        writes = [table.rows, self.sink.squares]
+        self._device.run(COMPUTE, "measure rows", work, [table.sums], writes)
 
-    def _scatter(self, table: _Table, room: _Room, host_grad: HostGrad, unique_U: Tensor) -> Any:
-        device, rows_UD = self._device, room.staging.rows(unique_U)
+    def _scatter(self, table: _Table, host_grad: HostGrad, unique_U: Tensor) -> Any:
+        device, rows_UD = self._device, table.first(table.staging, unique_U)
 
         def work() -> None:
             plane = table.of(host_grad.buffer)
             kernels.scatter_rows(plane, unique_U, rows_UD, threads=self._threads)
 
         device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")
-        device.copy(COPY_OUT, room.staging.buffer, room.rows, rows_UD.numel())
+        device.copy(COPY_OUT, table.staging, table.rows, rows_UD.numel())
         device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")
-        device.run(
-            ROWS, f"scatter {table.entry.name}", work, [room.staging.buffer], [host_grad.buffer]
-        )
+        device.run(ROWS, f"scatter {table.entry.name}", work, [table.staging], [host_grad.buffer])
         return device.record(ROWS)

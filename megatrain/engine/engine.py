@@ -18,7 +18,6 @@ from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.batch import Batch, given_loss, most_tokens, prepare
 from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
-from megatrain.engine.makers import TorchMakers
 from megatrain.engine.masks import check_masks
 from megatrain.engine.modules import Head, State
 from megatrain.engine.opened import Opened
@@ -99,19 +98,13 @@ class PlacedEngine:
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
         self._program = ModelProgram(self._spec, self.device.torch_device, self._dtype)
         self._program.tile_epilogue(placement.head_tokens)
-        makers = TorchMakers(self._program)
-        assembly = Assembly(self.device, self._program, self._store, self._dtype, placement, makers)
+        assembly = Assembly(self.device, self._program, self._store, self._dtype, placement)
         self._parts: Parts = (
             assembly.inference()
             if self.optimizer is None
             else assembly.training(self.optimizer, opened.max_grad_norm)
         )
-        both = (True, False)
-        self._policies = {
-            (graphs, host): assembly.policies(graphs=graphs, host=host)
-            for graphs in both
-            for host in both
-        }
+        self._policies = assembly.policies
         self._host = HostMemoryGuard(self._store, self._parts, opened.host_limit, planned)
         self._packing = Packing(self.config, self._dtype, self._trial_losses)
 
@@ -148,7 +141,7 @@ class PlacedEngine:
         # In a batch larger than the placement was chosen for, layers save no graphs on the device.
         graphs = self._planned is None or self._planned.holds(batch)
         with self._undisturbed(), self._host.of(batch.num_tokens) as host:
-            report = train_step(self._parts.under(self._policies[graphs, host]), batch)
+            report = train_step(self._parts.under(self._policies(graphs=graphs, host=host)), batch)
         self._steps += 1
         self.optimizer.took_step()
         seconds = time.perf_counter() - start

@@ -10,14 +10,16 @@ What is computed twice for it: in each sweep, all but the experts.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, Kind, Name
+from megatrain.device.base import Kind, Name
 from megatrain.engine.batch import Batch
-from megatrain.engine.layer import Layer, Stage
+from megatrain.engine.layer import Layer, Stage, Turn
 from megatrain.engine.modules import State
 from megatrain.engine.saved_tensors import Graph
 from megatrain.engine.sink import GradAccumulator
@@ -82,16 +84,10 @@ class After(_AroundExperts):
         super().begin()
         self.results.clear()
 
-    def _ready(
-        self,
-        index: int,
-        slot: Buffer,
-        micro: MicroBatch,
-        values: Activations,
-        returned: list[Tensor],
-    ) -> Graph:
-        self.results[index] = values[self.result].clone()  # it may lie in a lane from the host
-        return self._graph(slot, micro, values)[0]
+    def _ready(self, at: Turn, returned: list[Tensor]) -> Graph:
+        result = at.values[self.result]
+        self.results[at.index] = result.clone()  # it may lie in a lane from the host
+        return self._graph(at)[0]
 
 
 class Before(_AroundExperts):
@@ -105,16 +101,9 @@ class Before(_AroundExperts):
         self.live_out |= set(self.inputs)
         self._after = after
 
-    def _ready(
-        self,
-        index: int,
-        slot: Buffer,
-        micro: MicroBatch,
-        values: Activations,
-        returned: list[Tensor],
-    ) -> Graph:
-        result = self._after.results.pop(index)
-        return self._graph(slot, micro, {**values, self.result: result})[0]
+    def _ready(self, at: Turn, returned: list[Tensor]) -> Graph:
+        result = self._after.results.pop(at.index)
+        return self._graph(replace(at, values={**at.values, self.result: result}))[0]
 
 
 class Group(Stage):
@@ -134,19 +123,13 @@ class Group(Stage):
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The sum of the experts' results so far, beside the other activations."""
-        out = []
-        for index in range(len(batch.micro)):
-            self.seed(batch, self.visit, index)
 
-            def work(index: int = index) -> Activations:
-                with torch.no_grad():
-                    total = self._add(self.weights(slot), h[index])
-                return {**h[index], self._result: total}
+        def work(micro: MicroBatch, values: Activations) -> Activations:
+            with torch.no_grad():
+                return {**values, self._result: self._add(self.weights(slot), values)}
 
-            out.append(
-                self.device.run(COMPUTE, Name(Kind.PART, f"{self.name} experts"), work, [slot])
-            )
-        return out
+        name = Name(Kind.PART, f"{self.name} experts")
+        return self.each(name, batch, work, h, reads=[slot])
 
     def _add(self, weights: dict[str, Tensor], values: Activations) -> Tensor:
         pairs, rows = self._chosen(values)
@@ -168,19 +151,17 @@ class Group(Stage):
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
     ) -> State:
         """Gradients of the weights into `room`; those of what the experts are given are added."""
-        out = []
-        for index, values in enumerate(h):
-            self.seed(batch, self.visit, index)
-
-            def work(index: int = index, values: Activations = values) -> Activations:
-                return self._pull(slot, values, dh[index], room)
-
-            name = Name(Kind.PART_BACKWARD, f"{self.name} experts backward")
-            out.append(self.device.run(COMPUTE, name, work, [slot], [room.sums]))
-        return out
+        name = Name(Kind.PART_BACKWARD, f"{self.name} experts backward")
+        pull = partial(self._pull, slot, room)
+        return self.each(name, batch, pull, h, dh, reads=[slot], writes=[room.sums])
 
     def _pull(
-        self, slot: Buffer, values: Activations, dh: Activations, room: GradAccumulator
+        self,
+        slot: Buffer,
+        room: GradAccumulator,
+        micro: MicroBatch,
+        values: Activations,
+        dh: Activations,
     ) -> Activations:
         hidden, _, shares = self.inputs
         for ref in (hidden, shares):

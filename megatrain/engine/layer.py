@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -26,6 +27,16 @@ from megatrain.model import attention
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Saves
 from megatrain.store import Tile
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One micro-batch at a layer: its number, its tensors, the weights, the activations so far."""
+
+    index: int
+    slot: Buffer
+    micro: MicroBatch
+    values: Activations
 
 
 class Layer(StreamedModule):
@@ -90,13 +101,13 @@ class Layer(StreamedModule):
         """The activations after this layer, of every micro-batch."""
         out = []
         for index, micro in enumerate(batch.micro):
-            self.seed(batch, self.visit, index)
+            self.seed(batch, index)
             leaving = OffloadPlan() if train and self._offloads else None
 
             def work(
                 index: int = index, micro: MicroBatch = micro, leaving: OffloadPlan | None = leaving
             ) -> Activations:
-                made = self._forward(slot, micro, h[index], index, leaving, train=train)
+                made = self._forward(Turn(index, slot, micro, h[index]), leaving, train=train)
                 kept = {ref: value for ref, value in h[index].items() if ref in self.live_out}
                 return {**kept, **made}
 
@@ -109,34 +120,26 @@ class Layer(StreamedModule):
             self.offload.expect(*([(self.visit, index)] for index in range(len(batch.micro))))
         return out
 
-    def _forward(
-        self,
-        slot: Buffer,
-        micro: MicroBatch,
-        values: Activations,
-        index: int,
-        leaving: OffloadPlan | None,
-        *,
-        train: bool,
-    ) -> Activations:
-        saves = self._saves(slot, micro, values) if train else None
+    def _forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
+        saves = self._saves(at) if train else None
         if saves is not None:
-            graph, made = self._kept_graph(slot, micro, values, leaving, saves)
-            self._waiting[index] = graph
+            graph, made = self._kept_graph(at, leaving, saves)
+            self._waiting[at.index] = graph
             return made
         if train and self.policy.saves == "attention":
             with attention.Keep() as kept:
-                _, made = self._graph(slot, micro, values)
-            self._waiting[index] = KeptAttention(kept.results, leaving)
+                _, made = self._graph(at)
+            self._waiting[at.index] = KeptAttention(kept.results, leaving)
             return made
         with torch.no_grad():
-            return self._call(self.weights(slot), micro, values)
+            return self._call(self.weights(at.slot), at.micro, at.values)
 
-    def _saves(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Saves | None:
+    def _saves(self, at: Turn) -> Saves | None:
         """What is saved by the graph that waits for the backward; None: no graph waits."""
         if self.policy.saves != "nothing":
             return "graph" if self.policy.saves == "graph" else None
-        repeats = self.program.repeats(self.visit, partial(self.weights, slot), micro, values)
+        weights = partial(self.weights, at.slot)
+        repeats = self.program.repeats(self.visit, weights, at.micro, at.values)
         return "nothing" if repeats else None
 
     def vjp(
@@ -148,18 +151,12 @@ class Layer(StreamedModule):
         """
         out = []
         for index, values in enumerate(h):  # `h` is asked for its end, which frees its lanes
-            self.seed(batch, self.visit, index)
-            micro = batch.micro[index]
+            self.seed(batch, index)
+            at = Turn(index, slot, batch.micro[index], values)
             for returned, buffers in self._returned():
 
-                def work(
-                    index: int = index,
-                    micro: MicroBatch = micro,
-                    values: Activations = values,
-                    returned: list[Tensor] = returned,
-                ) -> Activations:
-                    graph = self._ready(index, slot, micro, values, returned)
-                    return graph.pull(self.made, dh[index], room)
+                def work(at: Turn = at, returned: list[Tensor] = returned) -> Activations:
+                    return self._ready(at, returned).pull(self.made, dh[at.index], room)
 
                 reads = [slot, *buffers]
                 out.append(self.device.run(COMPUTE, self.backward_name, work, reads, [room.sums]))
@@ -175,36 +172,24 @@ class Layer(StreamedModule):
         for [tensors], buffers in self.offload.take(1):
             yield tensors, buffers
 
-    def _ready(
-        self,
-        index: int,
-        slot: Buffer,
-        micro: MicroBatch,
-        values: Activations,
-        returned: list[Tensor],
-    ) -> Graph:
+    def _ready(self, at: Turn, returned: list[Tensor]) -> Graph:
         """The graph of a micro-batch: it has waited, or is made now."""
-        waiting = self._waiting.pop(index, None)
+        waiting = self._waiting.pop(at.index, None)
         if isinstance(waiting, KeptGraph):
-            waiting.held.give_back(slot.data, values, returned)
+            waiting.held.give_back(at.slot.data, at.values, returned)
             return waiting.graph
         if waiting is None:
-            return self._graph(slot, micro, values)[0]
+            return self._graph(at)[0]
         with attention.Replay(waiting.results(returned)):
-            return self._graph(slot, micro, values)[0]
+            return self._graph(at)[0]
 
     def _kept_graph(
-        self,
-        slot: Buffer,
-        micro: MicroBatch,
-        values: Activations,
-        leaving: OffloadPlan | None,
-        saves: Saves,
+        self, at: Turn, leaving: OffloadPlan | None, saves: Saves
     ) -> tuple[KeptGraph, Activations]:
-        own = {ref: value for ref, value in values.items() if ref in self.inputs}
-        held = SavedTensors(slot.data, own, micro.calls[self.visit].leaves, leaving)
+        own = {ref: value for ref, value in at.values.items() if ref in self.inputs}
+        held = SavedTensors(at.slot.data, own, at.micro.calls[self.visit].leaves, leaving)
         with held.saving():
-            graph, made = self._graph(slot, micro, values, saves)
+            graph, made = self._graph(at, saves)
         held.let_go()
         graph.let_go()
         return KeptGraph(graph, held), made
@@ -218,17 +203,15 @@ class Layer(StreamedModule):
     ) -> Activations:
         return self.program.layer(self.visit, weights, micro, values, saves)
 
-    def _graph(
-        self, slot: Buffer, micro: MicroBatch, values: Activations, saves: Saves | None = None
-    ) -> tuple[Graph, Activations]:
-        weights, names = self.leaves(slot)
+    def _graph(self, at: Turn, saves: Saves | None = None) -> tuple[Graph, Activations]:
+        weights, names = self.leaves(at.slot)
         inputs = {
             ref: value.detach().requires_grad_(value.is_floating_point())
-            for ref, value in values.items()
+            for ref, value in at.values.items()
             if ref in self.grad_inputs
         }
         with torch.enable_grad():
-            made = self._call(weights, micro, {**values, **inputs}, saves)
+            made = self._call(weights, at.micro, {**at.values, **inputs}, saves)
         sources = [weights[name.removeprefix(self.prefix)] for name in names]
         detached = {ref: value.detach() for ref, value in made.items()}
         return Graph.of(inputs, made, sources, names), detached
@@ -243,5 +226,5 @@ class Stage(Layer):
         """The stage as it is."""
         return self
 
-    def _saves(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Saves | None:
+    def _saves(self, at: Turn) -> Saves | None:
         return None

@@ -37,7 +37,10 @@ class StreamedModule:
     Attributes:
         tile: where its weights rest.
         prefix: what the tile's parameter names have before the names that the function knows.
+        visit: its place among the layers, from 0.
     """
+
+    visit: int
 
     def __init__(
         self, device: Device, program: Program, tile: Tile | TileSlice, prefix: str = ""
@@ -66,9 +69,26 @@ class StreamedModule:
             weights[name.removeprefix(self.prefix)].requires_grad_()
         return weights, names
 
-    def seed(self, batch: Batch, visit: int, index: int) -> None:
+    def seed(self, batch: Batch, index: int) -> None:
         """Random numbers that depend on the place alone: a recomputed dropout is the same."""
-        self.device.seed(derived_seed(batch.seed, visit, index))
+        self.device.seed(derived_seed(batch.seed, self.visit, index))
+
+    def each(
+        self,
+        name: str,
+        batch: Batch,
+        work: Callable[..., Any],
+        *states: Iterable[Activations],
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer] = (),
+    ) -> list[Any]:
+        """Put `work(micro-batch, its own of each of `states`)` on COMPUTE for every micro-batch."""
+        made = []
+        # All of `states` are asked for their end, which frees what the last one lies in.
+        for index, given in enumerate(zip(batch.micro, *states, strict=True)):
+            self.seed(batch, index)
+            made.append(self.device.run(COMPUTE, name, partial(work, *given), reads, writes))
+        return made
 
 
 class Prologue(StreamedModule):
@@ -84,18 +104,13 @@ class Prologue(StreamedModule):
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The first activations of every micro-batch (`h` is not read: there are none)."""
-        reads = [slot, *self.embedding.rows]
 
         def work(micro: MicroBatch) -> Activations:
             with torch.enable_grad():  # what requires gradients here is an activation there
                 values = self.program.prologue(self._all_leaves(slot), _rows_as_leaves(micro))
             return {ref: value.detach() for ref, value in values.items()}
 
-        out = []
-        for index, micro in enumerate(batch.micro):
-            self.seed(batch, self.visit, index)
-            out.append(self.device.run(COMPUTE, PROLOGUE_NAME, partial(work, micro), reads))
-        return out
+        return self.each(PROLOGUE_NAME, batch, work, reads=[slot, *self.embedding.rows])
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
@@ -103,21 +118,13 @@ class Prologue(StreamedModule):
         """Gradients of the prologue's weights into `room`, of the rows into `embedding`."""
         self.embedding.prepare_gradients(batch)
         reads, writes = [slot, *self.embedding.rows], [room.sums, *self.embedding.sums]
-        for index in range(len(batch.micro)):
-            self.seed(batch, self.visit, index)
-            self.device.run(
-                COMPUTE,
-                Name(Kind.PROLOGUE, "prologue backward"),
-                partial(self._pull, slot, batch, index, dh, room),
-                reads,
-                writes,
-            )
+        name, pull = Name(Kind.PROLOGUE, "prologue backward"), partial(self._pull, slot, room)
+        self.each(name, batch, pull, dh, reads=reads, writes=writes)
         return [{} for _ in batch.micro]
 
     def _pull(
-        self, slot: Buffer, batch: Batch, index: int, state: State, room: GradAccumulator
+        self, slot: Buffer, room: GradAccumulator, micro: MicroBatch, dh: Activations
     ) -> None:
-        micro, dh = batch.micro[index], state[index]
         weights, names = self.leaves(slot)
         with torch.enable_grad():
             values = self.program.prologue({**self._all_leaves(slot), **weights}, micro)
@@ -150,7 +157,7 @@ class Head(StreamedModule):
         self, device: Device, program: Program, tile: Tile | TileSlice, computed: HeadMath
     ) -> None:
         super().__init__(device, program, tile)
-        self.computed, self._visit = computed, len(program.spec.layers)
+        self.computed, self.visit = computed, len(program.spec.layers)
 
     def loss_and_vjp(
         self, slot: Buffer, batch: Batch, h: State, room: GradAccumulator
@@ -163,7 +170,7 @@ class Head(StreamedModule):
         losses: list[Any] = []
         dh: list[Any] = []
         for index, micro in enumerate(batch.micro):
-            self.seed(batch, self._visit, index)
+            self.seed(batch, index)
 
             def work(index: int = index, micro: MicroBatch = micro) -> tuple[Tensor, Activations]:
                 weights, names = self.leaves(slot)
@@ -205,7 +212,7 @@ class Head(StreamedModule):
         def work(micro: MicroBatch, values: Activations) -> Tensor:
             return self.computed.loss(self.weights(slot), micro, values) / batch.normaliser
 
-        return self._each(slot, batch, h, work)
+        return self.each(HEAD_NAME, batch, work, h, reads=[slot])
 
     def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each token's loss `[B, T]`, fp32; 0 where nothing is predicted."""
@@ -214,7 +221,7 @@ class Head(StreamedModule):
             found = self.computed.losses(self.weights(slot), micro, values)
             return found.view(micro.rows.ids.shape)
 
-        return self._each(slot, batch, h, work)
+        return self.each(HEAD_NAME, batch, work, h, reads=[slot])
 
     def logits(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""
@@ -222,17 +229,4 @@ class Head(StreamedModule):
         def work(micro: MicroBatch, values: Activations) -> Tensor:
             return self.computed.logits(self.weights(slot), micro, values)
 
-        return self._each(slot, batch, h, work)
-
-    def _each(
-        self,
-        slot: Buffer,
-        batch: Batch,
-        h: State,
-        work: Callable[[MicroBatch, Activations], Tensor],
-    ) -> list[Tensor]:
-        made = []
-        for index, (micro, values) in enumerate(zip(batch.micro, h, strict=True)):
-            self.seed(batch, self._visit, index)  # as in another visit of the step
-            made.append(self.device.run(COMPUTE, HEAD_NAME, partial(work, micro, values), [slot]))
-        return made
+        return self.each(HEAD_NAME, batch, work, h, reads=[slot])

@@ -10,7 +10,6 @@ lie where the sums are; they are brought again for the backward.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,14 +19,6 @@ from megatrain.device.base import COMPUTE, Memory, Name
 from megatrain.units import align
 
 _STEP = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
-
-
-@dataclass(frozen=True)
-class TableScratch:
-    """Where the rows of one table lie in a step, and the sums of their gradients."""
-
-    rows: Buffer
-    sums: Buffer
 
 
 class ScratchArena:
@@ -51,10 +42,13 @@ class ScratchArena:
 
     def tables(
         self, names: Sequence[str], lengths: Sequence[int], *, kept: bool
-    ) -> list[TableScratch]:
-        """Rooms for tables of so many elements, until the next call; the range grows if it must.
+    ) -> list[tuple[Buffer, Buffer]]:
+        """Where the rows of each table lie in a step, and the sums of their gradients.
+
+        That holds until the next call. The range grows if it must.
 
         Args:
+            lengths: elements of each table's rows.
             kept: the sums of tiles leave the rows alone.
         """
         self._overlapping = ()
@@ -65,14 +59,14 @@ class ScratchArena:
             del self._memory
             self._take(stop)
         rooms = [
-            TableScratch(
+            (
                 Buffer(f"{name} rows", self._memory[row:].view(self._dtype)[:length]),
                 Buffer(f"{name} row gradients", self._memory[start : start + length]),
             )
             for name, length, start, row in zip(names, lengths, sums, rows, strict=True)
         ]
-        every = [buffer for room in rooms for buffer in (room.rows, room.sums)]
-        self._overlapping = tuple(room.sums for room in rooms) if kept else tuple(every)
+        every = [buffer for room in rooms for buffer in room]
+        self._overlapping = tuple(sums for _, sums in rooms) if kept else tuple(every)
         # What was here was the sums', in the order of COMPUTE; rows that went out have gone, since
         # a step ends when all copies out have.
         self._device.run(COMPUTE, "lay out rows", lambda: None, writes=every)

@@ -82,11 +82,11 @@ def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
     found = Untrained({name: each.read() for name, each in stored.items()})
     for name, buffer in buffers.items():
         buffer.copy_(found.buffers[name])
-    usual, others = checkpoint.settings.dtype, checkpoint.settings.frozen_dtypes
+    others = checkpoint.settings.frozen_dtypes
     for tile in checkpoint.manifest.tiles:
         for each in tile.parameters:
             if each.group is None:
-                found.dtypes[each.name] = _dtype(checkpoint, others.get(each.name, usual))
+                found.dtypes[each.name] = saved_dtype(checkpoint, others.get(each.name))
     _restore_computed(checkpoint, model)
     return found
 
@@ -152,12 +152,9 @@ def saved_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
     return read_files({n: path for n, path in inner.items() if n != "config.json"})
 
 
-def saved_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of the model's source. Raises InputError."""
-    return _dtype(checkpoint, checkpoint.settings.dtype)
-
-
-def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
+def saved_dtype(checkpoint: Checkpoint, name: str | None = None) -> torch.dtype:
+    """The dtype of the model's source, or of this name. Raises InputError."""
+    name = name or checkpoint.settings.dtype
     if name not in SOURCE_DTYPES:
         raise InputError(f"{checkpoint.folder}: its dtype {name!r} is unknown")
     return SOURCE_DTYPES[name]

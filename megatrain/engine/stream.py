@@ -5,23 +5,17 @@ A slot is as large as the largest layer. A larger tile (the head) takes several 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, Memory, Name
+from megatrain.engine.modules import StreamedModule
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.store import Tile
 
-
-class Streamed(Protocol):
-    """Something computed with the weights of one tile, or of a slice of it."""
-
-    tile: Tile | TileSlice
-
-
-Unit = TypeVar("Unit", bound=Streamed)
+Unit = TypeVar("Unit", bound=StreamedModule)
 
 
 @dataclass(eq=False)
@@ -65,11 +59,11 @@ class Stream:
         # Device memory is free to use only in the order of COMPUTE, where it was given.
         device.run(COMPUTE, "allocate slots", lambda: None, writes=pieces)
         self._slots = [_Slot(piece, device.record(COMPUTE)) for piece in pieces]
-        self._itinerary: list[Streamed] = []
+        self._itinerary: list[StreamedModule] = []
         self._places: list[_Place] = []
         self._loaded = self._visited = 0
 
-    def begin(self, itinerary: Sequence[Streamed]) -> None:
+    def begin(self, itinerary: Sequence[StreamedModule]) -> None:
         """Set all visits of a step, both sweeps, and start the first loads."""
         self._itinerary = [unit for unit in itinerary if unit.tile.rests.streamed]
         self._places = list(self._plan())

@@ -202,13 +202,8 @@ def _parts_of_head(
     """What of the head is streamed as a whole in any case, and its bytes."""
     if projection.obstacle:
         return [(f"the head, {projection.obstacle},", tile.numel * itemsize)]
-    rest = [entry.name for entry in tile.entries if entry.name not in projection.names]
-    core = _layout(tile, "", dict.fromkeys(rest))
-    row = _layout(tile, "", dict.fromkeys(projection.names, (0, 1)))
-    return [
-        ("all but the rows of the head", core.numel * itemsize),
-        ("a row of the head", row.numel * itemsize),
-    ]
+    words = "all but the rows of the head", "a row of the head"
+    return _least_slices(tile, projection.names, words, itemsize)
 
 
 def _indivisible(tile: TileLayout, layer: Layer, itemsize: int) -> list[tuple[str, int]]:
@@ -216,13 +211,18 @@ def _indivisible(tile: TileLayout, layer: Layer, itemsize: int) -> list[tuple[st
     if layer.kind.experts is None:
         what = f"{tile.name}, which has no experts that could be taken some at a time,"
         return [(what, tile.numel * itemsize)]
-    own, rest = _names(tile, layer)
+    words = f"all but the experts of {tile.name}", f"an expert of {tile.name}"
+    return _least_slices(tile, _names(tile, layer)[0], words, itemsize)
+
+
+def _least_slices(
+    tile: TileLayout, own: Sequence[str], words: tuple[str, str], itemsize: int
+) -> list[tuple[str, int]]:
+    """In `words`, and with their bytes: all but the parameters `own`, and one row of these."""
+    rest = _layout(tile, "", dict.fromkeys(e.name for e in tile.entries if e.name not in own))
     one = _layout(tile, "", dict.fromkeys(own, (0, 1)))
-    core = _layout(tile, "", dict.fromkeys(rest))
-    return [
-        (f"all but the experts of {tile.name}", core.numel * itemsize),
-        (f"an expert of {tile.name}", one.numel * itemsize),
-    ]
+    sizes = (layout.numel * itemsize for layout in (rest, one))
+    return list(zip(words, sizes, strict=True))
 
 
 def _names(tile: TileLayout, layer: Layer) -> tuple[list[str], list[str]]:

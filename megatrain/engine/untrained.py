@@ -59,5 +59,5 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """All other buffers, on the CPU, by name."""
-    saved = model.state_dict().keys()
+    saved = persistent_buffers(model)
     return {n: b.cpu().contiguous() for n, b in model.named_buffers() if n not in saved}

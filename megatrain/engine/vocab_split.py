@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, Kind, Name
+from megatrain.device.base import Kind, Name
 from megatrain.engine.batch import Batch
 from megatrain.engine.layer import Layer, Stage
 from megatrain.engine.modules import HEAD_NAME, Head, State
@@ -26,13 +26,12 @@ from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, MicroBatch, ModelProgram, Program
 from megatrain.placement import Saves
 
-# Leaves of the head: what is projected `[B, T, D]`; the log-sum-exp, the targets' logits, the
-# logits' sum and the largest one so far `[N]`. Backward: the gradient of what is projected; the
-# log-sum-exp as it was, the weight of each token's cross entropy, and the loss's slopes by mean and
-# log-sum-exp besides.
-# Where logits are asked for, those of a range have the number of its first row after these.
-HIDDEN, LSE, PICKED, SUM, LARGEST, LOGITS = range(6)
-LSE_SLOPE = LARGEST
+# Leaves of the head. Forward: what is projected `[B, T, D]`; the log-sum-exp, the targets' logits,
+# the logits' sum and the largest logit so far `[N]`. Backward: the gradient of what is projected;
+# the log-sum-exp as it was, the weight of each token's cross entropy, and the loss's slopes by the
+# mean and by the log-sum-exp besides. Where logits are asked for, those of a range of rows are the
+# leaf LOGITS + the number of its first row.
+HIDDEN, LOGITS = 0, 5
 
 SomeStatistics = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Gradient = Callable[..., Tensor]
@@ -67,7 +66,7 @@ class VocabSplit:
         visit = len(program.spec.layers)
         refs = (Ref(visit, leaf) for leaf in range(LOGITS + 1))
         self.hidden, self.lse, self.picked, self.sum, self.largest, self.first = refs
-        self.lse_slope = self.largest
+        self.lse_slope = self.largest  # nobody asks for the largest logit in a backward
         self._num = program.spec.num_logits
 
     def see(
@@ -233,27 +232,22 @@ class VocabShard(_AfterLayers):
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """What is known of the logits so far, beside what is projected."""
-        out = []
-        for index, micro in enumerate(batch.micro):
 
-            def work(index: int = index, micro: MicroBatch = micro) -> Activations:
-                return self._rows.see(self.weights(slot), self._start, micro, h[index])
+        def see(micro: MicroBatch, values: Activations) -> Activations:
+            return self._rows.see(self.weights(slot), self._start, micro, values)
 
-            out.append(self.device.run(COMPUTE, self.name, work, [slot]))
-        return out
+        return self.each(self.name, batch, see, h, reads=[slot])
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
     ) -> State:
         """Gradients of the rows into `room`; that of what is projected is added to."""
-        for index, values in enumerate(h):
 
-            def work(index: int = index, values: Activations = values) -> None:
-                weights, names = self.leaves(slot)
-                given = batch.micro[index], values, dh[index]
-                self._rows.pull(weights, self._start, *given, names, room)
+        def pull(micro: MicroBatch, values: Activations, gradients: Activations) -> None:
+            weights, names = self.leaves(slot)
+            self._rows.pull(weights, self._start, micro, values, gradients, names, room)
 
-            self.device.run(COMPUTE, self.name, work, [slot], [room.sums])
+        self.each(self.name, batch, pull, h, dh, reads=[slot], writes=[room.sums])
         return dh
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.device import Buffer, Device
+from megatrain.device import Device
 from megatrain.engine.host_offload import HostOffload
-from megatrain.engine.layer import Layer
+from megatrain.engine.layer import Layer, Turn
 from megatrain.engine.saved_tensors import KeptAttention, OffloadPlan, add
 from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast.groups import grouped
@@ -48,18 +48,10 @@ class MetaLayer(Layer):
         self._measured, self._counter = measured, counter
         self._itemsize = measured.dtype.itemsize
 
-    def _forward(
-        self,
-        slot: Buffer,
-        micro: MicroBatch,
-        values: Activations,
-        index: int,
-        leaving: OffloadPlan | None,
-        *,
-        train: bool,
-    ) -> Activations:
+    def _forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
+        micro, values = at.micro, at.values
         work, count = self._work(micro), grouped(micro)
-        saves = self._saves(slot, micro, values) if train else None
+        saves = self._saves(at) if train else None
         if saves is not None:
             first, second, place = work.forward, work.repeating or work.backward, WORKING_SET
             if saves == "graph":
@@ -72,25 +64,21 @@ class MetaLayer(Layer):
                 self._counter.add(Work(touched_bytes=_CROSSING * held.nbytes))
                 leaving.memory.append(held)
                 held = torch.empty(0)
-            self._waiting[index] = MetaGraph(self, micro, self._read(values), first, second, held)
+            self._waiting[at.index] = MetaGraph(
+                self, micro, self._read(values), first, second, held
+            )
             return made
         if train and self.policy.saves == "attention":
             kept = self._counted(work.again.attention_bytes * count, KEPT_ATTENTION)
             _, made = self._black_box(_beside_attention(work.again), work, count, WORKING_SET)
-            self._waiting[index] = KeptAttention([kept], leaving)
+            self._waiting[at.index] = KeptAttention([kept], leaving)
             return made
         self._counter.add(work.forward.times(count))
         return self._made(work, count)
 
-    def _ready(
-        self,
-        index: int,
-        slot: Buffer,
-        micro: MicroBatch,
-        values: Activations,
-        returned: list[Tensor],
-    ) -> Any:
-        waiting = self._waiting.pop(index, None)
+    def _ready(self, at: Turn, returned: list[Tensor]) -> Any:
+        micro, values = at.micro, at.values
+        waiting = self._waiting.pop(at.index, None)
         if isinstance(waiting, MetaGraph):
             crossed = sum(each.nbytes for each in returned)
             self._counter.add(Work(touched_bytes=_CROSSING * crossed))

@@ -15,7 +15,6 @@ from torch import Tensor
 from megatrain.device import Buffer, TraceDevice
 from megatrain.device.base import Memory, kind_of
 from megatrain.engine.assemble import Assembly
-from megatrain.engine.makers import TorchMakers
 from megatrain.engine.opened import Model
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.tile_slice import TileSlice
@@ -71,7 +70,7 @@ def needs_of(
     device, dtype = _Counting(), program.dtype
     store = Store(device, model.layouts, dtype, rule=model.rule, placement=placement)
     eager = replace(placement, compile=False, chunk_tokens=None)
-    assembly = Assembly(device, program, store, dtype, eager, TorchMakers(program))
+    assembly = Assembly(device, program, store, dtype, eager)
     parts: Parts = (
         assembly.inference()
         if model.optimizer is None

@@ -14,13 +14,13 @@ import torch
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.device.clock import ClockDevice
-from megatrain.engine.assemble import Assembly, host_bytes
+from megatrain.engine.assemble import host_bytes
 from megatrain.engine.opened import Model
 from megatrain.engine.sink import PIECE
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.forecast.cost_model import CostModel
 from megatrain.forecast.groups import grouped
-from megatrain.forecast.meta_makers import MetaMakers
+from megatrain.forecast.meta_assembly import MetaAssembly
 from megatrain.forecast.meta_program import (
     ACTIVATIONS,
     KEPT_ATTENTION,
@@ -327,10 +327,9 @@ def _assemble(
     joined = [_joined(each, measured.dtype, placement) for each in model.layouts]
     store = Store(device, joined, measured.dtype, rule=model.rule, placement=placement)
     program = MetaProgram(measured, counter, placement.head_tokens)
-    head = next(each for each in joined if each.kind is TileKind.HEAD)
-    makers = MetaMakers(measured, program, head, counter)
     piece = _coarse(joined) if placement.gradient_lanes is None else None
-    assembly = Assembly(device, program, store, measured.dtype, placement, makers, piece)
+    given = device, program, store, measured.dtype, placement, piece
+    assembly = MetaAssembly(*given, measured=measured, counter=counter)
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if clip else None)
     return store, parts

@@ -16,7 +16,6 @@ from megatrain.device import TraceDevice
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, tile_layouts
 from megatrain.engine.batch import prepare
-from megatrain.engine.makers import TorchMakers
 from megatrain.engine.source import open_source
 from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY
@@ -167,7 +166,7 @@ def trace(
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
     layouts = tile_layouts(program.spec, optimizer.group_of())
     store = Store(device, layouts, dtype, rule=optimizer.rule, placement=placement)
-    assembly = Assembly(device, program, store, dtype, placement, TorchMakers(program))
+    assembly = Assembly(device, program, store, dtype, placement)
     with mock.patch.object(sink, "PIECE", PIECE):
         parts = assembly.training(optimizer, max_grad_norm)
     micro_batches = [
