@@ -3,7 +3,6 @@
 Written in Triton, which torch brings along on CUDA machines; imported only there.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -37,8 +36,8 @@ def _rounded_by_chance(value, random):
 def _scale(values):
     """Scales of groups [G, 1] of values [G, GROUP], and whether they have codes."""
     bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True)
-    proper = (bits >= 0x00800000) & (bits < 0x7F800000)
-    other = tl.where(bits < 0x00800000, 0.0, float("nan"))
+    proper = (bits >= 0x08800000) & (bits < 0x7F800000)  # from 2**-110 on
+    other = tl.where(bits < 0x08800000, 0.0, float("nan"))
     return tl.where(proper, bits.to(tl.float32, bitcast=True), other), proper
 
 
@@ -64,11 +63,10 @@ def _store(
     if STATES == "int8":
         # 1.5 * 2**23 rounds what is added to it to an integer in its lowest bits.
         largest, proper = _scale(m)
-        share = libdevice.mul_rn(
-            tl.abs(m), tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), largest)
-        )
-        code = 254.0 - tl.div_rn(tl.full(m.shape, 254.0, tl.float32), 1.0 + share)
-        bits = (tl.where(m < 0, -code, code) + 12582912.0).to(tl.int32, bitcast=True)
+        inverse = tl.div_rn(tl.full(largest.shape, 32767.0, tl.float32), largest)
+        share = libdevice.add_rn(libdevice.mul_rn(m, inverse), 12582912.0) - 12582912.0
+        code = tl.div_rn(share * 254.0, tl.abs(share) + 32767.0)
+        bits = (code + 12582912.0).to(tl.int32, bitcast=True)
         tl.store(exp_avg + at, tl.where(proper, bits, 0).to(tl.int8), inside)
         tl.store(scale1 + group, largest, some)
         largest, proper = _scale(root)
@@ -115,7 +113,10 @@ def _update(
         m = tl.fma(weight1 - 1.0, libdevice.sub_rn(g, m), g)
     v = tl.fma(libdevice.mul_rn(weight2, g), g, libdevice.mul_rn(v, beta2))
     root = tl.sqrt_rn(v)
-    denominator = libdevice.add_rn(tl.div_rn(root, root_correction2), eps)
+    denominator = root
+    if STATES == "fp32":  # elsewhere it is 1
+        denominator = tl.div_rn(root, root_correction2)
+    denominator = libdevice.add_rn(denominator, eps)
     param = libdevice.add_rn(param, tl.div_rn(libdevice.mul_rn(negative_step_size, m), denominator))
     _store(
         m, v, root, exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, number, seed,
@@ -153,11 +154,11 @@ def adamw(
     numel = weights.numel()
     if numel == 0:
         return
+    by = states.scalars(exp_avg.dtype, step, lr, beta1, beta2, eps, weight_decay)
     _update[(triton.cdiv(numel, _GROUPS * states.GROUP),)](
         weights, weights if remainder is None else remainder, exp_avg, exp_avg_sq,
         *(scales or (exp_avg, exp_avg_sq)), grad, numel,
-        1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**step), eps,
-        -lr / (1 - beta1**step), grad_scale, at, states.mixed(step),
+        *by, grad_scale, at, states.mixed(step),
         SPLIT=remainder is not None, SMALL=1 - beta1 < 0.5, STATES=_KINDS[exp_avg.dtype],
         GROUPS=_GROUPS, GROUP=states.GROUP,
     )  # fmt: skip

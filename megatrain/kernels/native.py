@@ -5,7 +5,6 @@ release the interpreter lock and may come from several threads at once.
 """
 
 import importlib.util
-import math
 import os
 from collections.abc import Callable, Sequence
 from ctypes import (
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.kernels import check
+from megatrain.kernels import check, states
 
 _ABI = 3
 """The number that megatrain_abi() in csrc/api.cpp must return."""
@@ -83,7 +82,7 @@ _call = _load()
 
 
 def instruction_set() -> str:
-    """`avx512`, `avx2` or `baseline`: what the kernels use."""
+    """`avx512vbmi`, `avx512`, `avx2` or `baseline`: what the kernels use."""
     return _call["instruction_set"]().decode()
 
 
@@ -138,19 +137,14 @@ def adamw(
 ) -> None:
     """See `reference.adamw`; the same bits in one pass over memory."""
     check.adamw_arguments(weights, remainder, exp_avg, exp_avg_sq, scales, grad, step, at)
+    by = states.scalars(exp_avg.dtype, step, lr, beta1, beta2, eps, weight_decay)
     planes = (weights, remainder, exp_avg, exp_avg_sq, *(scales or (None, None)), grad)
     _call["adamw"](
         *(None if plane is None else plane.data_ptr() for plane in planes),
         _STATES[exp_avg.dtype],
         grad.dtype == torch.bfloat16,
         weights.numel(),
-        1 - lr * weight_decay,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        math.sqrt(1 - beta2**step),
-        eps,
-        -(lr / (1 - beta1**step)),
+        *by,
         grad_scale,
         at,
         step % 2**32,

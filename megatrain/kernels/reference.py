@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatrain.kernels import check
+from megatrain.kernels import check, states
 from megatrain.kernels.states import GROUP, exact_sqrt, load_moments, store_moments
 
 _BLOCK = 1 << 21
@@ -128,6 +128,7 @@ def adamw(
     """
     moments = (exp_avg, exp_avg_sq)
     check.adamw_arguments(weights, remainder, *moments, scales, grad, step, at)
+    by = states.scalars(exp_avg.dtype, step, lr, beta1, beta2, eps, weight_decay)
     for start in range(0, weights.numel(), _BLOCK):
         stop = start + _BLOCK
         part, groups = slice(start, stop), slice(start // GROUP, stop // GROUP)
@@ -138,21 +139,18 @@ def adamw(
         if r is not None:
             join_block(w, r, param)
         g = grad[part].float() * grad_scale
-        _move(param, m, v, g, lr, beta1, beta2, eps, weight_decay, step)
+        _move(param, m, v, g, by)
         if r is not None:
             split_block(param, w, r)
         store_moments((m, v), kept, at=at + start, step=step)
 
 
-def _move(
-    param: Tensor, m: Tensor, v: Tensor, g: Tensor,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-) -> None:  # fmt: skip
-    param.mul_(1 - lr * weight_decay)
-    m.lerp_(g, 1 - beta1)
-    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    denominator = (exact_sqrt(v) / math.sqrt(1 - beta2**step)).add_(eps)
-    param.addcdiv_(m, denominator, value=-(lr / (1 - beta1**step)))
+def _move(param: Tensor, m: Tensor, v: Tensor, g: Tensor, by: states.Scalars) -> None:
+    param.mul_(by.decay)
+    m.lerp_(g, by.weight1)
+    v.mul_(by.beta2).addcmul_(g, g, value=by.weight2)
+    denominator = (exact_sqrt(v) / by.root_correction2).add_(by.eps)
+    param.addcdiv_(m, denominator, value=by.negative_step_size)
 
 
 def gather_rows(

@@ -4,7 +4,9 @@ The published codes are those of FlashOptim (arXiv 2602.23349, section 3): group
 softsign companding of the first moment, a square-root code of the second.
 """
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +15,43 @@ from torch.nn.functional import pad
 GROUP = 64
 """Elements that share a scale; they begin at multiples of it in a tile, wherever a range is cut."""
 
-_ROUNDER = 1.5 * 2**23  # between it and 2**24 fp32 numbers are integers
-_SMALLEST = torch.finfo(torch.float32).smallest_normal
+SHARES = 32767
+"""In how many parts of its group's scale a first moment is counted before it becomes a code."""
+
+SMALLEST = 2.0**-110
+"""The smallest scale: a first moment of 1e-33, a second one of 1e-66, which is none in fp32."""
+
+
+class Scalars(NamedTuple):
+    """What an AdamW update multiplies by and adds, in the order of the native library's arguments.
+
+    Moments other than fp32, whose update need not be torch's bit for bit, save the division by
+    `root_correction2`: it is 1, and `eps` and `negative_step_size` have it as a factor.
+    """
+
+    decay: float
+    weight1: float
+    beta2: float
+    weight2: float
+    root_correction2: float
+    eps: float
+    negative_step_size: float
+
+
+def scalars(
+    kind: torch.dtype,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> Scalars:
+    """The scalars of an update of moments of a kind, of settings as torch has them, in fp64."""
+    root = math.sqrt(1 - beta2**step)
+    size = -(lr / (1 - beta1**step))
+    last = (root, eps, size) if kind == torch.float32 else (1.0, eps * root, size * root)
+    return Scalars(1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, *last)
 
 
 def load_moments(states: Sequence[Tensor]) -> list[Tensor]:
@@ -54,23 +91,20 @@ def store_moments(
 def encode_first(values: Tensor) -> tuple[Tensor, Tensor]:
     """First moments as 8-bit codes of their share of the largest in their group.
 
-    The share `x` in [-1, 1] becomes `127 * 2x / (1 + |x|)`, rounded to nearest, ties to even: off
-    by 0.2 % of the largest near zero, 0.8 % at most.
+    The share `x` in [-1, 1], rounded to a multiple of 1 / SHARES, becomes `127 * 2x / (1 + |x|)`,
+    rounded to nearest: off by 0.2 % of the largest near zero, 0.8 % at most.
 
     Returns:
         codes: [N] int8.
         scales: [ceil(N / GROUP)] float32, the largest magnitude of each group, exactly. One below
-            the normal numbers counts as zero. Where anything in the group is NaN or infinite, the
-            scale is NaN, and the group decodes as NaN. Codes are zero in both cases.
+            SMALLEST counts as zero. Where anything in the group is NaN or infinite, the scale is
+            NaN, and the group decodes as NaN. Codes are zero in both cases.
     """
     groups = _groups(values)
-    magnitudes = groups.abs()
-    scales, kept = _scales(magnitudes)
-    shares = magnitudes * _divided(1, scales)[:, None]
-    # As 254 - 254 / (1 + x), which never falls when x grows, whatever is rounded; rounded to an
-    # integer as it is subtracted, once.
-    codes = torch.where(kept, (_ROUNDER + 254) - _divided(254, 1 + shares) - _ROUNDER, 0)
-    codes = torch.where(groups < 0, -codes, codes)
+    scales, kept = _scales(groups.abs())
+    shares = (groups * _divided(SHARES, scales)[:, None]).round_()
+    # Neither a share nor the quotient is ever halfway between two codes.
+    codes = torch.where(kept, (shares * 254 / (shares.abs() + SHARES)).round_(), 0)
     return codes.to(torch.int8).view(-1)[: values.numel()], scales
 
 
@@ -146,7 +180,7 @@ def _scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     """The scale of each row, and whether it keeps codes, as [rows, 1]."""
     largest = magnitudes.amax(1)  # NaN where one is
     scales = torch.where(largest.isfinite(), largest, torch.nan)
-    scales = torch.where(largest < _SMALLEST, 0.0, scales)
+    scales = torch.where(largest < SMALLEST, 0.0, scales)
     return scales, (scales > 0)[:, None]
 
 

@@ -202,29 +202,41 @@ class PlainLion(torch.optim.Optimizer):
                 m.copy_(m * beta2 + p.grad * (1 - beta2))
 
 
-class RoundedAdamW(torch.optim.AdamW):
-    """torch's AdamW, whose moments are rounded to `states` after each step.
+class RoundedAdamW(torch.optim.Optimizer):
+    """AdamW as torch has it, with one quotient less, and moments rounded to `states` in each step.
 
     Attributes:
         at: number of each parameter's first element in the engine, for random numbers; 0 if absent.
     """
 
     def __init__(self, params: Any, states: str, **settings: Any):
-        self.states, self.at = states, {}
-        super().__init__(params, **settings, foreach=False)
+        self.states, self.at, self.steps = states, {}, 0
+        super().__init__(params, {"weight_decay": 0.01, **settings})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for p, state in self.state.items():
-            m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-            if self.states == "int8":
-                m.copy_(decode_first(*encode_first(m)))
-                v.copy_(decode_second(*encode_second(v)))
-            else:
-                chances = random16(self.at.get(p, 0), len(m), int(state["step"]), m.device)
-                for moment, chance in zip((m, v), chances, strict=True):
-                    moment.copy_(round_by_chance(moment.clone(), chance))
+        self.steps += 1
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            root = math.sqrt(1 - beta2**self.steps)
+            size = -(lr / (1 - beta1**self.steps)) * root
+            for p in (p for p in group["params"] if p.grad is not None):
+                state, g = self.state[p], p.grad
+                m, v = (state.setdefault(name, torch.zeros_like(p)) for name in ("m", "v"))
+                p.mul_(1 - lr * group["weight_decay"])
+                m.lerp_(g, 1 - beta1)
+                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+                p.addcdiv_(m, v.sqrt().add_(group["eps"] * root), value=size)
+                self._round(p, m.view(-1), v.view(-1))
+
+    def _round(self, p: Tensor, m: Tensor, v: Tensor) -> None:
+        if self.states == "int8":
+            m.copy_(decode_first(*encode_first(m)))
+            v.copy_(decode_second(*encode_second(v)))
+        else:
+            chances = random16(self.at.get(p, 0), len(m), self.steps, m.device)
+            for moment, chance in zip((m, v), chances, strict=True):
+                moment.copy_(round_by_chance(moment.clone(), chance))
 
 
 def _adamw(

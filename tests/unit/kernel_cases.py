@@ -15,7 +15,7 @@ try:
 except ImportError:
     native = None
 
-BEST_FIRST = ("avx512", "avx2", "baseline")
+BEST_FIRST = ("avx512vbmi", "avx512", "avx2", "baseline")
 HYPER = dict(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 needs_native = pytest.mark.skipif(native is None, reason="the native library is not built")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.nn.functional import pad
 from megatrain.kernels import reference
 from megatrain.kernels.states import (
     GROUP,
+    SHARES,
+    SMALLEST,
     decode_first,
     decode_second,
     encode_first,
@@ -21,15 +24,19 @@ from megatrain.kernels.states import (
     round_by_chance,
 )
 from tests.unit.kernel_cases import (
+    HYPER,
+    assert_same_bits,
+    flat,
+    fuses_like_torch,
     instruction_set,  # noqa: F401  a fixture
     native,
     needs_native,
+    split_state,
     whole_state,
 )
 
 # Of a share of the largest: half a code's width, and what rounding in fp32 adds.
 MOST_FIRST, MOST_SECOND = 1 / 127, 1 / 255
-SMALLEST = torch.finfo(torch.float32).smallest_normal
 
 finite = st.floats(-(2.0**126), 2.0**126, width=32)
 groups = st.lists(finite, min_size=1, max_size=2 * GROUP + 3).map(torch.tensor)
@@ -139,22 +146,55 @@ def test_what_bf16_has_stays(value: float) -> None:
     assert torch.equal(found.float().nan_to_num(7), values.nan_to_num(7))
 
 
+def all_shares() -> dict[str, Any]:
+    """Int8 states and bf16 gradients whose next first moments have every share of their scale."""
+    size, generator = 1 << 20, torch.Generator().manual_seed(0)
+    codes = torch.randint(-127, 128, (size,), generator=generator, dtype=torch.int8)
+    grad = torch.rand(size, generator=generator).mul_(2).sub_(1).bfloat16()
+    second = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    return {
+        **split_state(size, "int8"),
+        **{"exp_avg": codes, "exp_avg_sq": second, "grad": grad},
+        "scales": [torch.rand(size // GROUP, generator=generator) for _ in range(2)],
+    }
+
+
 @needs_native
-@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.usefixtures("instruction_set")
-def test_native_codes_are_the_reference_s_for_all_divisors(every: int) -> None:
-    """The 2**23 values of 1 + share; some builds compute the quotient without dividing."""
-    bits = torch.arange(0x3F800000, 0x40000000, every, dtype=torch.int32)
-    grad = beside_largest(bits.view(torch.float32) - 1, 1.0)
-    size = grad.numel()
-    codes = [torch.zeros(size, dtype=torch.int8), torch.zeros(size, dtype=torch.uint8)]
-    scales = [torch.zeros(size // GROUP) for _ in codes]
-    hyper = {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
-    native.adamw(torch.zeros(size), None, *codes, grad, **hyper, threads=2, scales=scales)
-    for found, wanted in zip(
-        zip(codes, scales, strict=True), (encode_first(grad), encode_second(grad**2)), strict=True
-    ):
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+def test_native_codes_are_the_reference_s_for_every_code_and_share() -> None:
+    """Some builds look codes up, or compute quotients without dividing."""
+    if not fuses_like_torch(native.instruction_set()):
+        pytest.skip("torch fuses multiply-adds here")
+    found, expected = all_shares(), all_shares()
+    hyper = HYPER | {"step": 7}
+    moment = decode_first(found["exp_avg"], found["scales"][0]).lerp_(found["grad"].float(), 0.1)
+    shares = (moment.abs() / of_groups(moment) * SHARES).round()
+    assert shares.unique().numel() == SHARES + 1
+    native.adamw(**found, **hyper, threads=2)
+    reference.adamw(**expected, **hyper)
+    for name, plane in flat(expected).items():
+        assert_same_bits(flat(found)[name], plane, name)
+
+
+@needs_native
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.usefixtures("instruction_set")
+def test_native_updates_carry_what_is_not_finite_as_the_reference(bad: float) -> None:
+    if not fuses_like_torch(native.instruction_set()):
+        pytest.skip("torch fuses multiply-adds here")
+    grad = torch.ones(3 * GROUP, dtype=torch.bfloat16)
+    grad[GROUP + 5] = bad
+    states = [split_state(len(grad), "int8") for _ in range(2)]
+    for state in states:  # a NaN that rounding would make a zero
+        state["weights"][7], state["remainder"][7] = math.nan, -1
+    for step in (1, 2):
+        for state, kernels in zip(states, (native, reference), strict=True):
+            kernels.adamw(**state, grad=grad, **HYPER, step=step)
+        found, wanted = map(flat, states)
+        for name, plane in wanted.items():
+            assert_same_bits(found[name].nan_to_num(7), plane.nan_to_num(7), name)
+        assert states[0]["scales"][1].isnan().tolist() == [False, True, False]
+    assert states[0]["weights"].isnan().sum() == GROUP + 1
 
 
 def longest_steps(gradients: Iterable[Tensor], kind: str) -> Tensor:

@@ -21,6 +21,8 @@ constexpr int64_t kGrainBytes = 1 << 20;
 bool supported(const char* name) {
 #if defined(MEGATRAIN_X86)
     __builtin_cpu_init();
+    if (!std::strcmp(name, "avx512vbmi"))
+        return supported("avx512") && __builtin_cpu_supports("avx512vbmi");
     if (!std::strcmp(name, "avx512"))
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -35,6 +37,7 @@ bool supported(const char* name) {
 std::vector<const Kernels*> all_kernels() {
     return {
 #if defined(MEGATRAIN_X86)
+        &megatrain::avx512vbmi_kernels(),
         &megatrain::avx512_kernels(),
         &megatrain::avx2_kernels(),
 #endif

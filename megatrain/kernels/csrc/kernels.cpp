@@ -42,33 +42,20 @@ inline float multiply_add(float a, float b, float c) {
 }
 
 #if defined(__AVX512F__) || defined(__aarch64__)
-// The quotients of 8-bit states, rounded as `a / b`, where an update would wait for the divider: a
-// quotient by an approximate inverse of `b` is corrected by what it leaves of `a`, which one fused
-// operation gives exactly (Markstein 1990).
-inline float corrected(float a, float b, float inverse, float quotient) {
-    return multiply_add(multiply_add(-b, quotient, a), inverse, quotient);
-}
-
-// a / b, where `inverse` is 1 / b, rounded, and `a` a root, which is never a denormal number. The
-// first correction brings the quotient within a unit in the last place; the second rounds it.
-inline float root_divided(float a, float b, float inverse) {
-    const float first = a * inverse;
-    const float quotient = corrected(a, b, inverse, corrected(a, b, inverse, first));
-    return std::fabs(first) < INFINITY ? quotient : first;
-}
-
-// a / b, where `scale * b` is from 1 to 2: a polynomial and a step of Halley's give the inverse.
-// The codes that come of it were compared with those of a / b for every b.
+// a / b, rounded, where `scale * b` is from 1 to 2, for the few quotients of codes, which would
+// wait for the divider: a polynomial and a step of Halley's give the inverse of b, and what a
+// quotient by it leaves of a, which one fused operation gives exactly, corrects it (Markstein
+// 1990). The tests compare every quotient there is.
 inline float code_divided(float a, float b, float scale) {
     const float first = multiply_add(0.327278f * (scale * scale * scale), b,
                                      -1.467845f * (scale * scale));
     const float inverse = multiply_add(first, b, 2.131848f * scale);
     const float left = multiply_add(-b, inverse, 1.0f);
     const float better = multiply_add(multiply_add(left, left, left), inverse, inverse);
-    return corrected(a, b, better, a * better);
+    const float quotient = a * better;
+    return multiply_add(multiply_add(-b, quotient, a), better, quotient);
 }
 #else
-inline float root_divided(float a, float b, float) { return a / b; }
 inline float code_divided(float a, float b, float) { return a / b; }
 #endif
 
@@ -89,20 +76,18 @@ inline void split_one(float master, bf16& weight, int16_t& remainder) {
 }
 
 // param, exp_avg, exp_avg_sq and its root after one update: torch/optim/adam.py,
-// _single_tensor_adam, with the formulas of at::native's lerp, addcmul and addcdiv.
-template <bool kCodes>
-inline float update_one(const AdamwArguments& a, float inverse_correction2, float param, float& m,
-                        float& v, float g, float& root) {
+// _single_tensor_adam, with the formulas of at::native's lerp, addcmul and addcdiv. Folded: the
+// root's correction is 1, because the step size and eps have it.
+template <bool kFolded>
+inline float update_one(const AdamwArguments& a, float param, float& m, float& v, float g,
+                        float& root) {
     const bool small = a.weight1 < 0.5f;
     param *= a.decay;
     const float coefficient = small ? a.weight1 : a.weight1 - 1.0f;
     m = multiply_add(coefficient, g - m, small ? m : g);
     v = multiply_add(a.weight2 * g, g, v * a.beta2);
     root = std::sqrt(v);
-    const float corrected_root =
-        kCodes ? root_divided(root, a.root_correction2, inverse_correction2)
-               : root / a.root_correction2;
-    const float denominator = corrected_root + a.eps;
+    const float denominator = (kFolded ? root : root / a.root_correction2) + a.eps;
     return param + (a.negative_step_size * m) / denominator;
 }
 
@@ -119,12 +104,14 @@ inline bf16 round_by_chance(float value, uint32_t random16) {
     return bf16((value == value ? bits + random16 : bits | 0x00400000u) >> 16);
 }
 
-// A group's scale by the bits of its largest magnitude: none below the normal numbers, and NaN if
-// anything in it is not finite. Only a proper scale has codes other than zero.
-inline bool is_proper(int32_t largest) { return largest >= 0x00800000 && largest < 0x7f800000; }
+// A group's scale by the bits of its largest magnitude: none below 2^-110, and NaN if anything in
+// it is not finite. Only a proper scale has codes other than zero.
+constexpr int32_t kSmallest = (127 - 110) << 23, kInfinity = 0x7f800000;
+inline bool is_proper(int32_t largest) { return largest >= kSmallest && largest < kInfinity; }
 inline float scale_of(int32_t largest) {
-    return is_proper(largest) ? float_of(uint32_t(largest)) : largest < 0x00800000 ? 0.0f : NAN;
+    return is_proper(largest) ? float_of(uint32_t(largest)) : largest < kSmallest ? 0.0f : NAN;
 }
+constexpr int kShares = 32767;  // in what parts of the scale a first moment is counted
 inline int32_t magnitude(float value) { return int32_t(bits_of(value) & 0x7fffffffu); }
 inline int smaller(int a, int b) { return a < b ? a : b; }
 inline int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
@@ -139,7 +126,7 @@ constexpr int kBlock = 1024;
 // Each kind of states: the moments of up to kBlock elements from `i` on as fp32, and back. `m` and
 // `v` point to room for them, or are pointed to where they are.
 struct StatesFp32 {
-    static constexpr bool kCodes = false;
+    static constexpr bool kFolded = false;
     static void load(const AdamwArguments& a, int64_t i, int, float*& m, float*& v) {
         m = static_cast<float*>(a.exp_avg) + i;
         v = static_cast<float*>(a.exp_avg_sq) + i;
@@ -149,7 +136,7 @@ struct StatesFp32 {
 };
 
 struct StatesBf16 {
-    static constexpr bool kCodes = false;
+    static constexpr bool kFolded = true;
     static void load(const AdamwArguments& a, int64_t i, int n, float*& m, float*& v) {
         const bf16* first = static_cast<bf16*>(a.exp_avg) + i;
         const bf16* second = static_cast<bf16*>(a.exp_avg_sq) + i;
@@ -173,7 +160,7 @@ struct StatesBf16 {
 };
 
 struct StatesInt8 {
-    static constexpr bool kCodes = true;
+    static constexpr bool kFolded = true;
     static void load(const AdamwArguments& a, int64_t i, int n, float*& m, float*& v) {
         for (int group = 0; group < n; group += kGroup) {
             const int8_t* first = static_cast<int8_t*>(a.exp_avg) + i + group;
@@ -215,14 +202,14 @@ private:
         return found;
     }
     static float encode_first(const float* m, int n, int32_t largest, int8_t* __restrict codes) {
-        const float scale = scale_of(largest), inverse = 1.0f / scale;
+        const float scale = scale_of(largest), inverse = kShares / scale;
         if (!is_proper(largest)) {
             std::memset(codes, 0, size_t(n));
             return scale;
         }
         for (int j = 0; j < n; ++j) {
-            const float divisor = 1.0f + std::fabs(m[j]) * inverse;
-            const float code = 254.0f - code_divided(254.0f, divisor, 1.0f);
+            const float share = (std::fabs(m[j]) * inverse + kRounder) - kRounder;
+            const float code = code_divided(254.0f * share, kShares + share, 1.0f / kShares);
             codes[j] = int8_t(bits_of(std::copysign(code, m[j]) + kRounder));
         }
         return scale;
@@ -241,6 +228,16 @@ private:
         return scale;
     }
 };
+
+}  // namespace
+}  // namespace megatrain
+
+#if defined(__AVX512VBMI__)
+#include "codes_avx512.h"
+#endif
+
+namespace megatrain {
+namespace {
 
 inline float master_at(const bf16* weights, const int16_t* remainder, int j) {
     return join_one(weights[j], remainder[j]);
@@ -261,20 +258,30 @@ inline __attribute__((always_inline)) void adamw_block(const AdamwArguments& a, 
     Weight* __restrict weights = static_cast<Weight*>(a.weights) + i;
     int16_t* __restrict remainder = a.remainder == nullptr ? nullptr : a.remainder + i;
     const Grad* __restrict grad = static_cast<const Grad*>(a.grad) + i;
-    const float inverse = 1.0f / a.root_correction2;
     for (int j = 0; j < n; ++j) {
         const float param = master_at(weights, remainder, j);
         const float g = read(grad, j) * a.grad_scale;
-        const float updated = update_one<States::kCodes>(a, inverse, param, m[j], v[j], g, root[j]);
+        const float updated = update_one<States::kFolded>(a, param, m[j], v[j], g, root[j]);
         set_master_at(weights, remainder, j, updated);
     }
     States::store(a, i, n, m, v, root);
 }
 
+#if defined(__AVX512VBMI__)
+template <typename States, typename Weight, typename Grad>
+constexpr bool kInGroups = false;
+template <>
+constexpr bool kInGroups<StatesInt8, bf16, bf16> = true;
+#endif
+
 template <typename States, typename Weight, typename Grad>
 void adamw(const AdamwArguments& arguments, int64_t begin, int64_t end) {
     const AdamwArguments a = arguments;
     int64_t i = begin;
+#if defined(__AVX512VBMI__)
+    if constexpr (kInGroups<States, Weight, Grad>) 
+        i = a.weight1 < 0.5f ? update_groups<true>(a, i, end) : update_groups<false>(a, i, end);
+#endif
     for (; i + kBlock <= end; i += kBlock) adamw_block<States, Weight, Grad>(a, i, kBlock);
     if (i < end) adamw_block<States, Weight, Grad>(a, i, int(end - i));
 }

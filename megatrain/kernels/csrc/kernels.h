@@ -24,9 +24,9 @@ struct AdamwArguments {
     float weight1;              // 1 - beta1
     float beta2;
     float weight2;              // 1 - beta2
-    float root_correction2;     // sqrt(1 - beta2^step)
-    float eps;
-    float negative_step_size;   // -lr / (1 - beta1^step)
+    float root_correction2;     // sqrt(1 - beta2^step); 1 with moments other than fp32
+    float eps;                  // those other moments have it here, as a factor,
+    float negative_step_size;   // -lr / (1 - beta1^step), and here
     float grad_scale;
     uint64_t at;                // number of the first element, a multiple of kGroup; for bf16
     uint32_t step;
@@ -56,6 +56,7 @@ const Kernels& baseline_kernels();
 #if defined(MEGATRAIN_X86)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& avx512vbmi_kernels();
 #endif
 
 }  // namespace megatrain
