@@ -22,6 +22,8 @@ _LEAST = {
     "offload_activations": 0,
     "prefetch": 0,
     "save_bytes": 0,
+    "passes": 1,
+    "save_all": 0,
     "max_stream_bytes": 1,
 }
 _OPTIONAL = (
@@ -56,7 +58,7 @@ def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(name, name): value for name, value in choices.items()}
 
 
-Saves = Literal["nothing", "attention", "graph"]
+Saves = Literal["nothing", "attention", "graph", "all"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class ActivationPolicy:
     """What of a layer's forward is saved for its backward, and where; the rest is recomputed.
 
     Attributes:
-        saves: nothing but the layer's inputs, also the results of its attention, or its graph.
+        saves: nothing but the layer's inputs, also the results of its attention, its graph (of
+            which compiled layers compute about half again), or all of its graph.
         where: the saved tensors wait, on the device or in pinned host memory.
     """
 
@@ -97,6 +100,10 @@ class Placement:
             but for those of `offload_activations`.
         offload_activations: layers whose graph is saved in pinned host memory, evenly spread over
             all.
+        save_all: of `save_activations`, the last layers: nothing of their graphs is computed again.
+        passes: groups of micro-batches that go through both sweeps one after the other; fewer
+            graphs wait at once, weights cross the bus for each, and fp32 sums of all gradients stay
+            on the device meanwhile.
         save_attention: where the results of the other layers' attention wait for the backward,
             which then does not compute it again; for eager layers, as with `chunk_tokens`.
         head_tokens: tokens whose logits exist at once, and over which a final norm runs at a time.
@@ -124,6 +131,7 @@ class Placement:
     layer_input_lanes: int = 4
     resident: tuple[str, ...] = ()
     save_activations: int = 0
+    save_all: int = 0
     offload_activations: int = 0
     save_attention: Literal["none", "device", "host"] = "none"
     head_tokens: int = 4096
@@ -132,6 +140,7 @@ class Placement:
     compile: bool = False
     update_threads: int | None = None
     save_bytes: int | None = None
+    passes: int = 1
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -164,6 +173,13 @@ class Placement:
             raise InputError(
                 f"placement.save_attention is {self.save_attention!r}, but whole layers are "
                 "compiled; set chunk_tokens, or compile: false"
+            )
+        if self.passes > 1 and not self.keep_rows:
+            raise InputError("placement.keep_rows is false; with passes > 1 rows stay: set it true")
+        if self.passes > 1 and self.max_stream_bytes is not None:
+            raise InputError(
+                "placement.max_stream_bytes splits tiles, of which no sums can stay on the device; "
+                "leave it out, or set passes: 1"
             )
         if self.layer_inputs not in ("device", "host"):
             raise InputError(
@@ -202,6 +218,8 @@ class Placement:
             policy = ActivationPolicy("attention", where)
         graphs = dict.fromkeys(on_host, ActivationPolicy("graph", "host"))
         graphs |= dict.fromkeys(on_device, ActivationPolicy("graph", "device"))
+        whole = on_device[max(0, len(on_device) - self.save_all) :]
+        graphs |= dict.fromkeys(whole, ActivationPolicy("all", "device"))
         return tuple(graphs.get(visit, policy) for visit in range(num_layers))
 
     def _check_split(

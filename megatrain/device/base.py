@@ -44,6 +44,7 @@ class Memory(Enum):
 
     SLOTS = "slots"
     SUMS = "sums and rows"
+    KEPT_SUMS = "gradient sums"
     GRADIENTS = "gradients on their way"
     ROWS = "rows on their way"
     LANES = "lanes of the host"

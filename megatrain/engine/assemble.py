@@ -141,8 +141,9 @@ class Assembly:
         return Stream(self.device, slots, distance, layer, largest, self.dtype)
 
     def scratch(self, *, train: bool) -> ScratchArena:
-        numel = max(t.layout.trainable_numel for t in self.visited) if train else 0
-        beside = self.prologue.layout.trainable_numel if train else 0
+        shared = train and self.placement.passes == 1  # else all sums have rooms of their own
+        numel = max(t.layout.trainable_numel for t in self.visited) if shared else 0
+        beside = self.prologue.layout.trainable_numel if shared else 0
         return ScratchArena(self.device, numel, beside, self.dtype)
 
     def units(self, embedding: Embedding) -> tuple[list[Prologue | Layer], Head]:
@@ -222,13 +223,15 @@ class Assembly:
         work = self.scratch(train=True)
         lanes, shared = placement.gradient_lanes, placement.host_grad_buffers
         given = self.dtype, shared, waiting, update.ready, work, lanes, self.piece
-        sink = Sink(device, tiles, self.visited, *given)
+        passes = placement.passes
+        sink = Sink(device, tiles, self.visited, *given, passes=passes > 1)
         embedding = self.embedding(sink, work)
         trunk, head = self.units(embedding)
         saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries(device)
         if placement.layer_inputs == "host":
             saved = HostBoundaries(device, placement.layer_input_lanes)
-        return TrainingParts(trunk, head, embedding, self.stream(), saved, sink, update)
+        stream = self.stream()
+        return TrainingParts(trunk, head, embedding, stream, saved, sink, update, passes)
 
 
 def host_bytes(store: Store, parts: Parts) -> dict[str, int]:

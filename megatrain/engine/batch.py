@@ -1,7 +1,8 @@
 """The micro-batches of one optimizer step, checked and brought to the device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class Batch:
         num_tokens: all positions, padding included.
         unique_U: the token ids whose rows are gathered (CPU); `micro[i].rows.index` points into it.
         seed: makes the random numbers of this step.
+        first: number of `micro[0]` in the step; random numbers follow it.
     """
 
     micro: list[MicroBatch]
@@ -30,6 +32,16 @@ class Batch:
     num_tokens: int
     unique_U: Tensor
     seed: int
+    first: int = 0
+
+    def passes(self, count: int) -> list["Batch"]:
+        """The micro-batches in at most `count` groups, in order, as even as can be."""
+        count = min(count, len(self.micro))
+        ends = [len(self.micro) * part // count for part in range(count + 1)]
+        return [
+            replace(self, micro=self.micro[start:stop], first=start)
+            for start, stop in pairwise(ends)
+        ]
 
 
 def prepare(

@@ -26,7 +26,7 @@ from megatrain.engine.source import fill
 from megatrain.engine.state_io import describe_optimizer, documents, settings_of
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import DoesNotFit, InputError, RunFailed
-from megatrain.loss import CROSS_ENTROPY, Loss
+from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.export import write_weights
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
@@ -140,8 +140,12 @@ class PlacedEngine:
         self._parts.update.norm_limit = norm_limit
         # In a batch larger than the placement was chosen for, layers save no graphs on the device.
         graphs = self._planned is None or self._planned.holds(batch)
+        # A joint loss sees all micro-batches at once: one pass, whose graphs would be too many.
+        joint = isinstance(loss, JointLoss) and self._parts.passes > 1
         with self._undisturbed(), self._host.of(batch.num_tokens) as host:
-            report = train_step(self._parts.under(self._policies(graphs=graphs, host=host)), batch)
+            policies = self._policies(graphs=graphs and not joint, host=host)
+            parts = self._parts.under(policies)
+            report = train_step(replace(parts, passes=1) if joint else parts, batch)
         self._steps += 1
         self.optimizer.took_step()
         seconds = time.perf_counter() - start

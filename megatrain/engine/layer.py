@@ -137,7 +137,7 @@ class Layer(StreamedModule):
     def _saves(self, at: Turn) -> Saves | None:
         """What is saved by the graph that waits for the backward; None: no graph waits."""
         if self.policy.saves != "nothing":
-            return "graph" if self.policy.saves == "graph" else None
+            return None if self.policy.saves == "attention" else self.policy.saves
         weights = partial(self.weights, at.slot)
         repeats = self.program.repeats(self.visit, weights, at.micro, at.values)
         return "nothing" if repeats else None

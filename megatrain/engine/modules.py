@@ -71,7 +71,7 @@ class StreamedModule:
 
     def seed(self, batch: Batch, index: int) -> None:
         """Random numbers that depend on the place alone: a recomputed dropout is the same."""
-        self.device.seed(derived_seed(batch.seed, self.visit, index))
+        self.device.seed(derived_seed(batch.seed, self.visit, batch.first + index))
 
     def each(
         self,
@@ -116,7 +116,8 @@ class Prologue(StreamedModule):
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
     ) -> State:
         """Gradients of the prologue's weights into `room`, of the rows into `embedding`."""
-        self.embedding.prepare_gradients(batch)
+        if not batch.first:
+            self.embedding.prepare_gradients(batch)
         reads, writes = [slot, *self.embedding.rows], [room.sums, *self.embedding.sums]
         name, pull = Name(Kind.PROLOGUE, "prologue backward"), partial(self._pull, slot, room)
         self.each(name, batch, pull, dh, reads=reads, writes=writes)

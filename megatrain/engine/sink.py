@@ -76,8 +76,12 @@ class Sink:
         work: ScratchArena,
         lanes: int | None,
         piece: int | None = None,
+        *,
+        passes: bool = False,
     ) -> None:
         """Args: `visited`: what rooms are asked for; `piece`: elements sent at once, not `PIECE`.
+
+        `passes`: sums stay from one pass of a step to the next, so each of `visited` has its own.
 
         `own` tiles have a host gradient each; the others share `host_grads` of them.
 
@@ -92,6 +96,15 @@ class Sink:
             _Lane(device.empty(Name(Memory.GRADIENTS, f"leaving gradient {i}"), self._piece, dtype))
             for i in range(lanes or self._pieces_of_a_layer(visited))
         ]
+        self._sums = {
+            id(each): device.empty(
+                Name(Memory.KEPT_SUMS, f"{each.name} sums"),
+                each.layout.trainable_numel,
+                torch.float32,
+            )
+            for each in (visited if passes else ())
+        }
+        self._first = self._last = True
         self._turn = 0
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
@@ -115,17 +128,27 @@ class Sink:
         layers = [each.trainable_numel for each in layouts if each.kind is TileKind.LAYER]
         return max(1, -(-max(layers, default=0) // self._piece))
 
+    def begin(self, *, first: bool, last: bool) -> None:
+        """A pass of a step begins: its first, its last, both or neither."""
+        self._first, self._last = first, last
+
     def room(self, tile: Tile | TileSlice) -> GradAccumulator:
-        """Zeroed fp32 sums for the gradient of a tile or a slice."""
-        sums = self._work.sums(tile.layout.trainable_numel)
-        self._device.run(
-            COMPUTE, Name(Kind.PLAIN, "clear gradient sums"), sums.data.zero_, writes=[sums]
-        )
+        """fp32 sums for the gradient of a tile or a slice: zeros in the step's first pass."""
+        sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
+        if self._first:
+            self._device.run(
+                COMPUTE, Name(Kind.PLAIN, "clear gradient sums"), sums.data.zero_, writes=[sums]
+            )
         views = {entry.name: entry.view(sums.data) for entry in tile.layout.trainable}
         return GradAccumulator(tile, sums, views)
 
     def put(self, room: GradAccumulator) -> None:
-        """Measure a gradient and send it out; of a tile in slices, its last one completes it."""
+        """After the last pass, measure a gradient and send it out.
+
+        Of a tile in slices, the last one completes it.
+        """
+        if not self._last:
+            return
         tile, sums, device = room.tile, room.sums, self._device
 
         def measure() -> None:

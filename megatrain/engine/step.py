@@ -1,13 +1,17 @@
 """One training step. Read this first.
 
 Layer-major: every micro-batch passes a layer before the next layer's weights are used, so weights
-cross the bus twice per optimizer step however many micro-batches there are. What waits for what,
-where things are, and on which device: that is in `stream`, `saved`, `sink`, `embedding`, `update`.
+cross the bus twice however many micro-batches there are. A step may take its micro-batches in
+several passes through both sweeps: then fewer graphs wait at once, which leaves room to save more
+of them. What waits for what, where things are, and on which device: that is in `stream`, `saved`,
+`sink`, `embedding`, `update`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from megatrain.device import Buffer
 from megatrain.engine.batch import Batch
@@ -38,6 +42,7 @@ class TrainingParts(Parts):
     saved: DeviceBoundaries | HostBoundaries
     sink: Sink
     update: Update
+    passes: int = 1
 
     def under(self, policies: Sequence[ActivationPolicy]) -> "TrainingParts":
         """The same parts, but for what the layers save: one policy for each."""
@@ -47,25 +52,32 @@ class TrainingParts(Parts):
 def train_step(parts: TrainingParts, batch: Batch) -> Report:
     """Loss, gradients and the start of all updates of one optimizer step."""
     stream, saved, sink, update = parts.stream, parts.saved, parts.sink, parts.update
+    groups = batch.passes(parts.passes)
     parts.embedding.fetch(batch)
-    stream.begin([*parts.trunk, parts.head, *reversed(parts.trunk)])
-    saved.begin(len(batch.micro))
+    stream.begin([*parts.trunk, parts.head, *reversed(parts.trunk)] * len(groups))
     update.begin()
-    for unit in parts.trunk:
-        unit.begin()
 
-    h = forward(parts, batch, saved.put, train=True)
+    losses: list[Tensor] = []
+    for group in groups:  # one, unless the placement says more
+        saved.begin(len(group.micro))
+        sink.begin(first=group is groups[0], last=group is groups[-1])
+        for unit in parts.trunk:
+            unit.begin()
 
-    for head, weights in stream.visit([parts.head]):
-        room = sink.room(head.tile)
-        loss, dh = head.loss_and_vjp(weights, batch, h, room)
-        update.guard(loss)
-        sink.put(room)
+        h = forward(parts, group, saved.put, train=True)
 
-    for unit, weights in stream.visit(reversed(parts.trunk)):
-        room = sink.room(unit.tile)
-        dh = unit.vjp(weights, batch, saved.take(unit), dh, room)
-        sink.put(room)
+        for head, weights in stream.visit([parts.head]):
+            room = sink.room(head.tile)
+            loss, dh = head.loss_and_vjp(weights, group, h, room)
+            losses += loss
+            if group is groups[-1]:
+                update.guard(losses)
+            sink.put(room)
+
+        for unit, weights in stream.visit(reversed(parts.trunk)):
+            room = sink.room(unit.tile)
+            dh = unit.vjp(weights, group, saved.take(unit), dh, room)
+            sink.put(room)
 
     parts.embedding.give(batch)
     return update.finish(sink.squares)

@@ -44,6 +44,7 @@ _UNITS = {Kind.LAYER, Kind.LAYER_BACKWARD, Kind.PART, Kind.PART_BACKWARD, Kind.H
 _PLACES: dict[Enum, str] = {
     Memory.SLOTS: "slots",
     Memory.SUMS: "gradients and rows",
+    Memory.KEPT_SUMS: "gradient sums",
     Memory.GRADIENTS: "gradients and rows",
     Memory.LANES: LANES,
     Memory.OTHER: "small buffers",

@@ -5,6 +5,7 @@ groups show as well what overlaps: forecasts are the same within 1 %.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatrain.model.program import MicroBatch
 
@@ -16,13 +17,21 @@ class Group(MicroBatch):
     count: int = 1
 
 
-def groups(rows: int, micro_batch: int, most: int | None) -> list[tuple[int, int]]:
-    """How many micro-batches each group stands for, and of how many rows."""
+def groups(rows: int, micro_batch: int, most: int | None, passes: int = 1) -> list[tuple[int, int]]:
+    """How many micro-batches each group stands for, and of how many rows.
+
+    A group's are of one pass, and passes are of as many groups: `Batch.passes` finds them again.
+    """
     full, rest = divmod(rows, micro_batch)
     last = [(1, rest)] if rest else []
-    number = full if most is None else min(full, most - len(last))
-    counts = [full // number + (index < full % number) for index in range(number)]
-    return [*((count, micro_batch) for count in counts), *last]
+    passes = min(passes, full + len(last))
+    ends = [(full + len(last)) * number // passes for number in range(passes + 1)]
+    found = []
+    for start, stop in pairwise(ends):
+        whole = min(stop, full) - start
+        number = whole if most is None else min(whole, max(1, (most - len(last)) // passes))
+        found += [(whole // number + (i < whole % number), micro_batch) for i in range(number)]
+    return [*found, *last]
 
 
 def grouped(micro: MicroBatch) -> int:

@@ -56,6 +56,8 @@ class MetaLayer(Layer):
             first, second, place = work.forward, work.repeating or work.backward, WORKING_SET
             if saves == "graph":
                 first, second, place = work.keeping, work.kept_backward, KEPT_GRAPHS
+            elif saves == "all":
+                first, second, place = work.again, work.backward, KEPT_GRAPHS
             stays = leaving is None
             held, made = self._black_box(first, work, count, place, stays=stays)
             # What a graph holds is packed piece by piece, and its inputs are let go of.

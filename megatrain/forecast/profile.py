@@ -141,12 +141,12 @@ class Profile:
 
         return self.once(("tokens", rows), made)
 
-    def batch(self, rows: int, micro_batch: int, most: int | None = None) -> Batch:
+    def batch(self, rows: int, micro_batch: int, most: int | None = None, passes: int = 1) -> Batch:
         """A step of random tokens. Of more than `most` micro-batches several are one `Group`."""
 
         def made() -> Batch:
             ids_BT, unique_U = self.tokens_of(rows)
-            counts = groups(rows, micro_batch, most)
+            counts = groups(rows, micro_batch, most, passes)
             firsts = accumulate((count * size for count, size in counts), initial=0)
             parts = [ids_BT[at : at + n] for (_, n), at in zip(counts, firsts, strict=False)]
             vocabulary = self.spec.capture.model.config.get_text_config(decoder=True).vocab_size
@@ -158,7 +158,7 @@ class Profile:
             batch.unique_U = unique_U
             return batch
 
-        return self.once(("batch", rows, micro_batch, most), made)
+        return self.once(("batch", rows, micro_batch, most, passes), made)
 
     def entering(self, rows: int) -> dict[Ref, Shape]:
         """What the prologue makes of a micro-batch."""

@@ -20,19 +20,19 @@ from megatrain.model.token_chunks import tile_parts
 from megatrain.placement import Saves
 
 # What a call is for; each is compiled for itself.
-FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_RANDOM = PURPOSES = (
+FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_ALL = PURPOSES = (
     "forward",
     "recompute",
     "repeat",
     "keep",
-    "keep_random",
+    "keep_all",
 )
 _NEWS = {
     FORWARD: "forward without a backward",
     RECOMPUTE: "backward",
     REPEAT: "forward and backward",
     KEEP: "kept graph",
-    KEEP_RANDOM: "kept graph with random numbers",
+    KEEP_ALL: "graph kept whole",
 }
 
 # Share of a layer's activations that a compiled graph may hold; the rest is computed again. Half is
@@ -80,8 +80,9 @@ class LayerTemplate:
         purpose = RECOMPUTE if torch.is_grad_enabled() else FORWARD
         if saves == "nothing":
             purpose = REPEAT
-        elif saves == "graph":
-            purpose = KEEP_RANDOM if self._random(weights, args, kwargs) else KEEP
+        elif saves is not None:
+            whole = saves == "all" or self._random(weights, args, kwargs)
+            purpose = KEEP_ALL if whole else KEEP
         function = self.compiled.get(purpose, _apply)
         output = function(self.module, weights, args, kwargs)
         leaves, self.output_spec = pytree.tree_flatten(output)

@@ -8,8 +8,15 @@ import torch
 from megatrain import AdamW, Engine, Placement
 from tests.parity.cases import llama, make_batches
 
-# By choice: computed again in the backward's graph, a graph kept, and inputs back from the host.
-CHOICES = ({}, {"save_activations": 1}, {"layer_inputs": "host"}, {"offload_activations": 1})
+# By choice: computed again in the backward's graph, graphs kept by half and whole, and inputs back
+# from the host.
+CHOICES: tuple[dict, ...] = (
+    {},
+    {"save_activations": 1},
+    {"save_activations": 2, "save_all": 1, "passes": 2},
+    {"layer_inputs": "host"},
+    {"offload_activations": 1},
+)
 
 
 def trained(**choices) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:

@@ -161,7 +161,9 @@ def test_pairs_may_lie_in_any_micro_batches(cut: int) -> None:
     micro["chosen"] = torch.tensor([0.0, 1.0, 1.0, 0.0])[:, None].expand(shape)
     micro["reference_logp"] = torch.zeros(shape)
     rows_of = lambda at: {name: value[at] for name, value in micro.items()}  # noqa: E731
-    engine, other = make_engine(llama(), clip=1e9), make_engine(llama(), clip=1e9)
+    engine = make_engine(llama(), clip=1e9)
+    # All pairs are seen before any slope: of two passes, one is taken.
+    other = make_engine(llama(), clip=1e9, placement=Placement(passes=2, save_activations=2))
     whole = engine.step([rows_of(order)], DPO())
     parts = other.step([rows_of(at) for at in torch.arange(4).split(cut)], DPO())
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)

@@ -72,6 +72,10 @@ def placements() -> list[Placement]:
         Placement(save_activations=99, layer_inputs="host"),
         Placement(resident=("embedding", "layer 3", "head")),
         Placement(resident=("layer 0",), layer_inputs="host", slots=1),
+        Placement(passes=2),
+        Placement(passes=2, layer_inputs="host", slots=3),
+        Placement(passes=3, save_activations=3, save_all=2, offload_activations=1),
+        Placement(passes=2, resident=("embedding", "layer 1", "head"), save_attention="host"),
     ]
     return found
 

@@ -35,6 +35,9 @@ PIECE = 256  # elements of a gradient sent at once: a layer has three, the head 
 WAITING: tuple[dict, ...] = ({}, {"offload_activations": 3}, {"save_attention": "host"})
 CLOSED = ((), (1,))
 
+# With several passes rows stay on the device.
+KEPT_ROWS: tuple[dict, ...] = ({"passes": 1}, {"passes": 2}, {"keep_rows": False}, {"passes": 3})
+
 SLICE = 3000  # bytes: a layer of the model with experts has three slices of experts
 
 WIDE = 500  # tokens: with so many the head of the model without experts has four ranges
@@ -81,7 +84,7 @@ def tiny_program_with_experts(tied: bool) -> tuple[ModelProgram, StreamedOptimiz
 def schedules() -> Iterator[dict]:
     """Every schedule the engine can choose, as arguments of `trace`."""
     rest = itertools.cycle(
-        itertools.product((1, 3, None), (True, False), RESIDENT, ((), (0, 1)), WAITING, CLOSED)
+        itertools.product((1, 3, None), KEPT_ROWS, RESIDENT, ((), (0, 1)), WAITING, CLOSED)
     )
     rules = itertools.cycle(SWEPT)
     for slots, boundaries, clip, tied, precision in itertools.product(
@@ -91,7 +94,7 @@ def schedules() -> Iterator[dict]:
             lanes_tried = (1, 3) if boundaries == "host" else (1,)
             grads_tried = (2, 9) if clip is None else (2,)  # with 9, no tile waits for another's
             for lanes, host_grads in itertools.product(lanes_tried, grads_tried):
-                gradient_lanes, keep_rows, resident, saves, waiting, closed = next(rest)
+                gradient_lanes, rows, resident, saves, waiting, closed = next(rest)
                 placement = Placement(
                     slots=slots,
                     prefetch=prefetch,
@@ -99,8 +102,8 @@ def schedules() -> Iterator[dict]:
                     layer_inputs=boundaries,
                     layer_input_lanes=lanes,
                     gradient_lanes=gradient_lanes,
-                    keep_rows=keep_rows,
                     resident=resident,
+                    **rows,
                     **waiting,
                 )
                 yield {

@@ -27,6 +27,8 @@ PLACEMENTS = {
     "resident": Placement(resident=("embedding", "layer 0", "head")),
     "graphs on the host": Placement(offload_activations=2, save_activations=1, layer_inputs="host"),
     "attention on the host": Placement(save_attention="host", offload_activations=1, slots=3),
+    "passes": Placement(passes=2, slots=3, save_activations=1, resident=("layer 1",)),
+    "passes, all leaves": Placement(passes=3, layer_inputs="host", offload_activations=2),
     "small": Placement(slots=1, gradient_lanes=1, keep_rows=False, layer_inputs="host"),
     "small, prefetching": Placement(slots=3, gradient_lanes=2, keep_rows=False, resident=("head",)),
 }

@@ -21,6 +21,7 @@ from megatrain.engine.source import open_source
 from megatrain.engine.step import train_step
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.groups import groups
 from megatrain.forecast.op_counter import NotForeseeable, OpCounter
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.simulate import Forecast
@@ -209,6 +210,42 @@ def test_kept_graphs_cost_memory_and_save_time() -> None:
     none, some = (told(Placement(slots=3, compile=True, save_activations=k)) for k in (0, 4))
     assert some.seconds < none.seconds and some.bounds["compute"] < none.bounds["compute"]
     assert some.device_bytes["kept graphs"] > 0 and "kept graphs" not in none.device_bytes
+
+
+def test_whole_graphs_cost_more_memory_and_save_more_time() -> None:
+    half, whole = (
+        told(Placement(slots=3, compile=True, save_activations=4, save_all=count))
+        for count in (0, 4)
+    )
+    assert whole.bounds["compute"] < half.bounds["compute"]
+    assert whole.device_bytes["kept graphs"] > half.device_bytes["kept graphs"]
+
+
+def test_passes_hold_their_own_graphs_and_all_sums() -> None:
+    """Graphs of 4 of 6 rows, 4 bytes a parameter, and twice the weights over the bus."""
+    one, more = (told(Placement(slots=3, save_activations=6, passes=p)) for p in (1, 2))
+    assert more.device_bytes["kept graphs"] == one.device_bytes["kept graphs"] * 4 / 6
+    assert more.bounds["compute"] == pytest.approx(one.bounds["compute"], rel=0.01)
+    assert more.bounds["copy in"] == pytest.approx(2 * one.bounds["copy in"], rel=0.1)
+    numel = sum(t.trainable_numel for t in forecasts().model(Workload()).layouts)
+    device = Noting()
+    config, placement = tiny_config(), Placement(slots=3, passes=3)
+    with Engine(config, optimizer=AdamW(), placement=placement, device=device):
+        taken = sum(v for name, v in device.taken.items() if name.endswith(" sums"))
+    assert "gradient sums" not in one.device_bytes
+    assert more.device_bytes["gradient sums"] == taken <= 4 * numel
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(64, 4), (61, 4), (7, 3), (30, 7)])
+def test_groups_of_passes_are_those_of_the_step(rows: int, passes: int) -> None:
+    """What each pass of the groups stands for is what it has of the micro-batches."""
+    every = groups(rows, 2, None)
+    cut = [len(every) * number // passes for number in range(passes + 1)]
+    wanted = [sum(size for _, size in every[a:b]) for a, b in pairwise(cut)]
+    found = groups(rows, 2, 8, passes)
+    cut = [len(found) * number // passes for number in range(passes + 1)]
+    assert [sum(n * size for n, size in found[a:b]) for a, b in pairwise(cut)] == wanted
+    assert len(found) <= 8 + passes
 
 
 def test_resident_tiles_are_not_updated_by_the_host() -> None:

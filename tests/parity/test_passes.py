@@ -1,0 +1,30 @@
+"""Steps in several passes: what is refused, and how micro-batches are cut."""
+
+import pytest
+import torch
+
+from megatrain import InputError, Placement
+from megatrain.engine.batch import Batch
+
+
+def batch(count: int) -> Batch:
+    return Batch(list(range(count)), 1.0, count, torch.zeros(1), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("count", "passes"), [(1, 1), (7, 1), (7, 3), (8, 4), (2, 5)])
+def test_passes_are_even_and_hold_every_micro_batch_in_order(count: int, passes: int) -> None:
+    parts = batch(count).passes(passes)
+    assert [micro for part in parts for micro in part.micro] == list(range(count))
+    assert [part.first for part in parts] == [part.micro[0] for part in parts]
+    sizes = [len(part.micro) for part in parts]
+    assert len(parts) == min(count, passes) and max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("choices", "named"),
+    [({"keep_rows": False}, "keep_rows"), ({"max_stream_bytes": 9}, "max_str")],
+)
+def test_what_several_passes_cannot_have_is_refused(choices: dict, named: str) -> None:
+    Placement(**choices)
+    with pytest.raises(InputError, match=rf"placement\.{named}"):
+        Placement(passes=2, **choices)
