@@ -165,9 +165,10 @@ def reasons(found: Forecast) -> list[str]:
     resident = len(placement.resident)
     rows = f"{found.micro_batch} row{'s' * (found.micro_batch > 1)}"
     offloaded = placement.offload_activations
-    graphs = f"{placement.save_activations} kept graphs" + f" and {offloaded} on the host" * bool(
-        offloaded
-    )
+    graphs = f"{placement.save_activations} kept graphs"
+    graphs += f" ({placement.save_all} of them whole)" * bool(placement.save_all)
+    graphs += f" and {offloaded} on the host" * bool(offloaded)
+    graphs += f" in {placement.passes} passes" * (placement.passes > 1)
     tiles = ""
     if placement.chunk_tokens is not None:
         where = placement.save_attention

@@ -51,6 +51,9 @@ _ATTENTION: tuple[Literal["device", "host", "none"], ...] = ("device", "host", "
 # small ones are for rows shorter than they are.
 _TOKENS = (49152, *(2**power for power in range(15, -1, -1)))
 
+# Of micro-batches of passes: enough to keep a large GPU busy.
+_FEW = 16384
+
 _CHUNKS = 64  # of a micro-batch in the head, at most: forecasts count each operation
 
 
@@ -72,6 +75,11 @@ class Candidates:
         return sorted(
             {-(-workload.rows // -(-workload.rows // rows)) for rows in most}, reverse=True
         )
+
+    def sizes_in_passes(self) -> list[int]:
+        """The same where graphs of few micro-batches shall wait at once."""
+        few = [rows for rows in self.sizes() if rows * self.workload.sequence_length <= _FEW]
+        return self.sizes() if self.workload.micro_batch is not None else few[:2]
 
     def families(self, rows: int, *, split: bool = False) -> list[list[Placement]]:
         """Candidates, the fastest first, the most sparing last: whole layers; for long rows, tiles.

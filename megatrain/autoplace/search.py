@@ -24,6 +24,7 @@ from megatrain.units import gib, size
 _SPARING = (1, 3)
 
 _TRIED = 5  # ways of spending that are forecast in full
+_PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 3  # beside as many as micro-batches
 _MANY = 12  # micro-batches from which on a forecast takes so long that little is tried
 
 
@@ -64,23 +65,41 @@ class Search:
     def _fastest(self, candidates: list[Forecast]) -> Forecast | None:
         """The fastest forecast of a way to spend what the candidates leave; None: nothing fits."""
         spending = [
-            MemoryPlans(self._forecasts, self._workload, candidate, self._budget)
+            self._plans(candidate)
             for candidate in candidates
             if self._candidates.whole(candidate.placement.max_stream_bytes)
         ]
-        found = [(plan, plans) for plans in spending for plan in plans.all()]
         fitting = [candidate for candidate in candidates if self._budget.fits(candidate)]
         best = min(fitting, key=lambda candidate: candidate.seconds, default=None)
         many = all(self._many(candidate.micro_batch) for candidate in candidates)
         tried = 1 if many or not self._thorough else _TRIED
-        ranked = sorted(found, key=lambda pair: pair[0].likely)
-        for number, (plan, plans) in enumerate(ranked):
-            if best is not None and (number >= tried or plan.seconds >= best.seconds):
+        best = _best_spent(best, spending, tried)
+        if best is None or not self._thorough:
+            return best
+        return _best_spent(best, self._in_passes(best), min(tried, _TRIED_IN_PASSES))
+
+    def _plans(self, candidate: Forecast, passes: int = 1) -> MemoryPlans:
+        return MemoryPlans(self._forecasts, self._workload, candidate, self._budget, passes)
+
+    def _in_passes(self, best: Forecast) -> list[MemoryPlans]:
+        """Ways that take a step of small micro-batches in several passes, if they could be faster.
+
+        They start from the candidate with most overlap. There must be room for all sums.
+        """
+        sums = 4 * sum(tile.trainable_numel for tile in self._tiles.tiles)
+        if best.placement.chunk_tokens is not None or sums > self._budget.device:
+            return []
+        found = []
+        for rows in self._candidates.sizes_in_passes():
+            placement = self._candidates.families(rows)[0][0]
+            count = -(-self._workload.rows // rows)
+            if not placement.keep_rows or placement.max_stream_bytes is not None or count == 1:
                 continue
-            spent = plans.spent(plan)
-            if spent is not None and (best is None or spent.seconds < best.seconds):
-                best = spent
-        return best
+            candidate = self._candidates.of(placement, rows)
+            found += [self._plans(candidate, n) for n in _PASSES if n < count] + [
+                self._plans(candidate, count)
+            ]
+        return found
 
     def could_fit(self) -> bool:
         """Whether there likely is a way; quicker to tell than what is fastest."""
@@ -141,6 +160,18 @@ class Search:
         """Whether there is room, if tiles that the host lacks it for move to the device."""
         most = self._tiles.most(self._budget.spare(found))
         return self._tiles.fewest(-self._budget.host_spare(found)) <= most
+
+
+def _best_spent(best: Forecast | None, spending: list[MemoryPlans], tried: int) -> Forecast | None:
+    """The fastest of `best` and the most promising ways; more are tried while nothing fits."""
+    found = [(plan, plans) for plans in spending for plan in plans.all()]
+    for number, (plan, plans) in enumerate(sorted(found, key=lambda pair: pair[0].likely)):
+        if best is not None and (number >= tried or plan.seconds >= best.seconds):
+            continue
+        spent = plans.spent(plan)
+        if spent is not None and (best is None or spent.seconds < best.seconds):
+            best = spent
+    return best
 
 
 def _lacking(there: Machine, least: Machine) -> str:

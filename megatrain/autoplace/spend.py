@@ -1,4 +1,4 @@
-"""What a candidate's spare memory can buy: resident tiles, kept graphs on device and host.
+"""What a candidate's spare memory can buy: resident tiles, kept graphs on device and host, passes.
 
 A candidate is a forecast with nothing resident and nothing kept (autoplace/candidates.py). What
 each way of spending could bring at best is known from it: no resource does less work than it must.
@@ -7,12 +7,13 @@ each way of spending could bring at best is known from it: no resource does less
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.engine.assemble import LEAVING, RETURNING
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.cost_model import CostModel
+from megatrain.forecast.meta_program import ACTIVATIONS
 from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
@@ -116,31 +117,47 @@ class MemoryPlan:
 
     candidate: Forecast
     resident: tuple[str, ...]
-    save_activations: int
-    offload_activations: int
+    passes: int
+    graphs: "Graphs"
     seconds: float
     likely: float
 
-    def placement(self, save_activations: int, offload_activations: int) -> Placement:
+    def placement(self, graphs: "Graphs") -> Placement:
         """The candidate's with so many graphs."""
         return replace(
             self.candidate.placement,
             resident=self.resident,
-            save_activations=save_activations,
-            offload_activations=offload_activations,
+            passes=self.passes,
+            save_activations=graphs.kept,
+            save_all=graphs.whole,
+            offload_activations=graphs.offloaded,
         )
 
 
+class Graphs(NamedTuple):
+    """Layers whose graph waits: on the device, whole ones among these, on the host."""
+
+    kept: int
+    whole: int
+    offloaded: int
+
+
 class MemoryPlans:
-    """The ways of one candidate."""
+    """The ways of one candidate, in so many passes."""
 
     def __init__(
-        self, forecasts: ForecastCache, workload: Workload, candidate: Forecast, budget: Budget
+        self,
+        forecasts: ForecastCache,
+        workload: Workload,
+        candidate: Forecast,
+        budget: Budget,
+        passes: int = 1,
     ) -> None:
         self._forecasts, self._workload, self._frame = forecasts, workload, candidate
-        self._budget = budget
+        self._budget, self._passes = budget, passes
         self._layers = len(forecasts.spec.layers)
         self._micro = -(-workload.rows // candidate.micro_batch)
+        self._at_once = -(-self._micro // passes)
         measured = forecasts.measured(workload, candidate.placement.chunk_tokens)
         self._work = measured.layer(0, candidate.micro_batch)
         self._first = FirstTiles(forecasts.model(workload).layouts, workload)
@@ -150,17 +167,39 @@ class MemoryPlans:
     @property
     def _graph(self) -> int:
         """Bytes of a layer's graph."""
-        return self._work.keeping.kept_bytes * self._micro
+        return self._work.keeping.kept_bytes * self._at_once
+
+    @property
+    def _rest(self) -> int:
+        """Bytes that a graph which is kept whole takes besides."""
+        return self._work.again.kept_bytes * self._at_once - self._graph
 
     def _more(self, where: Literal["device", "host"]) -> int:
         """Bytes that a graph takes there beyond the attention results that wait without it."""
         kept = self._frame.placement.save_attention == where
-        return max(1, self._graph - kept * self._work.again.attention_bytes * self._micro)
+        return max(1, self._graph - kept * self._work.again.attention_bytes * self._at_once)
+
+    def _held(self, num_bytes: int, offload: int) -> Graphs:
+        """The graphs that fit in so many bytes of the device, as many as wanted on the host."""
+        kept = min(self._layers, num_bytes // self._more("device"))
+        offload = max(0, min(offload, self._layers - kept))
+        left = num_bytes - kept * self._more("device") if kept == self._layers else 0
+        return Graphs(kept, min(kept, left // self._rest) if self._rest > 0 else 0, offload)
+
+    @property
+    def _spare(self) -> int:
+        """Device bytes that the candidate leaves in so many passes."""
+        spare = self._budget.spare(self._frame)
+        if self._passes == 1:
+            return spare
+        waiting = self._frame.device_bytes.get(ACTIVATIONS, 0)
+        sums = 4 * sum(tile.trainable_numel for tile in self._tiles)
+        return spare - sums + waiting * (self._micro - self._at_once) // self._micro
 
     def all(self) -> Iterator[MemoryPlan]:
         """Every way that is worth a look."""
         first = self._first
-        spare, host_spare = self._budget.spare(self._frame), self._budget.host_spare(self._frame)
+        spare, host_spare = self._spare, self._budget.host_spare(self._frame)
         least, fitting = first.fewest(-host_spare), first.most(spare)
         if least > len(self._tiles):
             return  # the host has no room even if every tile leaves it
@@ -180,14 +219,12 @@ class MemoryPlans:
             lanes = (LEAVING + RETURNING) * self._work.keeping.kept_bytes if offload else 0
             if lanes > spare:
                 continue
-            keep = min(self._layers, (spare - lanes) // self._more("device"))
-            offloaded = min(offload, self._layers - keep)
-            if (keep, offloaded) in told:
+            graphs = self._held(spare - lanes, offload)
+            if graphs in told:
                 continue  # as many are left by those that stay on the device
-            told.add((keep, offloaded))
-            yield MemoryPlan(
-                self._frame, resident, keep, offloaded, *self._times(count, keep, offloaded)
-            )
+            told.add(graphs)
+            times = self._times(count, graphs)
+            yield MemoryPlan(self._frame, resident, self._passes, graphs, *times)
 
     def _offloads(self, host_spare: int) -> list[int]:
         """Numbers of graphs on the host: none, all that it holds, those that leave unnoticed."""
@@ -206,35 +243,42 @@ class MemoryPlans:
         """Seconds that a graph takes to the host."""
         return self._costs.copy(COPY_OUT, self._graph)
 
-    def _times(self, count: int, keep: int, offload: int) -> tuple[float, float]:
+    def _times(self, count: int, graphs: Graphs) -> tuple[float, float]:
         """Seconds that the busiest resource takes at least, and those that the step likely takes.
 
         What compute waits for in the candidate are tiles on their way or in their updates, which no
-        bound tells; it waits less as fewer are streamed.
+        bound tells; it waits less as fewer are streamed. With clipping, updates run beside the
+        first pass's forward alone.
         """
         all_tiles, gone = self._tiles, self._tiles[:count]
         left = 1 - sum(t.numel for t in gone) / sum(t.numel for t in all_tiles)
         crossing = 1 - _streamed(gone) / _streamed(all_tiles)
-        bounds, compute = self._frame.bounds, self._compute(keep, offload)
+        bounds, compute = self._frame.bounds, self._compute(graphs)
+        crossed = graphs.offloaded * self._passes  # a graph of a pass each
         returning = self._costs.copy(COPY_IN, self._graph)
+        alone = 0.0
+        if self._passes > 1 and self._workload.clip:
+            alone = max(0.0, bounds[UPDATE] * left - self._forward() / self._passes)
         least = max(
-            compute,
+            compute + alone,
             bounds[UPDATE] * left,
-            bounds[COPY_IN] * crossing + offload * returning,
-            bounds[COPY_OUT] * crossing + offload * self._leaving(),
+            bounds[COPY_IN] * self._passes * crossing + crossed * returning,
+            bounds[COPY_OUT] * crossing + crossed * self._leaving(),
         )
         waited = self._frame.seconds - bounds[COMPUTE]
-        return least, max(least, compute + waited * left)
+        return least, max(least, compute + max(waited * left, alone))
 
-    def _compute(self, keep: int, offload: int) -> float:
+    def _compute(self, graphs: Graphs) -> float:
         """Seconds of computing, and of waiting for lanes to the host."""
         work, seconds = self._work, self._costs.seconds
         saved = sum(map(seconds, work.computed_twice))
         if self._frame.placement.save_attention != "none":
             saved -= seconds(work.again) - seconds(replace(work.again, attention_flops=0))
-        saved -= seconds(work.keeping) + seconds(work.kept_backward)
-        late = max(0.0, offload * self._leaving() - self._forward())
-        spared = (keep + offload) * max(0.0, saved) * self._micro
+        halves = seconds(work.keeping) + seconds(work.kept_backward)
+        whole = halves - seconds(work.again) - seconds(work.backward)
+        late = max(0.0, graphs.offloaded * self._passes * self._leaving() - self._forward())
+        spared = (graphs.kept + graphs.offloaded) * max(0.0, saved - halves) * self._micro
+        spared += graphs.whole * max(0.0, whole) * self._micro
         return self._frame.bounds[COMPUTE] - spared + late
 
     def spent(self, plan: MemoryPlan) -> Forecast | None:
@@ -242,23 +286,19 @@ class MemoryPlans:
 
         None: it does not fit without any.
         """
-        graph, on_host, layers = self._more("device"), self._more("host"), self._layers
-        keep, offload, best = plan.save_activations, plan.offload_activations, None
+        graphs, best = plan.graphs, None
         for _ in range(3):
-            placement = plan.placement(keep, offload)
+            placement = plan.placement(graphs)
             found = self._forecasts.of(
                 self._budget.machine, placement, self._workload, plan.candidate.micro_batch
             )
             if self._budget.fits(found) and (best is None or found.seconds < best.seconds):
                 best = found
-            more = self._budget.spare(found) // graph
-            more_on_host = min(0, self._budget.host_spare(found) // on_host)
-            if keep + more < 0:
-                break
-            before = keep, offload
-            keep = min(layers, keep + more)
-            offload = max(0, min(layers - keep, offload + more_on_host))
-            if (keep, offload) == before:
+            held = graphs.kept * self._more("device") + graphs.whole * max(0, self._rest)
+            room = held + self._budget.spare(found)
+            more_on_host = min(0, self._budget.host_spare(found) // self._more("host"))
+            before, graphs = graphs, self._held(room, graphs.offloaded + more_on_host)
+            if room < 0 or graphs == before:
                 break
         return best
 

@@ -51,8 +51,13 @@ def slope_error(model: Any, step: list, placement: Placement, device: str = "cpu
 
 @pytest.mark.parametrize(
     "placement",
-    [Placement(slots=1), Placement(slots=3, layer_inputs="host"), Placement(save_activations=2)],
-    ids=["recomputed", "boundaries on the host", "kept graphs"],
+    [
+        Placement(slots=1),
+        Placement(slots=3, layer_inputs="host"),
+        Placement(save_activations=2),
+        Placement(passes=2),
+    ],
+    ids=["recomputed", "boundaries on the host", "kept graphs", "passes"],
 )
 def test_the_gradient_is_that_of_the_masks_of_the_forward(placement: Placement) -> None:
     [step] = make_batches(1)
@@ -68,9 +73,12 @@ def test_other_masks_in_the_recomputation_are_noticed(monkeypatch: pytest.Monkey
     assert slope_error(gpt2(), step, Placement(slots=1)) > 2e-2
 
 
-def test_every_place_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("passes", [1, 2])
+def test_every_place_has_random_numbers_of_its_own(
+    passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward and backward of a layer share theirs; places, micro-batches and steps do not."""
-    engine, seen = make_engine(gpt2()), []
+    engine, seen = make_engine(gpt2(), placement=Placement(passes=passes)), []
     record = engine.device.seed
     monkeypatch.setattr(engine.device, "seed", lambda seed: (seen.append(seed), record(seed)))
     steps, layers, micro_batches = make_batches(2), 3, 3

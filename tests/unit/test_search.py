@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from megatrain import Placement
 from megatrain.autoplace import auto, candidates
 from megatrain.autoplace.search import Search
-from megatrain.autoplace.spend import Budget, MemoryPlans
+from megatrain.autoplace.spend import Budget, Graphs, MemoryPlans
 from megatrain.engine.source import open_source
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
@@ -61,8 +61,39 @@ def test_budgets_are_never_exceeded_and_more_memory_is_never_slower() -> None:
 
 def test_with_much_memory_nothing_is_recomputed_and_no_update_waited_for() -> None:
     found = choose(1e4)
-    assert found.placement.save_activations == 4
+    assert found.placement.save_activations == found.placement.save_all == 4
     assert found.seconds == pytest.approx(found.bounds["compute"], rel=0.01)
+
+
+STEP = replace(WORKLOAD, tokens_per_step=16384, micro_batch=8)  # 32 micro-batches
+
+
+def test_a_step_is_taken_in_passes_where_all_its_graphs_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = small_machine(110)
+    found = Search(FORECASTS, machine, STEP).best()
+    assert found.placement.passes > 1 and found.device_peak_bytes <= machine.device_memory_bytes
+    monkeypatch.setattr(Search, "_in_passes", lambda *given: [])
+    other = Search(FORECASTS, machine, STEP).best()
+    assert other.placement.passes == 1 and found.seconds < 0.97 * other.seconds
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_what_passes_leave_and_bring_is_known(clip: bool) -> None:
+    """By hand: the graphs of a pass, all sums, and the compute of the step."""
+    asked = Search(FORECASTS, small_machine(1e4), replace(STEP, clip=clip))
+    candidate = asked._candidates.of(Placement(slots=3, compile=True), 8)
+    by_hand = replace(candidate.placement, passes=4, save_activations=4, save_all=4)
+    told = asked._candidates.of(by_hand, 8)
+    ways = asked._plans(candidate, 4)
+    seconds, _ = ways._times(0, Graphs(4, 4, 0))
+    assert seconds <= 1.001 * told.seconds
+    assert ways._compute(Graphs(4, 4, 0)) == pytest.approx(told.bounds["compute"], rel=0.02)
+    graphs = 4 * (ways._more("device") + ways._rest)
+    left = asked._budget.spare(told) + told.device_bytes["kept graphs"]
+    assert graphs == pytest.approx(told.device_bytes["kept graphs"], rel=0.02)
+    assert ways._spare == pytest.approx(left, rel=0.01)
 
 
 def test_what_does_not_fit_is_refused_with_the_least_that_would() -> None:
@@ -332,7 +363,7 @@ def test_what_a_graph_spares_and_takes_beside_kept_attention_is_known(
     candidate, kept = (hand_made(save_attention=where, save_activations=count) for count in (0, 4))
     asked = long_search(1e4)
     ways = MemoryPlans(FORECASTS, asked._workload, candidate, asked._budget)
-    assert ways._compute(4, 0) == pytest.approx(kept.bounds["compute"], rel=0.02)
+    assert ways._compute(Graphs(4, 0, 0)) == pytest.approx(kept.bounds["compute"], rel=0.02)
     graphs = kept.device_bytes["kept graphs"] - candidate.device_bytes.get("kept attention", 0)
     assert 4 * ways._more("device") == pytest.approx(graphs, rel=0.06)
 
