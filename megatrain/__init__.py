@@ -8,10 +8,11 @@ from megatrain.placement import Placement
 
 if TYPE_CHECKING:
     from megatrain.api import Engine, StepResult
-    from megatrain.optim import AdamW, Lion
+    from megatrain.optim import SGD, AdamW, Lion
     from megatrain.train.start import run
 
 __all__ = [
+    "SGD",
     "AdamW",
     "DoesNotFit",
     "Engine",
@@ -39,7 +40,7 @@ def __getattr__(name: str) -> Any:
         from megatrain import api
 
         return getattr(api, name)
-    if name in ("AdamW", "Lion"):
+    if name in ("AdamW", "Lion", "SGD"):
         from megatrain import optim
 
         return getattr(optim, name)

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from megatrain import AdamW
+from megatrain import SGD, AdamW
 from megatrain.optim import RULES, Rule
 
 SWEPT: dict[str, Callable[..., Rule]] = {
     **RULES,
     "adamw bf16": partial(AdamW, states="bf16"),
     "adamw int8": partial(AdamW, states="int8"),
+    "sgd plain": partial(SGD, momentum=0.0, weight_decay=0.1),
+    "sgd nesterov": partial(SGD, nesterov=True),
 }
 
 

@@ -131,9 +131,10 @@ def _subject(options: Options) -> Subject:
             raise InputError(f"--states: {rule.name} has no such choice; leave it out")
         rule = replace(rule, **{"states": options.states})
         subject.workload = replace(subject.workload, rule=rule)
-    if not rule.keeps_pace:
+    if rule.pace < 1:
         subject.warnings.append(
-            f"updates of {rule.name} on the host take longer than foreseen: they have no kernel yet"
+            f"updates of {rule.name} on the host have no kernel yet: the plan counts with "
+            f"{rule.pace:g} of the memory's speed, roughly"
         )
     return subject
 

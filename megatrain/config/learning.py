@@ -24,6 +24,9 @@ class OptimizerSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     no_decay: list[Pattern] | None = None
     states: Literal["fp32", "bf16", "int8"] | None = None
+    momentum: Annotated[float, Field(ge=0)] | None = None
+    dampening: Annotated[float, Field(ge=0)] | None = None
+    nesterov: bool | None = None
 
     @model_validator(mode="before")
     @classmethod

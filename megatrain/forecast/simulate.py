@@ -270,7 +270,8 @@ def _run(
 ) -> _Run:
     """The last of a few steps, which is like all that follow."""
     counter = OpCounter()
-    costs = CostModel(machine, counter)
+    assert model.rule is not None
+    costs = CostModel(machine, counter, model.rule.pace)
     device = ClockDevice(costs)
     # What is split is followed micro-batch by micro-batch.
     most = _FOLLOWED if placement.max_stream_bytes is None else None

@@ -13,13 +13,15 @@ from megatrain.optim.rule import (
     parameter_bytes,
     tile_planes,
 )
+from megatrain.optim.sgd import SGD
 from megatrain.optim.streamed import StreamedOptimizer
 
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdamW, Lion)}
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdamW, Lion, SGD)}
 
 __all__ = [
     "NO_DECAY",
     "RULES",
+    "SGD",
     "AdamW",
     "Lion",
     "Plane",

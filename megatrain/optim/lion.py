@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.optim.rule import NO_DECAY, Plane, Rule, master_of
-
-# Elements updated at a time. On the host what torch makes meanwhile stays in a core's cache,
-# five times as fast as with 1 << 21; on a device it is small.
-_HOST_BLOCK, _DEVICE_BLOCK = 1 << 15, 1 << 21
+from megatrain.optim.blocks import update_blocks
+from megatrain.optim.rule import NO_DECAY, Plane, Rule
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Lion(Rule):
 
     name = "lion"
     settings = ("lr", "betas", "weight_decay")
-    keeps_pace = False
+    pace = 0.1  # on one core, 24 million parameters, AdamW's kernel being 1
 
     lr: float = 2e-6
     betas: tuple[float, float] = (0.9, 0.99)
@@ -51,16 +48,13 @@ class Lion(Rule):
         threads: int,
     ) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        block = _HOST_BLOCK if weights.device.type == "cpu" else _DEVICE_BLOCK
-        for start in range(0, weights.numel(), block):
-            part = slice(start, start + block)
-            momentum, g = states[0][part], grad[part].float() * grad_scale
-            rest = None if remainder is None else remainder[part]
-            with master_of(weights[part], rest) as master:
-                # Each operation rounds once, so that no bit depends on how torch groups elements.
-                master.mul_(1 - lr * group["weight_decay"])
-                mixed = (momentum * beta1).add_(g * (1 - beta1))
-                # A NaN has no sign for torch, and would go unseen.
-                direction = torch.where(mixed.isnan(), mixed, mixed.sign())
-                master.sub_(direction.mul_(lr))
-                momentum.mul_(beta2).add_(g.mul_(1 - beta2))
+
+        def move(master: Tensor, g: Tensor, momentum: Tensor) -> None:
+            master.mul_(1 - lr * group["weight_decay"])
+            mixed = (momentum * beta1).add_(g * (1 - beta1))
+            # A NaN has no sign for torch, and would go unseen.
+            direction = torch.where(mixed.isnan(), mixed, mixed.sign())
+            master.sub_(direction.mul_(lr))
+            momentum.mul_(beta2).add_(g.mul_(1 - beta2))
+
+        update_blocks(weights, remainder, states, grad, grad_scale, move)

@@ -82,14 +82,14 @@ class Rule(ABC):
         settings: names of what the groups of torch's optimizer hold of it.
         choices: further settings, the same for all groups, and the values of each.
         needs_matrices: whether `update` needs each parameter in its shape, not flat ranges.
-        keeps_pace: whether its update on the host is paced by memory, as forecasts take it to be.
+        pace: of its update on the host, as a share of what the memory allows; for forecasts.
     """
 
     name: ClassVar[str]
     settings: ClassVar[tuple[str, ...]]
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     needs_matrices: ClassVar[bool] = False
-    keeps_pace: ClassVar[bool] = True
+    pace: ClassVar[float] = 1.0
 
     @property
     @abstractmethod
@@ -149,7 +149,8 @@ class Rule(ABC):
         kind = type(self).__name__
         for name, values in self.choices.items():
             if (value := getattr(self, name)) not in values:
-                raise InputError(f"{kind} {name} is {value!r}; it must be {' or '.join(values)}")
+                known = " or ".join(map(str, values))
+                raise InputError(f"{kind} {name} is {value!r}; it must be {known}")
         for name in self.settings:
             value = getattr(self, name)
             if name == "betas":

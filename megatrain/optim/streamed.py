@@ -112,7 +112,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 )
 
     def _check(self, group: dict[str, Any]) -> None:
-        replace(self.rule, **{name: _scalar(group.get(name)) for name in self.rule.settings})
+        own = replace(self.rule, **{n: _scalar(group.get(n)) for n in self.rule.settings})
+        if own.state_planes != self.rule.state_planes:
+            raise InputError(
+                f"a group of the optimizer asks {type(self.rule).__name__} to keep other state "
+                "than the engine was made with (momentum from 0, or to 0); make the engine with it"
+            )
 
     def took_step(self) -> None:
         """Count a step that the engine has taken, by `step`, at which torch's schedulers look."""

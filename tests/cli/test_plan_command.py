@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from megatrain import Lion
 from megatrain.checkpoint.files import PIECE_BYTES
 from megatrain.cli import plan as command
 from megatrain.machine import machine_for, present, present_cpu
@@ -70,9 +71,7 @@ def test_json_for_programs(megatrain, model_file):
     assert told["save_bytes"] == 2 * PIECE_BYTES  # a small model's planes need not each have one
 
 
-def test_the_plan_of_a_run_with_lion_counts_its_planes_and_says_what_it_does_not_know(
-    megatrain, run_file
-):
+def test_the_plan_of_a_run_with_lion_counts_its_planes_and_its_pace(megatrain, run_file):
     adamw, lion = (
         json.loads(megatrain("plan", run_file, *HERE, "--json", *change).stdout)
         for change in ([], ["--set", "optimizer.name=lion"])
@@ -81,6 +80,8 @@ def test_the_plan_of_a_run_with_lion_counts_its_planes_and_says_what_it_does_not
         sum(tier["moments"] for tier in told["bytes_by_tier"].values()) for told in (adamw, lion)
     ]
     assert moments[0] == 2 * moments[1] > 0
+    updates = [told["forecast"]["bounds"]["update"] for told in (adamw, lion)]
+    assert updates[1] == pytest.approx(updates[0] / 26 * 18 / Lion.pace, rel=0.1)
     assert any("updates of lion" in warning for warning in lion["warnings"])
     assert not any("updates of" in warning for warning in adamw["warnings"])
 

@@ -202,6 +202,23 @@ class PlainLion(torch.optim.Optimizer):
                 m.copy_(m * beta2 + p.grad * (1 - beta2))
 
 
+class PlainSGD(torch.optim.SGD):
+    """torch's SGD (torch 2.13, `_single_tensor_sgd`), with each operation rounded once."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                g = p.grad + p * group["weight_decay"]
+                if group["momentum"]:
+                    fresh = g * (1 - group["dampening"])
+                    buffer = self.state[p].get("momentum_buffer")
+                    buffer = g if buffer is None else buffer * group["momentum"] + fresh
+                    self.state[p]["momentum_buffer"] = buffer.clone()
+                    g = g + buffer * group["momentum"] if group["nesterov"] else buffer
+                p.sub_(g * group["lr"])
+
+
 class RoundedAdamW(torch.optim.Optimizer):
     """AdamW as torch has it, with one quotient less, and moments rounded to `states` in each step.
 

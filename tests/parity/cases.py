@@ -83,7 +83,9 @@ def make_engine(
     A large eps lets a wrong scale of the gradient show, and so do momenta of Lion.
     """
     eps, rule = options.pop("eps", 1e-3), options.pop("rule", "adamw")
-    settings = {"lr": lr / 10} if rule == "lion" else {"lr": lr, "eps": eps}
+    settings: dict[str, Any] = {"lr": lr / 10 if rule == "lion" else lr}
+    if "eps" in SWEPT[rule]().settings:
+        settings["eps"] = eps
     optimizer = SWEPT[rule](**settings)
     options.setdefault("device", "cpu")
     return Engine(model, optimizer=optimizer, max_grad_norm=clip, precision=precision, **options)

@@ -53,6 +53,7 @@ PLANES = [
         10.125,
     ),
     ("lion", "bf16", {"weights": 2, "remainder": 2, "moments": 4, "gradients": 2}, 10),
+    ("sgd plain", "bf16", {"weights": 2, "remainder": 2, "moments": 0, "gradients": 2}, 6),
     ("lion", "fp32", {"weights": 4, "remainder": 0, "moments": 4, "gradients": 4}, 12),
 ]
 

@@ -14,7 +14,7 @@ from megatrain import AdamW, Engine, InputError
 from megatrain.optim import NO_DECAY
 from megatrain.store import Tile
 from megatrain.tile import Entry
-from tests.families.plain import PlainLion, RoundedAdamW, accumulate
+from tests.families.plain import PlainLion, PlainSGD, RoundedAdamW, accumulate
 from tests.parity.cases import (
     gradients,
     llama,
@@ -144,6 +144,9 @@ PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw bf16": lambda groups: RoundedAdamW(groups, "bf16", lr=1e-2, eps=EPS, betas=BETAS),
     "adamw int8": lambda groups: RoundedAdamW(groups, "int8", lr=1e-2, eps=EPS, betas=BETAS),
     "lion": lambda groups: PlainLion(groups, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0),
+    "sgd": lambda groups: PlainSGD(groups, lr=1e-2, momentum=0.9),
+    "sgd plain": lambda groups: PlainSGD(groups, lr=1e-2),
+    "sgd nesterov": lambda groups: PlainSGD(groups, lr=1e-2, momentum=0.9, nesterov=True),
 }
 
 

@@ -69,10 +69,11 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
     assert loaded.optimizer.rule() == RULES[name]()
     assert loaded.optimizer.lr == RULES[name]().lr
     assert load(loaded.as_yaml()) == loaded
-    changed = load(
-        MINIMAL, f"optimizer.name={name}", "optimizer.betas=[0.5, 0.6]", "optimizer.lr=1"
-    )
-    assert changed.optimizer.rule() == RULES[name](lr=1, betas=(0.5, 0.6))
+    own = {"betas": (0.5, 0.6), "nesterov": True, "momentum": 0.8, "lr": 1}
+    own = {key: value for key, value in own.items() if key in RULES[name].__dataclass_fields__}
+    given = [f"optimizer.{k}={list(v) if k == 'betas' else v}" for k, v in own.items()]
+    changed = load(MINIMAL, f"optimizer.name={name}", *given)
+    assert changed.optimizer.rule() == RULES[name](**own)
 
 
 def test_run_files_that_name_no_optimizer_mean_adamw(load):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
-from megatrain import AdamW, InputError, Lion
+from megatrain import SGD, AdamW, InputError, Lion
 from megatrain.device import CpuDevice
 from megatrain.engine.opened import DTYPES
 from megatrain.kernels.states import load_moments
@@ -21,13 +21,13 @@ from megatrain.optim import (
     Plane,
     Rule,
     StreamedOptimizer,
-    lion,
+    blocks,
     moved_bytes,
     parameter_bytes,
 )
 from megatrain.store import Store
 from megatrain.tile import TileLayout
-from tests.families.plain import PlainLion, RoundedAdamW
+from tests.families.plain import PlainLion, PlainSGD, RoundedAdamW
 from tests.families.tiny import tiny_model
 from tests.rules import SWEPT
 from tests.structure.source_tree import ROOT
@@ -47,6 +47,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nan beta": ({"betas": (0.9, math.nan)}, "betas are"),
     "one beta": ({"betas": (0.9,)}, "betas are"),
     "three betas": ({"betas": (0.9, 0.95, 0.99)}, "betas are"),
+    "dampened nesterov": (
+        {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
+        "nesterov needs momentum and no dampening, and they are 0.9 and 0.1",
+    ),
+    "nesterov without momentum": ({"nesterov": True, "momentum": 0.0}, "nesterov needs momentum"),
+    "nesterov of a name": ({"nesterov": "yes"}, "nesterov is 'yes'; it must be False or True"),
     "a beta alone": ({"betas": 0.9}, "betas are 0.9"),
     "beta as text": ({"betas": ("0.9", 0.95)}, "betas are"),
     "pattern alone": ({"no_decay": "bias"}, "no_decay is 'bias'; it must be a list of patterns"),
@@ -175,6 +181,9 @@ def test_what_has_no_effect_is_refused_in_one_line(misuse: Any, message: str) ->
 HYPER: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
     "lion": {"lr": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.5},
+    "sgd": {"lr": 3e-3, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+    "sgd plain": {"lr": 3e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.1},
+    "sgd nesterov": {"lr": 3e-3, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1},
 }
 HYPER |= {"adamw bf16": HYPER["adamw"], "adamw int8": HYPER["adamw"]}
 PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -182,6 +191,9 @@ PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw bf16": partial(RoundedAdamW, states="bf16"),
     "adamw int8": partial(RoundedAdamW, states="int8"),
     "lion": PlainLion,
+    "sgd": PlainSGD,
+    "sgd plain": PlainSGD,
+    "sgd nesterov": partial(PlainSGD, nesterov=True),
 }
 
 
@@ -192,7 +204,7 @@ PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
     name: str, precision: str, grad_scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lion, "_HOST_BLOCK", 1000)
+    monkeypatch.setattr(blocks, "_HOST_BLOCK", 1000)
     rule, dtype, size = SWEPT[name](**HYPER[name]), DTYPES[precision], 3001
     tile = Store(CpuDevice(), [TileLayout("t", [("a", torch.Size([size]), 0)])], dtype, rule=rule)
     [tile], master = tile.tiles, torch.nn.Parameter(randn(size, 0))
@@ -213,7 +225,7 @@ def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
         plain.step()
     assert torch.equal(tile.read_master(tile.layout.entries[0]), master)
     kept = [value for value in plain.state[master].values() if value.shape == master.shape]
-    if rule.choices:
+    if "states" in rule.choices:
         states = load_moments(states)
     assert len(kept) == len(states)
     assert all(
@@ -237,6 +249,7 @@ def test_a_bad_gradient_is_seen_in_its_weights(name: str) -> None:
 BYTES = {("adamw", "bf16"): (14, 26), ("adamw", "fp32"): (16, 28),
          ("adamw bf16", "bf16"): (10, 18), ("adamw int8", "bf16"): (8.125, 14.25),
          ("adamw int8", "fp32"): (10.125, 16.25),
+         ("sgd", "bf16"): (10, 18), ("sgd plain", "bf16"): (6, 10),
          ("lion", "bf16"): (10, 18), ("lion", "fp32"): (12, 20)}  # fmt: skip
 
 
@@ -283,6 +296,30 @@ def test_a_rule_that_needs_matrices_is_refused() -> None:
 
     with pytest.raises(InputError, match="Orthogonal needs matrices"):
         StreamedOptimizer(Orthogonal(), tiny_model("llama"))
+
+
+@pytest.mark.parametrize(("first", "later"), [(0.9, 0.0), (0.0, 0.9)])
+def test_a_group_that_asks_for_other_state_is_refused(first: float, later: float) -> None:
+    optimizer = StreamedOptimizer(SGD(momentum=first), tiny_model("llama"))
+    optimizer.param_groups[1]["momentum"] = later
+    with pytest.raises(InputError, match="asks SGD to keep other state"):
+        optimizer.check()
+
+
+@pytest.mark.parametrize("hyper", [each for name, each in HYPER.items() if "sgd" in name])
+def test_the_plain_sgd_is_torch_s(hyper: dict[str, Any]) -> None:
+    """Which multiplies and adds at once where the machine can."""
+    ours, theirs = (torch.nn.Parameter(randn(100, 0)) for _ in range(2))
+    nesterov = hyper["dampening"] == 0 < hyper["momentum"]
+    kinds = PlainSGD, torch.optim.SGD
+    optimizers = [
+        k([p], **hyper, nesterov=nesterov) for k, p in zip(kinds, (ours, theirs), strict=True)
+    ]
+    for step in range(1, 6):
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = gradient(100, step)
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_groups_are_saved_as_plain_values_and_taken_over_again() -> None:
