@@ -16,7 +16,17 @@ from megatrain.data.template import REASONING, Template
 from megatrain.errors import InputError
 
 _WORD = re.compile(r"[A-Za-z0-9]+")  # which no way of writing a string changes
+# What replies begin with and end with where a template always asks for another reply (Command R7B),
+# ends calls with the next header (Command R+), or writes them otherwise at the end (Apriel).
+_HEADERS = {
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>": (
+        r"<\|END_OF_TURN_TOKEN\|>|(?=<\|START_OF_TURN_TOKEN\|>)"
+    ),
+    "<|assistant|>\n": r"\n<\|end\|>",
+    "<|begin_assistant|>\n": r"\n<\|end\|>|\Z",
+}
 _PRIVATE = range(0xE000, 0xF900)  # characters that Unicode leaves to private use
+_SAID = ("content", "tool_calls", *REASONING)
 Span = tuple[int, int]
 
 
@@ -62,8 +72,14 @@ class Replies:
                 f"{self._where}: the conversation starts with the assistant: drop that turn"
             )
         asked = self._render(turn, asking=True)
-        found = self._by_prefixes(turn, asked) or self._by_signs(turn, asked)
+        ways = (self._by_headers, self._by_prefixes, self._by_signs)
+        found = next(filter(None, (way(turn, asked) for way in ways)), None)
         if found is None or self._opens_another(turn, asked, *found):
+            if not any(self._talk.messages[turn].get(n) for n in _SAID):
+                raise InputError(
+                    f"{self._where}: the chat template has no place for the empty reply in message "
+                    f"{turn + 1}: drop it, or give it a weight of 0"
+                )
             raise InputError(
                 f"{self._where}: the chat template writes the text up to message {turn + 1} "
                 "otherwise when more follows, so replies cannot be told apart: mark them in the "
@@ -92,6 +108,22 @@ class Replies:
             text, _ = self._template.render(talk, self._where, add_generation_prompt=asking)
             self._texts[key] = text
         return self._texts[key]
+
+    def _by_headers(self, turn: int, asked: str) -> Span | None:
+        """Between the header and the end that a family is known for."""
+        source = self._template.source(self._talk)
+        header = next((each for each in _HEADERS if each.rstrip() in source), None)
+        if header is None or header not in asked:
+            return None
+        pattern = f"{re.escape(header)}(.*?(?:{_HEADERS[header]}))"
+        spans = [found.span(1) for found in re.finditer(pattern, self.text, re.DOTALL)]
+        roles = [message["role"] for message in self._talk.messages]
+        if len(spans) != roles.count("assistant"):
+            return None
+        begin, end = spans[roles[:turn].count("assistant")]
+        begin += self._common(asked.rpartition(header)[2], begin)
+        follows = begin >= self._places.get(turn - 1, 0)  # not a header that somebody quotes
+        return (begin, end) if follows and self._says(turn, begin, end) else None
 
     def _by_prefixes(self, turn: int, asked: str) -> Span | None:
         """What a reply adds to the text, where that is the beginning of the whole text."""

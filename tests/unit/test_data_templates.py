@@ -154,6 +154,71 @@ def test_calls_are_learnt_where_their_turn_is_written_otherwise_later():
     assert runs[0].startswith(call) and runs[1:] == ["tell 2<|end|>", "tell 4<|stop|>"]
 
 
+MACRO = (
+    "{%- macro calls(m) %}" + CALL.replace("ARGS", "c.function.arguments | tojson")
+    + "{%- endmacro %}"
+)  # fmt: skip
+
+COHERE = ("<s>", "</s>", "<pad>", "<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|u|>",
+          "<|END_OF_TURN_TOKEN|>", "<think>", "</think>")  # fmt: skip
+HEADER = "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+OTHER = (
+    "{%- if m.role != 'assistant' %}{{- '<|START_OF_TURN_TOKEN|><|u|>' + m.content }}"
+    "{{- '<|END_OF_TURN_TOKEN|>' }}{%- else %}"
+)
+
+
+def test_replies_of_a_template_that_always_asks_for_another_are_found():
+    """As Command R7B's, which also asks with an empty thought that replies do not have."""
+    reply = "{{- '" + HEADER + "' + (m.content or '') + calls(m) + '<|END_OF_TURN_TOKEN|>' }}"
+    template = MACRO + FOR + OTHER + reply + "{%- endif %}{%- endfor %}" + (
+        "{{- '" + HEADER + "<think></think>' }}"
+    )  # fmt: skip
+    tokenizer = make_tokenizer(template, special=COHERE)
+    for turns in (with_calls(city="a"), with_calls(city="a")[:3]):
+        runs = spoken(template, {"messages": turns}, tokenizer)[1]
+        ends = "<|END_OF_TURN_TOKEN|>"
+        wanted = ['<|call|>weather {"city": "a"}' + ends, "tell 2" + ends, "tell 4" + ends]
+        assert runs == wanted[: len(runs)] and len(runs) == (3 if len(turns) > 3 else 1)
+
+
+def test_calls_that_end_with_the_next_header_are_found():
+    """As Command R+'s, which adds a last instruction to the text."""
+    reply = "{{- '" + HEADER + "' + (m.content or '') }}{%- if m.tool_calls %}{{- calls(m) }}" + (
+        "{%- else %}{{- '<|END_OF_TURN_TOKEN|>' }}{%- endif %}"
+    )  # fmt: skip
+    template = MACRO + FOR + OTHER + reply + "{%- endif %}{%- endfor %}" + (
+        "{{- '<|START_OF_TURN_TOKEN|><|u|>go on<|END_OF_TURN_TOKEN|>' }}"
+        "{%- if add_generation_prompt %}{{- '" + HEADER + "' }}{%- endif %}"
+    )  # fmt: skip
+    tokenizer = make_tokenizer(template, special=COHERE)
+    _, runs = spoken(template, {"messages": with_calls(city="a")}, tokenizer)
+    assert runs[0] == '<|call|>weather {"city": "a"}' and len(runs) == 3
+
+
+def test_calls_that_are_written_otherwise_later_are_found():
+    """As Apriel's, which leaves the number of the last call out."""
+    special = ("<s>", "</s>", "<pad>", "<|assistant|>", "<|u|>", "<|end|>")
+    reply = "{%- else %}{{- '<|assistant|>\\n' + (m.content or '') }}{%- if m.tool_calls %}" + (
+        "{{- calls(m) + ('' if loop.last else ', id 7') }}{%- endif %}{{- '\\n<|end|>\\n' }}"
+        "{%- endif %}"
+    )  # fmt: skip
+    template = MACRO + FOR + OTHERS + reply + END.replace("<|a|>", "<|assistant|>\\n")
+    tokenizer = make_tokenizer(template, special=special)
+    _, runs = spoken(template, {"messages": with_calls(city="a")}, tokenizer)
+    assert runs[0] == '<|call|>weather {"city": "a"}, id 7\n<|end|>'
+    assert runs[1:] == ["tell 2\n<|end|>", "tell 4\n<|end|>"]
+    quoting = talk("say <|assistant|>\nhm\n<|end|>", "hm")
+    text, (reply,) = spoken(template, {"messages": quoting}, tokenizer)
+    assert text.rstrip().endswith(reply) and reply == "hm\n<|end|>"
+
+
+def test_an_empty_reply_that_a_template_leaves_out_is_named():
+    template = FOR + OTHERS + "{%- elif m.content %}" + REPLY.replace("{%- else %}", "") + END
+    with pytest.raises(InputError, match="no place for the empty reply in message 2: drop it, or"):
+        spoken(template, {"messages": talk("a", "", "b", "tell")})
+
+
 def test_turns_after_a_tool_are_found_where_its_result_is_closed_otherwise():
     """The text that asks for a reply lacks what ends the tool's turn."""
     tool = (
@@ -172,12 +237,6 @@ def test_of_empty_replies_the_end_of_turn_is_learnt(name):
     ends = [run[-7:] for run in spoken(TEMPLATES[name], {"messages": talk("a", "", "b", "")})[1]]
     last = "<|stop|>"[-7:] if "otherwise" in name else "<|end|>"
     assert ends == ([] if "no end" in name else ["<|end|>", last])
-
-
-MACRO = (
-    "{%- macro calls(m) %}" + CALL.replace("ARGS", "c.function.arguments | tojson")
-    + "{%- endmacro %}"
-)  # fmt: skip
 
 
 def test_a_reply_that_goes_on_after_the_result_of_a_tool_is_learnt_from_there():
