@@ -350,7 +350,7 @@ class Saver:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """Everything but folders; links to such are none."""
+    """Everything in a folder but folders; a link to a folder counts as a file."""
     return (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
 
 

@@ -3,14 +3,11 @@
 from collections.abc import Iterator
 from functools import partial
 
-from torch import Tensor
-
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.host_offload import HostOffload, packed_bytes
 from megatrain.engine.layer import Layer
 from megatrain.engine.modules import Prologue
-from megatrain.model.capture import Ref
 from megatrain.model.program import Activations
 
 _KEEP, _GIVE = Name(Kind.NOTE, "keep"), Name(Kind.NOTE, "give")
@@ -85,9 +82,6 @@ class HostBoundaries:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
         for _ in range(self._num_micro):
             for items, buffers in self._offload.take(len(unit.inputs)):
-                give = partial(_named, unit.inputs, items)
+                values = (value for [value] in items)
+                give: partial[Activations] = partial(dict, zip(unit.inputs, values, strict=True))
                 yield self._device.run(COMPUTE, _GIVE, give, reads=buffers)
-
-
-def _named(refs: list[Ref], items: list[list[Tensor]]) -> Activations:
-    return {ref: value for ref, [value] in zip(refs, items, strict=True)}

@@ -206,7 +206,7 @@ class Embedding:
         self._device.run(COMPUTE, "gather", work, [table.tile.weights], [table.rows])
 
     def _add_there(self, table: _Table, batch: Batch) -> tuple[Tile, HostGrad, Any]:
-        """The row gradients of such a table, added to its gradient on the device."""
+        """Add the row gradients of a table that rests on the device to its gradient there."""
         host_grad = self.sink.claim(table.tile, COMPUTE)
         sums_UD = table.first(table.sums, batch.unique_U)
 

@@ -29,7 +29,7 @@ from megatrain.model.experts import Chosen, ExpertRows
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.placement import Saves
 
-# Leaves beside those of a layer's output: hidden states, choices, their shares; what experts make.
+# Leaves beside the layer's outputs: the experts' hidden states, choices and shares; their result.
 GIVEN, RESULT = (-1, -2, -3), -4
 
 
@@ -126,19 +126,16 @@ class Group(Stage):
 
         def work(micro: MicroBatch, values: Activations) -> Activations:
             with torch.no_grad():
-                return {**values, self._result: self._add(self.weights(slot), values)}
+                pairs, rows = self._chosen(values)
+                total_ND = values.get(self._result)
+                if total_ND is None:
+                    total_ND = torch.zeros_like(values[self.inputs[0]])
+                if sum(pairs.counts):
+                    pairs.add(total_ND, self.program.experts(self.visit, self.weights(slot), rows))
+            return {**values, self._result: total_ND}
 
         name = Name(Kind.PART, f"{self.name} experts")
         return self.each(name, batch, work, h, reads=[slot])
-
-    def _add(self, weights: dict[str, Tensor], values: Activations) -> Tensor:
-        pairs, rows = self._chosen(values)
-        total_ND = values.get(self._result)
-        if total_ND is None:
-            total_ND = torch.zeros_like(values[self.inputs[0]])
-        if sum(pairs.counts):
-            pairs.add(total_ND, self.program.experts(self.visit, weights, rows))
-        return total_ND
 
     def _chosen(self, values: Activations) -> tuple[Chosen, ExpertRows]:
         """The tokens that chose these experts, with each one's row, expert and share."""

@@ -111,7 +111,7 @@ class WholeHead:
     def _chunks(
         self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations
     ) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
-        """What makes logits of a chunk of hidden states, all of these `[N, D]`, targets `[N]`."""
+        """What makes logits of a chunk of hidden states; all hidden states, all targets."""
         with torch.no_grad():
             output = self._program.epilogue(weights, micro, values)
         hidden = last_hidden(output)

@@ -51,11 +51,7 @@ class HostMemoryGuard:
     """Says before each step whether what could wait on the host may, and gives it up if not."""
 
     def __init__(
-        self,
-        store: Store,
-        parts: Parts,
-        limit_bytes: int | None,
-        planned: Planned | None,
+        self, store: Store, parts: Parts, limit_bytes: int | None, planned: Planned | None
     ) -> None:
         """Args:
         limit_bytes: that the process may take in all; None: what the machine allows.

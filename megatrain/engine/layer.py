@@ -46,7 +46,7 @@ class Layer(StreamedModule):
         name, backward_name: of its work.
         policy: what of its forward is saved for its backward, and where.
         inputs: the activations that it reads.
-        pulled: those that its backward gives gradients of, for the gradients of `made`.
+        grad_inputs: the activations that its backward gives gradients of.
     """
 
     kinds = (Kind.LAYER, Kind.LAYER_BACKWARD)

@@ -106,8 +106,10 @@ class Prologue(StreamedModule):
         """The first activations of every micro-batch (`h` is not read: there are none)."""
 
         def work(micro: MicroBatch) -> Activations:
+            tables = micro.rows.tables
+            tables.update({n: table.detach().requires_grad_() for n, table in tables.items()})
             with torch.enable_grad():  # what requires gradients here is an activation there
-                values = self.program.prologue(self._all_leaves(slot), _rows_as_leaves(micro))
+                values = self.program.prologue(self._all_leaves(slot), micro)
             return {ref: value.detach() for ref, value in values.items()}
 
         return self.each(PROLOGUE_NAME, batch, work, reads=[slot, *self.embedding.rows])
@@ -142,13 +144,6 @@ class Prologue(StreamedModule):
 
     def _all_leaves(self, slot: Buffer) -> dict[str, Tensor]:
         return {n: w.detach().requires_grad_() for n, w in self.weights(slot).items()}
-
-
-def _rows_as_leaves(micro: MicroBatch) -> MicroBatch:
-    tables = micro.rows.tables
-    for name in tables:
-        tables[name] = tables[name].detach().requires_grad_()
-    return micro
 
 
 class Head(StreamedModule):
@@ -210,24 +205,28 @@ class Head(StreamedModule):
         if joint := self._weighed(slot, batch, h)[1]:
             return joint
 
-        def work(micro: MicroBatch, values: Activations) -> Tensor:
-            return self.computed.loss(self.weights(slot), micro, values) / batch.normaliser
+        def share(*given: Any) -> Tensor:
+            return self.computed.loss(*given) / batch.normaliser
 
-        return self.each(HEAD_NAME, batch, work, h, reads=[slot])
+        return self._computed(share, slot, batch, h)
 
     def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each token's loss `[B, T]`, fp32; 0 where nothing is predicted."""
 
-        def work(micro: MicroBatch, values: Activations) -> Tensor:
-            found = self.computed.losses(self.weights(slot), micro, values)
-            return found.view(micro.rows.ids.shape)
+        def losses(weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+            return self.computed.losses(weights, micro, values).view(micro.rows.ids.shape)
 
-        return self.each(HEAD_NAME, batch, work, h, reads=[slot])
+        return self._computed(losses, slot, batch, h)
 
     def logits(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""
 
+        return self._computed(self.computed.logits, slot, batch, h)
+
+    def _computed(
+        self, what: Callable[..., Tensor], slot: Buffer, batch: Batch, h: State
+    ) -> list[Tensor]:
         def work(micro: MicroBatch, values: Activations) -> Tensor:
-            return self.computed.logits(self.weights(slot), micro, values)
+            return what(self.weights(slot), micro, values)
 
         return self.each(HEAD_NAME, batch, work, h, reads=[slot])

@@ -175,7 +175,7 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
 
 
 def _lengths(micro: Micro) -> list[int]:
-    """Those of the documents in the row that has most of them."""
+    """Lengths of the documents in the row that has the most documents."""
     positions_BT = micro["position_ids"]
     begins_BT = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
     begins_T = begins_BT[int(begins_BT.sum(1).argmax())].nonzero()[:, 0] + 1

@@ -96,21 +96,22 @@ def open_source(
         empty = emptied(model, attn_implementation=attn_implementation)
         dtype = next(model.parameters()).dtype
         return Source(empty, dtype, given=model, untrained=_drawn_buffers(empty, dtype))
-    if not isinstance(model, PreTrainedConfig | str | Path):
+    folder, beside = None, dict[str, bytes]()
+    if isinstance(model, PreTrainedConfig):
+        config, dtype = model, getattr(model, "dtype", None) or torch.float32
+    elif isinstance(model, str | Path):
+        folder = resolve_model(model)
+        config = load_config(folder, trust_remote_code=trust_remote_code)
+        dtype, beside = source_dtype(folder), companions(folder)
+    else:
         raise InputError(
             f"the model is a {type(model).__name__}; give a transformers model or configuration, "
             "a folder, or a hub id"
         )
-    folder = None if isinstance(model, PreTrainedConfig) else resolve_model(model)
-    config = model if folder is None else load_config(folder, trust_remote_code=trust_remote_code)
     empty = empty_model(
         config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
     )
-    if folder is None:
-        dtype, beside = getattr(model, "dtype", None) or torch.float32, {}
-    else:
-        dtype, beside = source_dtype(folder), companions(folder)
-        set_generation(empty, beside)
+    set_generation(empty, beside)
     return Source(empty, dtype, folder, untrained=_drawn_buffers(empty, dtype), companions=beside)
 
 
@@ -167,13 +168,9 @@ def _read_state(checkpoint: Checkpoint, store: Store) -> None:
 
 def _read_masters(checkpoint: Checkpoint, write: Write) -> None:
     """The exact weights, whatever they were trained with and will be."""
-
-    def bring(name: str, read: Callable[[], Tensor]) -> None:
-        write(name, read())
-
     values = masters(checkpoint)
     with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-masters") as pool:
-        list(pool.map(bring, values.keys(), values.values()))
+        list(pool.map(lambda name: write(name, values[name]()), values))
 
 
 def _writer(store: Store, source: Source, *, threads: int) -> Write:

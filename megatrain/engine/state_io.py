@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megatrain.checkpoint import BUFFERS, COMPUTED, MODEL, Checkpoint, Settings
 from megatrain.compat.transformers import attention_of, experts_of, set_attention, set_experts
@@ -41,10 +41,7 @@ def describe_optimizer(rule: Rule | None) -> dict[str, Any] | None:
 
 
 def documents(
-    model: PreTrainedModel,
-    dtype: torch.dtype,
-    untrained: Untrained,
-    beside: Companions,
+    model: PreTrainedModel, dtype: torch.dtype, untrained: Untrained, beside: Companions
 ) -> Callable[[Path], None]:
     """Writes the model's configuration and companions and its buffers into a checkpoint."""
 
@@ -120,7 +117,11 @@ def open_model(
     """
     settings, folder = checkpoint.settings, checkpoint.model_folder
     config = load_config(folder, trust_remote_code=trust_remote_code)
-    _set_choices(config, settings)
+    attention = settings.attn_implementation
+    # config.json does not say which code computes; the outer parts first: they set the inner, too.
+    for path, part in configs(config):
+        set_attention(part, attention.get(path) if isinstance(attention, dict) else attention)
+        set_experts(part, settings.experts_implementation.get(path))
     model = empty_model(
         config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
     )
@@ -135,14 +136,6 @@ def open_model(
     for name, parameter in parameters.items():
         parameter.requires_grad_(name not in frozen)
     return model
-
-
-def _set_choices(config: PreTrainedConfig, settings: Settings) -> None:
-    """What config.json does not say: the code that computes attention and experts."""
-    attention = settings.attn_implementation
-    for path, part in configs(config):  # the outer ones first: they set those inside, too
-        set_attention(part, attention.get(path) if isinstance(attention, dict) else attention)
-        set_experts(part, settings.experts_implementation.get(path))
 
 
 def saved_companions(checkpoint: Checkpoint) -> dict[str, bytes]:

@@ -33,9 +33,6 @@ from megatrain.placement import Saves
 # leaf LOGITS + the number of its first row.
 HIDDEN, LOGITS = 0, 5
 
-SomeStatistics = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Gradient = Callable[..., Tensor]
-
 
 def in_shards(
     device: Device, program: Program, vocab_slices: VocabSlices, rows: "VocabSplit"
@@ -57,8 +54,8 @@ class VocabSplit:
         self,
         program: ModelProgram,
         tokens: int,
-        statistics: SomeStatistics = range_statistics,
-        gradient: Gradient = range_gradient,
+        statistics: Callable[..., tuple[Tensor, Tensor]] = range_statistics,
+        gradient: Callable[..., Tensor] = range_gradient,
     ) -> None:
         """Args: `statistics`, `gradient` of a chunk's logits; compiled, or as they are."""
         self._program, self._tokens = program, tokens
@@ -79,13 +76,9 @@ class VocabSplit:
                 return {**values, Ref(self.first.visit, LOGITS + start): logits.float().cpu()}
             found = self._statistics(weights, start, micro, values[self.hidden])
         if self.lse in values:
-            found = {ref: self._joined(ref)(values[ref], new_N) for ref, new_N in found.items()}
+            joined = {self.lse: torch.logaddexp, self.largest: torch.maximum}  # others are added
+            found = {ref: joined.get(ref, torch.add)(values[ref], n) for ref, n in found.items()}
         return {**values, **found}
-
-    def _joined(self, ref: Ref) -> Callable[[Tensor, Tensor], Tensor]:
-        """How a statistic of two ranges is made of those of each."""
-        joined = {self.lse: torch.logaddexp, self.largest: torch.maximum}
-        return joined.get(ref, torch.add)
 
     def _statistics(
         self, weights: dict[str, Tensor], start: int, micro: MicroBatch, hidden_BTD: Tensor
@@ -112,7 +105,7 @@ class VocabSplit:
         return micro.loss.each(self._found(values), _targets(micro), *_given(micro))
 
     def loss(self, micro: MicroBatch, values: Activations) -> Tensor:
-        """The sum of these."""
+        """The sum of `losses`."""
         return self.losses(micro, values).sum(0)
 
     def _found(self, values: Activations) -> Statistics:

@@ -163,7 +163,7 @@ def _hooks(path: str, module: nn.Module, other: nn.Module) -> Iterator[tuple[str
 
 
 def _of_transformers(hook: Any) -> bool:
-    """Such as watch for hidden states to be given back."""
+    """Whether transformers has registered it, to note hidden states that a caller asks for."""
     return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
