@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.cli.shapes import qwen2_config
-from megatrain.engine.source import open_source
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
@@ -21,6 +20,7 @@ from megatrain.machine import Machine, machine_for
 from megatrain.model.probe import spec
 from megatrain.optim import AdamW
 from megatrain.placement import Placement, renamed
+from megatrain.source.source import open_source
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 2**30

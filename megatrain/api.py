@@ -14,8 +14,6 @@ from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.device import Device, Recording, open_device
 from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
 from megatrain.engine.opened import DTYPES, Model, Opened
-from megatrain.engine.source import Resumed, Source, open_source
-from megatrain.engine.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.errors import InputError
 from megatrain.loss import SCORE
 from megatrain.model.neftune import add_noise
@@ -25,6 +23,8 @@ from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, StreamedOptimizer, is_number
 from megatrain.placement import Placement
+from megatrain.source.source import Resumed, Source, open_source
+from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.whole import is_whole, whole_model
 
 __all__ = ["Engine", "StepResult"]

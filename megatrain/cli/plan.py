@@ -317,10 +317,10 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
     ask = Ask(  # before the model is built, so that nonsense is refused at once
         machine=machine, placement=subject.placement, **vars(subject.workload)
     )
-    from megatrain.engine.source import open_source
     from megatrain.forecast.op_counter import NotForeseeable
     from megatrain.model.probe import spec
     from megatrain.model.trained import Trained
+    from megatrain.source.source import open_source
 
     source = open_source(
         subject.config,

@@ -22,8 +22,6 @@ from megatrain.engine.masks import check_masks
 from megatrain.engine.modules import Head, State
 from megatrain.engine.opened import Opened
 from megatrain.engine.packing import Packing
-from megatrain.engine.source import fill
-from megatrain.engine.state_io import describe_optimizer, documents, settings_of
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
@@ -32,6 +30,8 @@ from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.seeds import derived_seed
+from megatrain.source.source import fill
+from megatrain.source.state_io import describe_optimizer, documents, settings_of
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Span
 

@@ -8,9 +8,9 @@ import torch
 
 from megatrain.device import Recording
 from megatrain.engine.assemble import tile_layouts
-from megatrain.engine.source import Source
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
+from megatrain.source.source import Source
 from megatrain.tile import TileLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

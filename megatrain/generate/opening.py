@@ -8,10 +8,10 @@ from megatrain.autoplace.fits import limits
 from megatrain.checkpoint import Checkpoint
 from megatrain.device import open_device
 from megatrain.engine.opened import DTYPES
-from megatrain.engine.source import open_source
 from megatrain.generate.cache import free_bytes
 from megatrain.generate.resident import Resident
 from megatrain.model.build import loaded_types
+from megatrain.source.source import open_source
 from megatrain.units import gib
 
 # Of the memory that is free: so much may weights take, the rest is for the work and the cache.

@@ -11,12 +11,12 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from megatrain.checkpoint import masters
 from megatrain.compat.torch import buffers_of, parameters_of
 from megatrain.device import Device
-from megatrain.engine.source import Source
-from megatrain.engine.state_io import read_untrained
 from megatrain.errors import InputError
 from megatrain.model.build import loaded_types
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.weights import read_weights
+from megatrain.source.source import Source
+from megatrain.source.state_io import read_untrained
 from megatrain.telemetry.cores import update_threads
 from megatrain.whole import to_generate
 

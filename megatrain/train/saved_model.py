@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from megatrain.checkpoint import Checkpoint, masters
-from megatrain.engine.state_io import open_model, read_untrained, saved_companions, saved_dtype
 from megatrain.model.export import write_weights
+from megatrain.source.state_io import open_model, read_untrained, saved_companions, saved_dtype
 
 
 def write_saved(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None = None) -> None:

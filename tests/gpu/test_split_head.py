@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine, Placement
-from megatrain.engine.source import open_source
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
 from megatrain.model.probe import spec
+from megatrain.source.source import open_source
 from megatrain.units import GIB, MIB
 from tests.gpu.test_split import trained
 

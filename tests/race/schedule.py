@@ -16,12 +16,12 @@ from megatrain.device import TraceDevice
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, tile_layouts
 from megatrain.engine.batch import prepare
-from megatrain.engine.source import open_source
 from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
+from megatrain.source.source import open_source
 from megatrain.store import Store
 from tests.rules import SWEPT
 

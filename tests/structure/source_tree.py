@@ -15,6 +15,7 @@ LEVELS = (
     {"config", "device"},
     {"store", "model", "data", "distributed"},
     {"checkpoint"},  # knows tiles and files, no steps: the engine saves itself through it
+    {"source"},
     {"engine"},
     {"forecast", "whole"},  # the forecast runs the engine's own step, on a device that keeps time
     {"autoplace"},

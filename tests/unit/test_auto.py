@@ -10,10 +10,10 @@ from megatrain import AdamW
 from megatrain.autoplace import auto
 from megatrain.device import CpuDevice
 from megatrain.engine.opened import Model, Opened
-from megatrain.engine.source import open_source
 from megatrain.forecast.workload import Workload
 from megatrain.model.probe import spec
 from megatrain.placement import Placement
+from megatrain.source.source import open_source
 from tests.unit.forecast_cases import small_machine, tiny_config
 
 FREE = 20 << 20

@@ -17,7 +17,6 @@ from megatrain import AdamW, Engine, Placement
 from megatrain.device import CpuDevice
 from megatrain.engine import opened
 from megatrain.engine.opened import Model
-from megatrain.engine.source import open_source
 from megatrain.engine.step import train_step
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
@@ -29,6 +28,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.probe import spec
 from megatrain.optim import Rule
+from megatrain.source.source import open_source
 from megatrain.units import MIB
 from tests.parity.cases import Noting
 from tests.rules import SWEPT, with_rules

@@ -12,11 +12,11 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from transformers import LlamaConfig
 
 from megatrain.engine.saved_tensors import OffloadPlan, SavedTensors
-from megatrain.engine.source import open_source
 from megatrain.forecast.profile import Profile
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
+from megatrain.source.source import open_source
 from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH = 2, 512, 256

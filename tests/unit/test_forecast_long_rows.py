@@ -15,7 +15,6 @@ from megatrain.engine.batch import Batch
 from megatrain.engine.head import WholeHead
 from megatrain.engine.modules import Head
 from megatrain.engine.sink import GradAccumulator
-from megatrain.engine.source import open_source
 from megatrain.forecast import op_counter
 from megatrain.forecast.profile import LayerWork, Profile, eager_work
 from megatrain.forecast.profile_chunks import acts_alone
@@ -27,6 +26,7 @@ from megatrain.model.probe import spec
 from megatrain.model.program import MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer, tile_planes
+from megatrain.source.source import open_source
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
 from tests.parity.test_tiles import TAKEN, model_of

@@ -9,10 +9,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config
 
-from megatrain.engine.source import open_source
 from megatrain.forecast.profile import LayerWork, Profile
 from megatrain.model.probe import spec
 from megatrain.placement import Saves
+from megatrain.source.source import open_source
 from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH, MLP = 4, 1024, 640, 3456  # 32B's proportions

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.source import open_source
 from megatrain.model import init
 from megatrain.model.probe import spec
 from megatrain.model.spec import ModelSpec
+from megatrain.source.source import open_source
 from tests.families.tiny import tiny_config
 from tests.unit.forecast_cases import tiny_config as llama_config
 from tests.unit.forecast_cases import tiny_spec

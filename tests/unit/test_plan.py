@@ -7,7 +7,6 @@ import pytest
 
 from megatrain import config
 from megatrain.engine.assemble import tile_layouts
-from megatrain.engine.source import open_source
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
@@ -19,6 +18,7 @@ from megatrain.plan import planner
 from megatrain.plan.ask import Ask, Planner, check_budgets
 from megatrain.plan.remedies import fitting, remedies, shortage
 from megatrain.plan.tiles import by_tier, tile_bytes
+from megatrain.source.source import open_source
 from megatrain.telemetry.pictures import draw_memory
 from megatrain.telemetry.timeline import Breakdown
 from megatrain.units import GIB, parse_bytes

@@ -14,13 +14,13 @@ from megatrain import Placement
 from megatrain.autoplace import auto, candidates
 from megatrain.autoplace.search import Search
 from megatrain.autoplace.spend import Budget, Graphs, MemoryPlans
-from megatrain.engine.source import open_source
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.probe import spec
+from megatrain.source.source import open_source
 from tests.unit.forecast_cases import (
     H200,
     experts_spec,

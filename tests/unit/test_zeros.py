@@ -5,9 +5,9 @@ import torch
 from transformers import DeepseekV3Config
 
 from megatrain.cli.shapes import qwen2_config
-from megatrain.engine.source import open_source
 from megatrain.model.probe import spec
 from megatrain.model.zeros import zero_pages
+from megatrain.source.source import open_source
 from megatrain.telemetry.memory import peak_process_bytes
 
 

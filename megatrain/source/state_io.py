@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from megatrain.checkpoint import BUFFERS, COMPUTED, MODEL, Checkpoint, Settings
 from megatrain.compat.transformers import attention_of, experts_of, set_attention, set_experts
-from megatrain.engine.untrained import Untrained, computed_buffers, persistent_buffers
 from megatrain.errors import InputError
 from megatrain.model.build import configs, empty_model, load_config
 from megatrain.model.companions import Companions, read_files, write_companions
@@ -19,6 +18,7 @@ from megatrain.model.export import write_configs
 from megatrain.model.safetensors_io import Described, read_header, write_shard
 from megatrain.optim import RULES, AdamW, Rule
 from megatrain.placement import Placement, renamed
+from megatrain.source.untrained import Untrained, computed_buffers, persistent_buffers
 
 
 def _name(dtype: torch.dtype) -> str:

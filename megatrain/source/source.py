@@ -19,14 +19,6 @@ from megatrain.checkpoint import (
     read_converted,
     read_tiles,
 )
-from megatrain.engine.state_io import (
-    open_model,
-    read_untrained,
-    saved_companions,
-    saved_dtype,
-    saved_optimizer,
-)
-from megatrain.engine.untrained import Untrained, computed_buffers, persistent_buffers
 from megatrain.errors import InputError
 from megatrain.model.build import emptied, empty_model, load_config, loaded_types
 from megatrain.model.companions import Companions, companions, set_generation
@@ -34,6 +26,14 @@ from megatrain.model.init import initialise
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import read_weights, resolve_model, source_dtype
+from megatrain.source.state_io import (
+    open_model,
+    read_untrained,
+    saved_companions,
+    saved_dtype,
+    saved_optimizer,
+)
+from megatrain.source.untrained import Untrained, computed_buffers, persistent_buffers
 from megatrain.store import Store
 from megatrain.telemetry.cores import update_threads
 

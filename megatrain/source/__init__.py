@@ -1,0 +1,1 @@
+"""Where a model comes from, and what of it is saved beside its tiles: no step is taken here."""
