@@ -39,6 +39,8 @@ def smallest(placement: Placement) -> Placement:
         gradient_lanes=1,
         keep_rows=False,
         save_activations=0,
+        save_all=0,
+        passes=1,
         offload_activations=0,
         save_attention="none",
         layer_inputs="host",

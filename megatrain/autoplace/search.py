@@ -86,8 +86,7 @@ class Search:
 
         They start from the candidate with most overlap. There must be room for all sums.
         """
-        sums = 4 * sum(tile.trainable_numel for tile in self._tiles.tiles)
-        if best.placement.chunk_tokens is not None or sums > self._budget.device:
+        if best.placement.chunk_tokens is not None or self._tiles.sums_bytes > self._budget.device:
             return []
         found = []
         for rows in self._candidates.sizes_in_passes():

@@ -40,6 +40,13 @@ class FirstTiles:
         # Without clipping the host holds only those gradients that are in flight.
         self._on_host = self._on_device - (0 if workload.clip else workload.dtype.itemsize)
 
+    @property
+    def sums_bytes(self) -> int:
+        """What fp32 sums take that all stay, beyond the room of the largest (a table has rows)."""
+        tiles = [each for each in self.tiles if each.kind is not TileKind.EMBEDDING]
+        summed = [each.trainable_numel for each in tiles]
+        return 4 * (sum(summed) - max(summed))
+
     def names(self, count: int) -> tuple[str, ...]:
         """Of the first `count`."""
         return tuple(each.name for each in self.tiles[:count])
@@ -193,8 +200,8 @@ class MemoryPlans:
         if self._passes == 1:
             return spare
         waiting = self._frame.device_bytes.get(ACTIVATIONS, 0)
-        sums = 4 * sum(tile.trainable_numel for tile in self._tiles)
-        return spare - sums + waiting * (self._micro - self._at_once) // self._micro
+        less = waiting * (self._micro - self._at_once) // self._micro
+        return spare - self._first.sums_bytes + less
 
     def all(self) -> Iterator[MemoryPlan]:
         """Every way that is worth a look."""

@@ -82,8 +82,9 @@ def needs_of(
         parts.embedding.reserve(tokens if distinct is None else distinct)
     if isinstance(parts, TrainingParts):
         device.needs.device[UNSUMMED] += _unsummed_bytes(assembly.visited, dtype)
+        at_once = (tokens or 0) // placement.passes  # at least: of one pass
         where = device.needs.host if placement.layer_inputs == "host" else device.needs.device
-        where["boundaries"] += _boundary_numel(model.spec) * dtype.itemsize * (tokens or 0)
+        where["boundaries"] += _boundary_numel(model.spec) * dtype.itemsize * at_once
     return device.needs
 
 

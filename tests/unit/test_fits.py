@@ -20,6 +20,7 @@ from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.source.source import open_source
 from megatrain.telemetry.memory import process_bytes
+from megatrain.tile import TileKind
 from megatrain.units import GIB, MIB, parse_bytes
 from tests.parity.cases import llama, make_engine
 from tests.parity.test_memory import MID
@@ -99,6 +100,12 @@ def test_rows_and_boundaries_count_where_the_tokens_are_known() -> None:
     unknown, known = Asked().needs(Placement()), Asked(4096).needs(Placement())
     assert sum(known.host.values()) - sum(unknown.host.values()) == 2 * 4096 * 384  # staged rows
     assert known.device["boundaries"] == 2 * 4096 * 384 * 5
+    in_passes = Asked(4096).needs(Placement(passes=4))
+    assert in_passes.device["boundaries"] == 2 * 1024 * 384 * 5
+    layouts = Asked().model.layouts
+    summed = [each for each in layouts if each.kind not in (TileKind.EMBEDDING, TileKind.UNUSED)]
+    sums = 4 * sum(each.trainable_numel for each in summed)
+    assert in_passes.device["gradient sums"] == sums
 
 
 def test_the_least_for_a_model_with_experts_is_with_split_layers() -> None:
@@ -192,7 +199,8 @@ def test_the_least_that_is_named_is_enough() -> None:
 
 def test_the_smallest_placement_takes_the_least() -> None:
     asked = Asked(4096)
-    least = sum(asked.needs(smallest(Placement(slots=6))).device.values())
+    chosen = Placement(slots=6, passes=4, save_activations=2, save_all=1)
+    least = sum(asked.needs(smallest(chosen)).device.values())
     for placement in (Placement(slots=1), Placement(slots=2, keep_rows=False), Placement(slots=6)):
         assert least < sum(asked.needs(placement).device.values())
 
