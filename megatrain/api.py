@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.autoplace.auto import settle
-from megatrain.autoplace.fits import limits
+from megatrain.autoplace.fits import limits, told_bytes
 from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.device import Device, Recording, open_device
 from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
@@ -63,6 +63,8 @@ class Engine(PlacedEngine):
         trained: Trained = ALL,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
+        disk: str | Path | None = None,
+        disk_space: str | int | None = None,
         saveable: bool = True,
     ) -> None:
         """Open a model and bring its weights to host memory.
@@ -81,9 +83,8 @@ class Engine(PlacedEngine):
             micro_batch: rows of the micro-batches to come; None: chosen, see `micro_batch`.
             attn_implementation: any that transformers knows; None leaves it the choice.
             trained: which parameters are, by patterns of names; else those that require gradients.
-            device_memory: that this process may take on the GPU in all, the driver's context and
-                all other work in torch included (`"10GiB"`, or bytes); None: what there is.
-            host_memory: resident memory that the process may have; None: what the machine allows.
+            device_memory, host_memory: all that the process may take (`"10GiB"`, bytes, None: any).
+            disk, disk_space: a folder on a fast disk where planes may rest, and how many bytes.
             saveable: False also trains a model that its configuration does not make (it has hooks,
                 or was changed by hand): `save` and `save_pretrained` then refuse it.
 
@@ -97,10 +98,9 @@ class Engine(PlacedEngine):
         )
         trained.choose(source.model)
         found = _learn(source, must_save=optimizer is not None and saveable)
-        limited, host_limit = _limited(device, device_memory, host_memory)
+        on = _limited(device, device_memory, host_memory, disk_space)
         streamed = None if optimizer is None else StreamedOptimizer(optimizer, source.model)
-        made_of = source, Model(found, streamed), max_grad_norm, precision
-        opened = Opened(*made_of, limited, host_limit, seed)
+        opened = Opened(source, Model(found, streamed), max_grad_norm, precision, *on, disk, seed)
         settled = settle(opened, placement, tokens_per_step, sequence_length, micro_batch)
         self.micro_batch = settled.micro_batch
         super().__init__(opened, settled.placement, settled.planned)
@@ -167,6 +167,8 @@ class Engine(PlacedEngine):
         attn_implementation: str | None = None,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
+        disk: str | Path | None = None,
+        disk_space: str | int | None = None,
     ) -> Self:
         """An engine that goes on where `save` was called.
 
@@ -178,7 +180,7 @@ class Engine(PlacedEngine):
             states: of the optimizer from now on; other ones than the saved are converted, after
                 which the run does not go on exactly as it would have.
             attn_implementation: None takes the saved one.
-            device_memory, host_memory: as `Engine` takes them.
+            device_memory, host_memory, disk, disk_space: as `Engine` takes them.
 
         Raises:
             InputError: the checkpoint is damaged or cannot be used as wanted; the message names
@@ -200,6 +202,8 @@ class Engine(PlacedEngine):
             attn_implementation=attn_implementation,
             device_memory=device_memory,
             host_memory=host_memory,
+            disk=disk,
+            disk_space=disk_space,
         )
         engine._resume(settings)
         return engine
@@ -222,12 +226,14 @@ def _learn(source: Source, *, must_save: bool) -> ModelSpec:
     return found
 
 
-def _limited(device: Any, device_memory: Any, host_memory: Any) -> tuple[Recording, int | None]:
-    """The device, with its limits set, and the host's."""
+def _limited(
+    device: Any, device_memory: Any, host_memory: Any, disk_space: Any
+) -> tuple[Recording, int | None, int | None]:
+    """The device, with its limits set, the host's and the disk's."""
     opened = Recording(device if isinstance(device, Device) else open_device(device))
     device_limit, host_limit = limits(device_memory, host_memory)
     opened.limit(device_limit, host_limit)
-    return opened, host_limit
+    return opened, host_limit, told_bytes("disk_space", disk_space)
 
 
 def _check_arguments(

@@ -24,6 +24,8 @@ _LEAST = {
     "save_bytes": 0,
     "passes": 1,
     "save_all": 0,
+    "disk_moments": 0,
+    "disk_remainder": 0,
     "max_stream_bytes": 1,
 }
 _OPTIONAL = (
@@ -120,6 +122,10 @@ class Placement:
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the
             background has written them; when it is full, updates wait for the disk. None: half of
             what is free when the first such save begins, at most about what a checkpoint takes.
+        disk_moments: tiles whose moments (all that the optimizer's rule keeps) rest on the engine's
+            disk, whence each update reads them and where it writes them: layers, evenly spread, and
+            then the others; of those that do not rest on the device.
+        disk_remainder: the same of the other half of the fp32 master.
     """
 
     slots: int = 2
@@ -141,6 +147,8 @@ class Placement:
     update_threads: int | None = None
     save_bytes: int | None = None
     passes: int = 1
+    disk_moments: int = 0
+    disk_remainder: int = 0
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from megatrain import kernels
-from megatrain.device import Buffer, Device
+from megatrain.device import Buffer, Device, disk
 from megatrain.device.base import COMPUTE, UPDATE, Name
 from megatrain.errors import InputError
 from megatrain.optim import Plane, PlaneKind, Rule, tile_planes
 from megatrain.placement import CPU_PLACEMENT, Placement
+from megatrain.plane_file import PlaneFile
 from megatrain.tile import Entry, TileKind, TileLayout
 from megatrain.units import align
 
@@ -42,6 +43,7 @@ class Tier(Enum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Tile:
         rests: where each of them does.
         version: updates applied or on their way.
         updated: event of the newest update; None when there is nothing to wait for.
+        written: event of that update's planes having reached the disk that they rest on.
         readers: whom the next update has to give way to.
     """
 
@@ -108,6 +111,7 @@ class Tile:
     rests: Rests = Rests()
     version: int = 0
     updated: Any = None
+    written: Any = None
     readers: tuple[Reader, ...] = ()
     begins = ends = True  # as a slice of itself (engine/tile_slice.py)
 
@@ -138,18 +142,20 @@ class Tile:
     def write_master(self, entry: Entry, values: Tensor, threads: int = 1) -> None:
         """Set one parameter's master from CPU `values` of its shape, any float dtype."""
         flat = values.detach().contiguous().view(-1)
-        weights = self.weights.data[entry.offset : entry.offset + entry.numel]
+        place = slice(entry.offset, entry.offset + entry.numel)
+        weights = self.weights.data[place]
         if self.remainder is None or flat.dtype == torch.bfloat16:
             weights.copy_(flat)  # a bf16 value is its own master: the remainder is zero
             if self.remainder is not None:
-                self.remainder.data[entry.offset : entry.offset + entry.numel].zero_()
+                with self.remainder.writing(place) as remainder:
+                    remainder.zero_()
             return
-        remainder = self.remainder.data[entry.offset : entry.offset + entry.numel]
-        high, low = (p if p.is_cpu else torch.empty_like(p, device="cpu")
-                     for p in (weights, remainder))  # fmt: skip
-        kernels.split(flat.float(), high, low, threads=threads)
-        weights.copy_(high)  # onto itself: nothing
-        remainder.copy_(low)
+        with self.remainder.writing(place) as remainder:
+            high, low = (p if p.is_cpu else torch.empty_like(p, device="cpu")
+                         for p in (weights, remainder))  # fmt: skip
+            kernels.split(flat.float(), high, low, threads=threads)
+            weights.copy_(high)  # onto itself: nothing
+            remainder.copy_(low)
 
     def read_master(self, entry: Entry, threads: int = 1) -> Tensor:
         """A copy of a parameter's fp32 master, on the CPU."""
@@ -158,7 +164,7 @@ class Tile:
             return self.weights.data[place].to("cpu", torch.float32, copy=True).view(entry.shape)
         weights = self.weights.data[place].cpu()
         master = torch.empty(entry.numel, dtype=torch.float32)
-        remainder = self.remainder.data[place].cpu()
+        remainder = self.remainder.values(place).cpu()
         kernels.join(weights, remainder, master, threads=threads)
         return master.view(entry.shape)
 
@@ -174,30 +180,30 @@ class Store:
         *,
         rule: Rule | None,
         placement: Placement = CPU_PLACEMENT,
+        open_file: Callable[[int], PlaneFile] | None = None,
     ) -> None:
         """Allocate zeroed planes.
 
         Args:
             rule: of the optimizer; None: for inference, weights alone.
             placement: says where each plane rests.
+            open_file: makes a file of so many bytes for what rests on a disk; None where nothing is
+                computed.
 
         Raises:
             DoesNotFit: the memory is not to be had.
             InputError: `placement.resident` has a name that no tile has.
         """
-        resident = placement.resident
-        unknown = set(resident) - {layout.name for layout in layouts}
-        if unknown:
-            raise InputError(
-                f"placement.resident: the model has no tile {min(unknown)!r}; it has "
-                f"{', '.join(layout.name for layout in layouts)}"
-            )
-        rests = [_RESIDENT if layout.name in resident else Rests() for layout in layouts]
+        rests = resting(placement, layouts)
+        self.disk = disk.DiskRoom()
         found: list[dict[Plane, Buffer]] = [{} for _ in layouts]
         for plane in tile_planes(rule, dtype):
             tiers = [each.tier(plane) for each in rests]
-            for own, buffer in zip(found, planes(device, plane, layouts, tiers), strict=True):
+            made = planes(device, plane, layouts, tiers, self.disk)
+            for own, buffer in zip(found, made, strict=True):
                 own[plane] = buffer
+        if open_file is not None and self.disk.num_bytes:
+            self.disk.file = open_file(self.disk.num_bytes)
         self.rule = rule
         self.tiles = [
             Tile(i, *each) for i, each in enumerate(zip(layouts, found, rests, strict=True))
@@ -213,6 +219,11 @@ class Store:
             for entry in tile.layout.entries:
                 yield tile, entry
 
+    def close(self) -> None:
+        """Give the disk its room back."""
+        if self.disk.file is not None:
+            self.disk.file.close()
+
     def bytes_by_plane(self) -> dict[str, int]:
         """Host bytes of each plane, over all tiles; all that the rule keeps is `moments`."""
         totals = {kind.value: 0 for kind in PlaneKind if kind is not PlaneKind.GRADIENT}
@@ -223,10 +234,50 @@ class Store:
         return totals
 
 
+def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
+    """Where the planes of each tile rest.
+
+    Raises:
+        InputError: `placement.resident` has a name that no tile has.
+    """
+    unknown = set(placement.resident) - {layout.name for layout in layouts}
+    if unknown:
+        raise InputError(
+            f"placement.resident: the model has no tile {min(unknown)!r}; it has "
+            f"{', '.join(layout.name for layout in layouts)}"
+        )
+    others = [t for t in layouts if t.trainable_numel and t.name not in placement.resident]
+    moments = _spread(others, placement.disk_moments)
+    remainder = _spread(others, placement.disk_remainder)
+    return [
+        _RESIDENT
+        if layout.name in placement.resident
+        else Rests(
+            moments=Tier.DISK if layout.name in moments else Tier.HOST,
+            remainder=Tier.DISK if layout.name in remainder else Tier.HOST,
+        )
+        for layout in layouts
+    ]
+
+
+def _spread(layouts: Sequence[TileLayout], count: int) -> set[str]:
+    """Names of `count` tiles: layers, evenly among all, and then the others."""
+    layers = [t.name for t in layouts if t.kind is TileKind.LAYER]
+    others = [t.name for t in layouts if t.kind is not TileKind.LAYER]
+    num, within = len(layers), min(count, len(layers))
+    return {layers[i] for i in range(num) if i * within % num < within} | set(
+        others[: count - within]
+    )
+
+
 def planes(
-    device: Device, plane: Plane, layouts: Sequence[TileLayout], tiers: Sequence[Tier]
+    device: Device,
+    plane: Plane,
+    layouts: Sequence[TileLayout],
+    tiers: Sequence[Tier],
+    disk_room: disk.DiskRoom | None = None,
 ) -> list[Buffer]:
-    """A buffer per tile in `tiers`: a piece of one host range, or device memory of its own.
+    """A buffer per tile in `tiers`: a piece of one host range or of a file, or device memory.
 
     The sink makes its host gradients the same way.
     """
@@ -242,6 +293,11 @@ def planes(
             buffer = device.empty(own, length, plane.dtype)
             device.run(COMPUTE, f"clear {buffer.name}", buffer.data.zero_, writes=[buffer])
             buffers.append(buffer)
+            continue
+        if tier is Tier.DISK:
+            assert disk_room is not None
+            moved = plane.place(0, disk.PIECE).stop
+            buffers.append(disk_room.buffer(own, length, plane.dtype, moved))
             continue
         buffers.append(Buffer(own, room.data[offset : offset + length]))
         offset += align(length, step)

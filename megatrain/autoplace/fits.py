@@ -135,10 +135,11 @@ def _refusal(place: str, needs: Counter[str], rest: int, allowed: int) -> str:
 
 def limits(device_memory: Any, host_memory: Any) -> tuple[int | None, int | None]:
     """Both limits in bytes, given as the user writes them. Raises InputError."""
-    return _bytes("device_memory", device_memory), _bytes("host_memory", host_memory)
+    return told_bytes("device_memory", device_memory), told_bytes("host_memory", host_memory)
 
 
-def _bytes(name: str, value: Any) -> int | None:
+def told_bytes(name: str, value: Any) -> int | None:
+    """A limit in bytes, given as the user writes it; None for none. Raises InputError."""
     if value is None:
         return None
     try:

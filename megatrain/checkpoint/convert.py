@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -50,13 +51,17 @@ def read_converted(
         for start in range(0, tile.layout.trainable_numel, _PIECE):
             stop = min(start + _PIECE, tile.layout.trainable_numel)
             there = tile.weights.data.device
-            rule.take_over(
-                saved,
-                [b.data[plane.place(start, stop)].to(there) for plane, b in kept.items()],
-                [b.data[plane.place(start, stop)] for plane, b in tile.states.items()],
-                at=tile.index * MOST_ELEMENTS + start,
-                step=tile.version,
-            )
+            with ExitStack() as writing:
+                rule.take_over(
+                    saved,
+                    [b.data[plane.place(start, stop)].to(there) for plane, b in kept.items()],
+                    [
+                        writing.enter_context(b.writing(plane.place(start, stop)))
+                        for plane, b in tile.states.items()
+                    ],
+                    at=tile.index * MOST_ELEMENTS + start,
+                    step=tile.version,
+                )
 
 
 def _differences(saved: Rule, rule: Rule) -> list[tuple[str, str, str]]:

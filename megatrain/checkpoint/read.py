@@ -10,6 +10,7 @@ from torch import Tensor
 from megatrain.checkpoint.files import OldFile
 from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord
 from megatrain.checkpoint.snapshot import dtype_name, file_name, planes_of
+from megatrain.device import Buffer
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import DTYPES, Stored, read_header
 from megatrain.optim import Plane
@@ -19,11 +20,11 @@ from megatrain.tile import Entry
 
 @dataclass(frozen=True)
 class _Range:
-    """Bytes `start` to `stop` of a file and where they go (uint8 of the same length)."""
+    """Bytes `start` to `stop` of a file and where they go (as many, uint8)."""
 
     start: int
     stop: int
-    target: Tensor
+    target: Buffer
 
 
 def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> None:
@@ -154,9 +155,9 @@ def _ranges(
             continue
         kind = planes_of(tile).get(name)
         if kind is not None and _same_layout(record, tile):
-            whole = tile.planes[kind].data
-            if len(whole) == plane.shape[0]:
-                yield _Range(plane.start, plane.start + plane.num_bytes, whole.view(torch.uint8))
+            whole = tile.planes[kind]
+            if len(whole.data) == plane.shape[0]:
+                yield _Range(plane.start, plane.start + plane.num_bytes, whole.as_bytes())
                 continue
         size = plane.dtype.itemsize
         for parameter in (p for p in record.parameters if p.name in places):
@@ -167,8 +168,8 @@ def _ranges(
             at = kind.place(parameter.offset, parameter.offset + parameter.numel)
             to = kind.place(entry.offset, entry.offset + entry.numel)
             start = plane.start + at.start * size
-            target = there.planes[kind].data[to].view(torch.uint8)
-            yield _Range(start, start + len(target), target)
+            target = there.planes[kind].piece(to.start, to.stop).as_bytes()
+            yield _Range(start, start + len(target.data), target)
 
 
 def _same_layout(record: TileRecord, tile: Tile) -> bool:
@@ -191,17 +192,16 @@ class _Job:
         with self.checkpoint.open(self.file) as file:
             if len(self.ranges) == 1:
                 [only] = self.ranges
-                place = self.offset - only.start
-                target = only.target[max(place, 0) :][: self.num_bytes]
-                if place >= 0 and len(target) == self.num_bytes and target.device.type == "cpu":
+                at = self.offset - only.start
+                target = only.target.data[max(at, 0) :][: self.num_bytes]
+                if at >= 0 and len(target) == self.num_bytes and target.is_cpu:
                     return self._read(file, target)
             data = torch.empty(self.num_bytes, dtype=torch.uint8)
             self._read(file, data)
         for each in self.ranges:
             start, stop = max(each.start, self.offset), min(each.stop, self.offset + self.num_bytes)
-            each.target[start - each.start : stop - each.start].copy_(
-                data[start - self.offset : stop - self.offset]
-            )
+            with each.target.writing(slice(start - each.start, stop - each.start)) as place:
+                place.copy_(data[start - self.offset : stop - self.offset])
         return None
 
     def _read(self, file: OldFile, target: Tensor) -> None:

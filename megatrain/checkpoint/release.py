@@ -1,8 +1,8 @@
 """Puts a save on the device's streams: nobody waits but those who would overwrite its tiles.
 
 What rests on the host is released to the writers when its tile's newest update is done, and the
-next update first sets aside what they have not written. What rests on the device is copied into
-spare memory by the host thread of saves; the next update waits until it has left.
+next update first sets aside what they have not written. What rests on the device or a disk is
+copied into spare memory by the host thread of saves; the next update waits until it has left.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,8 @@ from megatrain.checkpoint.snapshot import Piece, Snapshot, TileFile
 from megatrain.checkpoint.staging_blocks import AT_ONCE
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE, SAVE
-from megatrain.store import Reader
+from megatrain.device.disk import DiskBuffer
+from megatrain.store import Reader, Tier
 
 
 class Release:
@@ -30,7 +31,7 @@ class Release:
             if each.released:
                 self._release(each)
         leaving = [each for each in files if each.leaving]
-        if leaving:
+        if any(piece.tier is Tier.DEVICE for each in leaving for piece in each.leaving):
             self._device.wait(SAVE, self._device.record(COMPUTE), "resident version to save")
         for first in range(0, len(leaving), AT_ONCE):
             self._let_leave(leaving[first : first + AT_ONCE])
@@ -51,16 +52,23 @@ class Release:
     def _let_leave(self, group: Sequence[TileFile]) -> None:
         """Pieces of several files in turn, so that as many writers have something to do."""
         device = self._device
+        for file in group:
+            device.wait(SAVE, file.tile.written, "version to save from the disk")
         for row in zip_longest(*(file.leaving for file in group)):
             for piece in filter(None, row):
                 work = partial(self._leave, piece)
                 device.run(SAVE, f"{piece.plane.name} leaves", work, [piece.plane])
         left = device.record(SAVE)
         for file in group:
-            file.tile.readers += (Reader(left, "resident tile saved"),)
+            file.tile.readers += (Reader(left, "what left is saved"),)
 
     def _leave(self, piece: Piece) -> None:
         room = self._snapshot.room_for(piece)
-        if room is not None:
-            self._device.fetch(room, piece.source)
-            self._snapshot.release([piece], room)
+        if room is None:
+            return
+        kept = room[: piece.num_bytes]
+        if isinstance(piece.source, DiskBuffer):
+            piece.source.read(room)
+        else:
+            self._device.fetch(kept, piece.source.data)
+        self._snapshot.release([piece], kept)

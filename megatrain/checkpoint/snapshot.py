@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatrain import kernels
@@ -23,6 +22,7 @@ from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
 from megatrain.optim import Plane
 from megatrain.store import Tier, Tile
 from megatrain.telemetry.cores import update_threads
+from megatrain.units import align
 
 _PAGE = 4096  # pieces fill whole pages of the page cache
 
@@ -42,7 +42,7 @@ class Piece:
     """Some bytes of a plane on their way into a file.
 
     Attributes:
-        source: where the tile has them (uint8, flat).
+        source: where the tile has them, as uint8.
         offset: of the first one in the file.
         tier: where the plane rests.
         memory: host memory that has them now: the plane itself, staging or spare memory.
@@ -50,7 +50,7 @@ class Piece:
     """
 
     plane: Buffer
-    source: Tensor
+    source: Buffer
     offset: int
     tier: Tier
     memory: Tensor | None = None
@@ -59,7 +59,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        return self.source.numel()
+        return self.source.data.numel()
 
 
 @dataclass(eq=False)
@@ -108,10 +108,11 @@ def tile_file(tile: Tile, name: str) -> TileFile:
     offset, pieces = len(header), []
     for plane in planes_of(tile).values():
         buffer, tier = tile.planes[plane], tile.rests.tier(plane)
-        flat = buffer.data.view(torch.uint8)
-        for part in flat.split(files.PIECE_BYTES) if flat.numel() else ():
+        flat = buffer.as_bytes()
+        for start in range(0, flat.data.numel(), files.PIECE_BYTES):
+            part = flat.piece(start, start + files.PIECE_BYTES)
             pieces.append(Piece(buffer, part, offset, tier))
-            offset += part.numel()
+            offset += part.data.numel()
     return TileFile(tile, name, tile.version, header, pieces)
 
 
@@ -138,14 +139,14 @@ class Snapshot:
         self.waited = 0
 
     def room_for(self, piece: Piece) -> Tensor | None:
-        """Memory for a piece that leaves the device, when there is some; None: nobody wants it."""
+        """Whole pages for a piece that leaves, when there are some; None: nobody wants it."""
         with self._changed:
             while not self._abandoned:
                 free = self._spare.free or self._spare.free_to_leave
                 if free:
                     piece.block = free.pop()
                     self.moved_bytes += piece.num_bytes
-                    return self._spare[piece.block][: piece.num_bytes]
+                    return self._spare[piece.block][: align(piece.num_bytes, _PAGE)]
                 self.waited += 1
                 self._changed.wait()
             return None
@@ -154,7 +155,7 @@ class Snapshot:
         """The pieces hold what is to be saved, in their plane or in `memory` (of a single one)."""
         with self._changed:
             for piece in pieces:
-                piece.memory = piece.source if memory is None else memory
+                piece.memory = piece.source.data if memory is None else memory
                 piece.stage = Stage.READY
                 if self._abandoned:
                     self._free(piece)

@@ -6,8 +6,9 @@ apart, so the same schedule runs on a GPU, in program order on the CPU, and on t
 only checks it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +21,9 @@ COPY_OUT = "copy out"  # device to host
 UPDATE = "update"  # a host thread: optimizer
 ROWS = "rows"  # a host thread: embedding rows in and out of the host planes
 SAVE = "save"  # a host thread: gives a save's writers what they write
-HOST_STREAMS = (UPDATE, ROWS, SAVE)
+DISK_IN = "disk in"  # a host thread: planes that rest on a disk, ahead of their updates
+DISK_OUT = "disk out"  # a host thread: the same planes, updated
+HOST_STREAMS = (UPDATE, ROWS, SAVE, DISK_IN, DISK_OUT)
 
 
 class Kind(Enum):
@@ -48,6 +51,7 @@ class Memory(Enum):
     GRADIENTS = "gradients on their way"
     ROWS = "rows on their way"
     LANES = "lanes of the host"
+    DISK = "planes on their way from and to the disk"
     OTHER = "small buffers"
 
 
@@ -97,7 +101,20 @@ class Buffer:
 
     def piece(self, start: int, stop: int) -> "Buffer":
         """Elements `start` to `stop`; it counts as the whole where accesses are checked."""
-        return Buffer(self.name, self.data[start:stop], self.parts)
+        return replace(self, data=self.data[start:stop])
+
+    def as_bytes(self) -> "Buffer":
+        """The same range as uint8."""
+        return replace(self, data=self.data.view(torch.uint8))
+
+    def values(self, place: slice = slice(None)) -> Tensor:
+        """Elements as they are now; a copy where they rest on a disk."""
+        return self.data[place]
+
+    @contextmanager
+    def writing(self, place: slice) -> Iterator[Tensor]:
+        """Memory for elements that are all given new values within the block."""
+        yield self.data[place]
 
 
 Buffers = Sequence[Buffer]

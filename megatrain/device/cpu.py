@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device.base import Buffer, Buffers, Device, Work
+from megatrain.device.disk import move
 from megatrain.device.host_mappings import host_range
 from megatrain.errors import InputError
 
@@ -34,7 +35,7 @@ class CpuDevice(Device):
         return work()
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
-        to.data[:numel].copy_(source.data[:numel])
+        move(to, source, numel)
 
     def fetch(self, to: Tensor, source: Tensor) -> None:
         to.copy_(source)

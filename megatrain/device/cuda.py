@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer, Buffers, Work
+from megatrain.device.disk import move
 from megatrain.device.host_mappings import host_range
 from megatrain.device.host_stream import HostStream
 from megatrain.device.launch_throttle import LaunchThrottle
@@ -55,7 +56,7 @@ class HostEvent:
 
 
 class CudaDevice:
-    """One GPU with a compute stream, two copy streams and two host threads."""
+    """One GPU with a compute stream, two copy streams and a thread for each host stream."""
 
     kind = "cuda"
 
@@ -152,12 +153,15 @@ class CudaDevice:
             return work()
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
+        if stream in self._workers:
+            return self._workers[stream].put(to.name, lambda: move(to, source, numel))
         queue = self._stream(stream)
         if self._unpinned and source.data.device.type == "cpu":
             # Pageable memory may be read at once, whatever the stream has been told to wait for.
             queue.synchronize()
         with torch.cuda.stream(queue):
             to.data[:numel].copy_(source.data[:numel], non_blocking=True)
+        return None
 
     def fetch(self, to: Tensor, source: Tensor) -> None:
         # A stream of its own, in which nothing waits for anything.

@@ -2,11 +2,13 @@
 
 import time
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatrain.device.base import HOST_STREAMS, UPDATE, Buffer, Buffers, Device, Work
+from megatrain.device.disk import move
 from megatrain.errors import RunFailed
 from megatrain.telemetry.timeline import Span
 
@@ -79,10 +81,13 @@ class Recording:
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         if not self._on:
             return self._device.copy(stream, to, source, numel)
-        after, begin = self._after(stream), self._device.mark(stream)
-        self._device.copy(stream, to, source, numel)
-        name = f"{source.name} -> {to.name}"
+        after, name = self._after(stream), f"{source.name} -> {to.name}"
         num_bytes = source.data[:numel].nbytes
+        if stream in HOST_STREAMS:
+            timed = self._timed(stream, name, partial(move, to, source, numel), after, num_bytes)
+            return self._device.run(stream, name, timed, [source], [to])
+        begin = self._device.mark(stream)
+        self._device.copy(stream, to, source, numel)
         self._marks.append((stream, name, begin, self._device.mark(stream), after, num_bytes))
         return None
 

@@ -7,6 +7,7 @@ import torch
 
 from megatrain.device import Device
 from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
+from megatrain.engine.disk_staging import DiskStaging
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.expert_split import staged
 from megatrain.engine.head import HeadMath, WholeHead
@@ -209,7 +210,8 @@ class Assembly:
     def training(self, optimizer: StreamedOptimizer, max_grad_norm: float | None) -> TrainingParts:
         """Parts of a training step."""
         device, placement, tiles = self.device, self.placement, self.store.tiles
-        update = Update(device, optimizer, max_grad_norm, self.threads(), len(tiles))
+        disk = DiskStaging(device, tiles)
+        update = Update(device, optimizer, max_grad_norm, self.threads(), len(tiles), disk)
         # What waits, for the norm or for the rows of a tied table, has a host gradient of its own.
         spec = self.program.spec
         tied = any(name in spec.epilogue for name in spec.gathered)
@@ -241,6 +243,7 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
     if isinstance(parts, TrainingParts):
         sizes["host_gradients_bytes"] = parts.sink.host_bytes
         sizes["host_boundaries_bytes"] = parts.saved.host_bytes
+        sizes["host_disk_lanes_bytes"] = parts.update.disk.host_bytes
         offload = kept_offload(parts)
         sizes["host_kept_bytes"] = 0 if offload is None else offload.host_bytes
     return sizes

@@ -82,7 +82,14 @@ class PlacedEngine:
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._spec.label_shift
         layouts, rule = opened.model.layouts, opened.model.rule
-        self._store = Store(self.device, layouts, self._dtype, rule=rule, placement=placement)
+        self._store = Store(
+            self.device,
+            layouts,
+            self._dtype,
+            rule=rule,
+            placement=placement,
+            open_file=opened.open_file,
+        )
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
         # Without clipping, updates follow the backward: the last tile is the first.
         self._saver = Saver(
@@ -228,6 +235,7 @@ class PlacedEngine:
         """Wait until every update that has been started is done."""
         for tile in self._store.tiles:
             self.device.synchronize(tile.updated, "version complete")
+            self.device.synchronize(tile.written, "version complete on disk")
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Every distinct parameter: Hugging Face name and a copy of its fp32 master, on the CPU."""
@@ -358,6 +366,7 @@ class PlacedEngine:
         """Finish what runs, a save included, and give back pinned memory; the engine is done."""
         self._saver.close()
         self.device.close()
+        self._store.close()
 
     def __enter__(self) -> Self:
         return self

@@ -2,16 +2,20 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from megatrain.device import Recording
 from megatrain.engine.assemble import tile_layouts
+from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
+from megatrain.plane_file import PlaneFile
 from megatrain.source.source import Source
 from megatrain.tile import TileLayout
+from megatrain.units import size
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -51,6 +55,8 @@ class Opened:
     Attributes:
         device: on which its limits are set.
         host_limit: bytes that the process may have; None: what the machine allows.
+        disk_space: bytes that planes may take on the disk; None: what is free.
+        disk: folder on the disk that planes may rest on; None: none may.
         seed: of weights that are drawn, and of dropout.
     """
 
@@ -60,7 +66,28 @@ class Opened:
     precision: Literal["bf16", "fp32"]
     device: Recording
     host_limit: int | None
+    disk_space: int | None
+    disk: str | Path | None
     seed: int
+
+    def open_file(self, num_bytes: int) -> PlaneFile:
+        """A file for planes on the disk.
+
+        Raises:
+            InputError: there is no such disk, or no file can be made there.
+            DoesNotFit: there is not so much space.
+        """
+        if self.disk is None:
+            raise InputError(
+                f"the placement keeps {size(num_bytes)} on a disk (disk_moments, disk_remainder), "
+                "but none is given; set disk to a folder on it"
+            )
+        if self.disk_space is not None and num_bytes > self.disk_space:
+            raise DoesNotFit(
+                f"the placement keeps {size(num_bytes)} on the disk, and disk_space is "
+                f"{size(self.disk_space)}; raise it"
+            )
+        return PlaneFile.create(self.disk, num_bytes)
 
     @property
     def dtype(self) -> torch.dtype:

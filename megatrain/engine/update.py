@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
+from megatrain.engine.disk_staging import DiskStaging
 from megatrain.engine.sink import HostGrad
 from megatrain.errors import StepRefused
 from megatrain.optim import StreamedOptimizer
@@ -55,9 +57,10 @@ class Update:
         max_grad_norm: float | None,
         threads: int,
         num_tiles: int,
+        disk: DiskStaging,
     ) -> None:
         self._device, self._optimizer, self._threads = device, optimizer, threads
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm, self.disk = max_grad_norm, disk
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self._pending: list[tuple[Tile, HostGrad, Any]] = []
         self._started: list[Tile] = []  # of the step that is going on
@@ -168,18 +171,16 @@ class Update:
         self._give_way(tile, stream)
         tile.version += 1
         self._started.append(tile)
-        runs = [
-            (self._groups[index], start, stop)
-            for index, start, stop in tile.layout.runs(self._group_of)
-        ]
-        version = tile.version
-        self._device.run(
-            stream,
-            Name(Kind.UPDATE, f"update {tile.name}"),
-            lambda: self._apply(tile, host_grad, runs, version, scale),
-            [host_grad.buffer],
-            [tile.weights, *tile.state],
-        )
+        every = tile.layout.runs(self._group_of)
+        name = Name(Kind.UPDATE, f"update {tile.name}")
+        for first, last, part in self.disk.visit(tile):
+            runs = [
+                (self._groups[index], max(start, first), min(stop, last))
+                for index, start, stop in every
+                if start < last and first < stop
+            ]
+            work = partial(self._apply, part, first, host_grad, runs, tile.version, scale)
+            self._device.run(stream, name, work, [host_grad.buffer], [*part.planes.values()])
         tile.updated = host_grad.free = self._device.record(stream)
 
     def _give_way(self, tile: Tile, stream: str) -> None:
@@ -191,15 +192,23 @@ class Update:
         tile.readers = ()
 
     def _apply(
-        self, tile: Tile, host_grad: HostGrad, runs: Sequence[_Run], version: int, scale: float
+        self,
+        tile: Tile,
+        first: int,
+        host_grad: HostGrad,
+        runs: Sequence[_Run],
+        version: int,
+        scale: float,
     ) -> None:
+        """Update a tile whose planes begin with its element `first`, and their runs with others."""
         if self._refused:
             return
         for group, start, stop in runs:
+            here, end = start - first, stop - first
             self._optimizer.rule.update(
-                tile.weights.data[start:stop],
-                None if tile.remainder is None else tile.remainder.data[start:stop],
-                [b.data[plane.place(start, stop)] for plane, b in tile.states.items()],
+                tile.weights.data[here:end],
+                None if tile.remainder is None else tile.remainder.data[here:end],
+                [b.data[plane.place(here, end)] for plane, b in tile.states.items()],
                 host_grad.buffer.data[start:stop],
                 group,
                 at=tile.index * MOST_ELEMENTS + start,

@@ -37,7 +37,7 @@ def state(engine: Engine) -> dict[str, Tensor]:
     found = {f"master {name}": master for name, master in masters(engine).items()}
     for tile in engine._store.tiles:
         for number, moment in enumerate(tile.states.values()):
-            found[f"moment {number} of {tile.name}"] = moment.data.clone()
+            found[f"moment {number} of {tile.name}"] = moment.values().clone()
         found[f"version of {tile.name}"] = torch.tensor(tile.version)
     return found
 
@@ -61,6 +61,9 @@ class ThreadedDevice(CpuDevice):
         if stream in self._workers:
             return self._workers[stream].put(name, work)
         return work()
+
+    def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
+        self.run(stream, "copy", lambda: CpuDevice.copy(self, stream, to, source, numel))
 
     def record(self, stream: str) -> Any:
         worker = self._workers.get(stream)

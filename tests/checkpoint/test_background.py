@@ -27,18 +27,19 @@ from tests.race.late import LateDevice
 from tests.reliability.cases import ROOT
 
 RESIDENT = {"resident": ("embedding", "layer 1")}
+ON_DISK = {"resident": ("layer 1",), "disk_moments": 2, "disk_remainder": 1}
 DEVICES = {"program order": CpuDevice, "threads": ThreadedDevice, "late": LateDevice}
 
 
 def saved_state(folder: Path) -> dict:
-    return state(Engine.load(folder, device="cpu"))
+    return state(Engine.load(folder, device="cpu", disk=folder.parent))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("clip", [0.5, None])
-def test_saves_change_no_bit_of_the_training(device, clip, tmp_path) -> None:
+@pytest.mark.parametrize(("clip", "choices"), [(0.5, RESIDENT), (None, RESIDENT), (0.5, ON_DISK)])
+def test_saves_change_no_bit_of_the_training(device, clip, choices, tmp_path) -> None:
     steps = batches(3)
-    options = {"precision": "bf16", "clip": clip, "placement": tiny_pool(3, **RESIDENT)}
+    options = {"precision": "bf16", "clip": clip, "placement": tiny_pool(3, **choices)}
     wanted, losses = [], []
     with engine_of(device="cpu", **options) as engine:
         for step in steps:
@@ -74,7 +75,7 @@ def test_updates_that_are_still_pending_are_in_the_save(tmp_path, monkeypatch) -
 
 @pytest.mark.parametrize("clip", [0.5, None])
 @pytest.mark.parametrize("blocks", [1, 5, 1000])
-@pytest.mark.parametrize("choices", [{}, RESIDENT], ids=["streamed", "resident"])
+@pytest.mark.parametrize("choices", [{}, RESIDENT, ON_DISK], ids=["streamed", "resident", "disk"])
 def test_the_state_is_that_of_the_call(clip, blocks, choices, tmp_path, monkeypatch) -> None:
     """Writers that get nowhere at first, so that the updates of a step overtake them."""
     steps = batches(3)

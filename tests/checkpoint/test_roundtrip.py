@@ -26,6 +26,7 @@ PLACEMENTS = {
     "streamed": Placement(slots=1),
     "resident": Placement(resident=("embedding", "layer 1", "head"), save_activations=1),
     "host boundaries": Placement(slots=2, layer_inputs="host", host_grad_buffers=3),
+    "disk": Placement(slots=1, disk_moments=3, disk_remainder=9, resident=("layer 0",)),
 }
 # Precision, clipping, tied, dropout; each placement in turn, and each rule with each placement.
 CASES = list(itertools.product(("fp32", "bf16"), (0.5, None), (False, True), (0.0, 0.3)))
@@ -43,7 +44,7 @@ def check(engine: Engine, tmp_path, load: dict | None = None, steps: int = 4) ->
     saving = engine.save(tmp_path / "saved", wait=False)
     wanted = go_on(engine, given[steps // 2 :])
     saving.wait()
-    again = Engine.load(tmp_path / "saved", **{"device": "cpu", **(load or {})})
+    again = Engine.load(tmp_path / "saved", **{"device": "cpu", "disk": tmp_path, **(load or {})})
     assert again.steps == steps // 2
     assert go_on(again, given[steps // 2 :]) == wanted
     assert same(state(again), state(engine))
@@ -283,15 +284,16 @@ def test_other_states_are_made_of_the_saved_ones(states, precision, tmp_path, ca
     engine = engine_of(precision=precision, rule=rules[0], model=half_frozen())
     go_on(engine, batches(3))
     engine.save(tmp_path / "saved")
-    placement = Placement(resident=("layer 1",))
-    again = Engine.load(tmp_path / "saved", device="cpu", states=states[1], placement=placement)
+    placement = Placement(resident=("layer 1",), disk_moments=1, disk_remainder=2)
+    given = {"states": states[1], "placement": placement, "disk": tmp_path}
+    again = Engine.load(tmp_path / "saved", device="cpu", **given)
     [told] = [each.message for each in caplog.records if "converted" in each.message]
     assert f"(states {states[0]} to {states[1]})" in told and "\n" not in told
     assert again.optimizer.rule == replace(engine.optimizer.rule, states=states[1])
     assert same(masters(again), masters(engine))
     for one, other in zip(again._store.tiles, engine._store.tiles, strict=True):
         assert one.version == other.version
-        kept = [load_moments([b.data for b in tile.states.values()]) for tile in (one, other)]
+        kept = [load_moments([b.values() for b in tile.states.values()]) for tile in (one, other)]
         for found, wanted in zip(*kept, strict=True):
             close = found.view(-1, GROUP) - wanted.view(-1, GROUP)
             largest = wanted.view(-1, GROUP).abs().amax(1, keepdim=True)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def make_engine(
     if "eps" in SWEPT[rule]().settings:
         settings["eps"] = eps
     optimizer = SWEPT[rule](**settings)
-    options.setdefault("device", "cpu")
+    options = {"device": "cpu", "disk": gettempdir()} | options
     return Engine(model, optimizer=optimizer, max_grad_norm=clip, precision=precision, **options)
 
 
@@ -96,7 +97,7 @@ def masters(engine: Engine) -> dict[str, Tensor]:
 
 
 def moments(engine: Engine) -> list[Tensor]:
-    return [m.data.clone() for tile in engine._store.tiles for m in tile.states.values()]
+    return [m.values().clone() for tile in engine._store.tiles for m in tile.states.values()]
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:

@@ -76,6 +76,9 @@ def placements() -> list[Placement]:
         Placement(passes=2, layer_inputs="host", slots=3),
         Placement(passes=3, save_activations=3, save_all=2, offload_activations=1),
         Placement(passes=2, resident=("embedding", "layer 1", "head"), save_attention="host"),
+        Placement(disk_moments=2),
+        Placement(disk_moments=99, disk_remainder=99, resident=("layer 1",)),
+        Placement(disk_remainder=3, host_grad_buffers=1),
     ]
     return found
 

@@ -12,7 +12,7 @@ from megatrain import AdamW, Placement
 from megatrain.checkpoint.release import Release
 from megatrain.checkpoint.snapshot import Snapshot, tile_file
 from megatrain.checkpoint.staging_blocks import StagingBlocks
-from megatrain.device import TraceDevice
+from megatrain.device import TraceDevice, disk
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, tile_layouts
 from megatrain.engine.batch import prepare
@@ -37,6 +37,11 @@ CLOSED = ((), (1,))
 
 # With several passes rows stay on the device.
 KEPT_ROWS: tuple[dict, ...] = ({"passes": 1}, {"passes": 2}, {"keep_rows": False}, {"passes": 3})
+# Nothing on a disk; a layer's states, in fewer pieces than there are lanes; all that can be there.
+DISKS: tuple[dict, ...] = (
+    *({}, {"disk_moments": 1}, {"disk_moments": 9, "disk_remainder": 9}),
+    *({}, {"disk_remainder": 3}),
+)
 
 SLICE = 3000  # bytes: a layer of the model with experts has three slices of experts
 
@@ -86,7 +91,7 @@ def schedules() -> Iterator[dict]:
     rest = itertools.cycle(
         itertools.product((1, 3, None), KEPT_ROWS, RESIDENT, ((), (0, 1)), WAITING, CLOSED)
     )
-    rules = itertools.cycle(SWEPT)
+    rules, disks = itertools.cycle(SWEPT), itertools.cycle(DISKS)
     for slots, boundaries, clip, tied, precision in itertools.product(
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
@@ -105,6 +110,7 @@ def schedules() -> Iterator[dict]:
                     resident=resident,
                     **rows,
                     **waiting,
+                    **next(disks),
                 )
                 yield {
                     "placement": placement,
@@ -168,9 +174,9 @@ def trace(
     if rule != optimizer.rule.name:
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
     layouts = tile_layouts(program.spec, optimizer.group_of())
-    store = Store(device, layouts, dtype, rule=optimizer.rule, placement=placement)
-    assembly = Assembly(device, program, store, dtype, placement)
-    with mock.patch.object(sink, "PIECE", PIECE):
+    with mock.patch.object(sink, "PIECE", PIECE), mock.patch.object(disk, "PIECE", 2 * PIECE):
+        store = Store(device, layouts, dtype, rule=optimizer.rule, placement=placement)
+        assembly = Assembly(device, program, store, dtype, placement)
         parts = assembly.training(optimizer, max_grad_norm)
     micro_batches = [
         {"input_ids": torch.ones(rows, 4).long(), "labels": torch.ones(rows, 4).long()}

@@ -1,6 +1,7 @@
 """Real numbers do not depend on when copies and host threads get round to their work."""
 
 import functools
+from tempfile import gettempdir
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Lion, Placement
-from megatrain.device import CpuDevice
+from megatrain.device import CpuDevice, disk
 from megatrain.engine import sink
 from megatrain.optim import Rule
+from megatrain.plane_file import BLOCK
 from tests.race.late import LateDevice
 
 # Each step has more tokens and longer rows than the one before: every room is replaced.
@@ -30,6 +32,8 @@ PLACEMENTS = {
     "passes": Placement(passes=2, slots=3, save_activations=1, resident=("layer 1",)),
     "passes, all leaves": Placement(passes=3, layer_inputs="host", offload_activations=2),
     "small": Placement(slots=1, gradient_lanes=1, keep_rows=False, layer_inputs="host"),
+    "states on a disk": Placement(disk_moments=2, host_grad_buffers=1),
+    "all that can be on a disk": Placement(disk_moments=9, disk_remainder=9, resident=("layer 1",)),
     "small, prefetching": Placement(slots=3, gradient_lanes=2, keep_rows=False, resident=("head",)),
 }
 
@@ -75,6 +79,7 @@ def train(
         max_grad_norm=clip,
         placement=placement,
         device=device,
+        disk=gettempdir(),
     ) as engine:
         for step in steps():
             result = engine.step(step)
@@ -87,8 +92,9 @@ def train(
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient leaves in several pieces. (The head takes two slots.)"""
+    """A gradient leaves, and the head is updated, in several pieces. (The head takes two slots.)"""
     monkeypatch.setattr(sink, "PIECE", 500)
+    monkeypatch.setattr(disk, "PIECE", BLOCK // 2)  # whole blocks of the remainder
 
 
 @functools.cache

@@ -32,7 +32,7 @@ def opened(layers: int = 2, *, train: bool = True) -> Opened:
     source = open_source(tiny_config(layers))
     found = spec(source.model)
     model = Model.trained(found, AdamW()) if train else Model(found, None)
-    return Opened(source, model, 1.0, "bf16", Gpu(), None, 0)  # type: ignore[arg-type]
+    return Opened(source, model, 1.0, "bf16", Gpu(), None, None, None, 0)  # type: ignore[arg-type]
 
 
 def settled(
