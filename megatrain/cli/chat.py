@@ -6,7 +6,7 @@ from transformers import TextStreamer
 
 from megatrain.cli.generate import Where, open_with_tokenizer
 from megatrain.errors import InputError
-from megatrain.generate import Sampling, generate
+from megatrain.generate import Kept, Sampling, generate
 
 _HELP = "an empty line ends the talk, /reset begins a new one"
 
@@ -19,7 +19,7 @@ def talk(model: str, system: str | None, sampling: Sampling, where: Where) -> No
     """
     source, tokenizer = open_with_tokenizer(model, where)
     beginning = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(beginning)
+    messages, kept = list(beginning), Kept()
     try:
         if not tokenizer.chat_template:
             raise InputError(
@@ -32,7 +32,9 @@ def talk(model: str, system: str | None, sampling: Sampling, where: Where) -> No
                 continue
             messages.append({"role": "user", "content": line})
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            [reply] = generate(source, tokenizer, [messages], sampling, streamer=streamer)
+            [reply] = generate(
+                source, tokenizer, [messages], sampling, streamer=streamer, kept=kept
+            )
             messages.append({"role": "assistant", "content": reply})
     finally:
         source.close()

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.cache_utils import DynamicLayer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -24,6 +25,7 @@ from megatrain.compat.torch import FORWARD_HOOKS
 
 __all__ = [
     "CausalLMOutput",
+    "DynamicLayer",
     "ExportableState",
     "WeightConverter",
     "WeightRenaming",

@@ -3,9 +3,10 @@
 `generate` is all that most callers need; `open_model` opens what `megatrain generate` is given.
 """
 
+from megatrain.generate.kept import Kept
 from megatrain.generate.opening import open_model
 from megatrain.generate.resident import Resident
 from megatrain.generate.sampling import Sampling
 from megatrain.generate.texts import generate
 
-__all__ = ["Resident", "Sampling", "generate", "open_model"]
+__all__ = ["Kept", "Resident", "Sampling", "generate", "open_model"]

@@ -35,11 +35,14 @@ def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
     return sum(sizes) + max(sizes, default=0)
 
 
-def check_cache(device: Device, model: PreTrainedModel, rows: int, tokens: int) -> None:
-    """Raises DoesNotFit unless the device has room for the cache."""
+def check_cache(
+    device: Device, model: PreTrainedModel, rows: int, tokens: int, past: Any = None
+) -> None:
+    """Raises DoesNotFit unless the device has room for the cache, of which `past` is there."""
     if isinstance(model, Recomputed):
         return
-    needed, free = cache_bytes(model, rows, tokens), free_bytes(device)
+    there = sum(num_bytes for num_bytes, _ in _layers(past))
+    needed, free = cache_bytes(model, rows, tokens) - there, free_bytes(device)
     if needed > free:
         raise DoesNotFit(
             f"the keys and values of {rows} prompts of {tokens} tokens take {gib(needed)}, and "

@@ -56,4 +56,5 @@ class Sampling:
         made.max_new_tokens, made.max_length, made.use_cache = room, None, cached
         made.num_beams = made.num_return_sequences = None
         made.eos_token_id, made.pad_token_id = sorted(stops) or None, pad
+        made.return_dict_in_generate = True
         return made

@@ -15,6 +15,7 @@ from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.generate.cache import check_cache
+from megatrain.generate.kept import Kept
 from megatrain.generate.padding import heeds_mask
 from megatrain.generate.recomputed import Recomputed
 from megatrain.generate.sampling import Sampling
@@ -31,6 +32,7 @@ def generate(
     *,
     batch_size: int = 16,
     streamer: Any = None,
+    kept: Kept | None = None,
 ) -> list[str]:
     """What the model makes of each prompt, without the prompt and special tokens.
 
@@ -42,6 +44,7 @@ def generate(
         sampling: None: the model's own settings.
         batch_size: prompts that are continued together.
         streamer: transformers' streamer, which gets the tokens as they come; of one prompt.
+        kept: the cache of the text before, of one prompt that may begin as that text did.
 
     Raises:
         InputError: a prompt that cannot be used, or leaves no room in the model's context.
@@ -65,12 +68,16 @@ def generate(
             batch = _padded([ids[row] for row in rows], pad, source.device.torch_device)
             width = batch["input_ids"].shape[1]
             room = min(sampling.max_new_tokens, (limit or sys.maxsize) - width)
-            check_cache(source.device, model, len(rows), width + room)
+            past = None if kept is None else kept.take(ids[0])
+            check_cache(source.device, model, len(rows), width + room, past)
             settings = sampling.settings(
                 source.generation_config, room=room, stops=stops, pad=pad, cached=source.is_whole
             )
-            made = model.generate(**batch, generation_config=settings, streamer=streamer)
-            new = [_until(stops, row) for row in made[:, width:].tolist()]
+            more = {} if past is None else {"past_key_values": past}
+            made = model.generate(**batch, **more, generation_config=settings, streamer=streamer)
+            if kept is not None:
+                kept.keep(made.sequences[0].tolist(), made.past_key_values)
+            new = [_until(stops, row) for row in made.sequences[:, width:].tolist()]
             texts = tokenizer.batch_decode(new, skip_special_tokens=True)
             out |= dict(zip(rows, texts, strict=True))
     return [out[row] for row in range(len(ids))]
