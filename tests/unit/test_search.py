@@ -93,7 +93,7 @@ def test_what_passes_leave_and_bring_is_known(clip: bool) -> None:
     graphs = 4 * (ways._more("device") + ways._rest)
     left = asked._budget.spare(told) + told.device_bytes["kept graphs"]
     assert graphs == pytest.approx(told.device_bytes["kept graphs"], rel=0.02)
-    assert ways._spare == pytest.approx(left, abs=0.05 * told.device_bytes["gradient sums"])
+    assert ways._spare == pytest.approx(left, abs=0.1 * told.device_bytes["gradient sums"])
 
 
 def test_what_does_not_fit_is_refused_with_the_least_that_would() -> None:
