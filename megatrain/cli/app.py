@@ -65,6 +65,10 @@ app.command()(doctor)
 app.command()(plan)
 
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change a key; may be repeated."),
+]
 Precision = Literal["bf16", "fp32"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -94,10 +98,7 @@ def train(
     run: Annotated[
         Path, typer.Argument(help="The run file (YAML); with --resume also a run's folder.")
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="Override a key; may be repeated."),
-    ] = None,
+    overrides: Overrides = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -121,10 +122,7 @@ def train(
 def branch(
     run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
     new: Annotated[Path, typer.Argument(help="Folder of the new run; must be new or empty.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="Change a key; may be repeated."),
-    ] = None,
+    overrides: Overrides = None,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -147,10 +145,7 @@ def branch(
 @app.command()
 def data(
     run: Annotated[Path, typer.Argument(help="The run file (YAML).")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="Override a key; may be repeated."),
-    ] = None,
+    overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 2,
     html: Annotated[Path | None, typer.Option(help="Also write it as a page, with more.")] = None,
 ) -> None:
@@ -294,10 +289,7 @@ def report(
 
 @app.command()
 def demo(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="Override a key of the demo's run file."),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train a small model on Python's own library.
 
