@@ -160,7 +160,7 @@ def offering_another(folder: Path) -> Iterator[None]:
 
 
 def _same_model(one: Path, other: Path) -> bool:
-    """By what can still be read of both."""
+    """Whether what can still be read of both folders describes the same model."""
     return any(found(one) == found(other) is not None for found in (_config, _shapes))
 
 

@@ -85,7 +85,7 @@ class TileRecord(_Strict):
 
 @dataclass(frozen=True)
 class Settings(_Strict):
-    """All that an engine is made of besides its tiles.
+    """All that an engine is made of beside its tiles.
 
     Attributes:
         steps: optimizer steps done.
@@ -165,7 +165,7 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its files."""
+        """Bytes of all files."""
         return sum(record.num_bytes for record in self.manifest.files.values())
 
     @property
@@ -179,11 +179,11 @@ class Checkpoint:
         return self.folder / MODEL
 
     def open(self, name: str) -> OldFile:
-        """One of its files."""
+        """A file of the checkpoint, opened."""
         return OldFile(self.folder / name, self.manifest.algorithm)
 
     def check_file(self, name: str, start: int = 0, stop: int = _LARGEST) -> None:
-        """Compare the pieces of a file that lie between two of its bytes with their checksums.
+        """Compare a file's pieces between bytes `start` and `stop` with their checksums.
 
         Raises:
             InputError: it is not what was saved.

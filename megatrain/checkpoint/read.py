@@ -72,7 +72,7 @@ def _run(jobs: Iterable["_Job"], threads: int) -> None:
 
 @dataclass
 class _Match:
-    """The checkpoint's parameters against those that are to be filled."""
+    """Compares the checkpoint's parameters with the parameters that are to be filled."""
 
     checkpoint: Checkpoint
     tiles: Sequence[Tile]

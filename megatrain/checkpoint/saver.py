@@ -173,7 +173,7 @@ class Saving:
             files.put_right(parent)
 
     def _fill(self, partial: Path) -> None:
-        """All files, on the disk."""
+        """Write all files and flush them to the disk."""
         for folder in (partial / TILES, partial / MODEL):
             files.make_folder(folder)
         with self._writers(partial) as tiles:

@@ -83,7 +83,7 @@ class TileFile:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole file."""
+        """Bytes of the whole file."""
         return len(self.header) + sum(piece.num_bytes for piece in self.pieces)
 
 

@@ -90,7 +90,7 @@ class StagingBlocks:
 
 
 def useful_bytes(planes: Sequence[int]) -> int:
-    """Of blocks with which a save of planes of so many bytes need not wait for its writers.
+    """Bytes of blocks with which a save of these planes need not wait for its writers.
 
     Each piece takes a block. Small planes are written so soon that not each needs one.
     """

@@ -80,7 +80,7 @@ class Assembly:
 
     @cached_property
     def expert_slices(self) -> dict[int, ExpertSlices]:
-        """By visit, the slices of the layers that are split. Raises InputError."""
+        """The slices of each layer that is split, by the layer's number. Raises InputError."""
         found, most = {}, self.placement.max_stream_bytes
         for visit, layer in enumerate(self.program.spec.layers):
             tile = self.layers[visit]
@@ -93,7 +93,7 @@ class Assembly:
 
         Args:
             graphs: layers may save graphs on the device.
-            host: layers may save anything on the host; those that would recompute if not.
+            host: layers may save tensors on the host; False: these layers recompute instead.
         """
         placement = self.placement if graphs else replace(self.placement, save_activations=0)
         policies = placement.policies(len(self.program.spec.layers), self.expert_slices)
@@ -180,7 +180,7 @@ class Assembly:
         return WholeHead(self.program, self.placement.head_tokens, summed)
 
     def vocab_split(self) -> VocabSplit:
-        """What is computed with one that is streamed in ranges of its table's rows."""
+        """What is computed with a head whose table is streamed in ranges of rows."""
         assert isinstance(self.program, ModelProgram)
         statistics, gradient = range_statistics, range_gradient
         if self.placement.compile:

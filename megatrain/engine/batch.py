@@ -110,7 +110,7 @@ def given_loss(loss: object) -> Loss:
 def _losses(
     micro_batches: Sequence[Mapping[str, Tensor]], loss: Loss | None, shift: int
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """Targets, and what the loss takes besides, of each micro-batch."""
+    """For each micro-batch its targets, and the tensors that the loss takes beside them."""
     if loss is None:
         return []
     return [

@@ -115,11 +115,11 @@ class Embedding:
                 micro.rows.tables[table.entry.name] = rows_UD
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for the rows of a step of so many tokens, at most."""
+        """Make room for the rows that a step of `num_tokens` tokens can need."""
         self._lay_out(min(num_tokens, max((t.entry.shape[0] for t in self._tables), default=0)))
 
     def _lay_out(self, num_rows: int) -> None:
-        """Rooms for so many rows; grown geometrically, so a run settles soon."""
+        """Room for `num_rows` rows of each table; it grows geometrically, so a run settles soon."""
         grows = num_rows > self._capacity
         if grows:
             self._capacity = max(num_rows, self._capacity * 3 // 2)
@@ -138,7 +138,7 @@ class Embedding:
                 table.free = None
 
     def _bring(self, table: _Table, batch: Batch) -> None:
-        """A table's rows to the device, from where they are or were gathered."""
+        """Bring a table's rows to the device, from the table or from where they were gathered."""
         if not table.tile.rests.streamed:
             self._gather_there(table, batch)
         else:
@@ -238,7 +238,7 @@ class Embedding:
         self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [table.staging])
 
     def _arrive(self, table: _Table, unique_U: Tensor) -> None:
-        """Staged rows to the device; later compute work may read them."""
+        """Copy staged rows to the device; compute work that is put on later may read them."""
         device = self._device
         device.wait(COPY_IN, device.record(ROWS), "rows gathered")
         device.wait(COPY_IN, device.record(COMPUTE), "row room free")

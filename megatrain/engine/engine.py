@@ -341,13 +341,13 @@ class PlacedEngine:
 
     @property
     def saving(self) -> Saving | None:
-        """The save that is going on; None if there is none."""
+        """The save that is running; None if no save is."""
         last = self._saver.last
         return None if last is None or last.done else last
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done, those before a `load` included."""
+        """Optimizer steps done, the steps before a `load` included."""
         return self._steps
 
     def _resume(self, settings: Settings) -> None:

@@ -47,7 +47,7 @@ def staged(
 
 
 class _AroundExperts(Stage):
-    """The layer, but for its experts."""
+    """A stage that runs the layer without its experts."""
 
     def __init__(self, device: Device, program: Program, tile_slice: TileSlice, visit: int) -> None:
         super().__init__(device, program, tile_slice, visit)
@@ -67,7 +67,7 @@ class _AroundExperts(Stage):
 
 
 class After(_AroundExperts):
-    """All of the layer's forward, the experts' result given; passes back its gradient.
+    """Runs the layer's forward with the experts' result given; gives the result's gradient.
 
     Attributes:
         results: in the backward, the experts' result of each micro-batch, for `Before`.
@@ -91,7 +91,7 @@ class After(_AroundExperts):
 
 
 class Before(_AroundExperts):
-    """The layer up to its experts; its backward is that of all but the experts."""
+    """Runs the layer up to its experts; the backward is of all of the layer but the experts."""
 
     def __init__(
         self, device: Device, program: Program, tile_slice: TileSlice, visit: int, after: After
@@ -112,7 +112,7 @@ class Group(Stage):
     def __init__(
         self, device: Device, program: Program, tile_slice: TileSlice, visit: int, start: int
     ) -> None:
-        """Args: `start` is the number of the first of them."""
+        """Args: `start` is the number of the first expert of the group."""
         super().__init__(device, program, tile_slice, visit)
         experts = program.spec.layers[visit].kind.experts
         assert experts is not None
@@ -147,7 +147,7 @@ class Group(Stage):
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
     ) -> State:
-        """Gradients of the weights into `room`; those of what the experts are given are added."""
+        """Sum the weights' gradients in `room`; add the gradients of what the experts are given."""
         name = Name(Kind.PART_BACKWARD, f"{self.name} experts backward")
         pull = partial(self._pull, slot, room)
         return self.each(name, batch, pull, h, dh, reads=[slot], writes=[room.sums])

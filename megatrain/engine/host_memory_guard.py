@@ -66,7 +66,7 @@ class HostMemoryGuard:
 
     @contextmanager
     def of(self, num_tokens: int) -> Iterator[bool]:
-        """Around a step of so many tokens: whether there is room for what layers save there."""
+        """Around a step: whether the host has room for what layers save there in `num_tokens`."""
         if self._offload is None:
             yield True
             return

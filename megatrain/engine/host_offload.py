@@ -147,7 +147,7 @@ class HostOffload:
         return lane.buffer
 
     def _room(self, group: Hashable, key: Hashable, num_bytes: int, rest: int) -> Buffer:
-        """A piece of the group's ranges; those of an earlier step are used again in order."""
+        """A piece of the group's host ranges; ranges of an earlier step are used again in order."""
         rooms = self._rooms.setdefault(group, _Rooms())
         while rooms.at < len(rooms.buffers):
             data = rooms.buffers[rooms.at].data

@@ -78,7 +78,7 @@ class Layer(StreamedModule):
         self._waiting: dict[int, Any] = {}
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
-        """The same layer under the policy for its place.
+        """A copy of the layer that follows the policy of its visit.
 
         Both hold what waits in one dictionary, so that a step of either forgets what one of the
         other, broken off, has left.
@@ -145,7 +145,7 @@ class Layer(StreamedModule):
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
     ) -> State:
-        """Gradients of the weights into `room`; returns those of the inputs.
+        """Sum the weights' gradients in `room`; return the gradients of the inputs.
 
         What does not wait from the forward is computed again from `h`.
         """

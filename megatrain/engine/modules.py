@@ -82,7 +82,7 @@ class StreamedModule:
         reads: Sequence[Buffer],
         writes: Sequence[Buffer] = (),
     ) -> list[Any]:
-        """Put `work(micro-batch, its own of each of `states`)` on COMPUTE for every micro-batch."""
+        """Put `work(micro, its activations in each state)` on COMPUTE for every micro-batch."""
         made = []
         # All of `states` are asked for their end, which frees what the last one lies in.
         for index, given in enumerate(zip(batch.micro, *states, strict=True)):
@@ -181,9 +181,9 @@ class Head(StreamedModule):
         return joint or losses, dh
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
-        """By a first visit, a joint loss's share of each micro-batch; none of another loss.
+        """Of a joint loss: the batch with its labels weighed by the loss, and the losses.
 
-        Of a joint loss the batch is one whose labels have the weights that the loss gives them.
+        That takes a visit of the head. Any other loss: the batch as it is, and no losses.
         """
         loss = batch.micro[0].loss
         if not isinstance(loss, JointLoss):

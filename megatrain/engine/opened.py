@@ -33,7 +33,7 @@ class Model:
 
     @classmethod
     def trained(cls, spec: ModelSpec, rule: Rule) -> "Model":
-        """With a rule's optimizer."""
+        """A model that is trained with an optimizer of this rule."""
         return cls(spec, StreamedOptimizer(rule, spec.capture.model))
 
     @property

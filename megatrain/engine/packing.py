@@ -43,7 +43,7 @@ class Packing:
         dtype: torch.dtype,
         losses: Callable[[list[Micro]], list[Tensor]],
     ) -> None:
-        """Args: `losses` gives those of micro-batches' tokens, each `[B, T]`, made in `dtype`."""
+        """Args: `losses` gives the tokens' losses of micro-batches, `[B, T]`, made in `dtype`."""
         self._model_type, self._dtype, self._losses = config.model_type, dtype, losses
         powers = (1 << exponent for exponent in range(1, 31))
         self._limits = sorted({*powers, *_whole_numbers(config.to_dict())})
@@ -109,7 +109,7 @@ class Comparison:
 
     @property
     def micro_batches(self) -> list[Micro]:
-        """The rows as they are, and with those tokens changed."""
+        """The rows as they are, and the rows with the tokens of `changed_T` changed."""
         generator = torch.Generator().manual_seed(self.seed)
         shape, num = (self.rows, len(self.changed_T)), len(self.pool)
         index_BT = torch.randint(num, shape, generator=generator)
@@ -184,7 +184,7 @@ def _lengths(micro: Micro) -> list[int]:
 
 
 def _whole_numbers(value: Any) -> Iterator[int]:
-    """All that a configuration has, however deep."""
+    """Every whole number in a configuration, however deep."""
     if type(value) is int:
         yield value
     elif isinstance(value, dict | list | tuple):

@@ -39,7 +39,7 @@ class Graph:
         return cls(inputs, edges, sources, names)
 
     def let_go(self) -> None:
-        """Hold no memory of the inputs: of them, gradients need the identity alone."""
+        """Free the inputs' memory: autograd needs only to know which tensors they are."""
         for value in self.inputs.values():
             value.data = value.data.new_empty(0)
 
@@ -78,7 +78,7 @@ class _View:
 
     @property
     def stop(self) -> int:
-        """The byte after its last."""
+        """The byte after the view's last one."""
         reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         return self.start + (reach + 1) * self.dtype.itemsize
 
@@ -189,7 +189,7 @@ class KeptAttention:
         ]
 
     def results(self, returned: list[Tensor]) -> list[Any]:
-        """As `attention.Replay` takes them."""
+        """The results as `attention.Replay` takes them."""
         leaves = [
             leaf.on(returned[leaf.source]) if isinstance(leaf, _View) else leaf
             for leaf in self._leaves

@@ -37,7 +37,7 @@ class Parts:
 
 @dataclass
 class TrainingParts(Parts):
-    """What a step that changes the weights needs besides."""
+    """What a step that changes the weights needs beside `Parts`."""
 
     saved: DeviceBoundaries | HostBoundaries
     sink: Sink

@@ -62,7 +62,7 @@ class TileSlice:
 
 @dataclass(frozen=True)
 class VocabSlices:
-    """The head's slices: all but its projection's rows, and these in ranges.
+    """The head's slices: its projection's rows in ranges, and all other parameters.
 
     Attributes:
         bounds: the first row of each range, and the end.
@@ -79,7 +79,7 @@ class VocabSlices:
 
 @dataclass(frozen=True)
 class ExpertSlices:
-    """A layer's slices: all but its experts, these in groups, and the first one to read again.
+    """A layer's slices: its experts in groups, all other parameters, and these once more.
 
     Attributes:
         bounds: the first expert of each group, and the end.
@@ -96,7 +96,7 @@ class ExpertSlices:
 
 
 def slice_tile(tile: Tile, name: str, rows: RowRanges, *, trainable: bool = True) -> TileSlice:
-    """Of each parameter in `rows` the `[start, stop)` of its first dimension; None: all of it."""
+    """Rows `[start, stop)` of each parameter in `rows`; None: the whole parameter."""
     layout = _layout(tile.layout, name, rows, trainable=trainable)
     spans: list[Span] = []
     for entry in layout.entries:
@@ -226,7 +226,7 @@ def _least_slices(
 
 
 def _names(tile: TileLayout, layer: Layer) -> tuple[list[str], list[str]]:
-    """Of the experts' parameters, and of the others."""
+    """Names of the experts' parameters, and names of the layer's other parameters."""
     assert layer.kind.experts is not None
     prefix = f"{layer.name}.{layer.kind.experts.path}."
     own = [f"{prefix}{name}" for name in layer.kind.experts.shapes]

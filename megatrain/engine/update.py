@@ -184,7 +184,7 @@ class Update:
         tile.updated = host_grad.free = self._device.record(stream)
 
     def _give_way(self, tile: Tile, stream: str) -> None:
-        """Let who reads the tile's planes as they are have them before they are overwritten."""
+        """Wait for a save that still reads the tile's planes before they are overwritten."""
         for reader in tile.readers:
             self._device.wait(stream, reader.event, reader.wait)
             if reader.set_aside is not None:

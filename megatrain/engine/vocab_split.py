@@ -97,7 +97,7 @@ class VocabSplit:
         return {ref: torch.cat([some[ref] for some in found]) for ref in found[0]}
 
     def logits(self, values: Activations) -> Tensor:
-        """All of them `[B, T, V]`, after the last range."""
+        """All logits `[B, T, V]`, after the last range."""
         return torch.cat([values[ref] for ref in sorted(values) if ref >= self.first], -1)
 
     def losses(self, micro: MicroBatch, values: Activations) -> Tensor:
@@ -213,12 +213,12 @@ class Epilogue(_AfterLayers):
 
 
 class VocabShard(_AfterLayers):
-    """Some rows of the table, but not the last ones."""
+    """A stage for a range of the table's rows that is not the last range."""
 
     def __init__(
         self, device: Device, program: Program, tile_slice: TileSlice, start: int, rows: VocabSplit
     ) -> None:
-        """Args: `start` is the first of them."""
+        """Args: `start` is the first row."""
         super().__init__(device, program, tile_slice)
         self._rows, self._start = rows, start
         self.inputs, self.new_inputs = [rows.hidden], []

@@ -105,7 +105,7 @@ def build(
 
 
 def _refuse_endless(config: PreTrainedConfig) -> None:
-    """Each of its layers and experts is made before anybody can say that they do not fit."""
+    """Refuse absurd counts: all layers and experts are built before their size is known."""
     for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
         for name, value in vars(part).items():
             if _COUNTED.search(name) and isinstance(value, int) and value > MAX_COUNT:
@@ -152,7 +152,7 @@ def _is_downloaded(implementation: str) -> bool:
 
 
 def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:
-    """A copy of `model` that shares no weights with it: meta parameters, its own buffers.
+    """A copy of `model` with meta parameters and copied buffers; it shares no weights.
 
     Raises:
         InputError: only some of its weights are on the meta device, or it has no such attention.
@@ -226,7 +226,7 @@ _DRAWS = ("normal_", "uniform_", "trunc_normal_")  # of torch, or what transform
 
 
 class _NothingLarge(TorchFunctionMode):
-    """Asks for no memory for large tensors, not even for the moment until they are parameters.
+    """Puts large new tensors on the meta device, even before they become parameters.
 
     A layer's experts can be one tensor that is larger than this machine's memory. Nothing is drawn
     for parameters that have no memory.

@@ -234,13 +234,13 @@ class Capture:
             self._replace(layer)
 
     def restore(self) -> None:
-        """Give the layers back what they do themselves."""
+        """Give the layers their own forwards back."""
         for layer in self._stack:
             put_back(layer, self._own[id(layer)])
 
     @contextmanager
     def with_layers(self) -> Iterator[PreTrainedModel]:
-        """The model itself: within this context its layers do what they do themselves."""
+        """The model itself; within this context its layers run their own forwards."""
         self.restore()
         try:
             yield self.model
@@ -301,7 +301,7 @@ class Capture:
     def own_loss(
         self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any], labels: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `head`, the loss that the model's forward makes of labels `[B, T]`, and the logits.
+        """The loss that the model's forward makes of labels `[B, T]`, and the logits; see `head`.
 
         Either is None where the forward does not give it.
         """

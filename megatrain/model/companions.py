@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def goes_along(name: str) -> bool:
-    """Whether a file of a model's folder goes along, by its path inside."""
+    """Whether a file goes along with the weights, by its path inside the model's folder."""
     plain = name.isprintable() and "\\" not in name  # or no checkpoint could hold it
     return plain and bool(_GO_ALONG.fullmatch(name)) and not _STAY.fullmatch(name)
 

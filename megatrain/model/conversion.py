@@ -39,7 +39,7 @@ class Recipe:
 
     @property
     def working_bytes(self) -> int:
-        """Memory while it is built; merging needs its pieces and the result at once."""
+        """Memory while the target is built; merging needs the pieces and the result at once."""
         stored = sum(stored.num_bytes for _, stored in self.sources)
         return stored if self.converter is None else 2 * stored
 
@@ -118,7 +118,7 @@ class ExportBatch:
     converted: bool
 
     def convert(self, model: PreTrainedModel, values: dict[str, Tensor]) -> list[Tensor]:
-        """The outputs' values from those of the inputs."""
+        """The outputs' values, computed from the inputs' values."""
         if not self.converted:
             return list(values.values())
         made = revert_weight_conversion(model, values)

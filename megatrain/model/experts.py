@@ -46,7 +46,7 @@ class Chosen:
 
     @classmethod
     def among(cls, index_NK: Tensor, start: int, stop: int) -> "Chosen":
-        """Those on the experts from `start` to before `stop`."""
+        """The pairs that fall on the experts from `start` to before `stop`."""
         inside_KN = ((index_NK >= start) & (index_NK < stop)).T
         choices_S, tokens_S = inside_KN.nonzero(as_tuple=True)
         return cls(tokens_S, choices_S, inside_KN.sum(1).tolist())
@@ -75,7 +75,7 @@ class Experts:
     def run(
         self, weights: Mapping[str, Tensor], rows_SD: Tensor, index_S: Tensor, share_S: Tensor
     ) -> Tensor:
-        """What experts make of a row each `[S, D]`; `weights` are those of some experts.
+        """What some experts, whose `weights` are given, make of one row each `[S, D]`.
 
         Args:
             index_S: each row's expert, counted from the first of these.

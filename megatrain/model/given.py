@@ -113,7 +113,7 @@ def _refuse_table(where: str, table: nn.Embedding) -> None:
 
 
 def refuse_lookup(*args: Any, **kwargs: Any) -> None:
-    """The same for a call of `F.embedding`."""
+    """Refuse a call of `F.embedding` with settings that an embedding may not have either."""
     given = inspect.signature(torch.nn.functional.embedding).bind(*args, **kwargs).arguments
     for name, usual in _TABLE_SETTINGS.items():
         if given.get(name, usual) != usual:

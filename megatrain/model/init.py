@@ -81,7 +81,7 @@ def initialise(
 
 
 def most_drawn_at_once(spec: ModelSpec) -> int:
-    """Values of the largest part: so many `initialise` holds besides what `write` keeps."""
+    """Values that `initialise` holds at once beside what `write` keeps: of the largest part."""
     return max(
         sum(p.numel() for module in part for p in module.parameters(recurse=False))
         for part in _parts(spec.capture.model, spec)

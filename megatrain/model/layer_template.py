@@ -73,7 +73,7 @@ class LayerTemplate:
         kwargs: dict[str, Any],
         saves: Saves | None = None,
     ) -> list[Tensor | Any]:
-        """The layer's outputs as a flat list; `saves`: of a graph that waits for its backward.
+        """The layer's outputs as a flat list; `saves`: what a graph that waits holds.
 
         After what it returns comes what it put into containers among its arguments.
         """
@@ -89,7 +89,7 @@ class LayerTemplate:
         return leaves
 
     def repeats(self, given: Callable[[], Arguments]) -> bool:
-        """Whether a graph of it that saves only its arguments may wait (`saves="nothing"`).
+        """Whether a graph that saves only the layer's arguments may wait (`saves="nothing"`).
 
         Its backward is compiled together with what it computes again, and leaves out what only the
         layer's result needs: an MLP's last product, a quarter of a layer's forward. `given` makes

@@ -85,7 +85,7 @@ class Program(Protocol):
         values: Activations,
         saves: Saves | None = None,
     ) -> Activations:
-        """The activations that layer `visit` makes of its inputs in `values`; see `Kind.call`."""
+        """The activations that layer `visit` makes of `values`; see `LayerTemplate.call`."""
 
     def repeats(
         self,
@@ -94,7 +94,7 @@ class Program(Protocol):
         batch: MicroBatch,
         values: Activations,
     ) -> bool:
-        """Whether a graph of layer `visit` that saves nothing may wait; see `Kind.repeats`."""
+        """Whether a graph that saves nothing may wait; see `LayerTemplate.repeats`."""
 
     def around_experts(
         self,
@@ -162,7 +162,7 @@ class ModelProgram:
             kind.tile(tokens, f"layer kind {number} of {len(self.kinds)}", compiled=compiled)
 
     def tile_epilogue(self, tokens: int) -> None:
-        """Run what follows the layers, where it acts on every token alone, over such tiles.
+        """Run what follows the layers over tiles of `tokens`, where it acts on every token alone.
 
         A final norm computes in fp32: for a long row that is more than all layers work with.
         """

@@ -88,7 +88,7 @@ def mixes_tokens(head: Head, shapes: dict[str, torch.Size], num_logits: int, wid
 
 
 def _knows_the_place(head: Head, shapes: dict[str, torch.Size], width: int) -> bool | None:
-    """None: weights of these shapes are too large to try, or not what the head takes."""
+    """Whether logits depend on the place in a row; None: such weights cannot be tried."""
     if sum(size.numel() for size in shapes.values()) > _MOST:
         return None
     generator = torch.Generator().manual_seed(0)

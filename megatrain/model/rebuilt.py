@@ -246,7 +246,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _as_json(config: PreTrainedConfig) -> Any:
-    """All that a configuration says of numbers, with those inside it."""
+    """What a configuration, with the configurations inside, says of a forward's numbers."""
     tree = _without(json.loads(config.to_json_string(use_diff=False)))
     chosen = [(attention_of(part), experts_of(part)) for _, part in configs(config)]
     return tree, chosen

@@ -53,7 +53,7 @@ class Stored:
     num_bytes: int
 
     def read(self) -> Tensor:
-        """Its values in memory of their own, on the CPU, in the file's dtype."""
+        """The tensor's values in new memory, on the CPU, in the file's dtype."""
         return self.read_bytes(0, self.num_bytes).view(self.dtype).view(self.shape)
 
     def read_bytes(self, offset: int, num_bytes: int) -> Tensor:
@@ -77,7 +77,7 @@ class Stored:
         return data
 
     def blank(self) -> Tensor:
-        """A meta tensor of its shape and dtype."""
+        """A meta tensor of the same shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
@@ -247,7 +247,7 @@ class Described:
 
     @property
     def num_bytes(self) -> int:
-        """Its length in the file."""
+        """The tensor's length in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 

@@ -73,7 +73,7 @@ class ModelSpec:
 
     @property
     def head_shapes(self) -> dict[str, torch.Size]:
-        """Of the parameters that the head computes with."""
+        """Shapes of the parameters that the head computes with."""
         return {n: p.shape for n, p in self.capture.model.named_parameters() if n in self.head}
 
     def logits(self, weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def tile_parts(module: nn.Module, tokens: int, compiled: Compiler) -> None:
 
 
 def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple[str, nn.Module]]:
-    """What of a template may run in tiles, by name; with `names`, what has just such parameters."""
+    """Modules that may run in tiles, by name; with `names`: that have only these parameters."""
     return [
         (name, part)
         for name, part in module.named_modules()
@@ -54,7 +54,7 @@ def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple
 
 
 def behaves(part: nn.Module) -> bool:
-    """Whether a module, or one inside, has a forward or hooks of its own (tiles are none)."""
+    """Whether a module or one inside has its own forward (other than tiles) or hooks."""
     return any(
         not isinstance(vars(child).get("forward"), (ChunkedOverTokens, type(None)))
         or any(vars(child).get(name) for name in FORWARD_HOOKS)

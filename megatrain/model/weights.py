@@ -296,7 +296,7 @@ def _read_all(recipes: list[Recipe], model: PreTrainedModel, write: Write, threa
 
 
 class _Room:
-    """Bytes that threads share; one that asks for more than there is at all gets it alone."""
+    """Bytes that threads share; a thread that asks for more than all of them gets them alone."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free = self._all = num_bytes

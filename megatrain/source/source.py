@@ -65,7 +65,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that an engine goes on from: not its weights alone."""
+    """A checkpoint whose optimizer state is taken, too, so that training goes on from it."""
 
     checkpoint: Checkpoint
 
@@ -167,7 +167,7 @@ def _read_state(checkpoint: Checkpoint, store: Store) -> None:
 
 
 def _read_masters(checkpoint: Checkpoint, write: Write) -> None:
-    """The exact weights, whatever they were trained with and will be."""
+    """Read the exact fp32 weights, whatever optimizer the checkpoint or the engine has."""
     values = masters(checkpoint)
     with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-masters") as pool:
         list(pool.map(lambda name: write(name, values[name]()), values))
@@ -198,7 +198,7 @@ def _writer(store: Store, source: Source, *, threads: int) -> Write:
 
 
 def _drawn_buffers(model: PreTrainedModel, dtype: torch.dtype) -> Untrained:
-    """As the class makes them in `dtype`; most are replaced by those that are read or given."""
+    """Buffers as the class makes them in `dtype`; most are replaced when weights are read."""
     buffers = persistent_buffers(model)
     types = loaded_types(model, dtype) if buffers else {}
     return Untrained({n: b.to(types.get(n, b.dtype), copy=True) for n, b in buffers.items()})

@@ -154,7 +154,7 @@ def saved_dtype(checkpoint: Checkpoint, name: str | None = None) -> torch.dtype:
 
 
 def saved_optimizer(checkpoint: Checkpoint, states: str | None = None) -> Rule | None:
-    """The rule with its settings as they were given, or with other `states`. Raises InputError."""
+    """The checkpoint's optimizer rule, with other `states` if given. Raises InputError."""
     if checkpoint.settings.optimizer is None:
         return None
     given = {"name": AdamW.name} | checkpoint.settings.optimizer  # the first ones did not say

@@ -30,11 +30,11 @@ class Untrained:
 
     @property
     def values(self) -> dict[str, Callable[[], Tensor]]:
-        """For each buffer a function that gives it, as exports take them."""
+        """A function for each buffer that returns it, which is what exports take."""
         return {name: partial(Tensor.detach, buffer) for name, buffer in self.buffers.items()}
 
     def as_came(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-        """Of what an export in `dtype` (None: in none other) writes as it came, the dtypes."""
+        """Dtypes of what an export in `dtype` writes as it came; None: no dtype was asked for."""
         parameters = self.dtypes if dtype is None else {}
         return parameters | {name: buffer.dtype for name, buffer in self.buffers.items()}
 
@@ -58,6 +58,6 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All other buffers, on the CPU, by name."""
+    """The buffers that do not belong to the weights, on the CPU, by name."""
     saved = persistent_buffers(model)
     return {n: b.cpu().contiguous() for n, b in model.named_buffers() if n not in saved}
