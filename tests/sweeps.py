@@ -1,6 +1,7 @@
 """How tests go over many things: a few here, the others exhaustively."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -17,3 +18,35 @@ def quick(names: Iterable[str], chosen: Container[str], **given: Any) -> list[An
         )
         for name in names
     ]
+
+
+def swept(together: int = 2, **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
+    """`parametrize` with all combinations of the axes' values; a mapping's keys name its values.
+
+    A few stay that have each value of an axis beside each of `together - 1` others; the rest is
+    exhaustive.
+    """
+    sizes = [range(len(values)) for values in axes.values()]
+    every = list(product(*sizes))
+    shown = {each: set(combinations(enumerate(each), together)) for each in every}
+    missing, few = set().union(*shown.values()), set()
+    while missing:
+        best = max(every, key=lambda each: len(shown[each] & missing))
+        few.add(best)
+        missing -= shown[best]
+    named = [
+        list(values.items()) if isinstance(values, Mapping) else [(each, each) for each in values]
+        for values in axes.values()
+    ]
+    rows = [[named[axis][at] for axis, at in enumerate(each)] for each in every]
+    return pytest.mark.parametrize(
+        list(axes),
+        [
+            pytest.param(
+                *(value for _, value in row),
+                id="-".join(getattr(name, "__name__", str(name)) for name, _ in row),
+                marks=[] if each in few else [pytest.mark.exhaustive],
+            )
+            for each, row in zip(every, rows, strict=True)
+        ],
+    )

@@ -25,6 +25,7 @@ from tests.checkpoint.cases import (
 from tests.parity.cases import same
 from tests.race.late import LateDevice
 from tests.reliability.cases import ROOT
+from tests.sweeps import swept
 
 RESIDENT = {"resident": ("embedding", "layer 1")}
 ON_DISK = {"resident": ("layer 1",), "disk_moments": 2, "disk_remainder": 1}
@@ -73,9 +74,10 @@ def test_updates_that_are_still_pending_are_in_the_save(tmp_path, monkeypatch) -
     assert same(saved_state(tmp_path / "saved"), wanted)
 
 
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("blocks", [1, 5, 1000])
-@pytest.mark.parametrize("choices", [{}, RESIDENT, ON_DISK], ids=["streamed", "resident", "disk"])
+CHOICES = {"streamed": {}, "resident": RESIDENT, "disk": ON_DISK}
+
+
+@swept(clip=[0.5, None], blocks=[1, 5, 1000], choices=CHOICES)
 def test_the_state_is_that_of_the_call(clip, blocks, choices, tmp_path, monkeypatch) -> None:
     """Writers that get nowhere at first, so that the updates of a step overtake them."""
     steps = batches(3)

@@ -21,6 +21,7 @@ from megatrain.tile import TileLayout
 from tests.checkpoint.cases import batches, change, engine_of, state
 from tests.parity.cases import frozen, llama, masters, noisy, same
 from tests.rules import with_rules
+from tests.sweeps import swept
 
 PLACEMENTS = {
     "streamed": Placement(slots=1),
@@ -28,7 +29,7 @@ PLACEMENTS = {
     "host boundaries": Placement(slots=2, layer_inputs="host", host_grad_buffers=3),
     "disk": Placement(slots=1, disk_moments=3, disk_remainder=9, resident=("layer 0",)),
 }
-# Precision, clipping, tied, dropout; each placement in turn, and each rule with each placement.
+# Precision, clipping, tied, dropout; each placement in turn.
 CASES = list(itertools.product(("fp32", "bf16"), (0.5, None), (False, True), (0.0, 0.3)))
 
 
@@ -52,7 +53,7 @@ def check(engine: Engine, tmp_path, load: dict | None = None, steps: int = 4) ->
     return again
 
 
-@pytest.mark.parametrize(("precision", "clip", "tied", "dropout"), CASES)
+@swept(precision=["fp32", "bf16"], clip=[0.5, None], tied=[False, True], dropout=[0.0, 0.3])
 def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp_path) -> None:
     number = CASES.index((precision, clip, tied, dropout))
     placement = list(PLACEMENTS.values())[number % len(PLACEMENTS)]

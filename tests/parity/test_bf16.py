@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatrain import AdamW, Engine
 from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, parameters, same
+from tests.sweeps import swept
 
 RATE, STEPS = 1e-6, 50
 
@@ -74,9 +75,11 @@ def test_the_masters_of_an_engine_without_optimizer_are_fp32_too() -> None:
     assert same(masters(engine), wanted)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("source", ["instance", "folder", "config"])
+@swept(
+    source=["instance", "folder", "config"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    precision=["bf16", "fp32"],
+)
 def test_files_have_the_source_s_dtype_and_the_masters_values(
     source: str, dtype: torch.dtype, precision: Any, tmp_path: Path
 ) -> None:

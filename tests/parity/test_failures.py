@@ -16,29 +16,16 @@ from megatrain.engine.update import Update
 from megatrain.placement import RECOMPUTE
 from tests.parity.cases import llama, make_batches, make_engine, masters, moments, same
 from tests.race.late import LateDevice
+from tests.sweeps import swept
 
+TIED = {"untied": False, "tied": True}
 CLIPPED = {"clipped": 1.0, "not clipped": None}
 DEVICES = {"in order": CpuDevice, "late": LateDevice}
 
 
-@pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def tied(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
-
-@pytest.fixture(params=CLIPPED.values(), ids=CLIPPED)
-def clip(request: pytest.FixtureRequest) -> float | None:
-    return request.param
-
-
-@pytest.fixture(params=DEVICES.values(), ids=DEVICES)
-def device(request: pytest.FixtureRequest) -> CpuDevice:
-    return request.param()
-
-
-def engine_of(tied: bool, clip: float | None, device: CpuDevice) -> Engine:
+def engine_of(tied: bool, clip: float | None, device: type[CpuDevice]) -> Engine:
     model = llama(tie_word_embeddings=tied)
-    return make_engine(model, clip=clip, device=device, precision="bf16")
+    return make_engine(model, clip=clip, device=device(), precision="bf16")
 
 
 def versions(engine: Engine) -> list[int]:
@@ -65,8 +52,9 @@ def goes_on(engine: Engine, other: Engine, steps: list) -> None:
     assert same(masters(engine), masters(other))
 
 
-def test_a_bad_loss(tied: bool, clip: float | None, device: CpuDevice) -> None:
-    engine, other = engine_of(tied, clip, device), engine_of(tied, clip, CpuDevice())
+@swept(tied=TIED, clip=CLIPPED, device=DEVICES)
+def test_a_bad_loss(tied: bool, clip: float | None, device: type[CpuDevice]) -> None:
+    engine, other = engine_of(tied, clip, device), engine_of(tied, clip, CpuDevice)
     steps = make_batches(3)
     engine.step(steps[0])
     other.step(steps[0])
@@ -103,9 +91,9 @@ def spoil_gradient(engine: Engine, value: float) -> Callable[[], None]:
     return lambda: setattr(layer, "vjp", pull)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_bad_gradient_with_clipping(value: float, tied: bool, device: CpuDevice) -> None:
-    engine, other = engine_of(tied, 1.0, device), engine_of(tied, 1.0, CpuDevice())
+@swept(value=[torch.nan, torch.inf], tied=TIED, device=DEVICES)
+def test_a_bad_gradient_with_clipping(value: float, tied: bool, device: type[CpuDevice]) -> None:
+    engine, other = engine_of(tied, 1.0, device), engine_of(tied, 1.0, CpuDevice)
     steps = make_batches(3)
     engine.step(steps[0])
     other.step(steps[0])
@@ -117,7 +105,8 @@ def test_a_bad_gradient_with_clipping(value: float, tied: bool, device: CpuDevic
     goes_on(engine, other, steps[1:])
 
 
-def test_a_bad_gradient_without_clipping_is_not_called_harmless(device: CpuDevice) -> None:
+@swept(together=1, device=DEVICES)
+def test_a_bad_gradient_without_clipping_is_not_called_harmless(device: type[CpuDevice]) -> None:
     """Updates do not wait for the norm then; what is told must be true."""
     engine, steps = engine_of(False, None, device), make_batches(2)
     engine.step(steps[0])
@@ -130,10 +119,14 @@ def test_a_bad_gradient_without_clipping_is_not_called_harmless(device: CpuDevic
     assert not same(masters(engine), before)
 
 
-@pytest.mark.parametrize("where", ["forward", "head", "backward"])
-@pytest.mark.parametrize(
-    "placement", [Placement(slots=3), Placement(layer_inputs="host"), Placement(save_activations=2)]
-)
+BREAKS = {
+    "slots": Placement(slots=3),
+    "boundaries": Placement(layer_inputs="host"),
+    "graphs": Placement(save_activations=2),
+}
+
+
+@swept(together=1, where=["forward", "head", "backward"], placement=BREAKS)
 def test_a_step_that_breaks_off_leaves_nothing_behind(where: str, placement: Placement) -> None:
     """Out of memory, or Ctrl-C: the caller may go on with other micro-batches."""
     model, steps = llama(tie_word_embeddings=True), make_batches(3)
@@ -170,10 +163,11 @@ def test_graphs_of_a_broken_step_are_not_used_by_a_later_one() -> None:
     with pytest.raises(TypeError):
         engine.step(steps[1])
     layer.vjp = pull
-    engine._policies = dict.fromkeys(engine._policies, [RECOMPUTE] * 3)
+    engine._policies = lambda **given: [RECOMPUTE] * 3
     goes_on(engine, make_engine(model), steps)
 
 
+@swept(together=1, tied=TIED)
 def test_a_refused_batch_is_as_if_it_had_never_come(tied: bool) -> None:
     engine, other = (make_engine(llama(tie_word_embeddings=tied)) for _ in range(2))
     steps = make_batches(2)
@@ -182,11 +176,12 @@ def test_a_refused_batch_is_as_if_it_had_never_come(tied: bool) -> None:
     goes_on(engine, other, steps)
 
 
+@swept(tied=TIED, clip=CLIPPED)
 def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(
     tied: bool, clip: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """Also when all tiles count it already, and after later steps."""
-    engine = engine_of(tied, clip, CpuDevice())
+    engine = engine_of(tied, clip, CpuDevice)
     first, second, third = make_batches(3)
     engine.step(first)
     apply = Update._apply

@@ -14,6 +14,7 @@ from megatrain import AdamW, Engine, InputError
 from megatrain.train.export import export
 from tests.families.plain import accumulate, make_steps
 from tests.families.tiny import tiny_model
+from tests.sweeps import swept
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BIASES = torch.tensor([7.0014, 7.0071, -7.0043])  # in bf16 all are 7
@@ -51,8 +52,7 @@ def opened(folder: Path, precision: str) -> Engine:
     return Engine(folder, optimizer=AdamW(), precision=precision, device="cpu")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2", "gptj"])
+@swept(together=1, family=["deepseek_v3", "minimax_m2", "gptj"], precision=list(DTYPES))
 def test_the_loss_is_that_of_from_pretrained(family: str, precision: str, tmp_path: Path) -> None:
     """Bits of a buffer that bf16 does not have choose other experts."""
     folder = saved(family, tmp_path / "folder")

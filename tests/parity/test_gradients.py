@@ -20,6 +20,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
+from tests.sweeps import swept
 
 NEVER = 1e9  # a norm that clips nothing, while every gradient keeps a host gradient of its own
 
@@ -120,8 +121,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("unless", FROZEN.values(), ids=FROZEN)
+@swept(together=1, unless=FROZEN, tied={"untied": False, "tied": True})
 def test_frozen_parameters_stay_and_the_others_learn_as_before(unless: Any, tied: bool) -> None:
     model = frozen(llama(tie_word_embeddings=tied), unless)
     [step] = make_batches(1)

@@ -23,6 +23,7 @@ from tests.families.plain import Step
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.test_memory import CountingDevice
 from tests.race.late import LateDevice
+from tests.sweeps import swept
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "graphs": {"offload_activations": 2},
@@ -57,8 +58,7 @@ def policies_taken(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[ActivationP
     return taken
 
 
-@pytest.mark.parametrize("choices", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("device", [CpuDevice, LateDevice])
+@swept(together=1, choices=PLACEMENTS, device=[CpuDevice, LateDevice])
 def test_what_is_given_up_changes_no_bit(
     choices: dict[str, Any], device: type[CpuDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:

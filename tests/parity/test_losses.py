@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain import InputError, Placement
+from megatrain import loss as loss_package
 from megatrain.loss import (
     DPO,
     CrossEntropy,
     JointLoss,
     LabelSmoothing,
     Loss,
+    Score,
     Statistics,
     TokenWeights,
 )
@@ -119,6 +121,12 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "curved": (Curved(), rows),
     "dpo": (DPO(beta=0.3, label_smoothing=0.1), lambda step: rows(step) / 2),
 }
+
+
+def test_every_loss_of_the_package_is_tried() -> None:
+    kinds = {v for v in vars(loss_package).values() if isinstance(v, type) and issubclass(v, Loss)}
+    others = {Loss, JointLoss, CrossEntropy, Score}  # abstract ones, and those tried below
+    assert kinds - others == {type(loss) for loss, _ in LOSSES.values()} - {Curved}
 
 
 def taken(step: list[dict[str, Tensor]], loss: Loss) -> list[dict[str, Tensor]]:

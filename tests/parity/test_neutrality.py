@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import itertools
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.parity.cases import (
     same,
 )
 from tests.rules import with_rules
+from tests.sweeps import swept
 
 Numbers = tuple[list[float], list[float], dict, list]
 
@@ -81,6 +83,13 @@ def placements() -> list[Placement]:
         Placement(disk_remainder=3, host_grad_buffers=1),
     ]
     return found
+
+
+def test_every_choice_of_a_placement_is_tried() -> None:
+    """But for those that change rounding, and how much memory a save may have."""
+    left = {f.name for f in fields(Placement)}
+    left -= {n for n in left for p in placements() if getattr(p, n) != getattr(Placement(), n)}
+    assert left == {"head_tokens", "chunk_tokens", "max_stream_bytes", "compile", "save_bytes"}
 
 
 @pytest.mark.parametrize(("precision", "tied", "clip", "rule"), with_rules(CASES, 4))
@@ -143,8 +152,7 @@ def test_the_comparison_sees_a_single_bit() -> None:
     assert not identical(one, other)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3, 7])
+@swept(together=1, tied=[False, True], tokens=[1, 3, 7])
 def test_the_head_s_chunks_change_rounding_only(tied: bool, tokens: int) -> None:
     steps = make_batches(2)
     start = parameters(llama(tie_word_embeddings=tied, num_hidden_layers=LAYERS))
@@ -155,8 +163,7 @@ def test_the_head_s_chunks_change_rounding_only(tied: bool, tokens: int) -> None
     assert relative_error(cut[2], whole[2], start) < 1e-5
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("clip", [0.5, None])
+@swept(together=1, tied=[False, True], clip=[0.5, None])
 def test_the_same_rows_in_other_micro_batches(tied: bool, clip: float | None) -> None:
     steps = make_batches(2, ((6, 9),))
     start = parameters(llama(tie_word_embeddings=tied, num_hidden_layers=LAYERS))

@@ -20,6 +20,7 @@ from tests.parity.cases import (
     qwen2,
     relative_error,
 )
+from tests.sweeps import swept
 
 TILED = Placement(slots=2, chunk_tokens=5)
 
@@ -93,8 +94,7 @@ LAST = {
 }
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("family", LAST)
+@swept(together=1, family=list(LAST), tokens=[1, 5])
 def test_a_final_norm_in_tiles_changes_gradients_by_rounding_only(family: str, tokens: int) -> None:
     """Its tiles are the head's; a table tied to the head is in the same tile."""
     model, [step] = model_of(family), make_batches(1, SHAPES)

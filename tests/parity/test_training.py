@@ -29,6 +29,7 @@ from tests.parity.cases import (
 )
 from tests.race.late import LateDevice
 from tests.rules import SWEPT
+from tests.sweeps import swept
 from tests.unit.kernel_cases import exact_roots  # noqa: F401  a fixture
 
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler | None]
@@ -101,8 +102,11 @@ def check(
     assert relative_error(masters(engine), parameters(model), start) < 1e-5
 
 
-@pytest.mark.parametrize("clip", [0.5, 1e9, None])
-@pytest.mark.parametrize("make", [llama, qwen2, lambda: llama(tie_word_embeddings=True)])
+def tied() -> PreTrainedModel:
+    return llama(tie_word_embeddings=True)
+
+
+@swept(together=1, make=[llama, qwen2, tied], clip=[0.5, 1e9, None])
 def test_steps_equal_plain_training(make: Callable[[], PreTrainedModel], clip: float) -> None:
     check(make(), clip=clip)
 
@@ -126,8 +130,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@swept(together=1, schedule=SCHEDULES, clip=[0.5, None])
 def test_a_schedule_takes_effect_at_the_step_it_is_for(
     schedule: Schedule, clip: float | None
 ) -> None:
@@ -222,9 +225,11 @@ def split_without_names(optimizer: torch.optim.Optimizer, **settings: Any) -> No
     optimizer.param_groups.insert(0, {**first, "params": taken, **settings})
 
 
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("split", [split_by_torch, split_without_names])
-@pytest.mark.parametrize("settings", [{"lr": 0.0}, {"betas": (0.5, 0.7), "weight_decay": 0.4}])
+@swept(
+    clip=[0.5, None],
+    split=[split_by_torch, split_without_names],
+    settings={"rate": {"lr": 0.0}, "betas": {"betas": (0.5, 0.7), "weight_decay": 0.4}},
+)
 def test_parameters_that_the_user_moves_to_another_group(
     split: Callable[..., None], settings: dict[str, Any], clip: float | None
 ) -> None:

@@ -3,9 +3,11 @@
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from megatrain import AdamW, Placement
@@ -17,7 +19,7 @@ from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly, tile_layouts
 from megatrain.engine.batch import prepare
 from megatrain.engine.step import forward_only, train_step
-from megatrain.loss import CROSS_ENTROPY
+from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
@@ -31,8 +33,11 @@ RESIDENT = ((), ("embedding", "layer 0", "head"), ("layer 2",))
 VOCAB = 200  # the head takes three slots
 PIECE = 256  # elements of a gradient sent at once: a layer has three, the head seven
 
-# Graphs, or attention's results, that wait on the host; and the steps in which they may not.
-WAITING: tuple[dict, ...] = ({}, {"offload_activations": 3}, {"save_attention": "host"})
+# Graphs, or attention's results, that wait; and the steps in which they may not on the host.
+WAITING: tuple[dict, ...] = (
+    *({}, {"offload_activations": 3}, {"save_attention": "host"}),
+    {"save_activations": 2, "save_all": 1},
+)
 CLOSED = ((), (1,))
 
 # With several passes rows stay on the device.
@@ -46,6 +51,16 @@ DISKS: tuple[dict, ...] = (
 SLICE = 3000  # bytes: a layer of the model with experts has three slices of experts
 
 WIDE = 500  # tokens: with so many the head of the model without experts has four ranges
+
+
+class Together(JointLoss):
+    """Cross entropy, found in two visits of the head."""
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        return -log_prob_N.sum()
+
+
+LOSSES = (CROSS_ENTROPY, Together(), CROSS_ENTROPY)
 
 STEPS = 3  # enough for every slot, lane and host gradient to be used again
 
@@ -92,6 +107,7 @@ def schedules() -> Iterator[dict]:
         itertools.product((1, 3, None), KEPT_ROWS, RESIDENT, ((), (0, 1)), WAITING, CLOSED)
     )
     rules, disks = itertools.cycle(SWEPT), itertools.cycle(DISKS)
+    losses = itertools.cycle(LOSSES)
     for slots, boundaries, clip, tied, precision in itertools.product(
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
@@ -120,6 +136,7 @@ def schedules() -> Iterator[dict]:
                     "saves": saves,
                     "closed": closed,
                     "rule": next(rules),
+                    "loss": next(losses),
                 }
     yield from split_schedules()
 
@@ -158,6 +175,7 @@ def trace(
     closed: tuple[int, ...] = (),
     experts: bool = False,
     rule: str = "adamw",
+    loss: Loss = CROSS_ENTROPY,
     without: frozenset[str] = frozenset(),
 ) -> TraceDevice:
     """The device after a few steps and an evaluation of uneven micro-batches.
@@ -182,11 +200,11 @@ def trace(
         {"input_ids": torch.ones(rows, 4).long(), "labels": torch.ones(rows, 4).long()}
         for rows in (2, 1, 3)
     ]
-    batch = prepare(
-        micro_batches, torch.device("cpu"), VOCAB, takes=str, loss=CROSS_ENTROPY, seed=0
-    )
+    batch = prepare(micro_batches, torch.device("cpu"), VOCAB, takes=str, loss=loss, seed=0)
     for step in range(STEPS):
-        train_step(parts.under(assembly.policies(host=step not in closed)), batch)
+        taken = parts.under(assembly.policies(host=step not in closed))
+        # As the engine does: a joint loss sees all micro-batches at once.
+        train_step(replace(taken, passes=1) if isinstance(loss, JointLoss) else taken, batch)
         if step in saves:
             files = [tile_file(tile, tile.name) for tile in store.tiles]
             Release(device, Snapshot(StagingBlocks(device, 0, None))).start(files)

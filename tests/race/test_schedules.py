@@ -1,7 +1,9 @@
 """Every schedule is ordered by events alone, and each wait in it is needed."""
 
 import functools
+from dataclasses import fields
 
+from megatrain import Placement
 from tests.race.schedule import schedules, trace
 
 
@@ -16,6 +18,14 @@ def test_every_schedule_runs_clean() -> None:
     for schedule, _, races, operations in traced():
         assert not races, (schedule, races[:3])
         assert operations > 100
+
+
+def test_every_choice_of_a_placement_is_tried() -> None:
+    """But for what orders no work, and what a device that computes nothing cannot do."""
+    plain, tried = Placement(), [schedule["placement"] for schedule in schedules()]
+    left = {f.name for f in fields(Placement)}
+    left -= {n for n in left for each in tried if getattr(each, n) != getattr(plain, n)}
+    assert left == {"head_tokens", "chunk_tokens", "compile", "update_threads", "save_bytes"}
 
 
 def test_removing_a_wait_is_noticed() -> None:

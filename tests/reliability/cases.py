@@ -21,6 +21,22 @@ ROOT = Path(__file__).parents[2]
 # What of a line of `metrics.jsonl` follows from the run alone; times and memory do not.
 EXACT = ("step", "epoch", "loss", "grad_norm", "lr", "tokens", "eval_loss", "skipped")
 
+# Python done before a run: at the beginning of each step, it calls `at(number)`.
+AT_STEP = """
+import megatrain.train.steps as steps
+take = steps.Steps.take
+def counted(self):
+    at(self.done + 1)
+    return take(self)
+steps.Steps.take = counted
+"""
+
+
+def stopped_in(step: int) -> str:
+    """What lets a run be told to stop in a step."""
+    told = f"import os\nat = lambda number: number == {step} and os.kill(os.getpid(), 15)\n"
+    return AT_STEP + told
+
 
 class Zygote:
     """Hands out toy runs as processes; see zygote.py."""

@@ -22,6 +22,17 @@ def whole(request, tmp_path_factory, tokenizer_folder, zygote):
 
 
 @pytest.fixture
+def start(zygote, run, tmp_path):
+    """Starts the run after some Python, with more arguments."""
+
+    def begin(before: str = "", *arguments: object):
+        log = tmp_path / f"log-{len(list(tmp_path.glob('log-*')))}"
+        return zygote.start("train", run, *arguments, log=log, before=before)
+
+    return begin
+
+
+@pytest.fixture
 def run(request, tmp_path, tokenizer_folder):
     """The run file of such a run, to be started."""
     return toy_run(tmp_path, tokenizer_folder, **request.module.CHOICES)

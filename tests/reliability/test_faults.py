@@ -15,31 +15,17 @@ import pytest
 
 from megatrain.checkpoint import verify
 from megatrain.telemetry.metrics import read_metrics
-from tests.reliability.cases import checkpoint_steps, logged, model_bytes, sets, toy_run
+from tests.reliability.cases import (
+    AT_STEP,
+    checkpoint_steps,
+    logged,
+    model_bytes,
+    sets,
+    toy_run,
+)
 
 SLOW = pytest.mark.exhaustive
 CHOICES = {"training__steps": 8, "training__eval_every": 4, "checkpoint__every": 3}
-
-# At the beginning of each step, `at(number)` is called.
-AT_STEP = """
-import megatrain.train.steps as steps
-take = steps.Steps.take
-def counted(self):
-    at(self.done + 1)
-    return take(self)
-steps.Steps.take = counted
-"""
-
-
-@pytest.fixture
-def start(zygote, run, tmp_path):
-    """Starts the run with a fault in it."""
-
-    def begin(fault: str = "", *arguments: object):
-        log = tmp_path / f"log-{len(list(tmp_path.glob('log-*')))}"
-        return zygote.start("train", run, *arguments, log=log, before=fault)
-
-    return begin
 
 
 @pytest.fixture

@@ -7,7 +7,14 @@ import pytest
 import yaml
 
 from megatrain.telemetry.metrics import read_metrics
-from tests.reliability.cases import checkpoint_steps, logged, model_bytes, sets, toy_run
+from tests.reliability.cases import (
+    checkpoint_steps,
+    logged,
+    model_bytes,
+    sets,
+    stopped_in,
+    toy_run,
+)
 
 SLOW = pytest.mark.exhaustive
 STEPS = 12
@@ -154,19 +161,6 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder, zy
     assert [r["step"] for r in read_metrics(runs[1] / "metrics.jsonl") if "loss" in r] == [
         *range(1, 11)
     ]
-
-
-def stopped_in(step: int) -> str:
-    """What lets a run be told to stop in a step."""
-    return f"""
-import os, megatrain.train.steps as steps
-take = steps.Steps.take
-def stopped(self):
-    if self.done == {step - 1}:
-        os.kill(os.getpid(), 15)
-    return take(self)
-steps.Steps.take = stopped
-"""
 
 
 def test_a_finished_run_that_is_made_longer_goes_on_after_a_stop(

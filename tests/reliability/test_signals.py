@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from megatrain.checkpoint import open_checkpoint, verify
-from tests.reliability.cases import checkpoint_steps, logged, model_bytes, sets
+from tests.reliability.cases import (
+    AT_STEP,
+    checkpoint_steps,
+    logged,
+    model_bytes,
+    sets,
+    stopped_in,
+)
 
 CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every": 3}
 
@@ -85,12 +92,12 @@ def go(tmp_path: Path) -> Path:
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )
 def test_one_signal_ends_the_run_well_and_loses_nothing(
-    whole, run, tmp_path, zygote, phase, number, go
+    whole, run, tmp_path, start, phase, number, go
 ):
     before = held(phase, go)
     if phase == "save":  # the steps beside it shall not be over before the signal
         before += BESIDE.format(go=str(go))
-    first = zygote.start("train", run, log=tmp_path / "1", before=before)
+    first = start(before)
     first.until("PHASE")
     first.send(number)
     go.touch()
@@ -107,22 +114,20 @@ def test_one_signal_ends_the_run_well_and_loses_nothing(
         step = max(checkpoint_steps(folder))
         assert f"stopped by {number.name} after step {step} and saved" in out
         assert max(record["step"] for record in logged(folder)) == step
-    again = zygote.start("train", run, "--resume", log=tmp_path / "2")
-    again.finish()
+    start("", "--resume").finish()
     assert logged(folder) == logged(whole)
     assert model_bytes(folder) == model_bytes(whole)
 
 
 @pytest.mark.parametrize("phase", ["loading", "step", "save"])
-def test_a_second_signal_ends_it_at_once(run, tmp_path, zygote, phase):
+def test_a_second_signal_ends_it_at_once(run, tmp_path, start, phase):
     """Whatever it is doing; the checkpoint before is whole."""
-    zygote.start("train", run, *sets(training__steps=3), log=tmp_path / "0").finish()
-    arguments = ["train", run, "--resume", *sets(training__steps=100000)]
+    start("", *sets(training__steps=3)).finish()
     name = "_saved_engine" if phase == "loading" else None
     before = slow(phase, 60)
     before = before.replace("_engine", name) if name else before
     before += CLOCK.format(later=str(tmp_path / "later"))
-    process = zygote.start(*arguments, log=tmp_path / "1", before=before)
+    process = start(before, "--resume", *sets(training__steps=100000))
     process.until("PHASE")
     if phase != "loading":  # there the first one ends it
         process.send(signal.SIGINT)
@@ -138,9 +143,9 @@ def test_a_second_signal_ends_it_at_once(run, tmp_path, zygote, phase):
     assert checkpoint_steps(tmp_path / "run") == [3]
 
 
-def test_usr1_saves_now_and_the_run_goes_on(whole, run, tmp_path, zygote, go):
-    arguments = ["train", run, *sets(checkpoint__every=None, checkpoint__at_end=False)]
-    process = zygote.start(*arguments, log=tmp_path / "1", before=held("evaluation", go))
+def test_usr1_saves_now_and_the_run_goes_on(whole, run, tmp_path, start, go):
+    none = sets(checkpoint__every=None, checkpoint__at_end=False)
+    process = start(held("evaluation", go), *none)
     process.until("PHASE")  # after step 2
     process.send(signal.SIGUSR1)
     go.touch()
@@ -151,24 +156,22 @@ def test_usr1_saves_now_and_the_run_goes_on(whole, run, tmp_path, zygote, go):
 
 
 # What LLVM does when it compiles the first GPU kernel: another handler, which Python cannot see.
-TAKEN = """
+TAKEN = (
+    AT_STEP
+    + """
 import ctypes, signal
-import megatrain.train.loop as loop
-take = loop.Steps.take
-def compiling(self):
-    if self.done == 0:
+def at(step):
+    if step == 1:
         libc = ctypes.CDLL(None)
         libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
         libc.signal(signal.SIGUSR1, ctypes.cast(libc.abs, ctypes.c_void_p))
-    return take(self)
-loop.Steps.take = compiling
 """
+)
 
 
-def test_usr1_is_heard_after_a_compiler_has_taken_it(run, tmp_path, zygote, go):
-    arguments = ["train", run, *sets(checkpoint__every=None, checkpoint__at_end=False)]
-    before = TAKEN + held("evaluation", go)
-    process = zygote.start(*arguments, log=tmp_path / "1", before=before)
+def test_usr1_is_heard_after_a_compiler_has_taken_it(run, tmp_path, start, go):
+    none = sets(checkpoint__every=None, checkpoint__at_end=False)
+    process = start(TAKEN + held("evaluation", go), *none)
     process.until("PHASE")
     process.send(signal.SIGUSR1)
     go.touch()
@@ -176,30 +179,19 @@ def test_usr1_is_heard_after_a_compiler_has_taken_it(run, tmp_path, zygote, go):
     assert checkpoint_steps(tmp_path / "run") == [3]
 
 
-def test_an_evaluation_waits_for_the_resume(whole, run, tmp_path, zygote):
+def test_an_evaluation_waits_for_the_resume(whole, run, tmp_path, start):
     """Whoever stops a run has little time."""
-    before = """
-import os, signal
-import megatrain.train.loop as loop
-write = loop.Steps.take
-def stopping(self):
-    if self.done == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return write(self)
-loop.Steps.take = stopping
-"""
-    out = zygote.start("train", run, log=tmp_path / "1", before=before).finish()
+    out = start(stopped_in(step=2)).finish()
     assert "after step 2 and saved" in out
     assert not any("eval_loss" in record for record in logged(tmp_path / "run"))
-    zygote.start("train", run, "--resume", log=tmp_path / "2").finish()
+    start("", "--resume").finish()
     assert logged(tmp_path / "run") == logged(whole)
 
 
-def test_a_signal_ends_a_long_evaluation(run, tmp_path, zygote, go):
+def test_a_signal_ends_a_long_evaluation(zygote, tmp_path, start, go):
     """It may be longer than a machine waits; the resumed run makes up for it."""
     choices = sets(data__eval_fraction=0.5)  # five parts
-    process = zygote.start("train", run, *choices, log=tmp_path / "1",
-                           before=held("evaluation", go))  # fmt: skip
+    process = start(held("evaluation", go), *choices)
     process.until("PHASE")
     process.send(signal.SIGTERM)
     go.touch()
@@ -212,15 +204,15 @@ def test_a_signal_ends_a_long_evaluation(run, tmp_path, zygote, go):
     assert evaluated == [2, 4, 6]
 
 
-def test_the_last_step_is_saved_although_a_save_is_going_on(run, tmp_path, zygote):
-    arguments = ["train", run, *sets(checkpoint__every=5)]
-    zygote.start(*arguments, log=tmp_path / "1", before=slow("save", 0.5)).finish()
+def test_the_last_step_is_saved_although_a_save_is_going_on(run, tmp_path, start):
+    start(slow("save", 0.5), *sets(checkpoint__every=5)).finish()
     assert checkpoint_steps(tmp_path / "run") == [5, 6]
 
 
-TERMINAL = """
+TERMINAL = (
+    AT_STEP
+    + """
 import fcntl, os, pty, signal, termios
-import megatrain.train.steps as steps
 master, slave = pty.openpty()
 fcntl.ioctl(slave, termios.TIOCSCTTY)
 for number in (0, 1):
@@ -228,27 +220,22 @@ for number in (0, 1):
 os.close(slave)
 os.environ["TERM"] = "xterm"
 signal.signal(signal.SIGHUP, signal.{reaction})
-take = steps.Steps.take
-def closing(self):
-    if self.done == 3:
-        os.close(master)
-    return take(self)
-steps.Steps.take = closing
+at = lambda step: step == 4 and os.close(master)
 """
+)
 
 
 @pytest.mark.parametrize("nohup", [False, True], ids=["", "nohup"])
-def test_a_terminal_that_is_closed_ends_the_run_well(whole, run, tmp_path, zygote, nohup):
+def test_a_terminal_that_is_closed_ends_the_run_well(whole, run, tmp_path, start, nohup):
     """Or not at all, with a live bar that nobody sees any more."""
     before = TERMINAL.format(reaction="SIG_IGN" if nohup else "SIG_DFL")
-    log = tmp_path / "1"
-    zygote.start("train", run, *sets(checkpoint__every=None), log=log, before=before).finish()
+    start(before, *sets(checkpoint__every=None)).finish()
     assert checkpoint_steps(tmp_path / "run") == [6 if nohup else 4]
-    zygote.start("train", run, "--resume", log=tmp_path / "2").finish()
+    start("", "--resume").finish()
     assert logged(tmp_path / "run") == logged(whole)
 
 
-def test_a_step_that_the_signal_breaks_is_given_up(whole, run, tmp_path, zygote):
+def test_a_step_that_the_signal_breaks_is_given_up(whole, run, tmp_path, start):
     """A compiler in the same group gets the signal, too."""
     before = """
 import os, signal
@@ -261,14 +248,14 @@ def broken(self, *args, **kwargs):
     return step(self, *args, **kwargs)
 Engine.step = broken
 """
-    out = zygote.start("train", run, log=tmp_path / "1", before=before).finish()
+    out = start(before).finish()
     assert "the running step is given up: the compiler has gone" in out
     assert "stopped by SIGTERM after step 4 and saved" in out
-    zygote.start("train", run, "--resume", log=tmp_path / "2").finish()
+    start("", "--resume").finish()
     assert logged(tmp_path / "run") == logged(whole)
 
 
-def test_the_run_is_saved_before_pictures_are_drawn(run, tmp_path, zygote, go):
+def test_the_run_is_saved_before_pictures_are_drawn(run, tmp_path, start, go):
     """They take seconds that a machine may not give to a stopped run."""
     before = (
         held("step", go)
@@ -277,7 +264,7 @@ import megatrain.train.loop as loop
 loop.draw_curve = lambda run: print("drawing", flush=True) or time.sleep(60)
 """
     )
-    process = zygote.start("train", run, log=tmp_path / "1", before=before)
+    process = start(before)
     process.until("PHASE")
     process.send(signal.SIGTERM)
     go.touch()
