@@ -2,15 +2,17 @@
 
 Random weights of a shape, a batch of random prompts, greedy, no end token: resident through
 transformers alone, resident as `open_model` gives it, and streamed from host memory. Each is run
-twice, and the second is measured. Prints one line of JSON.
+once before it is measured. Prints a line, and writes JSON to `--out`.
 """
 
 import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,35 +21,43 @@ from transformers import AutoModelForCausalLM
 from megatrain import Engine, Placement
 from megatrain.cli.shapes import qwen2_config
 from megatrain.generate import Resident, open_model
+from megatrain.telemetry.environment import environment
+
+_OURS = ("resident", "streamed")
 
 
-def tokens_per_second(runs: Any, prompts: torch.Tensor, new: int) -> tuple[float, list[Any]]:
+def measure(runs: Any, prompts: torch.Tensor, new: int, repeats: int) -> tuple[dict[str, Any], Any]:
     """New tokens of all rows in a second, and the last row's."""
+    rates = []
     with runs as model:
-        for _ in range(2):
+        for _ in range(repeats + 1):
             start = time.perf_counter()
             made = model.generate(
                 prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new,
                 do_sample=False, eos_token_id=None, pad_token_id=0,
             )  # fmt: skip
             row = made[-1, prompts.shape[1] :].tolist()  # waits for the device
-            seconds = time.perf_counter() - start
-    return len(prompts) * new / seconds, row
+            rates.append(len(prompts) * new / (time.perf_counter() - start))
+    return {"tokens_per_second": median(rates[1:]), "each": rates[1:]}, row
 
 
-def main() -> None:
-    """Measure, and print."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="3b")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda")
-    chosen = parser.parse_args()
-    config = qwen2_config(chosen.shape, 4096)
+    parser.add_argument("--out", type=Path, help="write the result to this file")
+    chosen = parser.parse_args(arguments)
+    config = qwen2_config(chosen.shape, max(4096, chosen.prompt + chosen.new))
     torch.manual_seed(0)
     prompts = torch.randint(config.vocab_size, (chosen.rows, chosen.prompt), device=chosen.device)
-    found: dict[str, Any] = vars(chosen) | {"torch": torch.__version__}
+    case = {name: value for name, value in vars(chosen).items() if name != "out"}
+    found: dict[str, Any] = {"case": case, "environment": environment(chosen.device)}
+    how = (prompts, chosen.new, chosen.repeats)
     with tempfile.TemporaryDirectory() as folder:
         with torch.device(chosen.device):
             made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -55,20 +65,31 @@ def main() -> None:
         del made
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         plain.to(chosen.device)
-        rate, wanted = tokens_per_second(nullcontext(plain), prompts, chosen.new)
-        found["transformers"] = rate
+        found["transformers"], wanted = measure(nullcontext(plain), *how)
         del plain
         resident = open_model(folder, device=chosen.device)
         assert isinstance(resident, Resident)
-        rate, row = tokens_per_second(resident.whole_model(), prompts, chosen.new)
-        found |= {"resident": rate, "resident_equal": row == wanted}
+        found["resident"], row = measure(resident.whole_model(), *how)
+        found["resident"]["equal"] = row == wanted
         resident.close()
         streamed = Engine(folder, device=chosen.device, placement=Placement(slots=3))
-        rate, row = tokens_per_second(streamed.whole_model(), prompts, chosen.new)
-        found |= {"streamed": rate, "streamed_equal": row == wanted}
-        found |= {"weights_bytes": streamed.num_parameters * 2} | streamed.memory()
+        found["streamed"], row = measure(streamed.whole_model(), *how)
+        found["streamed"] |= {"equal": row == wanted, "memory": streamed.memory()}
+        found["weights_bytes"] = streamed.num_parameters * 2
         streamed.close()
-    print(json.dumps(found))
+    print(summary(found))
+    if chosen.out is not None:
+        chosen.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def summary(found: dict[str, Any]) -> str:
+    """The result in a line."""
+    plain, *ours = (found[name]["tokens_per_second"] for name in ("transformers", *_OURS))
+    told = [
+        f"{name} {rate:.1f} ({rate / plain:.2f} of it)"
+        for name, rate in zip(_OURS, ours, strict=True)
+    ]
+    return f"{found['case']['shape']}: transformers {plain:.1f} tokens/s, {', '.join(told)}"
 
 
 if __name__ == "__main__":

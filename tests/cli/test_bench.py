@@ -8,7 +8,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from benchmarks import checkpoint
+from benchmarks import checkpoint, generation
 from megatrain.cli.shapes import qwen2_config
 
 # Parameters of the published checkpoints (the safetensors metadata on huggingface.co/Qwen).
@@ -88,3 +88,13 @@ def test_saves_are_measured_beside_steps(tmp_path, capsys):
     assert written["resume"]["same"]
     assert "went on bit for bit" in capsys.readouterr().out
     assert not (tmp_path / "saves").exists()
+
+
+def test_generation_is_measured_beside_that_of_transformers(tmp_path, capsys):
+    out = tmp_path / "generation.json"
+    case = ["--shape", "toy", "--rows", "2", "--prompt", "4", "--new", "3", "--repeats", "1"]
+    generation.main([*case, "--device", "cpu", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["resident"]["equal"] and found["streamed"]["equal"]
+    assert found["case"]["rows"] == 2 and found["environment"]["packages"]["torch"]
+    assert "toy: transformers " in capsys.readouterr().out
