@@ -23,14 +23,12 @@ from megatrain.compat.transformers import (
     CAUSAL_LM_CLASSES,
     in_fp32,
     model_of,
-    without_checkpointing,
 )
 from megatrain.errors import InputError, in_one_line
 from megatrain.json_yaml import read_json
-from megatrain.model.given import refuse_changes, refuse_weights
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
-_LONGEST_REASON = 400
+LONGEST_REASON = 400
 _COUNTED = re.compile(r"(layers?|experts)$")
 _LARGE = 1 << 28  # values; no buffer of a known model has nearly as many
 _loaded: WeakKeyDictionary[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]]
@@ -48,7 +46,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each configuration class has its own checks and error types
-        reason = in_one_line(error, _LONGEST_REASON)
+        reason = in_one_line(error, LONGEST_REASON)
         raise InputError(f"cannot read the model configuration in {folder}: {reason}") from error
 
 
@@ -95,10 +93,10 @@ def build(
         InputError: its class fails on this configuration.
     """
     try:
-        with _weightless():
+        with weightless():
             model = make(copy.deepcopy(config), **options)
     except Exception as error:  # whatever a model makes of impossible sizes
-        reason = in_one_line(error, _LONGEST_REASON)
+        reason = in_one_line(error, LONGEST_REASON)
         raise InputError(f"cannot build a {config.model_type} causal model: {reason}") from error
     model.tie_weights()
     return model.train()
@@ -151,41 +149,6 @@ def _is_downloaded(implementation: str) -> bool:
     return missing or implementation in ("deepgemm", "sonicmoe")
 
 
-def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:
-    """A copy of `model` with meta parameters and copied buffers; it shares no weights.
-
-    Raises:
-        InputError: only some of its weights are on the meta device, or it has no such attention.
-    """
-    parameters = dict(model.named_parameters())
-    on_meta = [name for name, parameter in parameters.items() if parameter.is_meta]
-    if 0 < len(on_meta) < len(parameters):
-        raise InputError(
-            f"{on_meta[0]} of the model given is on the meta device, but others are not; load all "
-            "of it, or give its folder"
-        )
-    if any(buffer.is_meta for buffer in model.buffers()):
-        with _weightless():
-            copied = type(model)(copy.deepcopy(model.config))
-        refuse_changes(model, copied)
-        copied.generation_config = copy.deepcopy(model.generation_config)
-        copied.tie_weights()
-        for name, parameter in copied.named_parameters():
-            parameter.requires_grad_(parameters[name].requires_grad)
-    else:
-        refuse_weights(model)
-        copied = _copied(model)
-    without_checkpointing(copied)
-    if attn_implementation is not None:
-        try:
-            copied.set_attn_implementation(attn_implementation)
-        except (ValueError, ImportError, KeyError) as error:
-            raise InputError(
-                f"attn_implementation: {in_one_line(error, _LONGEST_REASON)}"
-            ) from error
-    return copied.train()
-
-
 def loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of each parameter and buffer that `from_pretrained(folder, dtype=dtype)` makes.
 
@@ -199,7 +162,7 @@ def loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.
 
 
 def _loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    with _weightless():
+    with weightless():
         twin = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
     plan = [re.compile(pattern.replace("*", ".*")) for pattern in in_fp32(model, dtype)]
     stored = twin.state_dict().keys()
@@ -215,7 +178,7 @@ def _loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
 
 
 @contextmanager
-def _weightless() -> Iterator[None]:
+def weightless() -> Iterator[None]:
     """Parameters of modules made within have no memory; buffers are real."""
     with init_empty_weights(include_buffers=False), _NothingLarge():
         yield
@@ -243,21 +206,3 @@ class _NothingLarge(TorchFunctionMode):
             if all(isinstance(size, int) for size in sizes) and prod(sizes) > _LARGE:
                 given["device"] = "meta"
         return func(*args, **given)
-
-
-def _copied(model: PreTrainedModel) -> PreTrainedModel:
-    memo: dict[int, Any] = {id(p): _on_meta(p) for p in model.parameters()}
-    for module in model.modules():
-        made = (v for v in vars(module).values() if isinstance(v, torch.Tensor) and not v.is_leaf)
-        memo |= {id(value): value.detach().clone() for value in made}
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:  # whatever a user's own attributes make of being copied
-        raise InputError(
-            f"the model given cannot be copied: {in_one_line(error, _LONGEST_REASON)}"
-        ) from error
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    empty = torch.empty_like(parameter, device="meta")
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)

@@ -190,11 +190,6 @@ class Reader:
         return self.of(function), marks
 
 
-def signature(layer: nn.Module, *, with_index: bool) -> Any:
-    """What tells two kinds apart: everything that a layer holds but the values of its weights."""
-    return Reader(layer, with_index=with_index).of(layer)
-
-
 def value_of(tensor: Tensor) -> Any:
     """A tensor by type, shape and values; a large one by its identity."""
     facts = tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from megatrain.compat.torch import (
     BACKWARD_HOOKS,
-    FORWARD_HOOKS,
     buffers_of,
     has_global_hooks,
     has_gradient_hooks,
-    parameters_of,
 )
 from megatrain.model.fingerprint import Reader
 from megatrain.model.unsupported import Unsupported
@@ -118,36 +116,3 @@ def refuse_lookup(*args: Any, **kwargs: Any) -> None:
     for name, usual in _TABLE_SETTINGS.items():
         if given.get(name, usual) != usual:
             raise Unsupported(f"its forward looks up a table with {name}={given[name]}")
-
-
-def refuse_changes(given: nn.Module, rebuilt: nn.Module) -> None:
-    """Refuse a model that differs from what its class makes of its configuration.
-
-    Raises:
-        Unsupported: names the first module that does, by class, weights, settings or behaviour.
-    """
-    others = dict(rebuilt.named_modules())
-    for path, module in given.named_modules():
-        other = others.pop(path, None)
-        if other is None or _facts(module) != _facts(other):
-            raise _changed(path, given)
-    for path in others:
-        raise _changed(path, given)
-
-
-def _changed(path: str, given: nn.Module) -> Unsupported:
-    name = type(given).__name__
-    return Unsupported(
-        f"{path or name} is not as {name} makes it of its configuration, of which a model with "
-        "buffers on the meta device is made anew; change it after it has been given memory "
-        "(to_empty)"
-    )
-
-
-def _facts(module: nn.Module) -> tuple:
-    held = vars(module)
-    simple = {k: v for k, v in held.items() if type(v) in (int, float, str, bool)}
-    own = "forward" in held or any(held.get(name) for name in FORWARD_HOOKS)
-    shapes = {name: p if p is None else p.shape for name, p in parameters_of(module).items()}
-    ignored = dict.fromkeys(("training", "gradient_checkpointing", "_is_hf_initialized"))
-    return type(module), own, shapes, {**simple, **ignored}

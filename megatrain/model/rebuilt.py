@@ -1,9 +1,10 @@
-"""Whether a model is what its saved configuration makes: all that `load` has, besides the weights.
+"""Copies of models without weights, and whether a model is what its configuration makes.
 
 Whoever is given a checkpoint or an export builds the model anew from config.json. Weights, which of
 them are frozen, and buffers are saved; what else somebody has changed in the object would be lost.
 """
 
+import copy
 import json
 import types
 from collections.abc import Iterator
@@ -23,10 +24,20 @@ from megatrain.compat.transformers import (
     model_of,
     set_attention,
     set_experts,
+    without_checkpointing,
 )
-from megatrain.errors import first_line
-from megatrain.model.build import build, configs, loaded_types, model_class
+from megatrain.errors import InputError, first_line, in_one_line
+from megatrain.model.build import (
+    LONGEST_REASON,
+    build,
+    configs,
+    loaded_types,
+    model_class,
+    weightless,
+)
 from megatrain.model.export import saved_config
+from megatrain.model.given import refuse_weights
+from megatrain.model.unsupported import Unsupported
 
 _HOOKS = [
     name for name in vars(nn.Module()) if name.endswith("_hooks") and "state_dict" not in name
@@ -103,7 +114,15 @@ def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTr
 def _differences(
     model: PreTrainedModel, again: nn.Module, computed: torch.dtype
 ) -> Iterator[tuple[str, str]]:
-    """What is otherwise, as "... is ..., and ..." and the remedy; the outermost first."""
+    yield from _unlike(model, again)
+    yield from _buffers(model, again, loaded_types(model, computed))
+
+
+def _unlike(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
+    """What is otherwise, as "... is ..., and ..." and the remedy; the outermost first.
+
+    The values of weights and of buffers are not compared.
+    """
     yield from _parts(model, again)
     same = _Same()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -115,7 +134,6 @@ def _differences(
                 said = _short(mine.get(name, _NOTHING)), _short(others.get(name, _NOTHING))
                 full = _join(path, name)
                 yield f"{full} is {said[0]} in the model given, and {said[1]}", _UNDO
-    yield from _buffers(model, again, loaded_types(model, computed))
 
 
 def _parts(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
@@ -271,3 +289,61 @@ def _class(module: nn.Module) -> str:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:
+    """A copy of `model` with meta parameters and copied buffers; it shares no weights.
+
+    Raises:
+        InputError: only some of its weights are on the meta device, or it has no such attention.
+    """
+    parameters = dict(model.named_parameters())
+    on_meta = [name for name, parameter in parameters.items() if parameter.is_meta]
+    if 0 < len(on_meta) < len(parameters):
+        raise InputError(
+            f"{on_meta[0]} of the model given is on the meta device, but others are not; load all "
+            "of it, or give its folder"
+        )
+    if any(buffer.is_meta for buffer in model.buffers()):
+        with weightless():
+            copied = type(model)(copy.deepcopy(model.config))
+        copied.tie_weights()
+        if (found := next(_unlike(model, copied), None)) is not None:
+            raise Unsupported(
+                f"the model is not as {type(model).__name__} makes it of its configuration, of "
+                f"which a model with buffers on the meta device is made anew ({found[0]}); change "
+                "it after it has been given memory (to_empty)"
+            )
+        copied.generation_config = copy.deepcopy(model.generation_config)
+        for name, parameter in copied.named_parameters():
+            parameter.requires_grad_(parameters[name].requires_grad)
+    else:
+        refuse_weights(model)
+        copied = _copied(model)
+    without_checkpointing(copied)
+    if attn_implementation is not None:
+        try:
+            copied.set_attn_implementation(attn_implementation)
+        except (ValueError, ImportError, KeyError) as error:
+            raise InputError(
+                f"attn_implementation: {in_one_line(error, LONGEST_REASON)}"
+            ) from error
+    return copied.train()
+
+
+def _copied(model: PreTrainedModel) -> PreTrainedModel:
+    memo: dict[int, Any] = {id(p): _on_meta(p) for p in model.parameters()}
+    for module in model.modules():
+        made = (v for v in vars(module).values() if isinstance(v, torch.Tensor) and not v.is_leaf)
+        memo |= {id(value): value.detach().clone() for value in made}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever a user's own attributes make of being copied
+        raise InputError(
+            f"the model given cannot be copied: {in_one_line(error, LONGEST_REASON)}"
+        ) from error
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    empty = torch.empty_like(parameter, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)

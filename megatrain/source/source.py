@@ -20,9 +20,10 @@ from megatrain.checkpoint import (
     read_tiles,
 )
 from megatrain.errors import InputError
-from megatrain.model.build import emptied, empty_model, load_config, loaded_types
+from megatrain.model.build import empty_model, load_config, loaded_types
 from megatrain.model.companions import Companions, companions, set_generation
 from megatrain.model.init import initialise
+from megatrain.model.rebuilt import emptied
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import read_weights, resolve_model, source_dtype

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.errors import InputError
-from megatrain.model.build import emptied, loaded_types
+from megatrain.model.build import loaded_types
 from megatrain.model.probe import spec
+from megatrain.model.rebuilt import emptied
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from tests.families.folders import FromFolder

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.errors import InputError, RunFailed
-from megatrain.model.build import emptied
+from megatrain.model.rebuilt import emptied
 from tests.families.mutations import (
     LAYERS,
     MUTATIONS,

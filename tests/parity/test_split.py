@@ -29,8 +29,8 @@ from megatrain.engine.tile_slice import least_split
 from megatrain.engine.vocab_split import LastRows
 from megatrain.errors import StepRefused
 from megatrain.loss import CROSS_ENTROPY
-from megatrain.model.build import emptied
 from megatrain.model.probe import spec
+from megatrain.model.rebuilt import emptied
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import ActivationPolicy
 from megatrain.units import align

@@ -11,9 +11,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatrain import AdamW, Engine
 from megatrain.errors import RunFailed
-from megatrain.model.build import emptied, loaded_types
+from megatrain.model.build import loaded_types
 from megatrain.model.capture import with_hidden
 from megatrain.model.probe import spec
+from megatrain.model.rebuilt import emptied
 from megatrain.model.unsupported import Unsupported
 from tests.families.tiny import tiny_model
 

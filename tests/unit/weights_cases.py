@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.model.build import emptied
+from megatrain.model.rebuilt import emptied
 from megatrain.model.weights import read_weights
 from tests.families.tiny import tiny_model
 
