@@ -24,8 +24,9 @@ _log = logging.getLogger(__name__)
 BLOCK = 4096
 """Offsets, lengths and addresses of requests are multiples of it, as direct access demands."""
 
-PIECE_BYTES = 16 << 20
-_THREADS = 4  # pieces on their way at once; a virtual disk took 2.8 GB/s so, 2.3 with one
+# So many pieces are on their way at once. On two virtual disks 8 threads moved no more, one a fifth
+# less, and pieces of 16 MiB as much.
+PIECE_BYTES, _THREADS = 8 << 20, 4
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -52,7 +53,7 @@ class PlaneFile:
             InputError: no file can be made in `folder`.
             DoesNotFit: the disk has less room.
         """
-        folder, num_bytes = Path(folder), align(num_bytes, BLOCK)
+        folder, num_bytes = Path(folder).expanduser(), align(num_bytes, BLOCK)
         try:
             handle = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:

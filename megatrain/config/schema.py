@@ -147,15 +147,21 @@ class DataSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how the step is computed."""
+    """Where and how the step is computed.
+
+    `disk`: a folder on a fast disk, where planes may rest while the run goes on, in a file without
+    a name; `disk_space` at most, null: what is free.
+    """
 
     precision: Literal["bf16", "fp32"] = "bf16"
     device: str = "auto"
     placement: Literal["auto"] | dict[str, Any] = "auto"
     device_memory: str | Positive | None = None
     host_memory: str | Positive | None = None
+    disk: Name | None = None
+    disk_space: str | Positive | None = None
 
-    @field_validator("device_memory", "host_memory")
+    @field_validator("device_memory", "host_memory", "disk_space")
     @classmethod
     def _size(cls, size: str | int | None) -> str | int | None:
         if size is not None and parse_bytes(size) <= 0:
@@ -178,6 +184,16 @@ class EngineSection(Section):
         value = {n: tuple(each) if isinstance(each, list) else each for n, each in value.items()}
         _check_placement(value)
         return value
+
+    @model_validator(mode="after")
+    def _disk_of_planes(self) -> Self:
+        if self.disk is None and self.disk_space is not None:
+            raise ValueError("disk_space needs disk: a folder on the disk")
+        there = self.placement if isinstance(self.placement, dict) else {}
+        for name in ("disk_moments", "disk_remainder"):
+            if self.disk is None and there.get(name):
+                raise ValueError(f"placement.{name} needs disk: a folder on the disk")
+        return self
 
     def placement_value(self) -> Literal["auto"] | Placement:
         """The placement as `Engine` takes it."""

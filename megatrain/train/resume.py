@@ -27,7 +27,7 @@ FREE_KEYS = {
         "early_stopping", "samples", "on_nonfinite", "max_skips", "spike",
     ),
     "optimizer": ("lr", "betas", "eps", "states"),
-    "engine": ("device", "placement", "device_memory", "host_memory"),
+    "engine": ("device", "placement", "device_memory", "host_memory", "disk", "disk_space"),
 }  # fmt: skip
 
 log = logging.getLogger(__name__)

@@ -282,4 +282,6 @@ def _settings(config: Config) -> dict[str, Any]:
         attn_implementation=config.model.attn_implementation,
         device_memory=config.engine.device_memory,
         host_memory=config.engine.host_memory,
+        disk=config.engine.disk,
+        disk_space=config.engine.disk_space,
     )

@@ -41,6 +41,8 @@ def placement(choice: random.Random) -> dict[str, Any]:
         "layer_inputs": choice.choice(["device", "host"]),
         "host_grad_buffers": choice.randint(1, 3),
         "head_tokens": 4096,
+        "disk_moments": choice.randint(0, 4),
+        "disk_remainder": choice.randint(0, 2),
     }
 
 
@@ -109,7 +111,8 @@ def soak(folder: Path, steps: int, seed: int = 0) -> None:
     while not (folder / "soaked" / "run" / "model").exists():
         newest = max(checkpoint_steps(folder / "soaked" / "run"), default=0)
         place = placement(choice)
-        arguments = ["train", run_file, "--resume", *sets(engine__placement=place)]
+        engine = sets(engine__placement=place, engine__disk=str(folder))
+        arguments = ["train", run_file, "--resume", *engine]
         run = zygote.start(*arguments, log=folder / f"log-{processes}")
         seen = watch(run, log, newest + choice.randint(PER_PROCESS // 2, PER_PROCESS * 3 // 2))
         deed = choice.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

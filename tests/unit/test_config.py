@@ -148,6 +148,13 @@ MISTAKES = [
     (["engine.placement.slots=0"], "engine.placement: slots is 0; it must be >= 1"),
     (["engine.placement.resident=head"], "engine.placement: resident should be a list, got"),
     (["schedule.name=constant", "schedule.warmup_steps=3"], "take constant_with_warmup"),
+    (["engine.disk_space=1GiB"], "engine: disk_space needs disk: a folder on the disk"),
+    (["engine.disk=d", "engine.disk_space=0GiB"], "engine.disk_space: should be a size above zero"),
+    (["engine.disk=''"], "--set engine.disk: should be a name or a path, got ''"),
+    (
+        ["engine.placement.disk_moments=2"],
+        "engine: placement.disk_moments needs disk: a folder on the disk",
+    ),
     (["data.path=''"], "--set data.path: should be a name or a path, got ''"),
     (["data.eval_path=''"], "--set data.eval_path: should be a name or a path, got ''"),
     (["data.cache_dir=''"], "--set data.cache_dir: should be a name or a path, got ''"),
