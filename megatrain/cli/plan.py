@@ -18,6 +18,7 @@ from megatrain.machine.published import update_gbps
 from megatrain.placement import CPU_PLACEMENT, Placement
 from megatrain.plan.ask import Ask
 from megatrain.plan.planner import Plan, make_plan
+from megatrain.plan.tiles import by_tier
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.telemetry.gpu_state import gpu_state
@@ -56,6 +57,7 @@ class Options:
     clip: bool | None
     precision: Literal["bf16", "fp32"] | None
     states: Literal["fp32", "bf16", "int8"] | None
+    disk_tbw: float | None
 
 
 @dataclass
@@ -334,6 +336,7 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
             ask,
             total_tokens=subject.total_tokens,
             gpus=options.gpus,
+            disk_terabytes=options.disk_tbw,
             warnings=subject.warnings,
         )
     except NotForeseeable as error:
@@ -346,9 +349,14 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
 def _draw(plan: Plan, name: str, picture: Path) -> None:
     told, machine = plan.forecast, plan.ask.machine
     title = f"{name} on {machine.name}: {told.tokens_per_step:,} tokens a step"
-    limits = (machine.device_memory_bytes, machine.host_memory_bytes)
+    planes = by_tier(plan.tiles)["disk"]
+    places = {
+        "device memory": (told.device_bytes, machine.device_memory_bytes),
+        "host memory": (told.host_parts, machine.host_memory_bytes),
+        "disk": ({name: size for name, size in planes.items() if size}, None),
+    }
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
-        draw_memory(told.device_bytes, told.host_parts, limits, picture, title)
+        draw_memory(places, picture, title)
     except OSError as error:
         raise InputError(f"--picture {picture}: cannot be written: {error.strerror}") from error

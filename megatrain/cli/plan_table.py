@@ -9,6 +9,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.plan.planner import Plan
 from megatrain.plan.remedies import Remedy
 from megatrain.plan.tiles import PLANES, by_tier
+from megatrain.plan.wear import DiskUse
 from megatrain.units import GIB, duration, gib, size
 
 _WIDTH = 140
@@ -18,6 +19,8 @@ _BINDS = {
     "copy in": "the bus to the GPU",
     "copy out": "the bus from the GPU",
     "update": "the optimizer's update on the host",
+    "disk in": "the disk",
+    "disk out": "the disk",
 }
 _BINDS_CPU = {
     "compute": "the CPU's arithmetic",
@@ -89,7 +92,8 @@ def _tiles(plan: Plan) -> Table:
         sizes = [gib(tile.count * tile.planes[plane]) for plane in PLANES]
         count = tile.count * tile.parameters
         parameters = f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
-        table.add_row(tile.name, parameters, tile.tier, *sizes, gib(tile.total_bytes))
+        tier = f"{tile.tier}, disk" if tile.disk else tile.tier
+        table.add_row(tile.name, parameters, tier, *sizes, gib(tile.total_bytes))
     for tier, planes in by_tier(plan.tiles).items():
         if any(planes.values()):
             sizes = [gib(planes[plane]) for plane in PLANES]
@@ -119,7 +123,19 @@ def _memory(plan: Plan) -> list[str]:
         if place == "device" and told.device_held_bytes > told.device_peak_bytes:
             held = gib(told.device_held_bytes)
             lines.append(f"{'':<9}the driver will show {held}: torch keeps freed memory for reuse")
-    return [*lines, f"saves    take up to {gib(plan.save_bytes)} more of the host beside training"]
+    lines.append(f"saves    take up to {gib(plan.save_bytes)} more of the host beside training")
+    return lines if plan.disk is None else [*lines, *_disk(plan.disk)]
+
+
+def _disk(disk: DiskUse) -> list[str]:
+    days, endurance = disk.days_to_wear, disk.endurance_terabytes
+    worn = "--disk-tbw N says when a drive of N terabytes written is worn"
+    if days is not None:
+        worn = f"a drive of {endurance:,.0f} TBW is worn after {_long(86400 * days)}"
+    return [
+        f"disk     {gib(disk.num_bytes)} of planes; a step reads and writes as much",
+        f"         {disk.terabytes_a_day:,.1f} TB written a day at this speed; {worn}",
+    ]
 
 
 def _time(plan: Plan) -> list[str]:

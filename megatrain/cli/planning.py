@@ -6,6 +6,13 @@ from typing import Annotated, Literal
 
 import typer
 
+States = Annotated[
+    Literal["fp32", "bf16", "int8"] | None, typer.Option(help="AdamW's moments; fp32.")
+]
+DiskTbw = Annotated[
+    float | None, typer.Option(min=1, max=1e9, help="Terabytes that a drive may be written: 600.")
+]
+
 
 def doctor(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -49,9 +56,8 @@ def plan(
     precision: Annotated[
         Literal["bf16", "fp32"] | None, typer.Option(help="Compute dtype; bf16.")
     ] = None,
-    states: Annotated[
-        Literal["fp32", "bf16", "int8"] | None, typer.Option(help="AdamW's moments; fp32.")
-    ] = None,
+    states: States = None,
+    disk_tbw: DiskTbw = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     picture: Annotated[
         Path | None, typer.Option(help="Draw where the bytes rest: a name in .png, .svg or .pdf.")
@@ -80,5 +86,6 @@ def plan(
         clip=clip,
         precision=precision,
         states=states,
+        disk_tbw=disk_tbw,
     )
     run_plan(options, as_json=as_json, picture=picture)

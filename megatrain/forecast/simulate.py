@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_IN, DISK_OUT, UPDATE
 from megatrain.device.clock import ClockDevice
 from megatrain.engine.assemble import host_bytes
 from megatrain.engine.opened import Model
@@ -43,7 +43,7 @@ from megatrain.units import MIB
 _FOLLOWED = 8  # micro-batches one by one; of more, several as one
 STEADY = 3  # steps: the first starts without updates, the second with those of the first
 _CHANGE = 0.005  # of a step's seconds: if other rates would change less, it is steady
-_BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE)
+_BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE, DISK_IN, DISK_OUT)
 
 # What torch's allocator takes beyond what is in use, with expandable segments
 # (benchmarks/results/step-*.json): 60 to 150 MiB, here as a share of the driver's context (840 MiB

@@ -5,13 +5,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain.checkpoint import spare_bytes_of, useful_bytes
+from megatrain.forecast.cost_model import DISK_READ_GBPS, DISK_WRITE_GBPS
 from megatrain.forecast.simulate import Forecast
 from megatrain.model.spec import ModelSpec
 from megatrain.plan.ask import Ask, Planner, compute_bound_tokens
 from megatrain.plan.remedies import Remedy, Shortage, fitting, remedies, shortage
 from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
+from megatrain.plan.wear import DiskUse, disk_use
 
 UPDATE = "update"
+_NO_DISK_RATES = (
+    f"no rate of the disk is measured here: taken to read {DISK_READ_GBPS} GB/s and write "
+    f"{DISK_WRITE_GBPS}, not both at once (megatrain doctor --folder FOLDER measures them)"
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Plan:
         shortage: None: it fits.
         compute_bound_tokens: tokens a step from which on the GPU's arithmetic binds.
         total_tokens: of the whole run, where they are known.
+        disk: what the step does to the disk that planes rest on; None: none rest on one.
     """
 
     ask: Ask
@@ -43,6 +50,7 @@ class Plan:
     compute_bound_tokens: int
     total_tokens: int | None
     several: SeveralGpus | None
+    disk: DiskUse | None = None
     warnings: Sequence[str] = field(default_factory=list)
 
     @property
@@ -89,6 +97,7 @@ class Plan:
             "several_gpus": None if self.several is None else vars(self.several),
             "warnings": list(self.warnings),
             "save_bytes": self.save_bytes,
+            "disk": None if self.disk is None else self.disk.as_dict(),
             "forecast": self.forecast.as_dict(),
         }
 
@@ -99,26 +108,32 @@ def make_plan(
     *,
     total_tokens: int | None = None,
     gpus: int = 1,
+    disk_terabytes: float | None = None,
     warnings: Sequence[str] = (),
 ) -> Plan:
-    """Plan a run."""
+    """Plan a run; `disk_terabytes` may be written to the drive that planes rest on (its TBW)."""
     plans = Planner(spec)
     told = fitting(plans, ask)
     short = None if told is not None else shortage(plans, ask)
     if short is not None:
         told = short.forecast
     assert told is not None
+    tiles = tile_bytes(spec, told.placement, ask)
+    disk = disk_use(tiles, told.seconds, disk_terabytes)
+    if disk is not None and ask.machine.disk_read_gbps is None:
+        warnings = [*warnings, _NO_DISK_RATES]
     return Plan(
         ask=ask,
         forecast=told,
         shortage=short,
         remedies=[] if short is None else remedies(plans, ask, short),
-        tiles=tile_bytes(spec, told.placement, ask),
+        tiles=tiles,
         compute_bound_tokens=compute_bound_tokens(
             told.bounds, told.tokens_per_step, told.sequence_length
         ),
         total_tokens=total_tokens,
         several=several_gpus(told, gpus) if gpus > 1 else None,
+        disk=disk,
         warnings=warnings,
     )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from megatrain.engine.opened import Model
@@ -10,6 +9,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Plane, PlaneKind, gradient_plane, tile_planes
 from megatrain.placement import Placement
+from megatrain.store import Tier, resting
 from megatrain.tile import TileKind, TileLayout
 
 PLANES = tuple(kind.value for kind in PlaneKind)
@@ -20,10 +20,11 @@ class TileBytes:
     """Equal tiles that rest in the same place.
 
     Attributes:
-        name: `layer 2` or `layer 2 ... layer 27`.
+        name: `layer 2`, `layer 2 ... layer 27`, or `9 of layer 2 ... layer 27`.
         count: how many they are.
         parameters: of one.
         tier: `device` or `host`.
+        disk: planes that rest on the disk instead.
         planes: bytes of one, by plane. Gradients that share room (no clipping) are in no tile.
         saved: bytes of each plane that a checkpoint holds of one.
     """
@@ -34,6 +35,7 @@ class TileBytes:
     tier: str
     planes: dict[str, int]
     saved: list[int]
+    disk: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -46,25 +48,37 @@ class TileBytes:
 
 
 def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> list[TileBytes]:
-    """All tiles of a training run, equal layers that follow each other together."""
-    layouts = [t for t in Model.trained(spec, workload.rule).layouts if t.numel]
+    """All tiles of a training run, equal layers together."""
+    layouts = Model.trained(spec, workload.rule).layouts
     kept, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
-
-    def found(layout: TileLayout) -> tuple[str, str, dict[str, int], list[int]]:
-        tier = "device" if layout.name in placement.resident else "host"
-        planes, saved = dict.fromkeys(PLANES, 0), [_bytes_of(plane, layout) for plane in kept]
+    groups: dict[tuple, list[int]] = {}
+    for index, (layout, rests) in enumerate(zip(layouts, resting(placement, layouts), strict=True)):
+        planes, saved = dict.fromkeys(PLANES, 0), tuple(_bytes_of(plane, layout) for plane in kept)
         for plane, num_bytes in zip(kept, saved, strict=True):
             planes[plane.kind.value] += num_bytes
-        if workload.clip or tier == "device":
+        if workload.clip or not rests.streamed:
             planes[gradient.kind.value] = _bytes_of(gradient, layout)
-        return "" if layout.kind is TileKind.LAYER else layout.name, tier, planes, saved
+        own = "" if layout.kind is TileKind.LAYER else layout.name
+        if layout.numel:
+            groups.setdefault((own, rests, tuple(planes.items()), saved), []).append(index)
+    return [
+        TileBytes(
+            name=_together([layouts[i].name for i in same], same[-1] - same[0] + 1),
+            count=len(same),
+            parameters=layouts[same[0]].num_parameters,
+            tier=rests.weights.value,
+            planes=dict(planes),
+            saved=list(saved),
+            disk=tuple(name for name in PLANES if getattr(rests, name) is Tier.DISK),
+        )
+        for (_, rests, planes, saved), same in groups.items()
+    ]
 
-    told = []
-    for (_, tier, planes, saved), group in groupby(layouts, found):
-        same = list(group)
-        name = " ... ".join(dict.fromkeys((same[0].name, same[-1].name)))
-        told.append(TileBytes(name, len(same), same[0].num_parameters, tier, planes, saved))
-    return told
+
+def _together(names: Sequence[str], reach: int) -> str:
+    """A name for equal tiles, the last of which is the `reach`-th from the first on."""
+    named = " ... ".join(dict.fromkeys((names[0], names[-1])))
+    return named if len(names) == reach else f"{len(names)} of {named}"
 
 
 def _bytes_of(plane: Plane, layout: TileLayout) -> int:
@@ -72,11 +86,10 @@ def _bytes_of(plane: Plane, layout: TileLayout) -> int:
 
 
 def by_tier(tiles: Sequence[TileBytes]) -> dict[str, dict[str, int]]:
-    """Bytes of each plane on the device and on the host."""
-    return {
-        tier: {
-            plane: sum(tile.count * tile.planes[plane] for tile in tiles if tile.tier == tier)
-            for plane in PLANES
-        }
-        for tier in ("device", "host")
-    }
+    """Bytes of each plane on the device, the host and the disk."""
+    told = {tier: dict.fromkeys(PLANES, 0) for tier in ("device", "host", "disk")}
+    for tile in tiles:
+        for plane, num_bytes in tile.planes.items():
+            tier = "disk" if plane in tile.disk else tile.tier
+            told[tier][plane] += tile.count * num_bytes
+    return told

@@ -10,7 +10,7 @@ from typing import Any
 from megatrain.telemetry.timeline import Span
 from megatrain.units import GIB, gib
 
-LANES = ("compute", "copy in", "copy out", "update", "rows")
+LANES = ("compute", "copy in", "copy out", "update", "rows", "disk in", "disk out")
 OTHER = "other"
 # Words of a piece of work's name; the first that fits gives its colour.
 COLOURS = {
@@ -80,36 +80,31 @@ def draw_step(spans: Sequence[Span], path: Path, title: str) -> None:
 
 
 def draw_memory(
-    device: Mapping[str, int], host: Mapping[str, int], limits: tuple[int, int], path: Path,
-    title: str,
-) -> None:  # fmt: skip
-    """Draw the bytes of each part as stacked bars, with the memory allowed.
+    places: Mapping[str, tuple[Mapping[str, int], int | None]], path: Path, title: str
+) -> None:
+    """Draw the bytes of each part as stacked bars, one for each place that has any.
 
     Args:
-        device: by part; empty where all of it is the host's, which then is the only bar.
-        limits: device and host memory that may be used, in bytes.
+        places: by name, what is there at the peak, by part, and the bytes allowed; None: no limit.
     """
     from matplotlib import colormaps
 
-    bars = [
-        (name, parts, limit)
-        for name, parts, limit in zip(("device", "host"), (device, host), limits, strict=True)
-        if parts
-    ]
+    bars = [(name, parts, limit) for name, (parts, limit) in places.items() if parts]
     figure = _figure(11, 2.6 * len(bars))
     colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
     every = figure.subplots(len(bars), 1, squeeze=False).flat
     for axes, (name, parts, limit) in zip(every, bars, strict=True):
-        left, longest = 0.0, max(sum(parts.values()), limit)
+        left, longest = 0.0, max(sum(parts.values()), limit or 0)
         for index, (part, num_bytes) in enumerate(parts.items()):
             label = f"{part}, {gib(num_bytes)}" if num_bytes > _LEAST_SHOWN * longest else None
             colour = colours[index % len(colours)]
             axes.barh(0, num_bytes / GIB, left=left, color=colour, label=label, edgecolor="white")
             left += num_bytes / GIB
-        axes.axvline(limit / GIB, color="black", linestyle="--", label=f"allowed, {gib(limit)}")
+        if limit is not None:
+            axes.axvline(limit / GIB, color="black", linestyle="--", label=f"allowed, {gib(limit)}")
         axes.set_yticks([])
         axes.set_xlim(0, 1.03 * longest / GIB)
-        axes.set_xlabel(f"{name} memory, GiB: {gib(sum(parts.values()))} at the peak")
+        axes.set_xlabel(f"{name}, GiB: {gib(sum(parts.values()))} at the peak")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=4, fontsize="small")
     figure.suptitle(title)
     figure.savefig(path)

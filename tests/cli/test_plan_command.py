@@ -99,6 +99,24 @@ def test_the_plan_of_8_bit_states_counts_their_bytes(megatrain, run_file):
     assert lion.exit_code == 2 and "--states: lion has no such choice" in lion.output
 
 
+def test_planes_on_a_disk_are_told_with_its_wear(megatrain, run_file, tmp_path):
+    spilled = [
+        "plan", run_file, *HERE, "--set", f"engine.disk={tmp_path}",
+        "--set", "engine.placement={slots: 2, disk_moments: 3}",
+    ]  # fmt: skip
+    text = megatrain(*spilled, "--disk-tbw", 600, "--picture", tmp_path / "plan.png").stdout
+    assert "host, disk" in text and "a drive of 600 TBW is worn after" in text
+    assert "no rate of the disk is measured here" in text
+    told = json.loads(megatrain(*spilled, "--json", "--disk-tbw", 600).stdout)
+    disk, moments = told["disk"], told["bytes_by_tier"]["disk"]["moments"]
+    assert disk["num_bytes"] == disk["written_bytes_a_step"] == moments > 0
+    a_day = moments / told["forecast"]["seconds"] * 86400 / 1e12
+    assert disk["written_terabytes_a_day"] == pytest.approx(a_day)
+    assert disk["days_to_wear"] == pytest.approx(600 / a_day)
+    assert "--disk-tbw N says" in megatrain(*spilled).stdout
+    assert "disk " not in megatrain("plan", run_file, *HERE).stdout
+
+
 def test_saves_take_half_of_what_the_host_has_left(megatrain):
     ask = ["plan", "--model", "0.5B", "--gpu", "4090", "--cores", 16, "--tokens", 8192, "--json"]
     told = json.loads(megatrain(*ask, "--host-memory", "8GiB").stdout)

@@ -28,6 +28,8 @@ from megatrain.forecast.workload import Workload
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.probe import spec
 from megatrain.optim import Rule
+from megatrain.plan.tiles import tile_bytes
+from megatrain.plan.wear import disk_use
 from megatrain.source.source import open_source
 from megatrain.units import MIB
 from tests.parity.cases import Noting
@@ -254,6 +256,22 @@ def test_resident_tiles_are_not_updated_by_the_host() -> None:
     numel = sum(t.numel for t in forecasts().model(Workload()).layouts)
     assert everything.bounds["update"] == 0 and everything.bounds["copy in"] == 0
     assert everything.device_bytes["resident tiles"] == pytest.approx(14 * numel, rel=0.01)
+
+
+def test_a_disk_that_binds_is_read_and_written_all_the_time() -> None:
+    """Only the first piece is read, and the last one written, while nothing goes the other way."""
+    slow = replace(small_machine(), disk_read_gbps=0.02, disk_write_gbps=0.03)
+    workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
+    placement = Placement(disk_moments=8)
+    found = forecasts().of(slow, placement, workload, 4)
+    tiles = tile_bytes(tiny_spec(), placement, workload)
+    disk = disk_use(tiles, found.seconds, None)
+    assert disk is not None and [tile.disk for tile in tiles] == [("moments",)] * 3
+    assert found.binds in ("disk in", "disk out")
+    alone = disk.num_bytes / 0.02e9 + disk.num_bytes / 0.03e9
+    assert found.bounds["disk in"] == pytest.approx(alone, rel=0.01)
+    assert alone < found.seconds < 1.25 * alone  # eight pieces
+    assert told(Placement()).bounds["disk in"] == 0
 
 
 @cache

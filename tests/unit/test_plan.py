@@ -17,7 +17,8 @@ from megatrain.placement import Placement
 from megatrain.plan import planner
 from megatrain.plan.ask import Ask, Planner, check_budgets
 from megatrain.plan.remedies import fitting, remedies, shortage
-from megatrain.plan.tiles import by_tier, tile_bytes
+from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
+from megatrain.plan.wear import disk_use
 from megatrain.source.source import open_source
 from megatrain.telemetry.pictures import draw_memory
 from megatrain.telemetry.timeline import Breakdown
@@ -432,6 +433,21 @@ def test_frozen_parameters_have_neither_moments_nor_gradients():
     assert frozen.planes["moments"] == frozen.planes["gradient"] == 0 < frozen.planes["weights"]
 
 
+def test_planes_on_a_disk_are_written_once_a_step():
+    planes = {"weights": 200, "remainder": 200, "moments": 800, "gradient": 200}
+    spilled = TileBytes("layer 0 ... layer 9", 10, 100, "host", planes, [], ("moments",))
+    tiles = [spilled, TileBytes("head", 1, 100, "host", planes, [])]
+    assert by_tier(tiles)["disk"] == dict.fromkeys(planes, 0) | {"moments": 8000}
+    assert by_tier(tiles)["host"] == {k: 11 * n for k, n in planes.items()} | {"moments": 800}
+    assert disk_use(tiles[1:], 8.0, 600.0) is None
+    scaled = [replace(spilled, planes={k: n * 10**6 for k, n in planes.items()})]
+    disk = disk_use(scaled, 8.0, 600.0)
+    assert disk.num_bytes == 8 * 10**9
+    assert disk.terabytes_a_day == pytest.approx(86.4)  # 8 GB in 8 s, 86,400 s
+    assert disk.days_to_wear == pytest.approx(600 / 86.4)
+    assert disk_use(scaled, 8.0, None).as_dict()["days_to_wear"] is None
+
+
 def test_a_given_placement_is_planned_as_it_is():
     found = spec(open_source(qwen2()).model)
     ask = Ask(
@@ -457,16 +473,17 @@ def test_a_given_placement_is_planned_as_it_is():
 def test_the_picture_is_drawn(tmp_path):
     parts = {"slots": 2 * GIB, "context": GIB, "nothing": 0}
     for name in ("plan.png", "plan.svg"):
-        draw_memory(parts, {"weights": 30 * GIB}, (10 * GIB, 20 * GIB), tmp_path / name, "a model")
+        draw_memory({"host memory": (parts, 10 * GIB)}, tmp_path / name, "a model")
         assert (tmp_path / name).stat().st_size > 5000
     with pytest.raises(ValueError):
-        draw_memory(parts, parts, (1, 1), tmp_path / "plan.xyz", "a model")
+        draw_memory({"host memory": (parts, 1)}, tmp_path / "plan.xyz", "a model")
 
 
-def test_the_picture_of_a_cpu_has_no_empty_bar(tmp_path):
+def test_the_picture_has_a_bar_for_each_place_that_has_bytes(tmp_path):
     heights = []
-    for device in ({"slots": GIB}, {}):
-        draw_memory(device, {"weights": GIB}, (GIB, GIB), tmp_path / "plan.png", "a model")
+    for device, disk in (({}, {}), ({"slots": GIB}, {}), ({"slots": GIB}, {"moments": GIB})):
+        places = {"device": (device, GIB), "host": ({"weights": GIB}, GIB), "disk": (disk, None)}
+        draw_memory(places, tmp_path / "plan.png", "a model")
         header = (tmp_path / "plan.png").read_bytes()[:24]
         heights.append(int.from_bytes(header[20:], "big"))
-    assert heights[0] == 2 * heights[1]
+    assert heights == [heights[0], 2 * heights[0], 3 * heights[0]]

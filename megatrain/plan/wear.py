@@ -1,0 +1,55 @@
+"""What a step does to the disk that planes rest on, and how long a drive stands it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain.plan.tiles import TileBytes
+
+TERABYTE = 10**12  # as drives are sold
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Planes on a disk: each step's update reads them once, and writes them once.
+
+    Attributes:
+        num_bytes: that rest there, and so are read and written in a step.
+        seconds: of a step.
+        endurance_terabytes: that may be written to the drive (its TBW); None: not known.
+    """
+
+    num_bytes: int
+    seconds: float
+    endurance_terabytes: float | None = None
+
+    @property
+    def terabytes_a_day(self) -> float:
+        """Written, at the speed of the plan."""
+        return self.num_bytes / TERABYTE * 86400 / self.seconds
+
+    @property
+    def days_to_wear(self) -> float | None:
+        """Until a new drive has taken what it is good for; None: that is not known."""
+        if self.endurance_terabytes is None:
+            return None
+        return self.endurance_terabytes / self.terabytes_a_day
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data, for `--json`."""
+        return {
+            "num_bytes": self.num_bytes,
+            "read_bytes_a_step": self.num_bytes,
+            "written_bytes_a_step": self.num_bytes,
+            "written_terabytes_a_day": self.terabytes_a_day,
+            "endurance_terabytes": self.endurance_terabytes,
+            "days_to_wear": self.days_to_wear,
+        }
+
+
+def disk_use(
+    tiles: Sequence[TileBytes], seconds: float, endurance_terabytes: float | None
+) -> DiskUse | None:
+    """The use of the disk by a step of `seconds`; None: nothing rests on one."""
+    resting = sum(tile.count * tile.planes[plane] for tile in tiles for plane in tile.disk)
+    return DiskUse(resting, seconds, endurance_terabytes) if resting else None
