@@ -357,10 +357,11 @@ class PlacedEngine:
             self.optimizer.restore(settings.groups, settings.num_steps)
 
     def memory(self) -> dict[str, int]:
-        """Bytes by place: host planes, rows, gradients, boundaries; device memory and its peak."""
+        """Bytes by place: host planes, rows, gradients, boundaries; disk; device and its peak."""
         sizes = host_bytes(self._store, self._parts)
         sizes["host_checkpoint_bytes"] = self._saver.host_bytes
-        return {**sizes, "host_bytes": sum(sizes.values()), **self.device.memory()}
+        totals = {"host_bytes": sum(sizes.values()), "disk_bytes": self._store.disk.num_bytes}
+        return {**sizes, **totals, **self.device.memory()}
 
     def close(self) -> None:
         """Finish what runs, a save included, and give back pinned memory; the engine is done."""

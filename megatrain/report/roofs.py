@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_IN, DISK_OUT, UPDATE
 from megatrain.errors import InputError
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.report.source import Source
@@ -14,7 +14,10 @@ NAMES = {
     COPY_IN: "bus, host to device",
     COPY_OUT: "bus, device to host",
     UPDATE: "host memory, update",
+    DISK_IN: "disk, read",
+    DISK_OUT: "disk, write",
 }
+_SELDOM = (DISK_IN, DISK_OUT)  # nothing is said of a disk that no planes rest on
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def find_roofs(source: Source, machine: Machine | None) -> Roofs | None:
             *bounds.get(stream, (None, "")),
         )
         for stream, name in NAMES.items()
+        if stream not in _SELDOM or stream in found.busy
     ]
     return Roofs(found.seconds, resources, machine)
 
@@ -106,9 +110,11 @@ def _bounds(
         COPY_IN: machine.to_device_gbps,
         COPY_OUT: machine.from_device_gbps,
         UPDATE: machine.update_gbps,
+        DISK_IN: machine.disk_read_gbps,
+        DISK_OUT: machine.disk_write_gbps,
     }
     for stream, gbps in rates.items():
-        if num_bytes.get(stream):
+        if gbps is not None and num_bytes.get(stream):
             seconds = num_bytes[stream] / (gbps * 1e9)
             bounds[stream] = seconds, f"{num_bytes[stream] / 1e9:,.1f} GB at {gbps:,.1f} GB/s"
     return bounds

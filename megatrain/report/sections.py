@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megatrain.plan.wear import DiskUse
 from megatrain.report.charts import Chart, Line, draw
 from megatrain.report.markup import compact, seconds, short, table, text
 from megatrain.report.roofs import Resource, Roofs
@@ -32,6 +33,7 @@ def figures(source: Source) -> str:
         ("Model TFLOPS", _form(tflops), _utilisation(tflops, source.peak_tflops)),
         ("Device memory", _memory(source.device_peak_bytes), "at peak"),
         ("Host memory", _memory(host), _each(host, source.parameters)),
+        ("Disk", _memory(source.disk_bytes), _written(source)),
     ]
     tiles = "".join(
         f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd><dd class='note'>{text(note)}</dd></div>"
@@ -51,6 +53,13 @@ def _span(value: float) -> str | None:
 
 def _memory(value: float | None) -> str | None:
     return gib(value) if value else None
+
+
+def _written(source: Source) -> str:
+    seconds, num_bytes = source.metrics.median("seconds"), int(source.disk_bytes or 0)
+    if not seconds:
+        return "read and written each step"
+    return f"each step; {DiskUse(num_bytes, seconds).terabytes_a_day:,.1f} TB written a day"
 
 
 def _trend(source: Source) -> str:

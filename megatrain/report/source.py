@@ -39,6 +39,7 @@ class Source:
     peak_tflops: float | None = None
     host_peak_bytes: float | None = None
     device_peak_bytes: float | None = None
+    disk_bytes: float | None = None
     recorded_step: int | None = None
     recorded_tokens: float | None = None
     spans: list[Span] = field(default_factory=list)
@@ -79,6 +80,7 @@ def _read_run(folder: Path, timeline: Path | None) -> Source:
         precision="fp32" if _at(config, "engine", "precision") == "fp32" else "bf16",
         host_peak_bytes=metrics.largest("host_bytes"),
         device_peak_bytes=metrics.largest("device_peak_bytes"),
+        disk_bytes=_real(environment.get("disk_bytes")),
         missing=missing,
     )
     rates, mfu = metrics.last("model_tflops"), metrics.last("mfu")
@@ -144,6 +146,7 @@ def _read_bench(path: Path, timeline: Path | None) -> Source:
         peak_tflops=_real(result.get("bf16_peak_tflops")),
         host_peak_bytes=_real(result.get("host_peak_bytes")),
         device_peak_bytes=_real(memory.get("device_peak_bytes")),
+        disk_bytes=_real(memory.get("disk_bytes")),
         recorded_tokens=_real(result.get("tokens_per_step")),
     )
     if timeline is not None:

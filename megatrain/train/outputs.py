@@ -29,6 +29,7 @@ def describe_run(folder: Path, config: Config, job: Job) -> None:
     record = environment(str(job.engine.device.torch_device)) | {
         "parameters": job.engine.num_parameters,
         "placement": job.engine.placement.as_dict(),
+        "disk_bytes": job.engine.memory()["disk_bytes"],
         "data": job.kind,
     }
     write_file(folder / ENVIRONMENT, json.dumps(record, indent=2) + "\n")

@@ -106,6 +106,19 @@ def test_lower_bounds_are_work_over_rates(tmp_path):
     assert roofs.seconds == pytest.approx(1.0)
 
 
+def test_a_disk_is_shown_with_what_is_written_to_it(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert "TB written" not in made(run).text
+    (run / "environment.json").write_text(json.dumps(ENVIRONMENT | {"disk_bytes": 10 * 10**9}))
+    spans = [Span("disk in", "layer 0 -> lane", 0.0, 0.5, (), 10**9), *SPANS]
+    (run / "timeline.json").write_text(json.dumps(chrome_trace(spans)))
+    assert "9.3 GiB each step; 864.0 TB written a day" in made(run).text  # steps of a second
+    disk = find_roofs(read_source(run, None), replace(MACHINE, disk_read_gbps=4.0)).resources[4]
+    assert (disk.name, disk.busy, disk.bound) == ("disk, read", 0.5, 0.25)
+    unmeasured = find_roofs(read_source(run, None), MACHINE).resources[4]
+    assert unmeasured.bound is None
+
+
 def test_without_rates_there_are_shares_alone(tmp_path):
     run = write_run(tmp_path / "run")
     (run / "environment.json").write_text(json.dumps(ENVIRONMENT | {"gpu": None}))
