@@ -23,6 +23,12 @@ def _known_shape(name: str) -> str:
     return name
 
 
+HostMemory = Annotated[
+    str | None, typer.Option(help="Host memory that this process may have, such as 96GiB.")
+]
+Disk = Annotated[str | None, typer.Option(help="Folder on the disk that planes may rest on.")]
+
+
 @bench.callback()
 def cases() -> None:
     """Measure, and write the result as JSON."""
@@ -50,9 +56,8 @@ def step(
     device_memory: Annotated[
         str | None, typer.Option(help="All that the GPU may give this process, such as 10GiB.")
     ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="Host memory that this process may have, such as 96GiB.")
-    ] = None,
+    host_memory: HostMemory = None,
+    disk: Disk = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Only so many layers.")] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 5,
@@ -79,6 +84,7 @@ def step(
         placement=parse_placement(placement or []),
         device_memory=device_memory,
         host_memory=host_memory,
+        disk=disk,
         warmup=warmup,
         steps=steps,
         seed=seed,

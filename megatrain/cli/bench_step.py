@@ -47,6 +47,7 @@ class StepCase:
     device_memory: str | None = None
     host_memory: str | None = None
     states: Literal["fp32", "bf16", "int8"] = "fp32"
+    disk: str | None = None
 
 
 def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]:
@@ -89,6 +90,7 @@ def build_engine(case: StepCase) -> Engine:
         micro_batch=case.micro_batch,
         device_memory=case.device_memory,
         host_memory=case.host_memory,
+        disk=case.disk,
     )
 
 
