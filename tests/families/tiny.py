@@ -42,9 +42,9 @@ NOT_TRAINABLE: dict[str, str] = {
 
 
 # Versions of transformers from which on a family is as the tests expect it. Before, cpmant's head
-# was tied to a table of another size, jamba changed its configuration in the first forward, and
-# emu3's text model was given the configuration around its own.
-SINCE = {"cpmant": "5.17", "jamba": "5.15", "emu3": "5.8"}
+# was tied to a table of another size, jamba changed its configuration in the first forward, emu3's
+# text model was given the configuration around its own, and apertus loaded buffers of bf16 as fp32.
+SINCE = {"cpmant": "5.17", "jamba": "5.15", "emu3": "5.8", "apertus": "5.13"}
 
 
 def families() -> list[str]:
