@@ -1,6 +1,5 @@
 """Whatever is wrong with a checkpoint is named, and another one offered."""
 
-import json
 import os
 import random
 import shutil
