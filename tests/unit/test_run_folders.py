@@ -46,6 +46,21 @@ def test_an_empty_folder_is_taken_and_a_full_one_never(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_folder_that_is_replaced_stays_until_the_new_one_is_whole(tmp_path):
+    target = tmp_path / "model"
+    for text, before in (("1", None), ("2", "1")):
+        with whole_folder(target, replace=True) as folder:
+            (folder / "a").write_text(text)
+            assert before is None or (target / "a").read_text() == before
+    with pytest.raises(RuntimeError, match="full"), whole_folder(target, replace=True):
+        raise RuntimeError("full")
+    target.rename(tmp_path / ".model.replaced")  # as a crash between two renames leaves it
+    with pytest.raises(RuntimeError, match="full"), whole_folder(target, replace=True):
+        raise RuntimeError("full")
+    assert (target / "a").read_text() == "2"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_a_link_to_an_empty_folder_is_followed(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
