@@ -28,6 +28,8 @@ test: lint  ## lint, types, structure and the tests that need no GPU
 	$(PYTEST) -m "not gpu and not exhaustive"
 
 test-all: $(STAMP)  ## every model family and every exhaustive sweep
+	$(RUN) pip install --quiet --no-deps --upgrade --target build/fp8 --constraint constraints.txt torchao
+	PYTHONPATH=build/fp8 $(PYTEST) tests/parity/test_float8.py
 	$(PYTEST) -m "exhaustive and not gpu"
 
 # The oldest supported torch and transformers, in an environment of their own; the newest are

@@ -22,7 +22,7 @@ from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, StreamedOptimizer, is_number
-from megatrain.placement import Placement
+from megatrain.placement import Placement, Precision
 from megatrain.source.source import Resumed, Source, open_source
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.whole import is_whole, whole_model
@@ -51,7 +51,7 @@ class Engine(PlacedEngine):
         *,
         optimizer: Rule | None = None,
         max_grad_norm: float | None = 1.0,
-        precision: Literal["bf16", "fp32"] = "bf16",
+        precision: Precision = "bf16",
         placement: Placement | Literal["auto"] = "auto",
         device: str | Device | None = None,
         seed: int = 0,
@@ -75,7 +75,8 @@ class Engine(PlacedEngine):
                 the weights are taken (`load` goes on with all of it).
             optimizer: None leaves out all that only training needs (2 bytes per parameter).
             max_grad_norm: exact clipping of the global norm; None for none.
-            precision: what layers are computed in; masters are fp32.
+            precision: what layers are computed in, fp8 with torchao's linear modules; masters are
+                fp32.
             device: `cpu`, `cuda`, `cuda:N`, or a device; None takes the GPU if there is one.
             seed: of weights drawn and of dropout.
             tokens_per_step: of a step at most, for `placement="auto"`; None: 98,304.
@@ -160,7 +161,7 @@ class Engine(PlacedEngine):
         *,
         placement: Placement | Literal["auto"] | None = None,
         device: str | Device | None = None,
-        precision: Literal["bf16", "fp32"] | None = None,
+        precision: Precision | None = None,
         max_grad_norm: float | Literal["saved"] | None = "saved",
         states: str | None = None,
         trust_remote_code: bool = False,
@@ -248,7 +249,7 @@ def _check_arguments(
     if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
         raise InputError(f"max_grad_norm is {max_grad_norm!r}; it must be positive, or None")
     if precision not in DTYPES:
-        raise InputError(f"precision is {precision!r}; it must be bf16 or fp32")
+        raise InputError(f"precision is {precision!r}; it must be bf16, fp32 or fp8")
     if placement != "auto" and not isinstance(placement, Placement):
         raise InputError(f"placement is {placement!r}; it must be 'auto' or a Placement(...)")
     if type(seed) is not int:

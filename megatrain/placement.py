@@ -60,6 +60,9 @@ def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(name, name): value for name, value in choices.items()}
 
 
+Precision = Literal["bf16", "fp32", "fp8"]
+"""What layers are computed in; fp8: bf16, but for the products of linear modules."""
+
 Saves = Literal["nothing", "attention", "graph", "all"]
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval, Predicate
 
@@ -14,6 +14,7 @@ from megatrain.checkpoint.files import ALGORITHMS, MAX_PIECE_BYTES, OldFile, reg
 from megatrain.errors import InputError
 from megatrain.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, read_json
 from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
+from megatrain.placement import Precision
 from megatrain.units import MIB
 
 FORMAT, VERSION = "megatrain checkpoint", 1
@@ -102,7 +103,7 @@ class Settings(_Strict):
 
     steps: Count
     seed: int
-    precision: Literal["bf16", "fp32"]
+    precision: Precision
     max_grad_norm: float | None
     device: str
     placement: dict[str, Any]

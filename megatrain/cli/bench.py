@@ -10,6 +10,7 @@ import typer
 
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
+from megatrain.placement import Precision
 from megatrain.units import gib
 
 SHOWN_LINES = 14  # of the breakdown, on the terminal
@@ -45,7 +46,7 @@ def step(
         str, typer.Option(help="Rows of a micro-batch, or auto: chosen with the placement.")
     ] = "16",
     max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
-    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute dtype.")] = "bf16",
+    precision: Annotated[Precision, typer.Option(help="Compute dtype.")] = "bf16",
     states: Annotated[
         Literal["fp32", "bf16", "int8"], typer.Option(help="What AdamW's moments are kept in.")
     ] = "fp32",

@@ -17,7 +17,7 @@ from megatrain.cli.shapes import qwen2_config
 from megatrain.compat.torch import num_compilations
 from megatrain.machine import present_machine
 from megatrain.optim import AdamW
-from megatrain.placement import Placement
+from megatrain.placement import Placement, Precision
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import peak_process_bytes
@@ -38,7 +38,7 @@ class StepCase:
     sequence_length: int
     micro_batch: int | None
     max_grad_norm: float | None
-    precision: Literal["bf16", "fp32"]
+    precision: Precision
     device: str
     placement: dict[str, Any] | None
     warmup: int

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import TextStreamer
 
@@ -16,6 +16,7 @@ from megatrain.errors import InputError
 from megatrain.generate import Sampling, generate, open_model
 from megatrain.json_yaml import parse_json
 from megatrain.model.weights import resolve_model
+from megatrain.placement import Precision
 from megatrain.train.resolve_model import trained_model
 
 _UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
@@ -26,7 +27,7 @@ class Where:
     """What a model is run on, and in what."""
 
     device: str = "auto"
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     device_memory: str | None = None
     host_memory: str | None = None
 

@@ -15,7 +15,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import SEQUENCE_LENGTH, Workload
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.machine.published import update_gbps
-from megatrain.placement import CPU_PLACEMENT, Placement
+from megatrain.placement import CPU_PLACEMENT, Placement, Precision
 from megatrain.plan.ask import Ask
 from megatrain.plan.planner import Plan, make_plan
 from megatrain.plan.tiles import by_tier
@@ -55,7 +55,7 @@ class Options:
     total_tokens: int | None
     gpus: int
     clip: bool | None
-    precision: Literal["bf16", "fp32"] | None
+    precision: Precision | None
     states: Literal["fp32", "bf16", "int8"] | None
     disk_tbw: float | None
 

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from megatrain.placement import Precision
+
 States = Annotated[
     Literal["fp32", "bf16", "int8"] | None, typer.Option(help="AdamW's moments; fp32.")
 ]
@@ -53,9 +55,7 @@ def plan(
     clip: Annotated[
         bool | None, typer.Option("--clip/--no-clip", help="Exact clipping; on.")
     ] = None,
-    precision: Annotated[
-        Literal["bf16", "fp32"] | None, typer.Option(help="Compute dtype; bf16.")
-    ] = None,
+    precision: Annotated[Precision | None, typer.Option(help="Compute dtype; bf16.")] = None,
     states: States = None,
     disk_tbw: DiskTbw = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,

@@ -82,10 +82,10 @@ _PLACES = {
 _REASONS = {
     "gradient_accumulation_steps": "training.batch_size counts the rows of a whole optimizer step",
     "bf16": "write engine.precision: bf16",
-    "tf32": "torch.set_float32_matmul_precision is left as it is; engine.precision is bf16 or fp32",
+    "tf32": "torch.set_float32_matmul_precision is left as it is; see engine.precision",
     "dtype": "masters are fp32, and engine.precision is what layers compute in",
     "torch_dtype": "masters are fp32, and engine.precision is what layers compute in",
-    "fp16": "there is no fp16; engine.precision is bf16 or fp32",
+    "fp16": "there is no fp16; engine.precision is bf16, fp32 or fp8",
     "gradient_checkpointing": "the engine chooses itself what it computes again",
     "assistant_only_loss": "of conversations only the replies are learnt",
     "completion_only_loss": "of prompts and completions only the completions are learnt",

@@ -14,7 +14,7 @@ from megatrain.config.learning import (
 )
 from megatrain.config.section import Fraction, Name, Pattern, Positive, Section, nearest, shown
 from megatrain.errors import InputError
-from megatrain.placement import RENAMED, Placement
+from megatrain.placement import RENAMED, Placement, Precision
 from megatrain.units import parse_bytes
 
 
@@ -153,7 +153,7 @@ class EngineSection(Section):
     a name; `disk_space` at most, null: what is free.
     """
 
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     device: str = "auto"
     placement: Literal["auto"] | dict[str, Any] = "auto"
     device_memory: str | Positive | None = None

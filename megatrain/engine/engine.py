@@ -103,7 +103,12 @@ class PlacedEngine:
             fill(opened.source, self._spec, self._store, opened.seed)
         # What the weights came from is not held.
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
-        self._program = ModelProgram(self._spec, self.device.torch_device, self._dtype)
+        self._program = ModelProgram(
+            self._spec,
+            self.device.torch_device,
+            self._dtype,
+            float8=opened.precision == "fp8",
+        )
         self._program.tile_epilogue(placement.head_tokens)
         assembly = Assembly(self.device, self._program, self._store, self._dtype, placement)
         self._parts: Parts = (

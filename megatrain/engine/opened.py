@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -12,12 +11,13 @@ from megatrain.engine.assemble import tile_layouts
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
+from megatrain.placement import Precision
 from megatrain.plane_file import PlaneFile
 from megatrain.source.source import Source
 from megatrain.tile import TileLayout
 from megatrain.units import size
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Opened:
     source: Source
     model: Model
     max_grad_norm: float | None
-    precision: Literal["bf16", "fp32"]
+    precision: Precision
     device: Recording
     host_limit: int | None
     disk_space: int | None

@@ -48,7 +48,7 @@ class ForecastCache:
 
     def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Profile:
         """What the model's parts take."""
-        key = (workload.dtype, workload.sequence_length, workload.compile, chunk_tokens)
+        key = (workload.precision, workload.sequence_length, workload.compile, chunk_tokens)
         if key not in self._measured:
             self._measured[key] = Profile(
                 self.spec,
@@ -56,6 +56,7 @@ class ForecastCache:
                 workload.sequence_length,
                 compiled=workload.compile,
                 chunk_tokens=chunk_tokens,
+                float8=workload.precision == "fp8",
             )
         return self._measured[key]
 

@@ -85,11 +85,25 @@ class LayerWork:
     outputs: dict[int, Shape]
 
     @property
+    def in_float8(self) -> "LayerWork":
+        """The same where products are taken in float8."""
+        faster: dict[str, Any] = {
+            name: replace(each, product_flops=int(each.product_flops / _FLOAT8_SPEED))
+            for name, each in vars(self).items()
+            if isinstance(each, Work)
+        }
+        return replace(self, **faster)
+
+    @property
     def computed_twice(self) -> list[Work]:
         """All works of a layer of which nothing is kept."""
         if self.repeating is not None:
             return [self.forward, self.repeating]
         return [self.forward, self.again, self.backward]
+
+
+# How much faster products are in float8, casts included: 7B on an H200 took 5.59 s instead of 7.40.
+_FLOAT8_SPEED = 1.48
 
 
 class _AnyRows(Rows):
@@ -113,8 +127,10 @@ class Profile:
         *,
         compiled: bool,
         chunk_tokens: int | None = None,
+        float8: bool = False,
     ) -> None:
         """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles."""
+        self._float8 = float8
         self.spec, self.dtype, self.tokens = spec, dtype, sequence_length
         self.compiled, self.chunk_tokens = compiled, chunk_tokens
         self.program = ModelProgram(spec, _CPU, dtype)
@@ -175,6 +191,7 @@ class Profile:
         def measure() -> LayerWork:
             with foreseeing(self.spec.layers[visit].name):
                 found = self._layer(visit, rows, kind)
+            found = found.in_float8 if self._float8 else found
             self._outputs[id(kind)] = rows, found.outputs
             return found
 

@@ -1,14 +1,12 @@
 """What is trained at a time: the one record of it for plans, benchmarks, runs and engines."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
 from megatrain.errors import InputError
 from megatrain.optim import AdamW, Rule
-
-Precision = Literal["bf16", "fp32"]
+from megatrain.placement import Precision
 
 TOKENS, SEQUENCE_LENGTH = 96 * 1024, 1024
 """Of a step and of its rows, where nobody says."""
@@ -43,7 +41,7 @@ class Workload:
     @property
     def dtype(self) -> torch.dtype:
         """What layers are computed in."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
     @property
     def usual_micro_batch(self) -> int:

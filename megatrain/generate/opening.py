@@ -1,7 +1,6 @@
 """A model to generate with: resident where it fits, else streamed from host memory."""
 
 import logging
-from typing import Literal
 
 from megatrain.api import Engine
 from megatrain.autoplace.fits import limits
@@ -11,6 +10,7 @@ from megatrain.engine.opened import DTYPES
 from megatrain.generate.cache import free_bytes
 from megatrain.generate.resident import Resident
 from megatrain.model.build import loaded_types
+from megatrain.placement import Precision
 from megatrain.source.source import open_source
 from megatrain.units import gib
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def open_model(
     model: Checkpoint | str,
     *,
-    precision: Literal["bf16", "fp32"] = "bf16",
+    precision: Precision = "bf16",
     device: str | None = None,
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,

@@ -1,12 +1,12 @@
 """The machine this process runs on: as `megatrain doctor` measured it, or as it is listed."""
 
 from dataclasses import replace
-from typing import Literal
 
 from megatrain.errors import InputError
 from megatrain.machine import cache
 from megatrain.machine.published import machine_for
 from megatrain.machine.rates import Machine
+from megatrain.placement import Precision
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import cpu_name
 from megatrain.telemetry.gpu import find_gpu
@@ -36,9 +36,7 @@ def present_cpu() -> Machine:
     )
 
 
-def present_machine(
-    device: str = "cuda", *, precision: Literal["bf16", "fp32"] = "bf16"
-) -> Machine | None:
+def present_machine(device: str = "cuda", *, precision: Precision = "bf16") -> Machine | None:
     """The rates of this machine with the GPU that torch calls `device`.
 
     The host's memory is what this process may use now, whatever it was at the measurement.
@@ -50,7 +48,7 @@ def present_machine(
     if gpu is None:
         return None
     memory = host_limit_bytes()
-    measured = cache.read(cache.key_of(device), precision)
+    measured = cache.read(cache.key_of(device), "fp32" if precision == "fp32" else "bf16")
     if measured is not None:
         return replace(measured, host_memory_bytes=memory)
     try:

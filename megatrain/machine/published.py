@@ -1,9 +1,9 @@
 """A machine that nobody measured: published figures times what is usually reached of them."""
 
 from itertools import pairwise
-from typing import Literal
 
 from megatrain.machine.rates import Machine
+from megatrain.placement import Precision
 from megatrain.telemetry.known_gpus import KnownGpu, named_gpu
 from megatrain.units import GIB, MIB
 
@@ -32,7 +32,7 @@ def machine_for(
     cores: int,
     device_memory: int | None = None,
     *,
-    precision: Literal["bf16", "fp32"] = "bf16",
+    precision: Precision = "bf16",
 ) -> Machine:
     """The rates to expect of a GPU in `gpus.json`.
 
@@ -69,7 +69,7 @@ def machine_for(
 
 def compute_rates(gpu: KnownGpu, precision: str) -> tuple[float, float, float]:
     """TFLOPS of matrix products, attention forward, attention backward."""
-    peak = gpu.bf16_tflops if precision == "bf16" else gpu.fp32_tflops
+    peak = gpu.fp32_tflops if precision == "fp32" else gpu.bf16_tflops
     shares = gpu.shares
     return (
         peak * shares["matmul"],

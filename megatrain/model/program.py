@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.compat.torch import pytree, without_torch_function
-from megatrain.errors import RunFailed
+from megatrain.errors import InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.model.build import loaded_types
 from megatrain.model.capture import (
@@ -28,6 +28,7 @@ from megatrain.model.capture import (
     with_hidden,
 )
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
+from megatrain.model.float8 import convert as float8_linears
 from megatrain.model.layer_template import Arguments, move_buffers
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.token_chunks import ChunkedOverTokens, parts
@@ -126,7 +127,10 @@ class Program(Protocol):
 class ModelProgram:
     """A model on one device in one compute dtype."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, float8: bool = False
+    ) -> None:
+        """Args: `float8`: linear modules of the layers compute in it. Raises InputError."""
         self.spec, self.device, self.dtype = spec, device, dtype
         self.capture = spec.capture
         model = self.capture.model
@@ -136,6 +140,11 @@ class ModelProgram:
         self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
         for kind in self.kinds:
             move_buffers(kind.module, device)
+        if float8 and not sum([float8_linears(kind.module, device) for kind in self.kinds]):
+            raise InputError(
+                "precision is 'fp8', but no layer has an nn.Linear of sizes that are multiples of "
+                "16; take bf16"
+            )
         self.buffers = [_own_buffers(layer, types) for layer in spec.layers]
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
         self._layers_follow = any(numbered)

@@ -5,7 +5,7 @@ Shapes are those of a Qwen2.5-7B layer: M tokens, K in, N out; B rows, H heads, 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from megatrain.device import CpuDevice, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
 from megatrain.errors import first_line
 from megatrain.machine import Machine, present_cpu
+from megatrain.placement import Precision
 from megatrain.plan.host_rates import UPDATE_BYTES, update_gparams
 from megatrain.plan.rate_measurement import Measurement, attempt, device_seconds
 from megatrain.telemetry.cores import update_threads
@@ -125,10 +126,10 @@ def compute_measurements(device: Device, sizes: Sizes) -> list[Measurement]:
     return [*found, *_attention(device, sizes, *sizes.fp32_attention, torch.float32, "fp32")]
 
 
-def measured_cpu(precision: Literal["bf16", "fp32"]) -> Machine:
+def measured_cpu(precision: Precision) -> Machine:
     """This machine without a GPU, with rates that are measured in a few seconds."""
     device, sizes, there = CpuDevice(), _CPU_SIZES, present_cpu()
-    dtype, product = torch.bfloat16 if precision == "bf16" else torch.float32, sizes.fp32_product
+    dtype, product = torch.float32 if precision == "fp32" else torch.bfloat16, sizes.fp32_product
     found = [
         *_product(device, product, dtype, precision),
         *_attention(device, sizes, *sizes.fp32_attention, dtype, precision),

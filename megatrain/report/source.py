@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 from megatrain.errors import InputError
 from megatrain.json_yaml import parse_json, read_yaml
+from megatrain.placement import Precision
 from megatrain.report.series import Metrics, collect
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, read_trace
@@ -35,7 +36,7 @@ class Source:
     config: Mapping[str, Any] = field(default_factory=dict)
     placement: Mapping[str, Any] = field(default_factory=dict)
     parameters: int | None = None
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     peak_tflops: float | None = None
     host_peak_bytes: float | None = None
     device_peak_bytes: float | None = None
@@ -77,7 +78,7 @@ def _read_run(folder: Path, timeline: Path | None) -> Source:
         config=config,
         placement=_mapping(environment.get("placement")),
         parameters=_count(environment.get("parameters")),
-        precision="fp32" if _at(config, "engine", "precision") == "fp32" else "bf16",
+        precision=_precision(_at(config, "engine", "precision")),
         host_peak_bytes=metrics.largest("host_bytes"),
         device_peak_bytes=metrics.largest("device_peak_bytes"),
         disk_bytes=_real(environment.get("disk_bytes")),
@@ -142,7 +143,7 @@ def _read_bench(path: Path, timeline: Path | None) -> Source:
         config=case,
         placement=_mapping(result.get("placement")),
         parameters=_count(result.get("parameters")),
-        precision="fp32" if case.get("precision") == "fp32" else "bf16",
+        precision=_precision(case.get("precision")),
         peak_tflops=_real(result.get("bf16_peak_tflops")),
         host_peak_bytes=_real(result.get("host_peak_bytes")),
         device_peak_bytes=_real(memory.get("device_peak_bytes")),
@@ -241,3 +242,7 @@ def _count(value: Any) -> int | None:
 
 def _times(value: Any) -> dict[str, float]:
     return {str(k): float(v) for k, v in _mapping(value).items() if _real(v) is not None}
+
+
+def _precision(value: Any) -> Precision:
+    return value if value in get_args(Precision) else "bf16"

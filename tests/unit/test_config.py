@@ -141,7 +141,10 @@ MISTAKES = [
     (["schedule.name=cosin"], "--set schedule.name: unknown schedule 'cosin'; did you mean 'cos"),
     (["schedule.warmup_steps=1", "schedule.warmup_ratio=0.1"], "schedule: give warmup_steps or"),
     (["engine.device=gpu"], "--set engine.device: should be auto, cpu, cuda or cuda:N, got 'gpu'"),
-    (["engine.precision=fp16"], "--set engine.precision: should be 'bf16' or 'fp32', got 'fp16'"),
+    (
+        ["engine.precision=fp16"],
+        "--set engine.precision: should be 'bf16', 'fp32' or 'fp8', got 'fp16'",
+    ),
     (["engine.placement=fast"], "--set engine.placement: should be 'auto', got 'fast'"),
     (["engine.placement.slot=2"], "engine.placement: unknown key 'slot'; did you mean 'slots'?"),
     (["engine.placement.slots=x"], "engine.placement: slots should be a valid integer, got 'x'"),

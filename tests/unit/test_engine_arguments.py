@@ -29,7 +29,7 @@ def refuse(work: Callable[[], Any], message: str, kind: type[MegatrainError] = I
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "precision": ({"precision": "fp16"}, "precision is 'fp16'; it must be bf16 or fp32"),
+    "precision": ({"precision": "fp16"}, "precision is 'fp16'; it must be bf16, fp32 or fp8"),
     "precision as dtype": ({"precision": torch.bfloat16}, "precision is torch.bfloat16"),
     "norm of zero": ({"max_grad_norm": 0}, "max_grad_norm is 0; it must be positive, or None"),
     "negative norm": ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),

@@ -223,6 +223,16 @@ def test_whole_graphs_cost_more_memory_and_save_more_time() -> None:
     assert whole.device_bytes["kept graphs"] > half.device_bytes["kept graphs"]
 
 
+def test_products_of_layers_are_faster_in_float8() -> None:
+    bf16, fp8 = (told(Placement(compile=True), precision=name) for name in ("bf16", "fp8"))
+    works = [
+        forecasts().measured(replace(Workload(), precision=p)).layer(0, 1) for p in ("bf16", "fp8")
+    ]
+    assert works[1].forward.product_flops == int(works[0].forward.product_flops / 1.48)
+    assert fp8.bounds["compute"] < bf16.bounds["compute"]
+    assert fp8.device_bytes == bf16.device_bytes and fp8.host_bytes == bf16.host_bytes
+
+
 def test_passes_hold_their_own_graphs_and_all_sums() -> None:
     """Graphs of 4 of 6 rows, 4 bytes a parameter, and twice the weights over the bus."""
     one, more = (told(Placement(slots=3, save_activations=6, passes=p)) for p in (1, 2))

@@ -1,0 +1,54 @@
+"""Products of layers in float8: torchao's training recipe with one scale for a whole tensor.
+
+Weights, inputs and gradients of `nn.Linear` are cast for each product (e4m3, gradients e5m2), with
+scales from their largest value at that moment; results, weights and their gradients stay bf16
+(torchao.float8, https://github.com/pytorch/ao/tree/main/torchao/float8). Heads, embeddings, routers
+and experts that are no `nn.Linear` are computed in bf16.
+"""
+
+import logging
+
+import torch
+from torch import nn
+
+from megatrain.errors import InputError
+
+_MULTIPLE = 16  # of both sizes of a weight, for the GPU's float8 products
+_CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that have them
+_ROUTERS = ("gate", "router")  # choose experts: their products are few, and ties are many
+
+
+def convert(module: nn.Module, device: torch.device) -> int:
+    """Let the linear modules of a layer's template compute in float8; how many there are.
+
+    Elsewhere than on a GPU the casts are real and products are taken in the type of the inputs.
+
+    Raises:
+        InputError: torchao is not installed, or the GPU has no float8.
+    """
+    logging.disable(logging.WARNING)  # torchao tells which of its own kernels it cannot load
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise InputError(
+            "precision is 'fp8', which needs torchao; pip install 'megatrain[fp8]'"
+        ) from error
+    finally:
+        logging.disable(logging.NOTSET)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
+        raise InputError(
+            f"precision is 'fp8', but {torch.cuda.get_device_name(device)} has no float8 products "
+            "(compute capability 8.9 or newer has); take bf16"
+        )
+    found = [name for name, child in module.named_modules() if _takes(child, name)]
+    config = Float8LinearConfig(emulate=device.type != "cuda", pad_inner_dim=True)
+    convert_to_float8_training(module, config=config, module_filter_fn=_takes)
+    return len(found)
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    """Whether a module is a plain linear one, with nothing of its own that would be lost."""
+    if type(module) is not nn.Linear or name.rpartition(".")[2] in _ROUTERS:
+        return False
+    own = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return not own and all(size % _MULTIPLE == 0 for size in module.weight.shape)

@@ -1,0 +1,113 @@
+"""Products in float8, emulated on the CPU: near bf16, exactly resumed, exported as ever."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatrain import Engine, InputError, Placement
+from megatrain.model.float8 import convert
+from tests.parity.cases import gradients, llama, make_batches, make_engine, masters, same
+from tests.parity.test_dropout import gpt2
+
+# `make test-all` installs torchao beside the environment: with it in, every start of transformers
+# imports it.
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="needs torchao"
+)
+
+
+def run(precision: Any, steps: int = 3, **options: Any) -> tuple[list[float], dict]:
+    engine = make_engine(llama(), precision=precision, **options)
+    return [engine.step(step).loss for step in make_batches(steps)], masters(engine)
+
+
+def plain_gradients(step: list[dict[str, Tensor]], *, float8: bool) -> dict[str, Tensor]:
+    """Those of the model of transformers in bf16, its layers converted by torchao alone."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = llama()
+    for parameter in model.parameters():  # buffers stay: the engine keeps angles in fp32, too
+        parameter.data = parameter.data.bfloat16()
+    if float8:
+        config = Float8LinearConfig(emulate=True, pad_inner_dim=True)
+        convert_to_float8_training(model.model.layers, config=config)
+    count = sum(int((micro["labels"][:, 1:] != -100).sum()) for micro in step)
+    for micro in step:
+        logits = model(micro["input_ids"]).logits[:, :-1].float().flatten(0, 1)
+        labels = micro["labels"][:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        (loss / count).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def cosine(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    names = sorted(one)
+    flat = [torch.cat([each[name].flatten().double() for name in names]) for each in (one, other)]
+    return float(torch.cosine_similarity(*flat, dim=0))
+
+
+@needs_torchao
+def test_gradients_are_those_of_torchao_in_plain_pytorch() -> None:
+    """One row, whose gradients are rounded to bf16 once, as the engine rounds its sums."""
+    step = [{name: each[:1] for name, each in make_batches(1)[0][0].items()}]
+    engine = make_engine(llama(), precision="fp8", clip=1e9)
+    engine.step(step)
+    found = gradients(engine)
+    assert cosine(found, plain_gradients(step, float8=True)) > 0.9999
+    assert cosine(found, plain_gradients(step, float8=False)) < 0.999
+
+
+@needs_torchao
+def test_losses_are_near_and_no_placement_changes_a_bit() -> None:
+    losses, weights = run("fp8")
+    assert losses == pytest.approx(run("bf16")[0], rel=0.02)
+    for placement in (
+        Placement(slots=3, layer_inputs="host"),
+        Placement(passes=2, save_activations=2, save_all=1),
+    ):
+        again = run("fp8", placement=placement)
+        assert again[0] == losses and same(again[1], weights)
+
+
+@needs_torchao
+def test_a_run_is_resumed_to_the_bit_and_only_in_float8(tmp_path: Path) -> None:
+    first, *others = make_batches(3)
+    engine = make_engine(llama(), precision="fp8")
+    engine.step(first)
+    engine.save(tmp_path / "saved")
+    with pytest.raises(InputError, match="fp8"):
+        Engine.load(tmp_path / "saved", precision="bf16")
+    resumed = Engine.load(tmp_path / "saved")
+    for step in others:
+        assert resumed.step(step).loss == engine.step(step).loss
+    assert same(masters(resumed), masters(engine))
+
+
+@needs_torchao
+def test_what_is_computed_in_bf16_stays_as_it_is() -> None:
+    """Routers, sizes that the GPU has no products for, and modules with a life of their own."""
+    own = nn.Linear(16, 16)
+    own.register_forward_hook(lambda *given: None)
+    parts = {"q_proj": nn.Linear(32, 48), "gate": nn.Linear(16, 16), "odd": nn.Linear(16, 24)}
+    module = nn.ModuleDict({**parts, "own": own, "norm": nn.LayerNorm(16)})
+    assert convert(module, torch.device("cpu")) == 1
+    assert type(module["q_proj"]) is not nn.Linear
+    assert all(module[name] is part for name, part in parts.items() if name != "q_proj")
+    assert module["own"] is own
+
+
+@needs_torchao
+def test_layers_without_linear_modules_are_refused() -> None:
+    with pytest.raises(InputError, match=r"no layer has an nn\.Linear"):
+        make_engine(gpt2(), precision="fp8")
+
+
+def test_the_library_that_it_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(InputError, match=r"pip install 'megatrain\[fp8\]'"):
+        make_engine(llama(), precision="fp8")
