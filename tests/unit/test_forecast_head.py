@@ -91,9 +91,9 @@ def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one(
     ("tokens", "max_stream_bytes", "boundaries"),
     [
         (TOKENS, 2 * SPLIT, "device"),
-        (8 * TOKENS, None, "device"),
-        (8 * TOKENS, 2 * SPLIT, "device"),
-        (8 * TOKENS, 2 * SPLIT, "host"),
+        (4 * TOKENS, None, "device"),
+        (4 * TOKENS, 2 * SPLIT, "device"),
+        (4 * TOKENS, 2 * SPLIT, "host"),
     ],
 )
 def test_what_a_step_works_with_is_foretold(
