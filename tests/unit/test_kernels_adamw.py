@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -79,13 +80,18 @@ def test_unpatched_torch_differs_by_its_roots_alone():
     assert ((state["weights"] - expected["weights"]).abs() <= allowed).all()
 
 
+CASES = list(product(STATES, ["fp32", "bf16", "int8"], [torch.bfloat16, torch.float32]))
+
+
 @needs_native
-@pytest.mark.parametrize("form", STATES)
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("form", "kind", "grad_dtype"), CASES)
 def test_native_is_the_reference_bit_for_bit(instruction_set, form, kind, grad_dtype):  # noqa: F811
     if not fuses_like_torch(instruction_set):
         pytest.skip("torch fuses multiply-adds here; tested below without")
+    check_native(form, kind, grad_dtype)
+
+
+def check_native(form, kind, grad_dtype):
     for size in SIZES:
         found, expected = STATES[form](size, kind), STATES[form](size, kind)
         for step in (1, 2, 3):
@@ -104,13 +110,19 @@ def test_native_is_the_reference_bit_for_bit(instruction_set, form, kind, grad_d
     reason="torch already runs without its AVX kernels, or has none",
 )
 def test_baseline_is_the_reference_where_torch_does_not_fuse():
-    name = "test_native_is_the_reference_bit_for_bit"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", name]
+    """torch learns what the processor can do once in a process."""
+    code = (
+        "from tests.unit import test_kernels_adamw as tests\n"
+        "assert tests.native.use_instruction_set('baseline')\n"
+        "assert tests.fuses_like_torch('baseline')\n"
+        "for case in tests.CASES: tests.check_native(*case)\n"
+        "print(len(tests.CASES))"
+    )
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
     root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", code]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout
-    assert "12 passed" in run.stdout, run.stdout
+    assert (run.returncode, run.stdout) == (0, "12\n"), run.stderr
 
 
 @needs_native
