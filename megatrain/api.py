@@ -75,8 +75,7 @@ class Engine(PlacedEngine):
                 the weights are taken (`load` goes on with all of it).
             optimizer: None leaves out all that only training needs (2 bytes per parameter).
             max_grad_norm: exact clipping of the global norm; None for none.
-            precision: what layers are computed in, fp8 with torchao's linear modules; masters are
-                fp32.
+            precision: what layers are computed in (fp8: their linear modules); masters are fp32.
             device: `cpu`, `cuda`, `cuda:N`, or a device; None takes the GPU if there is one.
             seed: of weights drawn and of dropout.
             tokens_per_step: of a step at most, for `placement="auto"`; None: 98,304.

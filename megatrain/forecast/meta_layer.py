@@ -17,9 +17,10 @@ from megatrain.engine.layer import Layer, Turn
 from megatrain.engine.saved_tensors import KeptAttention, OffloadPlan, add
 from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast.groups import grouped
+from megatrain.forecast.layer_work import LayerWork, Shape
 from megatrain.forecast.meta_program import ACTIVATIONS, KEPT_ATTENTION, KEPT_GRAPHS, WORKING_SET
 from megatrain.forecast.op_counter import OpCounter, Work
-from megatrain.forecast.profile import LayerWork, Profile, Shape
+from megatrain.forecast.profile import Profile
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.placement import ActivationPolicy

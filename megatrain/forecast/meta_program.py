@@ -16,8 +16,9 @@ from megatrain.engine.head import WholeHead
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.vocab_split import HIDDEN, VocabSplit
 from megatrain.forecast.groups import grouped
+from megatrain.forecast.layer_work import LayerWork, Shape
 from megatrain.forecast.op_counter import OpCounter, Work
-from megatrain.forecast.profile import LayerWork, Profile, Shape
+from megatrain.forecast.profile import Profile
 from megatrain.forecast.profile_experts import around_experts, some_experts
 from megatrain.forecast.profile_head import projected, some_rows
 from megatrain.model.capture import Call, Ref

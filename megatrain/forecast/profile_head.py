@@ -8,8 +8,9 @@ from torch import Tensor
 from megatrain.device import Buffer
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.vocab_split import HIDDEN, VocabSplit
+from megatrain.forecast.layer_work import LayerWork, Shape
 from megatrain.forecast.op_counter import OpCounter, Work, foreseeing
-from megatrain.forecast.profile import LayerWork, Profile, Shape, eager_work, fakes
+from megatrain.forecast.profile import Profile, eager_work, fakes
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, Weights
 from megatrain.optim import tile_planes

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import InputError
+from megatrain.model.fingerprint import OWN_BEHAVIOUR
 
 _MULTIPLE = 16  # of both sizes of a weight, for the GPU's float8 products
 _CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that have them
@@ -35,9 +36,10 @@ def convert(module: nn.Module, device: torch.device) -> int:
         ) from error
     finally:
         logging.disable(logging.NOTSET)
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
+    gpu = torch.get_device_module(device)
+    if device.type == "cuda" and gpu.get_device_capability(device) < _CAPABILITY:
         raise InputError(
-            f"precision is 'fp8', but {torch.cuda.get_device_name(device)} has no float8 products "
+            f"precision is 'fp8', but {gpu.get_device_name(device)} has no float8 products "
             "(compute capability 8.9 or newer has); take bf16"
         )
     found = [name for name, child in module.named_modules() if _takes(child, name)]
@@ -50,5 +52,5 @@ def _takes(module: nn.Module, name: str) -> bool:
     """Whether a module is a plain linear one, with nothing of its own that would be lost."""
     if type(module) is not nn.Linear or name.rpartition(".")[2] in _ROUTERS:
         return False
-    own = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    own = any(vars(module).get(name) for name in ("forward", *OWN_BEHAVIOUR))
     return not own and all(size % _MULTIPLE == 0 for size in module.weight.shape)

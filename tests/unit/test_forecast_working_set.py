@@ -9,7 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config
 
-from megatrain.forecast.profile import LayerWork, Profile
+from megatrain.forecast.layer_work import LayerWork
+from megatrain.forecast.profile import Profile
 from megatrain.model.probe import spec
 from megatrain.placement import Saves
 from megatrain.source.source import open_source
