@@ -79,17 +79,22 @@ class MetaProgram(Program):
 
     def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
         work = projected(self._measured, len(batch.inputs["input_ids"]), self._head_tokens)
-        ref = Ref(len(self.spec.layers), HIDDEN)
+        ref, count = Ref(len(self.spec.layers), HIDDEN), grouped(batch)
         sources = [*(values[ref] for ref in self.spec.epilogue_inputs), *weights.values()]
-        return self._stage(work, sources, {ref: work.outputs[HIDDEN]})[ref]
+        return self._stage(work, sources, {ref: work.outputs[HIDDEN].times(count)}, count)[ref]
 
     def _stage(
-        self, work: LayerWork, sources: Sequence[Tensor], shapes: Mapping[Ref, Shape]
+        self,
+        work: LayerWork,
+        sources: Sequence[Tensor],
+        shapes: Mapping[Ref, Shape],
+        count: int = 1,
     ) -> Activations:
-        """The results of a part of which nothing is kept."""
+        """The results of a part of which nothing is kept; of `count` micro-batches."""
         if torch.is_grad_enabled():
-            return _call(self._counter, work.again, work.backward, WORKING_SET, sources, shapes)
-        self._counter.add(work.forward)
+            first, second = work.again.times(count), work.backward.times(count)
+            return _call(self._counter, first, second, WORKING_SET, sources, shapes)
+        self._counter.add(work.forward.times(count))
         return _results(self._counter, shapes)
 
     def around_experts(
@@ -131,10 +136,10 @@ class MetaVocabSplit(VocabSplit):
     def see(
         self, weights: dict[str, Tensor], start: int, micro: MicroBatch, values: Activations
     ) -> Activations:
-        count = micro.inputs["input_ids"].numel()
+        tokens = micro.inputs["input_ids"].numel() * grouped(micro)
         self._counter.add(self._work(weights, micro)[0])
         with self._counter.placing(ACTIVATIONS):
-            found = {ref: torch.empty(count, device="meta") for ref in (self.lse, self.picked)}
+            found = {ref: torch.empty(tokens, device="meta") for ref in (self.lse, self.picked)}
         return {**values, **found}
 
     def loss(self, micro: MicroBatch, values: Activations) -> Tensor:
@@ -142,7 +147,9 @@ class MetaVocabSplit(VocabSplit):
 
     def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
         with self._counter.placing(ACTIVATIONS):
-            return super().gradients(micro, values, count)
+            total = torch.empty_like(values[self.hidden], dtype=torch.float32)
+            weights_N = torch.empty_like(values[self.picked])
+        return {self.hidden: total, self.lse: values[self.lse], self.picked: weights_N}
 
     def pull(
         self,
@@ -157,7 +164,9 @@ class MetaVocabSplit(VocabSplit):
         self._counter.add(self._work(weights, micro)[1])
 
     def _work(self, weights: Weights, micro: MicroBatch) -> tuple[Work, Work]:
-        return some_rows(self._measured, weights, len(micro.inputs["input_ids"]), self._tokens)
+        rows, count = len(micro.inputs["input_ids"]), grouped(micro)
+        see, pull = some_rows(self._measured, weights, rows, self._tokens)
+        return see.times(count), pull.times(count)
 
 
 class MetaHead(WholeHead):

@@ -40,7 +40,9 @@ from megatrain.tile import TileKind, TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from megatrain.units import MIB
 
-_FOLLOWED = 8  # micro-batches one by one; of more, several as one
+# Micro-batches one by one; of more, several as one. Where the head is split they wait longer for
+# each other's boundaries.
+_FOLLOWED, _FOLLOWED_SPLIT = 8, 16
 STEADY = 3  # steps: the first starts without updates, the second with those of the first
 _CHANGE = 0.005  # of a step's seconds: if other rates would change less, it is steady
 _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE, DISK_IN, DISK_OUT)
@@ -273,8 +275,7 @@ def _run(
     assert model.rule is not None
     costs = CostModel(machine, counter, model.rule.pace)
     device = ClockDevice(costs)
-    # What is split is followed micro-batch by micro-batch.
-    most = _FOLLOWED if placement.max_stream_bytes is None else None
+    most = _followed(model, placement, measured.dtype)
     batch = measured.batch(rows, micro_batch, most, placement.passes)
     costs.group = max(map(grouped, batch.micro))
     costs.puts = 3 if placement.layer_inputs == "host" else 2
@@ -295,6 +296,15 @@ def _run(
     every = sum(map(grouped, batch.micro)), costs.group * len(batch.micro)
     host["host_kept_bytes"] = host["host_kept_bytes"] * every[0] // every[1]
     return _Run(end - begin, spans, counter.peak_live, host, planes, parameters)
+
+
+def _followed(model: Model, placement: Placement, dtype: torch.dtype) -> int | None:
+    """Micro-batches, or groups of them, that are followed; None: all, as split layers need."""
+    most = placement.max_stream_bytes
+    if most is None:
+        return _FOLLOWED
+    layers = [each.numel for each in model.layouts if each.kind is TileKind.LAYER]
+    return _FOLLOWED_SPLIT if max(layers) * dtype.itemsize <= most else None
 
 
 def _process_bytes(

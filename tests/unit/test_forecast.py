@@ -41,6 +41,7 @@ from tests.unit.forecast_cases import (
     small_machine,
     tiny_config,
     tiny_spec,
+    wide_spec,
 )
 
 ROWS, TOKENS = 6, 32
@@ -412,7 +413,7 @@ def test_a_step_that_is_steady_is_not_followed_again(
 
 @pytest.mark.parametrize("choices", [
     {}, {"layer_inputs": "host"}, {"save_activations": 2, "offload_activations": 2},
-    {"head_tokens": 16},
+    {"head_tokens": 16}, {"max_stream_bytes": 1_700_000},  # of a head
 ])  # fmt: skip
 @pytest.mark.parametrize("rows", [26, 53])
 def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(
@@ -420,9 +421,11 @@ def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(
 ) -> None:
     placement, workload = Placement(compile=True, **choices), Workload(rows * TOKENS, TOKENS)
     found = []
+    model = wide_spec() if "max_stream_bytes" in choices else tiny_spec()
     for most in (None, 8):
         monkeypatch.setattr(simulate, "_FOLLOWED", most)
-        found.append(ForecastCache(tiny_spec()).of(small_machine(), placement, workload, 2))
+        monkeypatch.setattr(simulate, "_FOLLOWED_SPLIT", most)
+        found.append(ForecastCache(model).of(small_machine(), placement, workload, 2))
     every, few = found
     assert few.seconds == pytest.approx(every.seconds, rel=0.01)
     assert few.device_peak_bytes == pytest.approx(every.device_peak_bytes, rel=0.01)
