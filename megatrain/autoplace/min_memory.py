@@ -6,7 +6,7 @@ wait in the order of what they lack, the one that lacks least is looked at more 
 that has been followed for a whole step, there is no better one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -57,14 +57,20 @@ class MinMemory:
         )
 
     def could_fit(self) -> bool:
-        """Whether there likely is a way; quicker to tell than what is fastest."""
-        return any(map(self._could_fit, self._estimates()))
+        """Whether there likely is a way; quicker to tell than what is fastest.
+
+        The largest micro-batches are what a search begins with, the smallest take least.
+        """
+        most, *_, least = [*(sizes := self._candidates.sizes()), sizes[-1]]
+        return any(map(self._could_fit, self._estimates(dict.fromkeys((most, least)))))
 
     def hopeful(self, candidate: Placement, rows: int) -> bool:
-        """Whether a candidate can fit at all, told without a whole step; what is quick first."""
-        return self._could_fit(
-            _Estimate(candidate, rows, *self._candidates.static_bytes(candidate)), looks=1
-        )
+        """Whether a candidate can fit at all, told without a whole step; what is quick first.
+
+        One that is short of host memory is followed for a step: what tiles spare hardly ever does.
+        """
+        estimate = _Estimate(candidate, rows, *self._candidates.static_bytes(candidate))
+        return self._could_fit(estimate, looks=2 if estimate.host > self._budget.host else 1)
 
     def _could_fit(self, estimate: _Estimate | None, looks: int = 2) -> bool:
         while estimate is not None and not any(self._lacks(estimate)):
@@ -101,17 +107,18 @@ class MinMemory:
                 heappush(queue, ranked(closer))
 
     def _worth_a_look(self) -> list[_Estimate]:
-        estimates, rows = list(self._estimates()), self._candidates.workload.rows
+        candidates = self._candidates
+        estimates, rows = list(self._estimates(candidates.sizes())), candidates.workload.rows
         few = [estimate for estimate in estimates if estimate.rows * _MANY >= rows]
         looked = filter(None, map(self._looked_at, reversed(few)))
         return (
             few if any(estimate.device <= self._budget.device for estimate in looked) else estimates
         )
 
-    def _estimates(self) -> Iterator[_Estimate]:
+    def _estimates(self, sizes: Iterable[int]) -> Iterator[_Estimate]:
         candidates = self._candidates
         for split in (False, True):
-            for rows in candidates.sizes():
+            for rows in sizes:
                 for family in candidates.families(rows, split=split):
                     for candidate in reversed(family):
                         if candidate.slots < MOST_SLOTS:
