@@ -167,9 +167,13 @@ def test_optional_packages_stay_in_their_parts():
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_engine_imports_without_configuration_and_data_libraries():
-    blocked = dict.fromkeys(["pydantic", "datasets", "pyarrow", "typer", "rich", "matplotlib"])
-    code = f"import sys; sys.modules.update({blocked}); import megatrain; megatrain.Engine"
+def test_engine_and_plan_import_without_configuration_and_data_libraries():
+    others = ["pandas", "sklearn", "torchvision", "triton"]
+    blocked = dict.fromkeys(["pydantic", "datasets", "pyarrow", "typer", "matplotlib", *others])
+    code = (
+        f"import sys; sys.modules.update({blocked | {'rich': None}}); import megatrain\n"
+        "megatrain.Engine; del sys.modules['rich']; import megatrain.cli.plan"
+    )
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
