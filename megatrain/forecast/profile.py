@@ -88,10 +88,9 @@ class Profile:
             config = self.spec.capture.model.config.get_text_config(decoder=True)
             generator = torch.Generator().manual_seed(0)
             ids_BT = torch.randint(config.vocab_size, (rows, self.tokens), generator=generator)
-            constants = torch.tensor(self.spec.constants, dtype=torch.long)
-            most = max(config.vocab_size, *(1 + token for token in self.spec.constants), 0)
-            seen_V = torch.zeros(most, dtype=torch.bool)
-            seen_V[ids_BT.flatten()] = seen_V[constants] = True  # far quicker than `unique`
+            known = list(self.spec.constants)
+            seen_V = torch.zeros(max(config.vocab_size, *known, 0) + 1, dtype=torch.bool)
+            seen_V[ids_BT.flatten()] = seen_V[known] = True  # far quicker than `unique`
             return ids_BT, seen_V.nonzero().flatten()
 
         return self.once(("tokens", rows), made)
