@@ -163,6 +163,7 @@ class Engine(PlacedEngine):
         precision: Precision | None = None,
         max_grad_norm: float | Literal["saved"] | None = "saved",
         states: str | None = None,
+        master: int | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         device_memory: str | int | None = None,
@@ -177,8 +178,8 @@ class Engine(PlacedEngine):
             placement: None takes the saved one, if the kind of device is the same; else `auto`.
             precision: as a check: it cannot change.
             max_grad_norm: another one, or None, from now on.
-            states: of the optimizer from now on; other ones than the saved are converted, after
-                which the run does not go on exactly as it would have.
+            states, master: of the optimizer from now on; other ones than the saved are converted,
+                after which the run does not go on exactly as it would have.
             attn_implementation: None takes the saved one.
             device_memory, host_memory, disk, disk_space: as `Engine` takes them.
 
@@ -192,7 +193,7 @@ class Engine(PlacedEngine):
         opened = device if isinstance(device, Device) else open_device(device)
         engine = cls(
             Resumed(checkpoint),
-            optimizer=saved_optimizer(checkpoint, states),
+            optimizer=saved_optimizer(checkpoint, states=states, master=master),
             max_grad_norm=settings.max_grad_norm if max_grad_norm == "saved" else max_grad_norm,
             precision=check_precision(checkpoint, precision),
             placement=resumed_placement(checkpoint, placement, opened.kind),

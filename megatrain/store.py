@@ -96,7 +96,8 @@ class Tile:
     Attributes:
         planes: all that the tile keeps.
         weights: what is streamed: bf16, or the fp32 master itself when computing in fp32.
-        remainder: int16; `fp32 master = (weights << 16) + remainder`. None in fp32.
+        remainder: int16; `fp32 master = (weights << 16) + remainder`. int8, if the rule has it, for
+            the upper byte of that. None in fp32.
         states: what the optimizer's rule keeps, in its order.
         rests: where each of them does.
         version: updates applied or on their way.

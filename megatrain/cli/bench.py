@@ -29,6 +29,10 @@ HostMemory = Annotated[
 ]
 Disk = Annotated[str | None, typer.Option(help="Folder on the disk that planes may rest on.")]
 
+States = Annotated[
+    Literal["fp32", "bf16", "int8"], typer.Option(help="What AdamW's moments are kept in.")
+]
+
 
 @bench.callback()
 def cases() -> None:
@@ -47,9 +51,8 @@ def step(
     ] = "16",
     max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
     precision: Annotated[Precision, typer.Option(help="Compute dtype.")] = "bf16",
-    states: Annotated[
-        Literal["fp32", "bf16", "int8"], typer.Option(help="What AdamW's moments are kept in.")
-    ] = "fp32",
+    states: States = "fp32",
+    master: Annotated[int, typer.Option(help="Bits of AdamW's master: 32 or 24.")] = 32,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     placement: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A choice of it; repeatable.")
@@ -81,6 +84,7 @@ def step(
         max_grad_norm=max_grad_norm or None,
         precision=precision,
         states=states,
+        master=master,
         device=device,
         placement=parse_placement(placement or []),
         device_memory=device_memory,

@@ -48,6 +48,7 @@ class StepCase:
     host_memory: str | None = None
     states: Literal["fp32", "bf16", "int8"] = "fp32"
     disk: str | None = None
+    master: int = 32
 
 
 def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]:
@@ -77,9 +78,10 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
 
 def build_engine(case: StepCase) -> Engine:
     """An engine with random weights, as `case` says."""
+    choices: dict[str, Any] = {"states": case.states, "master": case.master}
     return Engine(
         qwen2_config(case.shape, case.sequence_length, case.layers),
-        optimizer=AdamW(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, states=case.states),
+        optimizer=AdamW(**choices),
         max_grad_norm=case.max_grad_norm,
         precision=case.precision,
         placement="auto" if case.placement is None else Placement(**case.placement),

@@ -58,6 +58,7 @@ class Options:
     precision: Precision | None
     states: Literal["fp32", "bf16", "int8"] | None
     disk_tbw: float | None
+    master: int | None
 
 
 @dataclass
@@ -128,10 +129,10 @@ def _subject(options: Options) -> Subject:
     _check_length(subject)
     _note_quantised(subject, is_run=options.run is not None)
     rule = subject.workload.rule
-    if options.states is not None:
-        if "states" not in rule.choices:
-            raise InputError(f"--states: {rule.name} has no such choice; leave it out")
-        rule = replace(rule, **{"states": options.states})
+    if choices := _given(options, ("states", "master")):
+        for name in choices.keys() - rule.choices.keys():
+            raise InputError(f"--{name}: {rule.name} has no such choice; leave it out")
+        rule = replace(rule, **choices)
         subject.workload = replace(subject.workload, rule=rule)
     if rule.pace < 1:
         subject.warnings.append(

@@ -11,6 +11,7 @@ from megatrain.placement import Precision
 States = Annotated[
     Literal["fp32", "bf16", "int8"] | None, typer.Option(help="AdamW's moments; fp32.")
 ]
+Master = Annotated[int | None, typer.Option(help="Bits of AdamW's master: 32, exact fp32, or 24.")]
 DiskTbw = Annotated[
     float | None, typer.Option(min=1, max=1e9, help="Terabytes that a drive may be written: 600.")
 ]
@@ -57,6 +58,7 @@ def plan(
     ] = None,
     precision: Annotated[Precision | None, typer.Option(help="Compute dtype; bf16.")] = None,
     states: States = None,
+    master: Master = None,
     disk_tbw: DiskTbw = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     picture: Annotated[
@@ -86,6 +88,7 @@ def plan(
         clip=clip,
         precision=precision,
         states=states,
+        master=master,
         disk_tbw=disk_tbw,
     )
     run_plan(options, as_json=as_json, picture=picture)

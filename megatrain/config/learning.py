@@ -15,6 +15,7 @@ class OptimizerSection(Section):
 
     `no_decay`: patterns of names that do not decay, besides LayerNorms; null: norms and biases.
     `states`: what AdamW's moments are: fp32 (14 bytes a parameter in all), bf16 (10), int8 (8.1).
+    `master`: bits of AdamW's master with bf16 layers: 32, exact fp32, or 24, a byte less.
     """
 
     name: str = "adamw"
@@ -24,6 +25,7 @@ class OptimizerSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     no_decay: list[Pattern] | None = None
     states: Literal["fp32", "bf16", "int8"] | None = None
+    master: Literal[32, 24] | None = None
     momentum: Annotated[float, Field(ge=0)] | None = None
     dampening: Annotated[float, Field(ge=0)] | None = None
     nesterov: bool | None = None

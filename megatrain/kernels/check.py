@@ -8,6 +8,7 @@ from torch import Tensor
 from megatrain.kernels.states import GROUP
 
 GRADIENTS = MOMENTS = (torch.bfloat16, torch.float32)
+REMAINDERS = (torch.int16, torch.int8)
 
 
 def tensor(
@@ -47,7 +48,7 @@ def planes(*, master: Tensor, weights: Tensor, remainder: Tensor) -> None:
     """
     tensor("master", master, (torch.float32,))
     tensor("weights", weights, (torch.bfloat16,), master.numel())
-    tensor("remainder", remainder, (torch.int16,), master.numel())
+    tensor("remainder", remainder, REMAINDERS, master.numel())
 
 
 def adamw_arguments(
@@ -70,7 +71,7 @@ def adamw_arguments(
         tensor("weights (without a remainder)", weights, (torch.float32,))
     else:
         tensor("weights (with a remainder)", weights, (torch.bfloat16,))
-        tensor("remainder", remainder, (torch.int16,), size)
+        tensor("remainder", remainder, REMAINDERS, size)
     if not scales:
         tensor("exp_avg", exp_avg, MOMENTS, size)
         tensor("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,), size)

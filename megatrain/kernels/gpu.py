@@ -102,6 +102,8 @@ def _update(
     if SPLIT:
         high = tl.load(weights + at, inside, other=0).to(tl.int16, bitcast=True).to(tl.int32)
         low = tl.load(remainder + at, inside, other=0).to(tl.int32)
+        if SPLIT == 1:
+            low = low << 8
         param = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
         param = tl.load(weights + at, inside, other=0)
@@ -124,10 +126,18 @@ def _update(
     )  # fmt: skip
     if SPLIT:
         bits = param.to(tl.int32, bitcast=True)
-        nan = param != param
-        high = tl.where(nan, (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
+        nan, quiet = param != param, (bits >> 16) | 0x40
+        if SPLIT == 1:
+            first, place = number + group * GROUP, tl.arange(0, GROUP)[None, :]
+            key = _mixed(seed.to(tl.uint32) + (first >> 32).to(tl.uint32)) + first.to(tl.uint32)
+            words = _mixed((key + (place // 4).to(tl.uint32)) ^ 0xFFFFFFFF)
+            bits += ((words >> (8 * (place % 4)).to(tl.uint32)) & 0xFF).to(tl.int32)
+        high = tl.where(nan, quiet, (bits + 0x8000) >> 16)
         tl.store(weights + at, high.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
-        tl.store(remainder + at, tl.where(nan, 0, bits).to(tl.int16), inside)
+        if SPLIT == 1:
+            tl.store(remainder + at, tl.where(nan, 0, bits >> 8).to(tl.int8), inside)
+        else:
+            tl.store(remainder + at, tl.where(nan, 0, bits).to(tl.int16), inside)
     else:
         tl.store(weights + at, param, inside)
 
@@ -159,6 +169,6 @@ def adamw(
         weights, weights if remainder is None else remainder, exp_avg, exp_avg_sq,
         *(scales or (exp_avg, exp_avg_sq)), grad, numel,
         *by, grad_scale, at, states.mixed(step),
-        SPLIT=remainder is not None, SMALL=1 - beta1 < 0.5, STATES=_KINDS[exp_avg.dtype],
-        GROUPS=_GROUPS, GROUP=states.GROUP,
+        SPLIT=0 if remainder is None else remainder.element_size(), SMALL=1 - beta1 < 0.5,
+        STATES=_KINDS[exp_avg.dtype], GROUPS=_GROUPS, GROUP=states.GROUP,
     )  # fmt: skip

@@ -27,11 +27,12 @@ from torch import Tensor
 
 from megatrain.kernels import check, states
 
-_ABI = 3
+_ABI = 4
 """The number that megatrain_abi() in csrc/api.cpp must return."""
 
 # As csrc/kernels.h numbers them.
 _STATES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_REMAINDERS = {torch.int16: 1, torch.int8: 2}
 
 _P, _N, _T = c_void_p, c_int64, c_int
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -39,9 +40,9 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "instruction_set": (c_char_p, []),
     "use_instruction_set": (c_int, [c_char_p]),
     "set_affinity": (c_int, [POINTER(c_int), c_int]),
-    "adamw": (None, [*[_P] * 7, c_int, c_int, _N, *[c_float] * 8, c_uint64, c_uint32, _T]),
-    "split": (None, [_P, _P, _P, _N, _T]),
-    "join": (None, [_P, _P, _P, _N, _T]),
+    "adamw": (None, [*[_P] * 7, c_int, c_int, c_int, _N, *[c_float] * 8, c_uint64, c_uint32, _T]),
+    "split": (None, [_P, _P, _P, c_int, _N, _T]),
+    "join": (None, [_P, _P, _P, c_int, _N, _T]),
     "gather_rows": (None, [_P, _P, _P, _N, _N, _T]),
     "scatter_rows": (None, [_P, _P, _P, _N, _N, _T]),
     "first_touch": (None, [_P, _N, _T]),
@@ -142,6 +143,7 @@ def adamw(
     _call["adamw"](
         *(None if plane is None else plane.data_ptr() for plane in planes),
         _STATES[exp_avg.dtype],
+        0 if remainder is None else _REMAINDERS[remainder.dtype],
         grad.dtype == torch.bfloat16,
         weights.numel(),
         *by,
@@ -153,25 +155,19 @@ def adamw(
 
 
 def split(
-    master_fp32: Tensor, weights_bf16: Tensor, remainder_int16: Tensor, *, threads: int = 1
+    master_fp32: Tensor, weights_bf16: Tensor, remainder: Tensor, *, threads: int = 1
 ) -> None:
     """See `reference.split`."""
-    check.planes(master=master_fp32, weights=weights_bf16, remainder=remainder_int16)
-    _call["split"](
-        master_fp32.data_ptr(),
-        weights_bf16.data_ptr(),
-        remainder_int16.data_ptr(),
-        master_fp32.numel(),
-        threads,
-    )
+    check.planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
+    planes = (master_fp32.data_ptr(), weights_bf16.data_ptr(), remainder.data_ptr())
+    _call["split"](*planes, remainder.element_size(), remainder.numel(), threads)
 
 
 def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: int = 1) -> None:
     """See `reference.join`."""
     check.planes(master=master_fp32, weights=weights, remainder=remainder)
-    _call["join"](
-        weights.data_ptr(), remainder.data_ptr(), master_fp32.data_ptr(), weights.numel(), threads
-    )
+    planes = (weights.data_ptr(), remainder.data_ptr(), master_fp32.data_ptr())
+    _call["join"](*planes, remainder.element_size(), remainder.numel(), threads)
 
 
 def gather_rows(

@@ -26,13 +26,15 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def split(
-    master_fp32: Tensor, weights_bf16: Tensor, remainder_int16: Tensor, *, threads: int = 1
+    master_fp32: Tensor, weights_bf16: Tensor, remainder: Tensor, *, threads: int = 1
 ) -> None:
-    """Take fp32 numbers apart into bf16 weights and a 16-bit remainder, without loss.
+    """Take fp32 numbers apart into bf16 weights and a remainder: 16 bits of it lose nothing.
 
     With `u` the 32 bits of a number, the weights are `(u + 0x8000) >> 16`: rounded to nearest, ties
-    away from zero because the remainder is signed; the remainder is the low half of `u`.
-    The largest finite numbers therefore stream as infinity and still join back exactly.
+    away from zero because the remainder is signed; the remainder is the low half of `u`, or the
+    upper byte of that. With a byte, numbers are rounded to 24 bits first, to nearest, ties away
+    from zero. The largest finite numbers therefore stream as infinity and still join back exactly,
+    but for those that have no 24 bits.
 
     A NaN keeps its sign and the upper six bits of its payload, becomes quiet, and loses the
     lower sixteen: its weight is a NaN, its remainder zero. Every other pattern is kept bit for bit.
@@ -40,26 +42,33 @@ def split(
     Args:
         master_fp32: [N] float32, read.
         weights_bf16: [N] bfloat16, written.
-        remainder_int16: [N] int16, written.
+        remainder: [N] int16 or int8, written.
         threads: ignored here, torch's own setting counts.
 
     Raises:
         ValueError: a tensor has the wrong dtype, size or layout.
     """
-    check.planes(master=master_fp32, weights=weights_bf16, remainder=remainder_int16)
-    for master, weights, remainder in _blocks(master_fp32, weights_bf16, remainder_int16):
-        split_block(master, weights, remainder)
+    check.planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
+    for master, weights, rest in _blocks(master_fp32, weights_bf16, remainder):
+        split_block(master, weights, rest)
 
 
-def split_block(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
-    """`split` of a range that is small, on any device."""
-    is_nan = master.isnan()
-    bits = master.view(torch.int32)
-    # In int32 the sum wraps only for NaNs, and the narrowing to int16 keeps the low half.
+def split_block(
+    master: Tensor, weights: Tensor, remainder: Tensor, added: Tensor | int = 0x80
+) -> None:
+    """`split` of a range that is small, on any device.
+
+    Args:
+        added: what rounds to 24 bits, if the remainder has a byte: up, where the other eight and
+            this are 256 or more.
+    """
+    is_nan, short = master.isnan(), remainder.dtype == torch.int8
+    bits = master.view(torch.int32) + (added if short else 0)
+    # In int32 the sums wrap only for NaNs, and the narrowing keeps the low part.
     rounded = (bits + 0x8000) >> 16
-    quiet = (bits >> 16) | 0x40
+    quiet = (master.view(torch.int32) >> 16) | 0x40
     weights.view(torch.int16).copy_(torch.where(is_nan, quiet, rounded))
-    remainder.copy_(bits.masked_fill(is_nan, 0))
+    remainder.copy_((bits >> 8 if short else bits).masked_fill(is_nan, 0))
 
 
 def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: int = 1) -> None:
@@ -67,7 +76,7 @@ def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: in
 
     Args:
         weights: [N] bfloat16, read.
-        remainder: [N] int16, read.
+        remainder: [N] int16, read; or int8, which stands for 256 times as much.
         master_fp32: [N] float32, written.
         threads: ignored here, torch's own setting counts.
 
@@ -81,7 +90,8 @@ def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: in
 
 def join_block(weights: Tensor, remainder: Tensor, master: Tensor) -> None:
     """`join` of a range that is small, on any device."""
-    torch.add(weights.view(torch.int16).int() << 16, remainder, out=master.view(torch.int32))
+    low = remainder.int() << 8 if remainder.dtype == torch.int8 else remainder
+    torch.add(weights.view(torch.int16).int() << 16, low, out=master.view(torch.int32))
 
 
 def adamw(
@@ -110,7 +120,7 @@ def adamw(
 
     Args:
         weights: [N] bfloat16 (then `remainder` holds the rest of the master) or float32.
-        remainder: [N] int16, or None when `weights` is float32.
+        remainder: [N] int16; int8, masters are rounded to 24 bits by chance; or None with float32.
         exp_avg, exp_avg_sq: [N] the moments: float32; bfloat16, rounded by chance; or int8 and
             uint8 codes (states.py).
         grad: [N] bfloat16 or float32, read; multiplied by `grad_scale` in fp32 first.
@@ -119,8 +129,7 @@ def adamw(
         grad_scale: the clipping factor.
         threads: ignored here, torch's own setting counts.
         scales: with codes those of both moments, [ceil(N / GROUP)] float32; otherwise empty.
-        at: number of the range's first element in the model, a multiple of GROUP: what bfloat16
-            moments' random numbers follow from, with `step`.
+        at: number of the range's first element in the model, from which random numbers follow.
 
     Raises:
         ValueError: a tensor has the wrong dtype, size or layout, `step` is below 1, or `at` is no
@@ -141,7 +150,8 @@ def adamw(
         g = grad[part].float() * grad_scale
         _move(param, m, v, g, by)
         if r is not None:
-            split_block(param, w, r)
+            number = (at + start, len(param), step, param.device)
+            split_block(param, w, r, states.random8(*number) if r.dtype == torch.int8 else 0)
         store_moments((m, v), kept, at=at + start, step=step)
 
 

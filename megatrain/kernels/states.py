@@ -1,4 +1,4 @@
-"""What 8-bit and bf16 optimizer states mean, in plain torch on any device.
+"""What 8-bit and bf16 optimizer states and random roundings mean, in plain torch on any device.
 
 The published codes are those of FlashOptim (arXiv 2602.23349, section 3): groups with a scale each,
 softsign companding of the first moment, a square-root code of the second.
@@ -158,6 +158,19 @@ def random16(at: int, numel: int, step: int, device: torch.device) -> tuple[Tens
     number = torch.arange(at, at + numel, device=device)
     random = _mixed(_mixed(mixed(step) + (number >> 32)) + number)
     return (random >> 16).int(), (random & 0xFFFF).int()
+
+
+def random8(at: int, numel: int, step: int, device: torch.device) -> Tensor:
+    """A random number, 0 to 255 as int32, for each element from number `at` on, and the step.
+
+    Element `e` of a group that begins with number `g` has byte `e % 4`, the lowest is 0, of
+    `mixed(~(mixed(mixed(step) + high) + low + e / 4))`, of the upper and lower 32 bits of `g`.
+    """
+    number = torch.arange(at, at + numel, device=device)
+    place = number % GROUP
+    first = number - place
+    words = _mixed(~(_mixed(mixed(step) + (first >> 32)) + first + place // 4))
+    return ((words >> 8 * (place % 4)) & 0xFF).int()
 
 
 def mixed(value: int) -> int:

@@ -27,11 +27,13 @@ class AdamW(Rule):
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
         states: of what the moments are: fp32; bf16, rounded by chance; or int8, codes with a scale
             for each group (megatrain/kernels/states.py). The master is fp32 with all of them.
+        master: 32: the exact fp32 master; 24: of the 16 bits that bf16 weights leave of it, 8 are
+            kept, and updates rounded to them by chance. For layers in bf16.
     """
 
     name = "adamw"
     settings = ("lr", "betas", "eps", "weight_decay")
-    choices: ClassVar = {"states": tuple(_MOMENTS)}
+    choices: ClassVar = {"states": tuple(_MOMENTS), "master": (32, 24)}
 
     lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)
@@ -39,6 +41,11 @@ class AdamW(Rule):
     weight_decay: float = 0.1
     no_decay: Sequence[str] = NO_DECAY
     states: Literal["fp32", "bf16", "int8"] = "fp32"
+    master: Literal[32, 24] = 32
+
+    @property
+    def remainder(self) -> torch.dtype:
+        return torch.int8 if self.master == 24 else torch.int16
 
     @property
     def state_planes(self) -> tuple[Plane, ...]:

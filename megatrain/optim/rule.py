@@ -101,6 +101,11 @@ class Rule(ABC):
     def state_planes(self) -> tuple[Plane, ...]:
         """What is kept of each trained parameter besides its master; begins as zeros."""
 
+    @property
+    def remainder(self) -> torch.dtype:
+        """Of what the rest of a master is, whose first half are bf16 weights."""
+        return torch.int16
+
     @abstractmethod
     def update(
         self,
@@ -118,7 +123,7 @@ class Rule(ABC):
         """Apply one update in place to a range of a tile, where its planes rest.
 
         Args:
-            weights: [N] bfloat16 (then `remainder`, [N] int16, has the rest of the master), or
+            weights: [N] bfloat16 (then `remainder`, [N], has the rest of the master), or
                 float32, on the CPU or on a GPU, where the update is put on the current stream.
             states: the same range of each of `state_planes`.
             grad: [N] bfloat16 or float32, read; to be multiplied by `grad_scale` in fp32.
@@ -184,13 +189,19 @@ class Rule(ABC):
 
 
 def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
-    """What a tile keeps when layers are computed in `dtype`; without a rule: for inference."""
+    """What a tile keeps when layers are computed in `dtype`; without a rule: for inference.
+
+    Raises:
+        InputError: the rule keeps less of a master than `dtype` has.
+    """
     weights = Plane("weights", dtype, frozen=True, kind=PlaneKind.WEIGHTS)
     if rule is None:
         return (weights,)
     if dtype != torch.bfloat16:
+        if rule.remainder != torch.int16:
+            raise InputError("master is 24, but layers in fp32 keep all 32 bits; leave it out")
         return (weights, *rule.state_planes)
-    remainder = Plane("remainder", torch.int16, frozen=True, kind=PlaneKind.REMAINDER)
+    remainder = Plane("remainder", rule.remainder, frozen=True, kind=PlaneKind.REMAINDER)
     return (weights, remainder, *rule.state_planes)
 
 

@@ -27,6 +27,7 @@ from megatrain.model.rebuilt import emptied
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import read_weights, resolve_model, source_dtype
+from megatrain.optim import Rule
 from megatrain.source.state_io import (
     open_model,
     read_untrained,
@@ -161,10 +162,14 @@ def fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
 def _read_state(checkpoint: Checkpoint, store: Store) -> None:
     """Weights and the optimizer's state, which is converted where the rule keeps it otherwise."""
     saved, rule, threads = saved_optimizer(checkpoint), store.rule, update_threads()
-    if saved is None or rule is None or saved.state_planes == rule.state_planes:
+    if saved is None or rule is None or _kept(saved) == _kept(rule):
         read_tiles(checkpoint, store.tiles, threads)
     else:
         read_converted(checkpoint, store.tiles, threads, saved, rule)
+
+
+def _kept(rule: Rule) -> tuple[Any, ...]:
+    return rule.state_planes, rule.remainder
 
 
 def _read_masters(checkpoint: Checkpoint, write: Write) -> None:

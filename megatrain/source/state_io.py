@@ -153,8 +153,12 @@ def saved_dtype(checkpoint: Checkpoint, name: str | None = None) -> torch.dtype:
     return SOURCE_DTYPES[name]
 
 
-def saved_optimizer(checkpoint: Checkpoint, states: str | None = None) -> Rule | None:
-    """The checkpoint's optimizer rule, with other `states` if given. Raises InputError."""
+def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
+    """The checkpoint's optimizer rule, with those of its choices that are not None.
+
+    Raises:
+        InputError: the rule is unknown, or has no such choice.
+    """
     if checkpoint.settings.optimizer is None:
         return None
     given = {"name": AdamW.name} | checkpoint.settings.optimizer  # the first ones did not say
@@ -164,10 +168,10 @@ def saved_optimizer(checkpoint: Checkpoint, states: str | None = None) -> Rule |
     # Checkpoints of older versions do not have the choices.
     if rule is None or not known - rule.choices.keys() <= given.keys() <= known:
         raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
-    if states is not None:
-        if "states" not in rule.choices:
-            raise InputError(f"states is {states!r}, but {name} has no such choice; leave it out")
-        given["states"] = states
+    for choice, value in wanted.items():
+        if value is not None and choice not in rule.choices:
+            raise InputError(f"{choice} is {value!r}, but {name} has no such choice; leave it out")
+        given |= {} if value is None else {choice: value}
     return rule(**given)
 
 

@@ -26,7 +26,7 @@ FREE_KEYS = {
         "steps", "epochs", "micro_batch_size", "max_grad_norm", "eval_every",
         "early_stopping", "samples", "on_nonfinite", "max_skips", "spike",
     ),
-    "optimizer": ("lr", "betas", "eps", "states"),
+    "optimizer": ("lr", "betas", "eps", "states", "master"),
     "engine": ("device", "placement", "device_memory", "host_memory", "disk", "disk_space"),
 }  # fmt: skip
 

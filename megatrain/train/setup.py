@@ -256,6 +256,7 @@ def _saved_engine(config: Config, start: Start) -> Engine:
             start.checkpoint,
             placement=chosen_placement,
             states=config.optimizer.states,
+            master=config.optimizer.master,
             **_settings(config),
         )
     except InputError as error:

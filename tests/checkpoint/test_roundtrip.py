@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from megatrain.store import Store
 from megatrain.tile import TileLayout
 from tests.checkpoint.cases import batches, change, engine_of, state
 from tests.parity.cases import frozen, llama, masters, noisy, same
-from tests.rules import with_rules
+from tests.rules import SWEPT, with_rules
 from tests.sweeps import swept
 
 PLACEMENTS = {
@@ -304,6 +305,36 @@ def test_other_states_are_made_of_the_saved_ones(states, precision, tmp_path, ca
     third = Engine.load(tmp_path / "again", device="cpu", placement=Placement(slots=1))
     assert go_on(third, batches(2)) == go_on(again, batches(2))
     assert same(state(third), state(again))
+
+
+@pytest.mark.parametrize("master", [(32, 24), (24, 32)])
+def test_masters_of_24_bits_are_made_of_32_and_back(master, tmp_path, caplog, monkeypatch) -> None:
+    monkeypatch.setitem(SWEPT, "short", partial(AdamW, states="int8", master=master[0]))
+    engine = engine_of(precision="bf16", model=half_frozen(), rule="short")
+    go_on(engine, batches(2))
+    engine.save(tmp_path / "saved")
+    placement = Placement(resident=("layer 1",), disk_moments=1, disk_remainder=2)
+    given = {"placement": placement, "disk": tmp_path}
+    again = Engine.load(tmp_path / "saved", device="cpu", master=master[1], **given)
+    assert any(f"(master {master[0]} to {master[1]})" in each.message for each in caplog.records)
+    found, wanted = masters(again), masters(engine)
+    kept = {
+        name: ((p.view(torch.int32) + 0x80) & ~0xFF).view(p.dtype) for name, p in wanted.items()
+    }
+    assert same(found, kept if master[1] == 24 else wanted)
+    assert [p.dtype for p in again._store.tiles[0].planes if p.name == "remainder"] == [
+        torch.int8 if master[1] == 24 else torch.int16
+    ]
+    again.save(tmp_path / "again")
+    third = Engine.load(tmp_path / "again", device="cpu", placement=Placement(slots=1))
+    assert go_on(third, batches(2)) == go_on(again, batches(2))
+    assert same(state(third), state(again))
+
+
+def test_24_bits_of_layers_in_fp32_are_refused(monkeypatch) -> None:
+    monkeypatch.setitem(SWEPT, "short", partial(AdamW, master=24))
+    with pytest.raises(InputError, match="master is 24, but layers in fp32 keep all 32 bits"):
+        engine_of(precision="fp32", rule="short")
 
 
 def test_states_of_a_rule_that_has_no_choice_are_refused(tmp_path) -> None:

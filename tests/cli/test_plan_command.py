@@ -117,6 +117,19 @@ def test_planes_on_a_disk_are_told_with_its_wear(megatrain, run_file, tmp_path):
     assert "disk " not in megatrain("plan", run_file, *HERE).stdout
 
 
+def test_the_plan_of_masters_of_24_bits_counts_a_byte_less(megatrain, run_file):
+    def remainders(*options):
+        result = megatrain("plan", run_file, *HERE, "--json", "--precision", "bf16", *options)
+        assert result.exit_code == 0, result.output
+        tiers = json.loads(result.stdout)["bytes_by_tier"].values()
+        return sum(tier["remainder"] for tier in tiers)
+
+    by_key = remainders("--set", "optimizer.master=24")
+    assert remainders() == 2 * by_key == 2 * remainders("--master", "24") > 0
+    other = megatrain("plan", run_file, *HERE, "--master", "16")
+    assert other.exit_code == 2 and "master is 16; it must be 32 or 24" in other.output
+
+
 def test_saves_take_half_of_what_the_host_has_left(megatrain):
     ask = ["plan", "--model", "0.5B", "--gpu", "4090", "--cores", 16, "--tokens", 8192, "--json"]
     told = json.loads(megatrain(*ask, "--host-memory", "8GiB").stdout)

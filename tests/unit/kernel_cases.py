@@ -85,11 +85,13 @@ def zero_moments(size: int, kind: str) -> dict[str, Any]:
     return {"exp_avg": first, "exp_avg_sq": second, "scales": scales}
 
 
-def split_state(size: int, kind: str = "fp32") -> dict[str, Any]:
+def split_state(
+    size: int, kind: str = "fp32", remainder: torch.dtype = torch.int16
+) -> dict[str, Any]:
     """Bf16 weights, remainder and zero moments of a random fp32 master."""
     state = {
         "weights": torch.empty(size, dtype=torch.bfloat16),
-        "remainder": torch.empty(size, dtype=torch.int16),
+        "remainder": torch.empty(size, dtype=remainder),
         **zero_moments(size, kind),
     }
     reference.split(randn(size, 0) * 0.02, state["weights"], state["remainder"])

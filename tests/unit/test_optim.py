@@ -248,14 +248,15 @@ def test_a_bad_gradient_is_seen_in_its_weights(name: str) -> None:
 
 BYTES = {("adamw", "bf16"): (14, 26), ("adamw", "fp32"): (16, 28),
          ("adamw bf16", "bf16"): (10, 18), ("adamw int8", "bf16"): (8.125, 14.25),
-         ("adamw int8", "fp32"): (10.125, 16.25),
+         ("adamw int8", "fp32"): (10.125, 16.25), ("adamw 24", "bf16"): (7.125, 12.25),
          ("sgd", "bf16"): (10, 18), ("sgd plain", "bf16"): (6, 10),
          ("lion", "bf16"): (10, 18), ("lion", "fp32"): (12, 20)}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "precision"), BYTES)
 def test_bytes_of_a_parameter_follow_from_the_planes(name: str, precision: str) -> None:
-    rule, dtype = SWEPT[name](), DTYPES[precision]
+    swept = SWEPT | {"adamw 24": partial(AdamW, states="int8", master=24)}
+    rule, dtype = swept[name](), DTYPES[precision]
     assert (parameter_bytes(rule, dtype), moved_bytes(rule, dtype)) == BYTES[name, precision]
     assert parameter_bytes(None, dtype) == dtype.itemsize  # what inference keeps
 

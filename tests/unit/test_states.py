@@ -20,6 +20,7 @@ from megatrain.kernels.states import (
     decode_second,
     encode_first,
     encode_second,
+    random8,
     random16,
     round_by_chance,
 )
@@ -28,9 +29,12 @@ from tests.unit.kernel_cases import (
     assert_same_bits,
     flat,
     fuses_like_torch,
+    implementations,
     instruction_set,  # noqa: F401  a fixture
+    joined,
     native,
     needs_native,
+    randn,
     split_state,
     whole_state,
 )
@@ -195,6 +199,50 @@ def test_native_updates_carry_what_is_not_finite_as_the_reference(bad: float) ->
             assert_same_bits(found[name].nan_to_num(7), plane.nan_to_num(7), name)
         assert states[0]["scales"][1].isnan().tolist() == [False, True, False]
     assert states[0]["weights"].isnan().sum() == GROUP + 1
+
+
+@implementations
+def test_24_bits_are_the_nearest_and_come_back(kernels: Any) -> None:
+    master = torch.cat([randn(20_000, 0), torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan])])
+    weights, found = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master)
+    remainder = torch.empty_like(master, dtype=torch.int8)
+    kernels.split(master, weights, remainder)
+    kernels.join(weights, remainder, found)
+    assert ((found - master).abs() <= master.abs() * 2**-16).logical_or(~master.isfinite()).all()
+    assert not (found.view(torch.int32) & 0xFF).any()
+    assert torch.equal(found[-5:].nan_to_num(7), master[-5:].nan_to_num(7))
+    again = torch.empty_like(found)
+    kernels.split(found, weights, remainder)
+    kernels.join(weights, remainder, again)
+    assert_same_bits(again, found)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_24_bits_move_by_small_learning_rates_what_fp32_moves(kind: str) -> None:
+    """Steps of a hundredth of what 24 bits tell apart, which rounding to nearest would lose."""
+    size, hyper = 1 << 14, HYPER | {"lr": 1e-6, "weight_decay": 0.0}
+    states = [split_state(size, kind, dtype) for dtype in (torch.int16, torch.int8)]
+    for state in states:
+        state["weights"].fill_(3.0), state["remainder"].zero_()
+    for step in range(1, 31):
+        for state in states:
+            grad = torch.ones(size, dtype=torch.bfloat16)
+            reference.adamw(**state, grad=grad, **hyper, step=step)
+    exact, short = (joined(state).double() - 3.0 for state in states)
+    assert exact.mean() == pytest.approx(-3e-5, rel=0.05)  # fp32 rounds, too
+    # The spread of the mean: some 0.4 units of 2**-14 by the root of the size, a hundredth of it.
+    assert short.mean() == pytest.approx(exact.mean().item(), rel=0.05)
+    assert short.unique().numel() > 1 and not (short * 2**14 % 1).any()
+
+
+def test_what_rounds_to_24_bits_differs_by_element_and_step() -> None:
+    one = random8(1 << 33, 1 << 16, 7, torch.device("cpu"))
+    others = [random8(at, 1 << 16, step, one.device) for at, step in ((0, 7), (1 << 33, 8))]
+    moments = random16(1 << 33, 1 << 16, 7, one.device)
+    for other in (*others, *moments, one.roll(1), one.roll(4), one.roll(GROUP)):
+        assert abs(torch.corrcoef(torch.stack([one, other]).double())[0, 1]) < 0.02
+    assert one.double().mean() == pytest.approx(127.5, abs=1)
+    assert torch.equal(random8((1 << 33) + 640, 640, 7, one.device), one[640:1280])
 
 
 def longest_steps(gradients: Iterable[Tensor], kind: str) -> Tensor:

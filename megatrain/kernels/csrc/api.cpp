@@ -60,7 +60,7 @@ const Kernels* chosen = find_kernels(nullptr);
 extern "C" {
 
 // Raised with every change of the signatures below; native.py refuses another number.
-int megatrain_abi() { return 3; }
+int megatrain_abi() { return 4; }
 
 const char* megatrain_instruction_set() { return chosen->name; }
 
@@ -75,33 +75,34 @@ int megatrain_set_affinity(const int* cores, int num_cores) {
     return megatrain::set_affinity(cores, num_cores);
 }
 
-// `states` is a number of megatrain::States; the scalars are in the order of AdamwArguments.
-void megatrain_adamw(void* weights, int16_t* remainder, void* exp_avg, void* exp_avg_sq,
+// `states` and `master` are numbers of megatrain::States and megatrain::Master; the scalars are in
+// the order of AdamwArguments.
+void megatrain_adamw(void* weights, void* remainder, void* exp_avg, void* exp_avg_sq,
                      float* exp_avg_scale, float* exp_avg_sq_scale, const void* grad,
-                     int states, int grad_is_bf16, int64_t size, float decay, float weight1,
-                     float beta2, float weight2, float root_correction2, float eps,
+                     int states, int master, int grad_is_bf16, int64_t size, float decay,
+                     float weight1, float beta2, float weight2, float root_correction2, float eps,
                      float negative_step_size, float grad_scale, uint64_t at, uint32_t step,
                      int threads) {
     const AdamwArguments arguments = {
         weights, remainder, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, grad, decay,
         weight1, beta2, weight2, root_correction2, eps, negative_step_size, grad_scale, at, step,
     };
-    const auto kernel = chosen->adamw[states][remainder != nullptr][grad_is_bf16];
+    const auto kernel = chosen->adamw[states][master][grad_is_bf16];
     parallel_for(size, kGrain, threads,
                  [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
 }
 
-void megatrain_split(const float* master, uint16_t* weights, int16_t* remainder, int64_t size,
-                     int threads) {
+void megatrain_split(const float* master, uint16_t* weights, void* remainder, int remainder_bytes,
+                     int64_t size, int threads) {
     parallel_for(size, kGrain, threads, [&](int64_t begin, int64_t end) {
-        chosen->split(master, weights, remainder, begin, end);
+        chosen->split[remainder_bytes - 1](master, weights, remainder, begin, end);
     });
 }
 
-void megatrain_join(const uint16_t* weights, const int16_t* remainder, float* master, int64_t size,
-                    int threads) {
+void megatrain_join(const uint16_t* weights, const void* remainder, float* master,
+                    int remainder_bytes, int64_t size, int threads) {
     parallel_for(size, kGrain, threads, [&](int64_t begin, int64_t end) {
-        chosen->join(weights, remainder, master, begin, end);
+        chosen->join[remainder_bytes - 1](weights, remainder, master, begin, end);
     });
 }
 

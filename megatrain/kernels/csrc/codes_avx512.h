@@ -161,25 +161,71 @@ inline Ints largest_of(const Floats* m, const Floats* root) {
     return _mm512_max_epi32(both, _mm512_shuffle_epi32(both, _MM_PERM_CDAB));
 }
 
+// The lower halves of the masters, as words in the order of the weights.
+inline void lower_halves(const int16_t* remainder, Ints* low) {
+    low[0] = load(remainder);
+    low[1] = load(remainder + 32);
+}
+inline void lower_halves(const int8_t* remainder, Ints* low) {
+    const Ints bytes = to_lanes(load(remainder));
+    low[0] = _mm512_unpacklo_epi8(_mm512_setzero_si512(), bytes);
+    low[1] = _mm512_unpackhi_epi8(_mm512_setzero_si512(), bytes);
+}
+inline void store_lower_halves(int16_t* remainder, const Ints* low) {
+    store(remainder, low[0]);
+    store(remainder + 32, low[1]);
+}
+inline void store_lower_halves(int8_t* remainder, const Ints* low) {
+    store(remainder, from_lanes(_mm512_packus_epi16(_mm512_srli_epi16(low[0], 8),
+                                                    _mm512_srli_epi16(low[1], 8))));
+}
+
 // Masters of a group, in parts.
-inline void join_parts(const bf16* weights, const int16_t* remainder, Floats* param) {
+template <typename Remainder>
+inline void join_parts(const bf16* weights, const Remainder* remainder, Floats* param) {
+    Ints low[2];
+    lower_halves(remainder, low);
     for (int half = 0; half < 2; ++half) {
-        const Ints low = load(remainder + 32 * half);
-        const Ints up = _mm512_add_epi16(load(weights + 32 * half), _mm512_srai_epi16(low, 15));
-        param[2 * half] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low, up));
-        param[2 * half + 1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low, up));
+        const Ints sign = _mm512_srai_epi16(low[half], 15);
+        const Ints up = _mm512_add_epi16(load(weights + 32 * half), sign);
+        param[2 * half] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low[half], up));
+        param[2 * half + 1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low[half], up));
     }
 }
 
-inline void split_parts(const Floats* param, bf16* weights, int16_t* remainder) {
-    Ints bits[4];
+inline Ints mixed(Ints x) {
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)),
+                           _mm512_set1_epi32(0x7feb352d));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)),
+                           _mm512_set1_epi32(int(0x846ca68bu)));
+    return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+}
+
+// Adds what rounds to 24 bits by chance, as random_bytes has it; 32 bits are not rounded.
+inline void add_random(const AdamwArguments& a, int64_t i, const int8_t*, Ints* bits) {
+    const Ints places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const Ints number = _mm512_add_epi32(_mm512_set1_epi32(int(group_key(a, i))), places);
+    const Ints random = to_lanes(mixed(_mm512_xor_si512(number, _mm512_set1_epi32(-1))));
+    bits[0] = _mm512_add_epi32(bits[0], part_of<0>(random));
+    bits[1] = _mm512_add_epi32(bits[1], part_of<1>(random));
+    bits[2] = _mm512_add_epi32(bits[2], part_of<2>(random));
+    bits[3] = _mm512_add_epi32(bits[3], part_of<3>(random));
+}
+inline void add_random(const AdamwArguments&, int64_t, const int16_t*, Ints*) {}
+
+template <typename Remainder>
+inline void split_parts(const AdamwArguments& a, int64_t i, const Floats* param, bf16* weights,
+                        Remainder* remainder) {
+    Ints bits[4], low[2];
     for (int k = 0; k < 4; ++k) bits[k] = _mm512_castps_si512(param[k]);
+    add_random(a, i, remainder, bits);
     const __mmask16 nan = _mm512_cmp_ps_mask(param[0], param[1], _CMP_UNORD_Q) |
                           _mm512_cmp_ps_mask(param[2], param[3], _CMP_UNORD_Q);
     if (nan != 0) {
         for (int k = 0; k < 4; ++k) {
             const __mmask16 mask = _mm512_cmp_ps_mask(param[k], param[k], _CMP_UNORD_Q);
-            const Ints quiet = _mm512_or_si512(bits[k], _mm512_set1_epi32(0x00400000));
+            const Ints quiet =
+                _mm512_or_si512(_mm512_castps_si512(param[k]), _mm512_set1_epi32(0x00400000));
             bits[k] = _mm512_mask_and_epi32(bits[k], mask, quiet, _mm512_set1_epi32(~0xffff));
         }
     }
@@ -188,19 +234,19 @@ inline void split_parts(const Floats* param, bf16* weights, int16_t* remainder) 
         const Ints one = bits[2 * half], other = bits[2 * half + 1];
         const Ints up =
             _mm512_packus_epi32(_mm512_srli_epi32(one, 16), _mm512_srli_epi32(other, 16));
-        const Ints low = _mm512_packus_epi32(_mm512_and_si512(one, low_half),
-                                             _mm512_and_si512(other, low_half));
-        store(weights + 32 * half, _mm512_add_epi16(up, _mm512_srli_epi16(low, 15)));
-        store(remainder + 32 * half, low);
+        low[half] = _mm512_packus_epi32(_mm512_and_si512(one, low_half),
+                                        _mm512_and_si512(other, low_half));
+        store(weights + 32 * half, _mm512_add_epi16(up, _mm512_srli_epi16(low[half], 15)));
     }
+    store_lower_halves(remainder, low);
 }
 
 // As update_one: from codes to masters, and to the moment and the root that codes will be made of.
-template <bool kSmall>
+template <bool kSmall, typename Remainder>
 inline __attribute__((always_inline)) void update_parts(const AdamwArguments& a, int64_t i,
                                                         Floats* m, Floats* root) {
     bf16* weights = static_cast<bf16*>(a.weights) + i;
-    int16_t* remainder = a.remainder + i;
+    Remainder* remainder = static_cast<Remainder*>(a.remainder) + i;
     const int8_t* first = static_cast<const int8_t*>(a.exp_avg) + i;
     const uint8_t* second = static_cast<const uint8_t*>(a.exp_avg_sq) + i;
     const bf16* grad = static_cast<const bf16*>(a.grad) + i;
@@ -236,7 +282,7 @@ inline __attribute__((always_inline)) void update_parts(const AdamwArguments& a,
         const Floats step = _mm512_mul_ps(_mm512_set1_ps(a.negative_step_size), m[k]);
         param[k] = _mm512_add_ps(param[k], _mm512_div_ps(step, denominator));
     }
-    split_parts(param, weights, remainder);
+    split_parts(a, i, param, weights, remainder);
 }
 
 inline void encode_parts(const AdamwArguments& a, int64_t i, const Floats* m, const Floats* root) {
@@ -256,7 +302,7 @@ inline void encode_parts(const AdamwArguments& a, int64_t i, const Floats* m, co
 
 // The whole groups from `begin` on, some at a time, so that none waits for another's quotients;
 // returns where they end.
-template <bool kSmall>
+template <bool kSmall, typename Remainder>
 inline int64_t update_groups(const AdamwArguments& a, int64_t begin, int64_t end) {
     constexpr int kSome = 4;
     Floats m[kSome][4], root[kSome][4];
@@ -264,7 +310,8 @@ inline int64_t update_groups(const AdamwArguments& a, int64_t begin, int64_t end
     while (i + kGroup <= end) {
         const int64_t left = (end - i) / kGroup;
         const int some = left < kSome ? int(left) : kSome;
-        for (int j = 0; j < some; ++j) update_parts<kSmall>(a, i + j * kGroup, m[j], root[j]);
+        for (int j = 0; j < some; ++j)
+            update_parts<kSmall, Remainder>(a, i + j * kGroup, m[j], root[j]);
         for (int j = 0; j < some; ++j) encode_parts(a, i + j * kGroup, m[j], root[j]);
         i += some * kGroup;
     }

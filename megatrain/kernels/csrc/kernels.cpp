@@ -65,14 +65,26 @@ inline float join_one(bf16 weight, int16_t remainder) {
     const uint16_t upper = uint16_t(weight + (remainder >> 15));
     return float_of(uint32_t(upper) << 16 | uint16_t(remainder));
 }
+inline float join_one(bf16 weight, int8_t remainder) {
+    return join_one(weight, int16_t(remainder * 256));
+}
 
-inline void split_one(float master, bf16& weight, int16_t& remainder) {
+// Rounding would turn some NaNs into infinities or zeros; quiet ones without a lower half stay.
+inline uint32_t quiet_bits(uint32_t bits) { return (bits | 0x00400000u) & 0xffff0000u; }
+
+inline void split_one(float master, bf16& weight, int16_t& remainder, uint32_t) {
     uint32_t bits = bits_of(master);
-    // Rounding would turn some NaNs into infinities or zeros; quiet ones without a lower half stay.
-    bits = master == master ? bits : (bits | 0x00400000u) & 0xffff0000u;
+    bits = master == master ? bits : quiet_bits(bits);
     const uint16_t upper = uint16_t(bits >> 16), lower = uint16_t(bits);
     weight = bf16(upper + (lower >> 15));
     remainder = int16_t(lower);
+}
+// To 24 bits: up, away from zero, where the other eight and `added` are 256 or more.
+inline void split_one(float master, bf16& weight, int8_t& remainder, uint32_t added) {
+    uint32_t bits = bits_of(master);
+    bits = master == master ? bits + added : quiet_bits(bits);
+    weight = bf16((bits >> 16) + (bits >> 15 & 1));
+    remainder = int8_t(bits >> 8);
 }
 
 // param, exp_avg, exp_avg_sq and its root after one update: torch/optim/adam.py,
@@ -91,11 +103,15 @@ inline float update_one(const AdamwArguments& a, float param, float& m, float& v
     return param + (a.negative_step_size * m) / denominator;
 }
 
-// Two 16-bit random numbers for each element and step: reference.py has the formula.
+// Random numbers for each element and step: states.py has the formulas.
 inline uint32_t mixed(uint32_t x) {
     x = (x ^ x >> 16) * 0x7feb352du;
     x = (x ^ x >> 15) * 0x846ca68bu;
     return x ^ x >> 16;
+}
+inline uint32_t group_key(const AdamwArguments& a, int64_t i) {
+    const uint64_t at = a.at + uint64_t(i);
+    return mixed(mixed(a.step) + uint32_t(at >> 32)) + uint32_t(at);
 }
 
 // Up or down by chance, so that the mean is the value; NaN, infinity and zero stay.
@@ -148,8 +164,7 @@ struct StatesBf16 {
         bf16* __restrict first = static_cast<bf16*>(a.exp_avg) + i;
         bf16* __restrict second = static_cast<bf16*>(a.exp_avg_sq) + i;
         for (int group = 0; group < n; group += kGroup) {
-            const uint64_t at = a.at + uint64_t(i + group);
-            const uint32_t key = mixed(mixed(a.step) + uint32_t(at >> 32)) + uint32_t(at);
+            const uint32_t key = group_key(a, i + group);
             for (int j = group; j < smaller(group + kGroup, n); ++j) {
                 const uint32_t random = mixed(key + uint32_t(j - group));
                 first[j] = round_by_chance(m[j], random >> 16);
@@ -239,16 +254,38 @@ private:
 namespace megatrain {
 namespace {
 
-inline float master_at(const bf16* weights, const int16_t* remainder, int j) {
+template <typename Remainder>
+inline float master_at(const bf16* weights, const Remainder* remainder, int j) {
     return join_one(weights[j], remainder[j]);
 }
-inline float master_at(const float* weights, const int16_t*, int j) { return weights[j]; }
-inline void set_master_at(bf16* weights, int16_t* remainder, int j, float master) {
-    split_one(master, weights[j], remainder[j]);
+template <typename Remainder>
+inline float master_at(const float* weights, const Remainder*, int j) {
+    return weights[j];
 }
-inline void set_master_at(float* weights, int16_t*, int j, float master) { weights[j] = master; }
+template <typename Remainder>
+inline void set_master_at(float* weights, Remainder*, int j, float master, const uint8_t*) {
+    weights[j] = master;
+}
+inline void set_master_at(bf16* weights, int16_t* remainder, int j, float master, const uint8_t*) {
+    split_one(master, weights[j], remainder[j], 0);
+}
+inline void set_master_at(bf16* weights, int8_t* remainder, int j, float master,
+                          const uint8_t* random) {
+    split_one(master, weights[j], remainder[j], random[j]);
+}
 
-template <typename States, typename Weight, typename Grad>
+// What rounds the masters of n elements to 24 bits by chance; of whole groups.
+inline void random_bytes(const AdamwArguments& a, int64_t i, int n, uint8_t* random) {
+    static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first byte is the lowest");
+    for (int group = 0; group < n; group += kGroup) {
+        const uint32_t key = group_key(a, i + group);
+        uint32_t words[kGroup / 4];
+        for (uint32_t j = 0; j < kGroup / 4; ++j) words[j] = mixed(~(key + j));
+        std::memcpy(random + group, words, kGroup);
+    }
+}
+
+template <typename States, typename Weight, typename Remainder, typename Grad>
 inline __attribute__((always_inline)) void adamw_block(const AdamwArguments& a, int64_t i, int n) {
     float room1[kBlock], room2[kBlock], root[kBlock];
     float *first = room1, *second = room2;
@@ -256,44 +293,56 @@ inline __attribute__((always_inline)) void adamw_block(const AdamwArguments& a, 
     float* __restrict m = first;
     float* __restrict v = second;
     Weight* __restrict weights = static_cast<Weight*>(a.weights) + i;
-    int16_t* __restrict remainder = a.remainder == nullptr ? nullptr : a.remainder + i;
+    Remainder* __restrict remainder =
+        a.remainder == nullptr ? nullptr : static_cast<Remainder*>(a.remainder) + i;
     const Grad* __restrict grad = static_cast<const Grad*>(a.grad) + i;
+    uint8_t random[kBlock];
+    if (sizeof(Remainder) == 1) random_bytes(a, i, n, random);
     for (int j = 0; j < n; ++j) {
         const float param = master_at(weights, remainder, j);
         const float g = read(grad, j) * a.grad_scale;
         const float updated = update_one<States::kFolded>(a, param, m[j], v[j], g, root[j]);
-        set_master_at(weights, remainder, j, updated);
+        set_master_at(weights, remainder, j, updated, random);
     }
     States::store(a, i, n, m, v, root);
 }
 
+// Updates whole groups from `begin` on, where there is a way of their own; returns where they end.
+template <typename States, typename Weight, typename Remainder, typename Grad>
+struct Groups {
+    static int64_t update(const AdamwArguments&, int64_t begin, int64_t) { return begin; }
+};
 #if defined(__AVX512VBMI__)
-template <typename States, typename Weight, typename Grad>
-constexpr bool kInGroups = false;
-template <>
-constexpr bool kInGroups<StatesInt8, bf16, bf16> = true;
+template <typename Remainder>
+struct Groups<StatesInt8, bf16, Remainder, bf16> {
+    static int64_t update(const AdamwArguments& a, int64_t begin, int64_t end) {
+        return a.weight1 < 0.5f ? update_groups<true, Remainder>(a, begin, end)
+                                : update_groups<false, Remainder>(a, begin, end);
+    }
+};
 #endif
 
-template <typename States, typename Weight, typename Grad>
+template <typename States, typename Weight, typename Remainder, typename Grad>
 void adamw(const AdamwArguments& arguments, int64_t begin, int64_t end) {
     const AdamwArguments a = arguments;
-    int64_t i = begin;
-#if defined(__AVX512VBMI__)
-    if constexpr (kInGroups<States, Weight, Grad>) 
-        i = a.weight1 < 0.5f ? update_groups<true>(a, i, end) : update_groups<false>(a, i, end);
-#endif
-    for (; i + kBlock <= end; i += kBlock) adamw_block<States, Weight, Grad>(a, i, kBlock);
-    if (i < end) adamw_block<States, Weight, Grad>(a, i, int(end - i));
+    int64_t i = Groups<States, Weight, Remainder, Grad>::update(a, begin, end);
+    for (; i + kBlock <= end; i += kBlock)
+        adamw_block<States, Weight, Remainder, Grad>(a, i, kBlock);
+    if (i < end) adamw_block<States, Weight, Remainder, Grad>(a, i, int(end - i));
 }
 
-void split(const float* __restrict master, uint16_t* __restrict weights,
-           int16_t* __restrict remainder, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) split_one(master[i], weights[i], remainder[i]);
+template <typename Remainder>
+void split(const float* __restrict master, uint16_t* __restrict weights, void* remainder,
+           int64_t begin, int64_t end) {
+    Remainder* __restrict rest = static_cast<Remainder*>(remainder);
+    for (int64_t i = begin; i < end; ++i) split_one(master[i], weights[i], rest[i], 0x80);
 }
 
-void join(const uint16_t* __restrict weights, const int16_t* __restrict remainder,
-          float* __restrict master, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) master[i] = join_one(weights[i], remainder[i]);
+template <typename Remainder>
+void join(const uint16_t* __restrict weights, const void* remainder, float* __restrict master,
+          int64_t begin, int64_t end) {
+    const Remainder* __restrict rest = static_cast<const Remainder*>(remainder);
+    for (int64_t i = begin; i < end; ++i) master[i] = join_one(weights[i], rest[i]);
 }
 
 // Sixteen running sums whatever the vector width: the order of additions is part of the result.
@@ -321,16 +370,18 @@ double squared_norm(const void* array, int64_t begin, int64_t end) {
 
 }  // namespace
 
+// By master and gradient.
+#define MEGATRAIN_ADAMW(states)                                                       \
+    {{adamw<states, float, int16_t, float>, adamw<states, float, int16_t, bf16>},     \
+     {adamw<states, bf16, int16_t, float>, adamw<states, bf16, int16_t, bf16>},       \
+     {adamw<states, bf16, int8_t, float>, adamw<states, bf16, int8_t, bf16>}}
+
 const Kernels& MEGATRAIN_NAME(MEGATRAIN_ISA)() {
     static constexpr Kernels table = {
         MEGATRAIN_TEXT(MEGATRAIN_ISA),
-        {{{adamw<StatesFp32, float, float>, adamw<StatesFp32, float, bf16>},
-          {adamw<StatesFp32, bf16, float>, adamw<StatesFp32, bf16, bf16>}},
-         {{adamw<StatesBf16, float, float>, adamw<StatesBf16, float, bf16>},
-          {adamw<StatesBf16, bf16, float>, adamw<StatesBf16, bf16, bf16>}},
-         {{adamw<StatesInt8, float, float>, adamw<StatesInt8, float, bf16>},
-          {adamw<StatesInt8, bf16, float>, adamw<StatesInt8, bf16, bf16>}}},
-        split, join,
+        {MEGATRAIN_ADAMW(StatesFp32), MEGATRAIN_ADAMW(StatesBf16), MEGATRAIN_ADAMW(StatesInt8)},
+        {split<int8_t>, split<int16_t>},
+        {join<int8_t>, join<int16_t>},
         squared_norm<bf16>, squared_norm<float>,
     };
     return table;

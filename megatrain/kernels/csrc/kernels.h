@@ -14,7 +14,7 @@ constexpr int kGroup = 64;
 // All scalars are what torch's fp32 kernels see: computed in fp64, rounded to fp32 once.
 struct AdamwArguments {
     void* weights;              // bf16 bits with a remainder, fp32 without
-    int16_t* remainder;         // null: weights are fp32
+    void* remainder;            // of 16 or 8 bits; null: weights are fp32
     void* exp_avg;              // fp32, bf16 bits, or int8 codes with scales
     void* exp_avg_sq;           // fp32, bf16 bits, or uint8 codes with scales
     float* exp_avg_scale;       // of each kGroup elements; null: no codes
@@ -28,12 +28,13 @@ struct AdamwArguments {
     float eps;                  // those other moments have it here, as a factor,
     float negative_step_size;   // -lr / (1 - beta1^step), and here
     float grad_scale;
-    uint64_t at;                // number of the first element, a multiple of kGroup; for bf16
+    uint64_t at;                // number of the first element, a multiple of kGroup
     uint32_t step;
 };
 
 // What the planes of an update are made of; all combinations exist.
 enum States { kFp32, kBf16, kInt8, kNumStates };
+enum Master { kMasterFp32, kRemainder16, kRemainder8, kNumMasters };
 enum Type { kTypeFp32, kTypeBf16, kNumTypes };
 using Adamw = void (*)(const AdamwArguments&, int64_t begin, int64_t end);
 
@@ -43,11 +44,12 @@ constexpr int64_t kNormBlock = 1 << 14;
 
 struct Kernels {
     const char* name;
-    Adamw adamw[kNumStates][kNumTypes][kNumTypes];  // by states, weights, gradient
-    void (*split)(const float* master, uint16_t* weights, int16_t* remainder, int64_t begin,
-                  int64_t end);
-    void (*join)(const uint16_t* weights, const int16_t* remainder, float* master, int64_t begin,
-                 int64_t end);
+    Adamw adamw[kNumStates][kNumMasters][kNumTypes];  // by states, master, gradient
+    // By the bytes of a remainder, less one.
+    void (*split[2])(const float* master, uint16_t* weights, void* remainder, int64_t begin,
+                     int64_t end);
+    void (*join[2])(const uint16_t* weights, const void* remainder, float* master, int64_t begin,
+                    int64_t end);
     double (*squared_norm_bf16)(const void* values, int64_t begin, int64_t end);
     double (*squared_norm_fp32)(const void* values, int64_t begin, int64_t end);
 };
