@@ -8,7 +8,7 @@ from megatrain.placement import Placement
 
 if TYPE_CHECKING:
     from megatrain.api import Engine, StepResult
-    from megatrain.optim import SGD, AdamW, Lion
+    from megatrain.optim import SGD, AdamW, Lion, Muon
     from megatrain.train.start import run
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "InputError",
     "Lion",
     "MegatrainError",
+    "Muon",
     "Placement",
     "RunFailed",
     "StepResult",
@@ -40,7 +41,7 @@ def __getattr__(name: str) -> Any:
         from megatrain import api
 
         return getattr(api, name)
-    if name in ("AdamW", "Lion", "SGD"):
+    if name in ("AdamW", "Lion", "Muon", "SGD"):
         from megatrain import optim
 
         return getattr(optim, name)

@@ -285,7 +285,7 @@ def planes(
     step, lengths = _PAGE // plane.dtype.itemsize, [plane.numel(layout) for layout in layouts]
     each = zip(lengths, tiers, strict=True)
     on_host = sum(align(numel, step) for numel, tier in each if tier is Tier.HOST)
-    name, pinned = Name(plane.kind, plane.name), plane.kind in _PINNED
+    name, pinned = Name(plane.kind, plane.name), plane.kind in _PINNED or plane.on_device
     room = device.host(name, on_host, plane.dtype, pinned=pinned)
     buffers, offset = [], 0
     for layout, length, tier in zip(layouts, lengths, tiers, strict=True):

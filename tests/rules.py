@@ -1,12 +1,13 @@
 """The optimizers' rules that sweeps go over: each of RULES, with each choice of what it keeps."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from megatrain import SGD, AdamW
+from megatrain import SGD, AdamW, Placement
 from megatrain.optim import RULES, Rule
 
 SWEPT: dict[str, Callable[..., Rule]] = {
@@ -16,6 +17,15 @@ SWEPT: dict[str, Callable[..., Rule]] = {
     "sgd plain": partial(SGD, momentum=0.0, weight_decay=0.1),
     "sgd nesterov": partial(SGD, nesterov=True),
 }
+
+# Those whose updates are of flat ranges, with a plain form to compare each bit with.
+FLAT = [name for name, make in SWEPT.items() if not make().needs_matrices]
+
+
+def possible(rule: str, placement: Placement) -> Placement:
+    """A placement, without a disk where the rule's planes cannot rest on one."""
+    whole = SWEPT[rule]().needs_matrices
+    return replace(placement, disk_moments=0, disk_remainder=0) if whole else placement
 
 
 def with_rules(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:

@@ -7,6 +7,7 @@ each way of spending could bring at best is known from it: no resource does less
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import add, mul
 from typing import Literal, NamedTuple
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
@@ -18,7 +19,7 @@ from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
-from megatrain.optim import parameter_bytes
+from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
 from megatrain.tile import TileKind, TileLayout
 
@@ -35,10 +36,13 @@ class FirstTiles:
 
     def __init__(self, layouts: Sequence[TileLayout], workload: Workload) -> None:
         self.tiles = [each for each in layouts if each.kind is not TileKind.UNUSED]
-        self._sums = [0, *accumulate(each.numel for each in self.tiles)]
-        self._on_device = parameter_bytes(workload.rule, workload.dtype)
-        # Without clipping the host holds only those gradients that are in flight.
-        self._on_host = self._on_device - (0 if workload.clip else workload.dtype.itemsize)
+        rule, dtype = workload.rule, workload.dtype
+        kept = [sum(p.num_bytes(t) for p in tile_planes(rule, dtype)) for t in self.tiles]
+        gradients = [gradient_plane(dtype).num_bytes(tile) for tile in self.tiles]
+        # Of gradients that do not wait for the norm the host holds only those that are in flight.
+        held = [workload.clip and not rule.directs(tile) for tile in self.tiles]
+        self._on_device = [0, *accumulate(map(add, kept, gradients))]
+        self._on_host = [0, *accumulate(map(add, kept, map(mul, gradients, held)))]
 
     @property
     def sums_bytes(self) -> int:
@@ -53,22 +57,22 @@ class FirstTiles:
 
     def device_bytes(self, count: int) -> int:
         """Device bytes of the first `count` tiles."""
-        return int(self._sums[count] * self._on_device)
+        return self._on_device[count]
 
     def host_bytes(self, count: int) -> int:
         """Host bytes that moving the first `count` tiles spares."""
-        return int(self._sums[count] * self._on_host)
+        return self._on_host[count]
 
     def most(self, room: int) -> int:
         """The number of first tiles that fit in `room` device bytes; -1 if `room` is negative."""
-        return sum(numel * self._on_device <= room for numel in self._sums) - 1
+        return sum(num_bytes <= room for num_bytes in self._on_device) - 1
 
     def fewest(self, lacking: int) -> int:
         """The least number of first tiles whose move spares the host `lacking` bytes.
 
         One more than there are if all together spare less.
         """
-        return sum(numel * self._on_host < lacking for numel in self._sums)
+        return sum(num_bytes < lacking for num_bytes in self._on_host)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ class OptimizerSection(Section):
     momentum: Annotated[float, Field(ge=0)] | None = None
     dampening: Annotated[float, Field(ge=0)] | None = None
     nesterov: bool | None = None
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    adamw_lr: Annotated[float, Field(gt=0)] | None = None
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -39,7 +42,8 @@ class OptimizerSection(Section):
         rule = RULES.get(str(given.get("name", "adamw"))) if isinstance(given, dict) else None
         if rule is None:
             return given  # refused below
-        own = {name: getattr(rule(), name) for name in (*rule.settings, *rule.choices)}
+        names = (*rule.settings, *rule.choices, *rule.further)
+        own = {name: getattr(rule(), name) for name in names}
         foreign = cls.model_fields.keys() - own.keys() - {"name", "no_decay"}
         for name in sorted(foreign):
             if given.get(name) is not None:
@@ -72,7 +76,8 @@ class OptimizerSection(Section):
         from megatrain.optim import RULES
 
         given: dict[str, Any] = {} if self.no_decay is None else {"no_decay": self.no_decay}
-        given |= {name: getattr(self, name) for name in RULES[self.name].choices}
+        rule = RULES[self.name]
+        given |= {name: getattr(self, name) for name in (*rule.choices, *rule.further)}
         return RULES[self.name](**self.settings, **given)
 
 

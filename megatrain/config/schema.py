@@ -293,6 +293,17 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _refusals_wait_for_the_norm(self) -> Self:
+        refuses = self.training.on_nonfinite == "skip" or self.training.spike is not None
+        if refuses and any(plane.on_device for plane in self.optimizer.rule().state_planes):
+            name = "spike" if self.training.spike is not None else "on_nonfinite: skip"
+            raise ValueError(
+                f"training.{name} needs updates that wait for the norm, and those of layers do not "
+                f"with {self.optimizer.name}; leave it out, or choose another optimizer"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _watched_metrics(self) -> Self:
         metrics, every = self.data.eval_metrics, self.training.eval_every
         wanted = {"checkpoint.best": self.checkpoint.best}

@@ -27,6 +27,7 @@ from megatrain.engine.tile_slice import (
 )
 from megatrain.engine.update import Update
 from megatrain.engine.vocab_split import VocabSplit, in_shards
+from megatrain.errors import InputError
 from megatrain.loss import Loss, Summed, range_gradient, range_statistics
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import ModelProgram, Program
@@ -211,20 +212,25 @@ class Assembly:
         """Parts of a training step."""
         device, placement, tiles = self.device, self.placement, self.store.tiles
         disk = DiskStaging(device, tiles)
-        update = Update(device, optimizer, max_grad_norm, self.threads(), len(tiles), disk)
+        update = Update(device, optimizer, max_grad_norm, self.threads(), tiles, disk)
+        if self.expert_slices and update.directions:
+            raise InputError(
+                f"{type(optimizer.rule).__name__} needs the whole gradient of a layer on the "
+                "device, and placement.max_stream_bytes cuts layers into slices; leave it out, or "
+                "choose another optimizer"
+            )
         # What waits, for the norm or for the rows of a tied table, has a host gradient of its own.
         spec = self.program.spec
         tied = any(name in spec.epilogue for name in spec.gathered)
         held = [self.head] if tied else []
-        waiting = (
-            tiles
-            if update.deferred
-            else [*held, *(t for t in tiles if t.rests.gradient is Tier.DEVICE)]
-        )
+        waiting = [
+            *held,
+            *(t for t in tiles if update.waits(t) or t.rests.gradient is Tier.DEVICE),
+        ]
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
         work = self.scratch(train=True)
         lanes, shared = placement.gradient_lanes, placement.host_grad_buffers
-        given = self.dtype, shared, waiting, update.ready, work, lanes, self.piece
+        given = self.dtype, shared, waiting, update.ready, update, work, lanes, self.piece
         passes = placement.passes
         sink = Sink(device, tiles, self.visited, *given, passes=passes > 1)
         embedding = self.embedding(sink, work)

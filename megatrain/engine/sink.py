@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +53,16 @@ class _Lane:
     left: Any = None  # the copy to the host is done
 
 
+class Directs(Protocol):
+    """What the optimizer does with gradients on the device (engine/update.py)."""
+
+    def expect(self, tile: Tile | TileSlice) -> None:
+        """A tile's gradient is going to be complete."""
+
+    def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
+        """It is, and measured; what is left in `sums` goes to the update."""
+
+
 class Sink:
     """Takes each tile's gradient once per step, as a whole or slice by slice.
 
@@ -73,6 +83,7 @@ class Sink:
         host_grads: int,
         own: Sequence[Tile],
         ready: Callable[[Tile, HostGrad, Any], None],
+        directs: "Directs",
         work: ScratchArena,
         lanes: int | None,
         piece: int | None = None,
@@ -88,7 +99,7 @@ class Sink:
         `lanes` pieces may be on their way out at once; None: as many as the largest layer has, or
         the largest slice of one.
         """
-        self._device, self.ready, self._work = device, ready, work
+        self._device, self.ready, self._work, self._directs = device, ready, work, directs
         numel = max(tile.layout.trainable_numel for tile in tiles)
         largest = max([1, *(t.layout.trainable_numel for t in visited)])
         self._piece = min(piece or PIECE, largest)
@@ -139,6 +150,8 @@ class Sink:
             self._device.run(
                 COMPUTE, Name(Kind.PLAIN, "clear gradient sums"), sums.data.zero_, writes=[sums]
             )
+        if self._last:
+            self._directs.expect(tile)
         views = {entry.name: entry.view(sums.data) for entry in tile.layout.trainable}
         return GradAccumulator(tile, sums, views)
 
@@ -160,6 +173,7 @@ class Sink:
 
         name = Name(Kind.PLAIN, f"measure {tile.name}")
         device.run(COMPUTE, name, measure, [sums], [self.squares])
+        self._directs.direct(tile, sums)
         if tile.rests.gradient is Tier.DEVICE:
             host_grad = self._own[tile.index]
             self._round(room, slice(0, len(sums.data)), host_grad.buffer)

@@ -1,8 +1,8 @@
 """Tile updates: where the state rests, on a host stream, while the device computes."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
+from megatrain.engine.directions import Directions
 from megatrain.engine.disk_staging import DiskStaging
 from megatrain.engine.sink import HostGrad
+from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import StepRefused
-from megatrain.optim import StreamedOptimizer
+from megatrain.optim import Plane, StreamedOptimizer
 from megatrain.store import Tier, Tile
 from megatrain.tile.layout import MOST_ELEMENTS
 
@@ -26,13 +28,25 @@ _INTACT = (
     "learning rate or check the data"
 )
 _DAMAGED = (
-    "without clipping the update does not wait for it, so weights and optimizer state are damaged; "
-    "go back to the last checkpoint and set max_grad_norm"
+    "without clipping (with Muon: in layers) updates do not wait for it, so weights and optimizer "
+    "state are damaged; go back to the last checkpoint, and clip (max_grad_norm) or lower the "
+    "learning rate"
 )
 
 
-# Settings, and the elements of a tile's planes from one to before another that they are for.
-_Run = tuple[dict[str, Any], int, int]
+@dataclass(frozen=True)
+class _Run:
+    """Elements of a tile from `start` to before `stop`, their settings, shape and states."""
+
+    group: dict[str, Any]
+    start: int
+    stop: int
+    states: Sequence[Plane]
+    shape: tuple[int, ...] = (-1,)
+
+    def within(self, first: int, last: int) -> "_Run":
+        """What of it lies between two elements."""
+        return replace(self, start=max(self.start, first), stop=min(self.stop, last))
 
 
 @dataclass(frozen=True)
@@ -56,7 +70,7 @@ class Update:
         optimizer: StreamedOptimizer,
         max_grad_norm: float | None,
         threads: int,
-        num_tiles: int,
+        tiles: Sequence[Tile],
         disk: DiskStaging,
     ) -> None:
         self._device, self._optimizer, self._threads = device, optimizer, threads
@@ -68,13 +82,19 @@ class Update:
         self._losses: list[Tensor] = []
         self._checked: Any = None
         self._refused = False  # updates of a step whose loss is not finite; the host stream's own
-        self._numbers = device.empty("report", num_tiles + 2, torch.float32)
-        self._landed = device.host("landed report", num_tiles + 2, torch.float32, pinned=True)
+        self._numbers = device.empty("report", len(tiles) + 2, torch.float32)
+        self._landed = device.host("landed report", len(tiles) + 2, torch.float32, pinned=True)
+        given = optimizer.rule, tiles, self._numbers, self._give_way
+        self.directions = Directions(device, *given)
+
+    def waits(self, tile: Tile) -> bool:
+        """Whether a tile's update waits for the global norm."""
+        return self._max_grad_norm is not None and not self.directions.of(tile)
 
     @property
     def deferred(self) -> bool:
-        """Whether updates wait for the global norm."""
-        return self._max_grad_norm is not None
+        """Whether all updates do."""
+        return self._max_grad_norm is not None and not self.directions
 
     @property
     def torn(self) -> bool:
@@ -91,7 +111,7 @@ class Update:
 
     def ready(self, tile: Tile, host_grad: HostGrad, landed: Any) -> None:
         """A tile's gradient is complete in `host_grad` at `landed`."""
-        if self.deferred or tile.rests.updates == COMPUTE:
+        if self.waits(tile) or tile.rests.updates == COMPUTE:
             self._pending.append((tile, host_grad, landed))
         else:
             self._start(tile, host_grad, landed, 1.0)
@@ -140,7 +160,8 @@ class Update:
         self._check(report)
         # The backward ends with what the next forward begins with: rows of a table, layer 0, ...
         for tile, host_grad, landed in reversed(self._pending):
-            self._start(tile, host_grad, landed, self._scale(report.grad_norm))
+            scale = self._scale(report.grad_norm) if self.waits(tile) else 1.0
+            self._start(tile, host_grad, landed, scale)
         self._started = []
         return report
 
@@ -171,17 +192,37 @@ class Update:
         self._give_way(tile, stream)
         tile.version += 1
         self._started.append(tile)
-        every = tile.layout.runs(self._group_of)
+        every = list(self._runs(tile))
         name = Name(Kind.UPDATE, f"update {tile.name}")
         for first, last, part in self.disk.visit(tile):
             runs = [
-                (self._groups[index], max(start, first), min(stop, last))
-                for index, start, stop in every
-                if start < last and first < stop
+                run.within(first, last) for run in every if run.start < last and first < run.stop
             ]
             work = partial(self._apply, part, first, host_grad, runs, tile.version, scale)
-            self._device.run(stream, name, work, [host_grad.buffer], [*part.planes.values()])
+            written = [buffer for plane, buffer in part.planes.items() if not plane.on_device]
+            self._device.run(stream, name, work, [host_grad.buffer], written)
         tile.updated = host_grad.free = self._device.record(stream)
+
+    def _runs(self, tile: Tile) -> Iterator[_Run]:
+        """What `Rule.update` is called for."""
+        states = [plane for plane in tile.states if not plane.on_device]
+        if not self._optimizer.rule.needs_matrices:
+            for index, start, stop in tile.layout.runs(self._group_of):
+                yield _Run(self._groups[index], start, stop, states)
+            return
+        for entry in tile.layout.trainable:
+            group, stop = self._groups[self._group_of[entry.name]], entry.offset + entry.numel
+            own = [plane for plane in states if plane.has(entry)]
+            yield _Run(group, entry.offset, stop, own, entry.shape)
+
+    def expect(self, tile: Tile | TileSlice) -> None:
+        """A tile's gradient is going to be complete on the device."""
+        self.directions.bring(tile.whole)
+
+    def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
+        """It is: the rule's directions take its place, if it has any."""
+        groups = {name: self._groups[index] for name, index in self._group_of.items()}
+        self.directions.turn(tile.whole, sums, groups)
 
     def _give_way(self, tile: Tile, stream: str) -> None:
         """Wait for a save that still reads the tile's planes before they are overwritten."""
@@ -203,15 +244,17 @@ class Update:
         """Update a tile whose planes begin with its element `first`, and their runs with others."""
         if self._refused:
             return
-        for group, start, stop in runs:
-            here, end = start - first, stop - first
+        for run in runs:
+            here, shape, remainder = slice(run.start - first, run.stop - first), run.shape, None
+            if tile.remainder is not None:
+                remainder = tile.remainder.data[here].view(shape)
             self._optimizer.rule.update(
-                tile.weights.data[here:end],
-                None if tile.remainder is None else tile.remainder.data[here:end],
-                [b.data[plane.place(here, end)] for plane, b in tile.states.items()],
-                host_grad.buffer.data[start:stop],
-                group,
-                at=tile.index * MOST_ELEMENTS + start,
+                tile.weights.data[here].view(shape),
+                remainder,
+                [tile.states[p].data[p.place(here.start, here.stop)] for p in run.states],
+                host_grad.buffer.data[run.start : run.stop].view(shape),
+                run.group,
+                at=tile.index * MOST_ELEMENTS + run.start,
                 step=version,
                 grad_scale=scale,
                 threads=self._threads,

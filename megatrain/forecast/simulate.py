@@ -335,7 +335,12 @@ def _assemble(
     clip: bool,
 ) -> tuple[Store, TrainingParts]:
     """The parts of a step as the engine makes them, around a program that computes nothing."""
-    joined = [_joined(each, measured.dtype, placement) for each in model.layouts]
+    joined = [
+        each
+        if model.rule is None or model.rule.needs_matrices
+        else _joined(each, measured.dtype, placement)
+        for each in model.layouts
+    ]
     store = Store(device, joined, measured.dtype, rule=model.rule, placement=placement)
     program = MetaProgram(measured, counter, placement.head_tokens)
     piece = _coarse(joined) if placement.gradient_lanes is None else None

@@ -2,6 +2,7 @@
 
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.lion import Lion
+from megatrain.optim.muon import Muon
 from megatrain.optim.rule import (
     NO_DECAY,
     Plane,
@@ -16,7 +17,7 @@ from megatrain.optim.rule import (
 from megatrain.optim.sgd import SGD
 from megatrain.optim.streamed import StreamedOptimizer
 
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdamW, Lion, SGD)}
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdamW, Lion, SGD, Muon)}
 
 __all__ = [
     "NO_DECAY",
@@ -24,6 +25,7 @@ __all__ = [
     "SGD",
     "AdamW",
     "Lion",
+    "Muon",
     "Plane",
     "PlaneKind",
     "Rule",

@@ -27,6 +27,9 @@ from megatrain.units import align
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
+_A_MATRIX = Entry("layers.0.weight", (2, 2), 0, 0)
+
+
 class PlaneKind(Enum):
     """What a plane is; the value is for people."""
 
@@ -45,6 +48,7 @@ class Plane:
         per: elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT.
         frozen: whether parameters that are not trained have it, too.
         only: which parameters have it; None: all.
+        on_device: nothing touches it but `Rule.direct`, on the device.
     """
 
     name: str
@@ -52,11 +56,16 @@ class Plane:
     per: int = 1
     frozen: bool = False
     only: Callable[[Entry], bool] | None = None
+    on_device: bool = False
     kind: PlaneKind = PlaneKind.STATE
 
     @property
     def bytes_per_parameter(self) -> float:
         return self.dtype.itemsize / self.per
+
+    def num_bytes(self, layout: TileLayout) -> int:
+        """Of a tile."""
+        return self.numel(layout) * self.dtype.itemsize
 
     def has(self, entry: Entry) -> bool:
         """Whether a parameter has a part in it."""
@@ -81,13 +90,16 @@ class Rule(ABC):
         name: in run files and checkpoints.
         settings: names of what the groups of torch's optimizer hold of it.
         choices: further settings, the same for all groups, and the values of each.
-        needs_matrices: whether `update` needs each parameter in its shape, not flat ranges.
+        further: more of these, that may be anything.
+        needs_matrices: whether `update` is called for each parameter, with weights, remainder and
+            gradient in its shape, and with those states that it has; else for flat ranges.
         pace: of its update on the host, as a share of what the memory allows; for forecasts.
     """
 
     name: ClassVar[str]
     settings: ClassVar[tuple[str, ...]]
     choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    further: ClassVar[tuple[str, ...]] = ()
     needs_matrices: ClassVar[bool] = False
     pace: ClassVar[float] = 1.0
 
@@ -133,6 +145,27 @@ class Rule(ABC):
             step: number of this update, the first is 1.
             threads: of the host, for those rules that have a kernel of their own.
         """
+
+    def directed(self, entry: Entry) -> bool:
+        """Whether `direct` is called for a parameter, which is of a layer."""
+        return False
+
+    def directs(self, layout: TileLayout) -> bool:
+        """Whether it is for any of a tile: such a tile is left out of clipping."""
+        return any(self.directed(entry) for entry in layout.trainable)
+
+    def direct(
+        self, gradient: Tensor, state: Tensor, group: Mapping[str, Any], proceed: Tensor
+    ) -> None:
+        """Put what `update` is given in the place of a gradient, in place, on the device.
+
+        Args:
+            gradient: of the parameter's shape, float32, summed over the step; not clipped.
+            state: of the same shape, of the one plane that is `on_device`.
+            group: the settings.
+            proceed: bool; where it is False the state stays.
+        """
+        raise NotImplementedError
 
     def take_over(
         self, other: "Rule", saved: Sequence[Tensor], own: Sequence[Tensor], *, at: int, step: int
@@ -211,19 +244,23 @@ def gradient_plane(dtype: torch.dtype) -> Plane:
 
 
 def parameter_bytes(rule: Rule | None, dtype: torch.dtype) -> float:
-    """Bytes of all planes of a trained parameter, the gradient included: AdamW 14, in fp32 16."""
+    """Bytes of all planes of a trained parameter, the gradient included: AdamW 14, in fp32 16.
+
+    Where a rule keeps other planes of other parameters: of a matrix of a layer.
+    """
     gradient = () if rule is None else (gradient_plane(dtype),)
     planes = (*tile_planes(rule, dtype), *gradient)
-    return sum(plane.bytes_per_parameter for plane in planes)
+    return sum(plane.bytes_per_parameter for plane in planes if plane.has(_A_MATRIX))
 
 
 def moved_bytes(rule: Rule, dtype: torch.dtype) -> float:
-    """Bytes of a parameter that cross the memory in an update: AdamW 26, in fp32 28.
+    """Bytes of a parameter that cross the host's memory in an update: AdamW 26, in fp32 28.
 
     The gradient is read; all else is read and written.
     """
+    away = sum(plane.bytes_per_parameter for plane in rule.state_planes if plane.on_device)
     gradient = gradient_plane(dtype).bytes_per_parameter
-    return 2 * parameter_bytes(rule, dtype) - gradient
+    return 2 * (parameter_bytes(rule, dtype) - away) - gradient
 
 
 @contextmanager

@@ -38,8 +38,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, rule: Rule, model: nn.Module) -> None:
-        if rule.needs_matrices:
-            raise InputError(f"{type(rule).__name__} needs matrices; updates are of flat ranges")
         groups = rule.groups(model)
         if not groups:
             raise InputError("every parameter is frozen: there is nothing to train")

@@ -7,10 +7,10 @@ from typing import Any
 from megatrain.engine.opened import Model
 from megatrain.forecast.workload import Workload
 from megatrain.model.spec import ModelSpec
-from megatrain.optim import Plane, PlaneKind, gradient_plane, tile_planes
+from megatrain.optim import PlaneKind, gradient_plane, tile_planes
 from megatrain.placement import Placement
 from megatrain.store import Tier, resting
-from megatrain.tile import TileKind, TileLayout
+from megatrain.tile import TileKind
 
 PLANES = tuple(kind.value for kind in PlaneKind)
 
@@ -53,11 +53,12 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
     kept, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
     groups: dict[tuple, list[int]] = {}
     for index, (layout, rests) in enumerate(zip(layouts, resting(placement, layouts), strict=True)):
-        planes, saved = dict.fromkeys(PLANES, 0), tuple(_bytes_of(plane, layout) for plane in kept)
+        planes, saved = dict.fromkeys(PLANES, 0), tuple(plane.num_bytes(layout) for plane in kept)
         for plane, num_bytes in zip(kept, saved, strict=True):
             planes[plane.kind.value] += num_bytes
-        if workload.clip or not rests.streamed:
-            planes[gradient.kind.value] = _bytes_of(gradient, layout)
+        held = workload.clip and not workload.rule.directs(layout)
+        if held or not rests.streamed:
+            planes[gradient.kind.value] = gradient.num_bytes(layout)
         own = "" if layout.kind is TileKind.LAYER else layout.name
         if layout.numel:
             groups.setdefault((own, rests, tuple(planes.items()), saved), []).append(index)
@@ -79,10 +80,6 @@ def _together(names: Sequence[str], reach: int) -> str:
     """A name for equal tiles, the last of which is the `reach`-th from the first on."""
     named = " ... ".join(dict.fromkeys((names[0], names[-1])))
     return named if len(names) == reach else f"{len(names)} of {named}"
-
-
-def _bytes_of(plane: Plane, layout: TileLayout) -> int:
-    return plane.numel(layout) * plane.dtype.itemsize
 
 
 def by_tier(tiles: Sequence[TileBytes]) -> dict[str, dict[str, int]]:

@@ -25,7 +25,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.source.source import open_source
 from megatrain.store import Store
-from tests.rules import SWEPT
+from tests.rules import SWEPT, possible
 
 # Nothing; the ends of the stack and the table; one layer among streamed ones.
 RESIDENT = ((), ("embedding", "layer 0", "head"), ("layer 2",))
@@ -191,6 +191,7 @@ def trace(
         program, optimizer = tiny_program(tied, WIDE if placement.max_stream_bytes else VOCAB)
     if rule != optimizer.rule.name:
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
+    placement = possible(rule, placement)
     layouts = tile_layouts(program.spec, optimizer.group_of())
     with mock.patch.object(sink, "PIECE", PIECE), mock.patch.object(disk, "PIECE", 2 * PIECE):
         store = Store(device, layouts, dtype, rule=optimizer.rule, placement=placement)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain import AdamW, Engine, Lion, Placement
+from megatrain import AdamW, Engine, Lion, Muon, Placement
 from megatrain.device import CpuDevice, disk
 from megatrain.engine import sink
 from megatrain.optim import Rule
@@ -41,6 +41,7 @@ PLACEMENTS = {
 CASES = [
     *((False, 0.5, False, AdamW(lr=1e-2)), (True, None, False, AdamW(lr=1e-2))),
     *((True, 0.5, True, AdamW(lr=1e-2)), (True, None, False, Lion(lr=1e-3))),
+    (False, 0.5, True, Muon(lr=1e-2)),
 ]
 
 
@@ -114,6 +115,7 @@ RUNS = [
     )
     for number, (name, placement) in enumerate(PLACEMENTS.items())
     for case in range(len(CASES))
+    if not (placement.disk_moments and CASES[case][3].needs_matrices)
     for eagerness in (0.0, 0.1)
 ]
 

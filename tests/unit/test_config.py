@@ -69,7 +69,14 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
     assert loaded.optimizer.rule() == RULES[name]()
     assert loaded.optimizer.lr == RULES[name]().lr
     assert load(loaded.as_yaml()) == loaded
-    own = {"betas": (0.5, 0.6), "nesterov": True, "momentum": 0.8, "lr": 1}
+    own = {
+        "betas": (0.5, 0.6),
+        "nesterov": True,
+        "momentum": 0.8,
+        "lr": 1,
+        "ns_steps": 4,
+        "adamw_lr": 2.0,
+    }
     own = {key: value for key, value in own.items() if key in RULES[name].__dataclass_fields__}
     given = [f"optimizer.{k}={list(v) if k == 'betas' else v}" for k, v in own.items()]
     changed = load(MINIMAL, f"optimizer.name={name}", *given)
@@ -105,6 +112,10 @@ MISTAKES = [
     (
         ["optimizer.name=lion", "optimizer.eps=1e-8"],
         "optimizer: lion has no eps; it has lr, betas, weight_decay (optimizer.eps=null takes it",
+    ),
+    (
+        ["optimizer.name=muon", "training.spike=3"],
+        "training.spike needs updates that wait for the norm, and those of layers do not with muon",
     ),
     (["optimizer.lr=abc"], "--set optimizer.lr: should be a valid number, got 'abc'"),
     (["optimizer.lr=-1"], "--set optimizer.lr: should be greater than 0, got -1"),

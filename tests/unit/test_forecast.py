@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from transformers import MambaConfig
 
 from benchmarks.predictions import RESULTS, Prediction, predict
-from megatrain import AdamW, Engine, Placement
+from megatrain import AdamW, Engine, Muon, Placement
 from megatrain.device import CpuDevice
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
 from megatrain.engine import opened
 from megatrain.engine.opened import Model
 from megatrain.engine.step import train_step
@@ -28,6 +29,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.probe import spec
 from megatrain.optim import Rule
+from megatrain.optim.muon import is_matrix
 from megatrain.plan.tiles import tile_bytes
 from megatrain.plan.wear import disk_use
 from megatrain.source.source import open_source
@@ -107,6 +109,19 @@ def test_host_memory_is_the_engines_to_the_byte(name: str, rule: str) -> None:
     parts = {name: memory[name] for name in found.host_bytes if name in memory}
     assert len(parts) >= 6
     assert parts == {name: found.host_bytes[name] for name in parts}
+
+
+def test_what_muon_does_on_the_device_is_counted() -> None:
+    """Its momentum's bytes over the bus, both ways, and the products of Newton-Schulz."""
+    adamw, muon = (told(PLACEMENTS["streamed"], rule=rule) for rule in (AdamW(), Muon()))
+    named = tiny_spec().capture.model.named_parameters()
+    sides = [sorted(p.shape) for name, p in named if is_matrix(name, p.shape)]
+    for stream in (COPY_IN, COPY_OUT):
+        moved = [sum(s.num_bytes for s in f.spans if s.stream == stream) for f in (adamw, muon)]
+        assert moved[1] - moved[0] == pytest.approx(sum(4 * a * b for a, b in sides), rel=0.02)
+    flops = Muon().ns_steps * sum(2 * a * a * (a + 2 * b) for a, b in sides)
+    least = flops / (small_machine().matmul_tflops * 1e12)
+    assert muon.bounds[COMPUTE] - adamw.bounds[COMPUTE] > least > 0
 
 
 def test_memory_of_layers_in_portions_is_the_engines() -> None:

@@ -1,0 +1,137 @@
+"""Gradients become directions on the device, where their sums are complete (`Rule.direct`).
+
+What a rule keeps for that comes in from the host while the layer's backward runs, and goes back.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE, Kind, Memory, Name
+from megatrain.errors import InputError
+from megatrain.optim import Rule
+from megatrain.store import Tier, Tile
+from megatrain.tile import TileKind
+
+# Of state on its way: one comes in while another one leaves.
+_ROOMS = 2
+
+Settings = Mapping[str, Any]
+
+
+@dataclass
+class _Room:
+    """Device memory for one tile's state."""
+
+    buffer: Buffer
+    free: Any
+    ready: Any = None
+
+
+class Directions:
+    """What a rule does with gradients on the device; with most rules nothing."""
+
+    def __init__(
+        self,
+        device: Device,
+        rule: Rule,
+        tiles: Sequence[Tile],
+        proceed: Buffer,
+        give_way: Callable[[Tile, str], None],
+    ) -> None:
+        """Args: `proceed`: the step's loss; where it is not finite no state is changed.
+
+        Raises:
+            InputError: the rule would direct what is no parameter of a layer.
+        """
+        self._device, self._rule, self._proceed, self._give_way = device, rule, proceed, give_way
+        found = {t.index: [e for e in t.layout.trainable if rule.directed(e)] for t in tiles}
+        self._of = {index: entries for index, entries in found.items() if entries}
+        self._turn, self._coming = 0, {}  # type: ignore[var-annotated]
+        directed = [tile for tile in tiles if tile.index in self._of]
+        outside = [tile for tile in directed if tile.layout.kind is not TileKind.LAYER]
+        if outside:
+            name = self._of[outside[0].index][0].name
+            raise InputError(
+                f"{type(rule).__name__} takes {name!r} for a matrix of a layer, but it is outside "
+                "of the layers; choose another optimizer"
+            )
+        if directed and any(Tier.DISK in (t.rests.moments, t.rests.remainder) for t in tiles):
+            raise InputError(
+                f"{type(rule).__name__} keeps state that goes to the device, and updates whole "
+                "parameters: its planes cannot rest on a disk yet; leave placement.disk_moments "
+                "and disk_remainder out"
+            )
+        numels = [self._range(t)[1] - self._range(t)[0] for t in directed if self._comes(t)]
+        self._rooms = [
+            _Room(device.empty(Name(Memory.GRADIENTS, name), max(numels), torch.float32), None)
+            for name in (f"state {i} of directions" for i in range(_ROOMS if numels else 0))
+        ]
+        for room in self._rooms:
+            device.run(COMPUTE, "allocate state of directions", lambda: None, writes=[room.buffer])
+            room.free = device.record(COMPUTE)
+
+    def of(self, tile: Tile) -> bool:
+        """Whether a tile has parameters whose gradients become directions."""
+        return tile.index in self._of
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def _state(self, tile: Tile) -> Buffer:
+        start, stop = self._range(tile)
+        [whole] = [buffer for plane, buffer in tile.states.items() if plane.on_device]
+        return whole.piece(start, stop)
+
+    def _range(self, tile: Tile) -> tuple[int, int]:
+        entries = self._of[tile.index]
+        return entries[0].offset, entries[-1].offset + entries[-1].numel
+
+    def _comes(self, tile: Tile) -> bool:
+        return tile.rests.moments is Tier.HOST
+
+    def bring(self, tile: Tile) -> None:
+        """Start the state's way in; its tile's gradient is going to be complete."""
+        if not self.of(tile) or not self._comes(tile):
+            return
+        room, device = self._rooms[self._turn % _ROOMS], self._device
+        self._turn += 1
+        # That it is the newest one is seen to: the tile's weights have come in on this stream.
+        device.wait(COPY_IN, room.free, "directions' room free")
+        state = self._state(tile)
+        device.copy(COPY_IN, room.buffer.piece(0, len(state.data)), state)
+        room.ready = device.record(COPY_IN)
+        self._coming[tile.index] = room
+
+    def turn(self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings]) -> None:
+        """Put directions in the place of a tile's gradients; `settings` by parameter."""
+        if not self.of(tile):
+            return
+        device, whole, room = self._device, self._state(tile), self._coming.pop(tile.index, None)
+        state = whole
+        if room is None:
+            self._give_way(tile, COMPUTE)
+        else:
+            device.wait(COMPUTE, room.ready, "directions' state arrived")
+            state = room.buffer.piece(0, len(whole.data))
+        start, rule, entries = self._range(tile)[0], self._rule, self._of[tile.index]
+
+        def work() -> None:
+            proceed = self._proceed.data[0].isfinite()
+            for entry in entries:
+                kept = state.data[entry.offset - start :][: entry.numel].view(entry.shape)
+                rule.direct(entry.view(sums.data), kept, settings[entry.name], proceed)
+
+        name = Name(Kind.PLAIN, f"direct {tile.name}")
+        device.run(COMPUTE, name, work, [self._proceed], [sums, state])
+        if room is None:
+            return
+        device.wait(COPY_OUT, device.record(COMPUTE), "directions' state ready")
+        if tile.readers:
+            self._give_way(tile, UPDATE)
+            device.wait(COPY_OUT, device.record(UPDATE), "directions' state released")
+        device.copy(COPY_OUT, whole, state)
+        room.free = device.record(COPY_OUT)

@@ -1,0 +1,168 @@
+"""Muon for the matrices of layers, AdamW for everything else."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatrain import kernels
+from megatrain.errors import InputError
+from megatrain.optim.blocks import update_blocks
+from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number
+from megatrain.tile import Entry
+
+
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter is a matrix of a numbered layer, or one for each of its experts."""
+    numbered = re.search(r"\.\d+\.", name) is not None
+    matrices = len(shape) == 2 or (len(shape) == 3 and "experts" in name)
+    return numbered and matrices and min(shape[-2:]) > 1
+
+
+def _of_a_matrix(entry: Entry) -> bool:
+    return is_matrix(entry.name, entry.shape)
+
+
+def _of_others(entry: Entry) -> bool:
+    return not _of_a_matrix(entry)
+
+
+@dataclass(frozen=True)
+class Muon(Rule):
+    """Muon as torch.optim.Muon (2.9 and newer) defines it, and torch.optim.AdamW for the rest.
+
+    The device orthogonalises: a gradient is summed there in fp32, and leaves as a direction. The
+    matrices of layers, and what else is in their tiles, are left out of clipping: their updates do
+    not wait for the norm. A tensor of several experts is a matrix for each.
+
+    Attributes:
+        adamw_lr: learning rate of what is no matrix; None: `lr`.
+        betas, eps: AdamW's.
+        no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
+        adjust_lr_fn: `original` makes steps sqrt(max(1, rows / columns)) times as large;
+            `match_rms_adamw` 0.2 sqrt(max(rows, columns)) times, so that AdamW's rates suit.
+        ns_coefficients, ns_steps, ns_eps: of the Newton-Schulz iteration, in bf16.
+    """
+
+    name = "muon"
+    settings = ("lr", "momentum", "betas", "eps", "weight_decay")
+    choices: ClassVar = {
+        "nesterov": (False, True),
+        "adjust_lr_fn": ("original", "match_rms_adamw"),
+    }
+    further = ("adamw_lr", "ns_steps")
+    needs_matrices = True
+    pace = 0.2  # as SGD's
+
+    lr: float = 1e-3
+    momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    adamw_lr: float | None = None
+    no_decay: Sequence[str] = NO_DECAY
+    nesterov: bool = True
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    ns_steps: int = 5
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    ns_eps: float = 1e-7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adamw_lr is not None and not (is_number(self.adamw_lr) and self.adamw_lr >= 0):
+            raise InputError(f"Muon adamw_lr is {self.adamw_lr!r}; it must be a number, or None")
+        if not isinstance(self.ns_steps, int) or not 1 <= self.ns_steps < 100:
+            raise InputError(f"Muon ns_steps is {self.ns_steps!r}; it must be 1 to 99")
+        if not self.momentum <= 1:
+            raise InputError(f"Muon momentum is {self.momentum}; it must be 1 at most")
+        object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
+
+    @property
+    def state_planes(self) -> tuple[Plane, ...]:
+        return (
+            Plane("first moment", torch.float32, only=_of_others),
+            Plane("second moment", torch.float32, only=_of_others),
+            Plane("momentum", torch.float32, only=_of_a_matrix, on_device=True),
+        )
+
+    def directed(self, entry: Entry) -> bool:
+        return _of_a_matrix(entry)
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """As `Rule.groups`, those without matrices first: AdamW's moments are for them alone."""
+        found, parts = super().groups(model), []
+        for matrices in (False, True):
+            own = {} if matrices or self.adamw_lr is None else {"lr": self.adamw_lr}
+            for group in found:
+                chosen = [(n, p) for n, p in group["params"] if is_matrix(n, p.shape) == matrices]
+                parts.append(group | own | {"params": chosen})
+        return [group for group in parts if group["params"]]
+
+    def direct(
+        self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any], proceed: Tensor
+    ) -> None:
+        average = momentum.lerp(gradient, 1 - group["momentum"])
+        ahead = gradient.lerp(average, group["momentum"]) if self.nesterov else average
+        gradient.copy_(self._orthogonal(ahead))
+        momentum.copy_(torch.where(proceed, average, momentum))
+
+    def _orthogonal(self, matrix: Tensor) -> Tensor:
+        """About `U V'` of each matrix `U S V'` of [..., rows, columns], in bf16."""
+        (a, b, c), tall = self.ns_coefficients, matrix.shape[-2] > matrix.shape[-1]
+        x = matrix.bfloat16()
+        x = x.mT if tall else x
+        x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=self.ns_eps)
+        add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+        for _ in range(self.ns_steps):
+            gram = x @ x.mT
+            x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.mT if tall else x
+
+    def update(
+        self,
+        weights: Tensor,
+        remainder: Tensor | None,
+        states: Sequence[Tensor],
+        grad: Tensor,
+        group: Mapping[str, Any],
+        *,
+        at: int,
+        step: int,
+        grad_scale: float,
+        threads: int,
+    ) -> None:
+        lr, decay, shape = float(group["lr"]), group["weight_decay"], weights.shape
+        flat = [None if each is None else each.view(-1) for each in (weights, remainder, grad)]
+        weights, remainder, grad = flat  # type: ignore[assignment]
+        if states:
+            kernels.adamw(
+                weights,
+                remainder,
+                *states,
+                grad,
+                lr=lr,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=decay,
+                step=step,
+                grad_scale=grad_scale,
+                threads=threads,
+                at=at,
+            )
+            return
+        size = lr * self._share(*shape[-2:])
+
+        def move(master: Tensor, direction: Tensor) -> None:
+            master.mul_(1 - lr * decay).add_(direction, alpha=-size)  # as torch rounds it
+
+        update_blocks(weights, remainder, (), grad, grad_scale, move)
+
+    def _share(self, rows: int, columns: int) -> float:
+        if self.adjust_lr_fn == "original":
+            return math.sqrt(max(1, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns))

@@ -1,0 +1,199 @@
+"""Muon against torch.optim.Muon and torch.optim.AdamW."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatrain import Engine, InputError, Muon, Placement
+from megatrain.errors import StepRefused
+from megatrain.optim.muon import is_matrix
+from megatrain.tile.layout import MOST_ELEMENTS
+from tests.families.plain import accumulate
+from tests.parity.cases import (
+    llama,
+    make_batches,
+    masters,
+    model_of,
+    moments,
+    parameters,
+    relative_error,
+    same,
+)
+from tests.unit.kernel_cases import exact_roots, randn  # noqa: F401  a fixture
+
+CLIP = 0.5
+PLACEMENTS = {"streamed": Placement(slots=1), "resident": Placement(resident=("layer 1", "head"))}
+
+
+@dataclass(frozen=True)
+class Recording(Muon):
+    """Muon that notes the gradients it is given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "matrices", [])
+        object.__setattr__(self, "others", {})
+
+    def direct(
+        self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any], proceed: Tensor
+    ) -> None:
+        self.matrices.append(gradient.clone())  # type: ignore[attr-defined]
+        super().direct(gradient, momentum, group, proceed)
+
+    def update(self, weights: Tensor, remainder: Any, states: Any, grad: Tensor, group: Any,
+               *, at: int, grad_scale: float, **rest: Any) -> None:  # fmt: skip
+        self.others[at] = grad.clone(), grad_scale  # type: ignore[attr-defined]
+        given = weights, remainder, states, grad, group
+        super().update(*given, at=at, grad_scale=grad_scale, **rest)
+
+
+def plain(engine: Engine, named: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    """torch's own with the engine's groups."""
+    of_matrices, of_others = [], []
+    for group in engine.optimizer.param_groups:
+        parameters = [named[name] for name in group["param_names"]]
+        own = {"params": parameters, "weight_decay": group["weight_decay"], "lr": group["lr"]}
+        (
+            of_matrices
+            if parameters[0].ndim > 1 and is_matrix(group["param_names"][0], parameters[0].shape)
+            else of_others
+        ).append(own)
+    rule = engine.optimizer.rule
+    assert isinstance(rule, Muon)
+    muon = torch.optim.Muon(
+        of_matrices, momentum=rule.momentum, nesterov=rule.nesterov, adjust_lr_fn=rule.adjust_lr_fn
+    )
+    adamw = torch.optim.AdamW(of_others, betas=rule.betas, eps=rule.eps, foreach=False)
+    return [muon, adamw]
+
+
+def engine_of(model: PreTrainedModel, rule: Muon, clip: float | None, **options: Any) -> Engine:
+    return Engine(
+        model, optimizer=rule, max_grad_norm=clip, precision="fp32", device="cpu", **options
+    )
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "other": {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "adamw_lr": 3e-3},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("clip", [CLIP, None])
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.usefixtures("exact_roots")
+def test_steps_are_torch_s_on_the_same_gradients(
+    placement: Placement, clip: float | None, settings: dict[str, Any]
+) -> None:
+    """Bit for bit. The iteration is in bf16, so gradients that are a little off would not do."""
+    rule = Recording(lr=1e-2, eps=1e-3, **settings)
+    engine = engine_of(llama(), rule, clip, placement=placement)
+    named = {name: torch.nn.Parameter(p) for name, p in masters(engine).items()}
+    optimizers = plain(engine, named)
+    directed = [
+        entry.name
+        for tile in reversed(engine._store.tiles)
+        for entry in tile.layout.trainable
+        if is_matrix(entry.name, entry.shape)
+    ]
+    assert len(directed) == 3 * 7
+    for step in make_batches(3):
+        rule.matrices.clear()
+        norm = engine.step(step).grad_norm
+        engine.flush()
+        for name, gradient in zip(directed, rule.matrices, strict=True):
+            named[name].grad = gradient
+        for tile, entry in engine._store.entries():
+            if entry.name not in directed:
+                gradient, scale = rule.others[tile.index * MOST_ELEMENTS + entry.offset]
+                inside = "layers" in entry.name or clip is None
+                assert scale == (1.0 if inside else min(1.0, CLIP / (norm + 1e-6)))
+                named[entry.name].grad = gradient * scale
+        for optimizer in optimizers:
+            optimizer.step()
+        assert same(masters(engine), {name: p.detach() for name, p in named.items()})
+
+
+@pytest.mark.parametrize("clip", [CLIP, None])
+def test_a_step_is_that_of_plain_training(clip: float | None) -> None:
+    model, [step] = llama(), make_batches(1)
+    engine, start = engine_of(model, Muon(lr=1e-2, eps=1e-3), clip), parameters(model)
+    optimizers = plain(engine, named := dict(model.named_parameters()))
+    report = engine.step(step)
+    assert report.loss == pytest.approx(accumulate(model, step), rel=1e-6)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in named.values() if p.grad is not None])
+    assert report.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    for name, parameter in named.items():
+        if clip is not None and "layers" not in name and parameter.grad is not None:
+            parameter.grad *= min(1.0, clip / (float(norm) + 1e-6))
+    for optimizer in optimizers:
+        optimizer.step()
+    assert relative_error(masters(engine), parameters(model), start) < 1e-5
+
+
+def test_fused_experts_are_matrices_of_their_own() -> None:
+    rule, proceed = Muon(), torch.tensor(True)
+    together, momentum = randn(4 * 6 * 10, 0).view(4, 6, 10), torch.zeros(4, 6, 10)
+    alone = [each.clone() for each in together]
+    rule.direct(together, momentum, vars(rule), proceed)
+    for found, each in zip(together, alone, strict=True):
+        rule.direct(each, torch.zeros(6, 10), vars(rule), proceed)
+        torch.testing.assert_close(found, each, rtol=0, atol=0.02)  # of bf16 products
+        singular = torch.linalg.svdvals(found)
+        assert singular.min() > 0.5 and singular.max() < 1.5
+    names = [e.name for t in engine_of(model_of("mixtral"), rule, None)._store.tiles
+             for e in t.layout.trainable if rule.directed(e)]  # fmt: skip
+    assert any("experts" in name for name in names)
+    assert not any("embed" in name or "norm" in name or "lm_head" in name for name in names)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("clip", [CLIP, None])
+def test_a_loss_that_is_not_finite_changes_nothing(
+    clip: float | None, placement: Placement
+) -> None:
+    engine = engine_of(llama(), Muon(lr=1e-2), clip, placement=placement)
+    first, second = make_batches(2)
+    engine.step(first)
+    before, kept = masters(engine), moments(engine)
+    with torch.no_grad():
+        tile = engine._store.tiles[-2]
+        good = tile.weights.data.clone()
+        tile.weights.data.fill_(float("nan"))
+    with pytest.raises(StepRefused, match="the loss is nan"):
+        engine.step(second)
+    engine.flush()
+    tile.weights.data.copy_(good)
+    assert same(masters(engine), before)
+    assert all(torch.equal(one, other) for one, other in zip(moments(engine), kept, strict=True))
+
+
+def test_layers_in_slices_are_refused() -> None:
+    with pytest.raises(InputError, match="Muon needs the whole gradient of a layer"):
+        engine_of(model_of("mixtral"), Muon(), None, placement=Placement(max_stream_bytes=40_000))
+
+
+def test_planes_on_a_disk_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="Muon keeps state that goes to the device"):
+        engine_of(llama(), Muon(), None, placement=Placement(disk_moments=1), disk=tmp_path)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "steps": ({"ns_steps": 0}, "ns_steps is 0; it must be 1 to 99"),
+    "rate": ({"adamw_lr": -1.0}, "adamw_lr is -1.0; it must be a number, or None"),
+    "momentum": ({"momentum": 2.0}, "momentum is 2.0; it must be 1 at most"),
+    "adjustment": ({"adjust_lr_fn": "none"}, "must be original or match_rms_adamw"),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD.values(), ids=BAD)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Muon(**settings)
