@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -28,6 +29,15 @@ BLOCK = 4096
 # less, and pieces of 16 MiB as much.
 PIECE_BYTES, _THREADS = 8 << 20, 4
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def disk_bytes(folder: str | os.PathLike[str], most: int | None) -> int:
+    """Of a disk that are free, and no more than `most`. Raises InputError: no such folder."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise InputError(f"disk is {os.fspath(folder)!r}: {error.strerror}") from error
+    return free if most is None else min(free, most)
 
 
 class PlaneFile:

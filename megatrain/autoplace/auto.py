@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatrain.autoplace.fits import check_fits
-from megatrain.autoplace.search import Search
+from megatrain.autoplace.spill import fastest
 from megatrain.device import available_bytes
 from megatrain.engine.host_memory_guard import Planned
 from megatrain.engine.opened import Opened
@@ -134,7 +134,12 @@ def _foreseen(opened: Opened, workload: Workload) -> Forecast | None:
     try:
         found = choose(
             opened.model.spec,
-            replace(machine, device_memory_bytes=memory, host_memory_bytes=host),
+            replace(
+                machine,
+                device_memory_bytes=memory,
+                host_memory_bytes=host,
+                disk_space_bytes=opened.disk_bytes,
+            ),
             replace(workload, compile=can_compile()),
         )
     except NotForeseeable as error:
@@ -176,6 +181,9 @@ def reasons(found: Forecast) -> list[str]:
         tiles = f", tiles of {placement.chunk_tokens} tokens, {kept}"
     if placement.max_stream_bytes is not None:
         tiles += f", layers and head in slices of at most {gib(placement.max_stream_bytes)}"
+    for planes in ("moments", "remainder"):
+        count = getattr(placement, f"disk_{planes}")
+        tiles += f", {planes} of {count} tile{'s' * (count > 1)} on the disk" * bool(count)
     return [
         f"micro-batches of {rows}, {placement.slots} slots, {resident} resident tiles, "
         f"{graphs}, boundaries on the {placement.layer_inputs}{tiles}",
@@ -199,11 +207,11 @@ def choose(
     """The fastest placement (and rows of a micro-batch, if None) that fits the machine's memory.
 
     Args:
-        machine: `device_memory_bytes` and `host_memory_bytes` are the budgets.
+        machine: `device_memory_bytes`, `host_memory_bytes`, `disk_space_bytes` are the budgets.
         forecasts: of the same spec, to be used again.
 
     Raises:
         DoesNotFit: nothing fits; names the least memory that would do.
         NotForeseeable: what the model computes depends on its values.
     """
-    return Search(forecasts or ForecastCache(spec), machine, workload).best()
+    return fastest(forecasts or ForecastCache(spec), machine, workload)

@@ -4,7 +4,8 @@ A candidate is rows of a micro-batch, slots, where boundaries wait, tokens of a 
 nothing resident and nothing kept.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -64,6 +65,7 @@ class Candidates:
     forecasts: ForecastCache
     machine: Machine
     workload: Workload
+    spilled: Mapping[str, Any] = field(default_factory=dict)  # what rests on a disk
 
     def sizes(self) -> list[int]:
         """Rows that a micro-batch may have, largest first."""
@@ -92,7 +94,8 @@ class Candidates:
             return []
         least = -(-rows * self.workload.sequence_length // _CHUNKS)
         candidates = [
-            Placement(**candidate, compile=self.workload.compile) for candidate in _CANDIDATES
+            Placement(**candidate, **self.spilled, compile=self.workload.compile)
+            for candidate in _CANDIDATES
         ]
         whole = [
             replace(f, head_tokens=max(least, f.head_tokens), max_stream_bytes=slice_bytes)

@@ -5,7 +5,7 @@ rest on the device and on kept graphs. What each way of spending could bring at 
 the candidate's forecast (autoplace/spend.py). The most promising are forecast in full.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from megatrain.autoplace.candidates import MOST_SLOTS, Candidates
@@ -38,11 +38,15 @@ class Search:
         workload: Workload,
         *,
         thorough: bool = True,
+        spilled: Mapping[str, int] | None = None,
     ) -> None:
-        """Args: not `thorough`, it stops at the first candidate and its most promising way."""
+        """Args:
+        thorough: if not, it stops at the first candidate and its most promising way.
+        spilled: choices of what rests on a disk (autoplace/spill.py); None: nothing.
+        """
         self._forecasts, self._workload = forecasts, workload
         self._thorough = thorough
-        self._candidates = Candidates(forecasts, machine, workload)
+        self._candidates = Candidates(forecasts, machine, workload, spilled or {})
         self._budget = Budget(machine)
         self._tiles = FirstTiles(forecasts.model(workload).layouts, workload)
         self._frugal = MinMemory(self._candidates, self._budget)

@@ -19,6 +19,7 @@ from megatrain.placement import CPU_PLACEMENT, Placement, Precision
 from megatrain.plan.ask import Ask
 from megatrain.plan.planner import Plan, make_plan
 from megatrain.plan.tiles import by_tier
+from megatrain.plane_file import disk_bytes
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.telemetry.gpu_state import gpu_state
@@ -57,6 +58,7 @@ class Options:
     clip: bool | None
     precision: Precision | None
     states: Literal["fp32", "bf16", "int8"] | None
+    disk_space: str | None
     disk_tbw: float | None
     master: int | None
 
@@ -72,6 +74,8 @@ class Subject:
     total_tokens: int | None = None
     device_memory: str | int | None = None
     host_memory: str | int | None = None
+    disk: str | None = None
+    disk_space: str | int | None = None
     device: str = DEVICE
     trust_remote_code: bool = False
     attn_implementation: str | None = None
@@ -99,7 +103,10 @@ def run_plan(options: Options, *, as_json: bool, picture: Path | None) -> None:
             f"--picture {picture}: give it a name that ends in {' or '.join(_PICTURES)}"
         )
     subject = _subject(options)
-    machine = _machine(options, subject)
+    space = _bytes(subject.disk_space, "--disk-space")
+    if options.disk_space is None and subject.disk is not None:
+        space = disk_bytes(subject.disk, space)
+    machine = replace(_machine(options, subject), disk_space_bytes=space)
     plan = _plan(options, subject, machine)
     if as_json:
         print(json.dumps({"model": subject.name, **plan.as_dict()}, indent=2))
@@ -124,7 +131,8 @@ def _subject(options: Options) -> Subject:
         subject = Subject(str(options.model), config, Workload())
     names = ("tokens_per_step", "sequence_length", "micro_batch", "clip", "precision")
     subject.workload = replace(subject.workload, **_given(options, names))
-    for name, value in _given(options, ("total_tokens", "device_memory", "host_memory")).items():
+    limits = ("device_memory", "host_memory", "disk_space")
+    for name, value in _given(options, ("total_tokens", *limits)).items():
         setattr(subject, name, value)
     _check_length(subject)
     _note_quantised(subject, is_run=options.run is not None)
@@ -169,6 +177,8 @@ def _of_run_file(run: Path, overrides: Sequence[str]) -> Subject:
         total_tokens=None if training.steps is None else training.steps * tokens,
         device_memory=loaded.engine.device_memory,
         host_memory=loaded.engine.host_memory,
+        disk=loaded.engine.disk,
+        disk_space=loaded.engine.disk_space,
         device=loaded.engine.device,
         trust_remote_code=loaded.model.trust_remote_code,
         attn_implementation=loaded.model.attn_implementation,

@@ -8,6 +8,9 @@ import typer
 
 from megatrain.placement import Precision
 
+Picture = Annotated[
+    Path | None, typer.Option(help="Draw where the bytes rest: a name in .png, .svg or .pdf.")
+]
 States = Annotated[
     Literal["fp32", "bf16", "int8"] | None, typer.Option(help="AdamW's moments; fp32.")
 ]
@@ -59,11 +62,10 @@ def plan(
     precision: Annotated[Precision | None, typer.Option(help="Compute dtype; bf16.")] = None,
     states: States = None,
     master: Master = None,
+    disk_space: Annotated[str | None, typer.Option(help="For planes on a disk: 200GiB.")] = None,
     disk_tbw: DiskTbw = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw where the bytes rest: a name in .png, .svg or .pdf.")
-    ] = None,
+    picture: Picture = None,
 ) -> None:
     """Say whether a run fits, what it will take and how long, before anything is allocated.
 
@@ -89,6 +91,7 @@ def plan(
         precision=precision,
         states=states,
         master=master,
+        disk_space=disk_space,
         disk_tbw=disk_tbw,
     )
     run_plan(options, as_json=as_json, picture=picture)

@@ -12,7 +12,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.placement import Precision
-from megatrain.plane_file import PlaneFile
+from megatrain.plane_file import PlaneFile, disk_bytes
 from megatrain.source.source import Source
 from megatrain.tile import TileLayout
 from megatrain.units import size
@@ -69,6 +69,11 @@ class Opened:
     disk_space: int | None
     disk: str | Path | None
     seed: int
+
+    @property
+    def disk_bytes(self) -> int:
+        """What planes may take on the disk. Raises InputError where there is none."""
+        return 0 if self.disk is None else disk_bytes(self.disk, self.disk_space)
 
     def open_file(self, num_bytes: int) -> PlaneFile:
         """A file for planes on the disk.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from megatrain.autoplace.search import Search
+from megatrain.autoplace.spill import could_fit, fastest
 from megatrain.device.base import COMPUTE
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.cache import ForecastCache
@@ -72,14 +73,14 @@ class Planner:
 
     def once(self, ask: Ask, *, thorough: bool = True) -> Forecast:
         if ask.placement is None:
-            return self._search(ask, thorough=thorough).best()
+            return fastest(self._forecasts, ask.machine, ask.workload, thorough=thorough)
         found = self._placed(ask, ask.placement)
         check_budgets(found, ask.machine)
         return found
 
     def least(self, ask: Ask) -> Forecast:
         if ask.placement is None:
-            return self._search(ask).least()
+            return Search(self._forecasts, ask.machine, ask.workload).least()
         found = self._placed(ask, ask.placement)
         there = ask.machine
         machine = replace(
@@ -91,15 +92,12 @@ class Planner:
 
     def could_fit(self, ask: Ask) -> bool:
         if ask.placement is None:
-            return self._search(ask).could_fit()
+            return could_fit(self._forecasts, ask.machine, ask.workload)
         try:
             self.once(ask)
         except DoesNotFit:
             return False
         return True
-
-    def _search(self, ask: Ask, *, thorough: bool = True) -> Search:
-        return Search(self._forecasts, ask.machine, ask.workload, thorough=thorough)
 
     def _placed(self, ask: Ask, placement: Placement) -> Forecast:
         workload = ask.workload

@@ -14,6 +14,8 @@ from megatrain import Placement
 from megatrain.autoplace import auto, candidates
 from megatrain.autoplace.search import Search
 from megatrain.autoplace.spend import Budget, Graphs, MemoryPlans
+from megatrain.autoplace.spill import could_fit, fastest
+from megatrain.device import disk
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
@@ -47,6 +49,29 @@ def least_mib(forecasts: ForecastCache = FORECASTS) -> float:
     """Device memory that the most frugal way needs."""
     least = Search(forecasts, small_machine(1.0), WORKLOAD).least()
     return least.machine.device_memory_bytes / 2**20
+
+
+def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments first, then remainders; lanes are counted, and the disk's space holds."""
+    monkeypatch.setattr(disk, "PIECE", 4096)
+    short = small_machine(1.1 * least_mib(FEW_LAYERS), host_gib=1.0)
+    least = Search(FEW_LAYERS, short, WORKLOAD).least().machine
+    enough = replace(least, disk_space_bytes=1 << 40)
+    tiles = FEW_LAYERS.model(WORKLOAD).layouts
+    moments = 8 * sum(each.trainable_numel for each in tiles)
+
+    def spilled(lacking: float, machine: Machine) -> tuple[int, int]:
+        host = int(machine.host_memory_bytes - lacking / 0.95)
+        found = fastest(FEW_LAYERS, replace(machine, host_memory_bytes=host), WORKLOAD)
+        assert found.host_peak_bytes <= 0.95 * host
+        return found.placement.disk_moments, found.placement.disk_remainder
+
+    assert spilled(moments / 4, enough) == (1, 0)
+    count, remainders = spilled(1.1 * moments, enough)
+    assert count == sum(each.trainable_numel > 0 for each in tiles) and remainders > 0
+    with pytest.raises(DoesNotFit, match="of host memory"):
+        spilled(moments / 4, replace(enough, disk_space_bytes=moments // 5))
+    assert could_fit(FEW_LAYERS, enough, WORKLOAD)
 
 
 def test_budgets_are_never_exceeded_and_more_memory_is_never_slower() -> None:

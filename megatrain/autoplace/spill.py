@@ -1,0 +1,87 @@
+"""The fastest placement, with as few planes on a disk as the host's memory makes necessary."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain.autoplace.search import Search
+from megatrain.errors import DoesNotFit
+from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.simulate import Forecast
+from megatrain.forecast.workload import Workload
+from megatrain.machine import Machine
+from megatrain.optim import tile_planes
+from megatrain.placement import Placement
+from megatrain.store import Tier, resting
+from megatrain.tile import TileLayout
+
+_TRIED = 3  # of the ways that likely fit, from the least on
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Choices of a placement that put so many bytes on a disk."""
+
+    choices: dict[str, int] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+def fastest(
+    forecasts: ForecastCache, machine: Machine, workload: Workload, *, thorough: bool = True
+) -> Forecast:
+    """The fastest forecast that fits; nothing is on the disk unless nothing fits without.
+
+    Args:
+        machine: its memory and disk space are the budgets.
+        thorough: as `Search` takes it.
+
+    Raises:
+        DoesNotFit: nothing does.
+    """
+    ways = _ways(forecasts, machine, workload)
+
+    def search(spill: Spill) -> Search:
+        choices = spill.choices
+        return Search(forecasts, machine, workload, thorough=thorough, spilled=choices)
+
+    if len(ways) > 1:
+        first = bisect_left(ways, True, key=lambda spill: search(spill).could_fit())
+        for spill in ways[first : first + _TRIED]:
+            with suppress(DoesNotFit):
+                return search(spill).best()
+    return search(ways[0]).best()
+
+
+def could_fit(forecasts: ForecastCache, machine: Machine, workload: Workload) -> bool:
+    """Whether there likely is a way; quicker to tell than what is fastest."""
+    last = _ways(forecasts, machine, workload)[-1]
+    return Search(forecasts, machine, workload, spilled=last.choices).could_fit()
+
+
+def _ways(forecasts: ForecastCache, machine: Machine, workload: Workload) -> list[Spill]:
+    """Nothing on a disk; and where there is one, more and more of what it has room for."""
+    there = machine.disk_space_bytes or 0
+    if workload.rule.needs_matrices:  # whose planes cannot rest there
+        there = 0
+    spills = _spills(forecasts.model(workload).layouts, workload) if there else ()
+    return [Spill(), *(spill for spill in spills if spill.num_bytes <= there)]
+
+
+def _spills(layouts: Sequence[TileLayout], workload: Workload) -> Iterator[Spill]:
+    """What may be on a disk: the moments of one tile more each time, then the remainders."""
+    planes = tile_planes(workload.rule, workload.dtype)
+    sizes = [{p: p.numel(each) * p.dtype.itemsize for p in planes} for each in layouts]
+    tiles = sum(each.trainable_numel > 0 for each in layouts)
+    moments: list[dict[str, Any]] = [{"disk_moments": count + 1} for count in range(tiles)]
+    remainders = [{"disk_moments": tiles, "disk_remainder": count + 1} for count in range(tiles)]
+    for choices in (*moments, *remainders):
+        there = zip(resting(Placement(**choices), layouts), sizes, strict=True)
+        num_bytes = sum(
+            size
+            for rests, own in there
+            for plane, size in own.items()
+            if rests.tier(plane) is Tier.DISK
+        )
+        yield Spill(choices, num_bytes)
