@@ -261,10 +261,15 @@ def _open(file: SourceFile) -> IO[bytes]:
 def _reading(file: SourceFile) -> Iterator[None]:
     """Turns what reading a file can raise into one line that names it."""
     try:
+        with file.path.open("rb") as stream:
+            is_pointer = stream.read(len(_POINTER)) == _POINTER
+        if is_pointer:
+            raise InputError(f"{file.name}: a pointer of Git LFS, not the file: run git lfs pull")
         yield
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"{file.name}: cannot be read: {reason.lower()}") from error
 
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _UNPACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}

@@ -85,6 +85,7 @@ def test_a_mistake_in_the_run_file(megatrain, run_file, tmp_path, case):
 DATA = {
     "empty": ("", "empty"),
     "malformed line": ('{"text": "a"}\n{"text": \n', "bad.jsonl:2"),
+    "a pointer": ("version https://git-lfs.github.com/spec/v1\noid a\n", "a pointer of Git LFS"),
     "no such field": ('{"words": "a"}\n', "bad.jsonl:1"),
 }
 
