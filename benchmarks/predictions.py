@@ -67,10 +67,13 @@ class Prediction:
             yield "no clipping"
         if (states := case.get("states", "fp32")) != "fp32":
             yield f"{states} states"
+        if placement.passes > 1:
+            yield f"{placement.passes} passes"
         if placement.resident:
             yield f"{len(placement.resident)} resident"
         if placement.save_activations:
-            yield f"{placement.save_activations} kept"
+            whole = " whole" * (placement.save_all == placement.save_activations)
+            yield f"{placement.save_activations} kept{whole}"
         if placement.offload_activations:
             yield f"{placement.offload_activations} kept on the host"
         if placement.chunk_tokens:

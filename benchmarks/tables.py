@@ -41,7 +41,7 @@ def few_rows() -> list[str]:
     for result in steps():
         case = result["case"]
         if not case["placement"] and case["max_grad_norm"]:
-            key = case["shape"], case.get("device_memory"), case.get("states")
+            key = case["shape"], case.get("device_memory"), case.get("states", "fp32")
             best[key] = max(best.get(key, result), result, key=lambda r: r["model_tflops"])
     return [_row(result) for result in best.values()]
 
@@ -74,6 +74,7 @@ def _row(result: dict[str, Any]) -> str:
     limit += "" if case["max_grad_norm"] else ", no clipping"
     states = case.get("states", "fp32")
     limit += "" if states == "fp32" else f", {states} states"
+    limit += "" if case["precision"] == "bf16" else f", {case['precision']}"
     by_hand = ", placed by hand" if case["placement"] else ""
     return (
         f"| Qwen2.5-{case['shape'].upper()}, {case['sequences']} x {case['sequence_length']}"
