@@ -200,7 +200,7 @@ EDITS = {
     "another class": (lambda c: c["settings"].update(model_class="X"), "of a X, which cannot"),
     "another source": (lambda c: c["settings"].update(dtype="int8"), "dtype 'int8' is unknown"),
     "another precision": (lambda c: c["settings"].update(precision="fp32"), "or precision"),
-    "no precision": (lambda c: c["settings"].update(precision="fp8"), "precision: should be 'bf16"),
+    "no precision": (lambda c: c["settings"].update(precision="fp4"), "precision: should be 'bf16"),
     "a negative version": (lambda c: versions(c, -5), "version: should be g"),
     "more updates than steps": (lambda c: versions(c, 3), "more updates than there were steps"),
     "tiles of two versions": (lambda c: c["tiles"][2].update(version=1), "different versions"),

@@ -1,6 +1,7 @@
 """`megatrain plan`: for people, for programs, and what it refuses."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -180,7 +181,7 @@ MISTAKES = {
     "no file": (["none.yaml"], "none.yaml: cannot be read"),
     "shape": (["--model", "8B"], "unknown model '8B'; did you mean"),
     "empty": (["--model", ""], "unknown model ''"),
-    "folder": (["--model", ".."], "no config.json there"),
+    "folder": (["--model", str(Path(__file__).parent)], "no config.json there"),
     "gpu": (["--model", "7B", "--gpu", "RTX 4099"], "unknown GPU 'RTX 4099'; did you mean"),
     "size": (["--model", "7B", "--host-memory", "lots"], "--host-memory: not a size: 'lots'"),
     "nothing": (["--model", "7B", "--device-memory", "0"], "--device-memory: 0 is no memory"),

@@ -175,10 +175,10 @@ def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
 def test_micro_batches_are_even_and_a_given_one_is_kept() -> None:
     assert choose(1e4, tokens_per_step=64 * 9, forecasts=FEW_LAYERS).micro_batch == 9
     assert choose(1e4, micro_batch=3, forecasts=FEW_LAYERS).micro_batch == 3
-    sizes = auto.Search(FORECASTS, H200, WORKLOAD)._candidates.sizes()
+    sizes = Search(FORECASTS, H200, WORKLOAD)._candidates.sizes()
     assert sizes == [8, 4, 2, 1]  # of short rows, too
     workload = Workload(96 * 1024, 1024, None, True, "bf16", True)
-    sizes = auto.Search(FORECASTS, H200, workload)._candidates.sizes()
+    sizes = Search(FORECASTS, H200, workload)._candidates.sizes()
     assert sizes == [48, 32, 16, 8, 4, 2, 1]
 
 
