@@ -10,7 +10,7 @@ import yaml
 import megatrain
 import megatrain.errors
 from megatrain.cli.app import app
-from tests.structure.source_tree import ROOT
+from tests.structure.source_tree import PACKAGE, ROOT
 
 MAX_README_LINES = 150
 COMMANDS = typer.main.get_command(app).commands
@@ -98,3 +98,16 @@ def test_makefile_targets_say_what_they_do():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in make_targets():
         assert re.search(rf"^{target}:.*## \S", makefile, flags=re.MULTILINE), target
+
+
+def test_what_to_read_first_is_there() -> None:
+    """The files that docs/engine.md names beside each package are in one of its packages."""
+    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    table = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
+    rows = [[re.findall(r"`([\w/]+(?:\.py|/))`", cell) for cell in row] for row in table]
+    packages = [(parts, files) for parts, _, files in rows if parts and files]
+    assert len(packages) > 8
+    for parts, files in packages:
+        folders = [PACKAGE / part for part in parts if part.endswith("/")]
+        for file in files:
+            assert any((folder / file).is_file() for folder in (*folders, PACKAGE)), (parts, file)
