@@ -205,4 +205,6 @@ class _NothingLarge(TorchFunctionMode):
             sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
             if all(isinstance(size, int) for size in sizes) and prod(sizes) > _LARGE:
                 given["device"] = "meta"
+        if func is torch.arange and any(isinstance(n, int) and n > _LARGE for n in args):
+            raise ValueError(f"it counts to {max(args):,}, which no known model does")
         return func(*args, **given)

@@ -45,6 +45,7 @@ def test_only_errors_of_our_own_come_out(made, name, monkeypatch, tmp_path):
 # What the fuzzer has found, kept.
 FOUND = [
     ("config.json", json.dumps(tiny_llama(num_hidden_layers=2**64)).encode()),
+    ("config.json", json.dumps(tiny_llama(head_dim=2**31)).encode()),
     ("index", json.dumps({"weight_map": {"a": "9" * 400}}).encode()),
     ("run file", b"!!timestamp 2001-13-45NaNdata: 1"),
     ("config.json", json.dumps(tiny_llama(attention_bias=None)).encode()),

@@ -283,11 +283,13 @@ def test_a_hostile_template_is_refused_within_bounds(name, monkeypatch):
     monkeypatch.setattr(template, "_SECONDS", 0.25 if name in ENDLESS else 2)
     source, reason = HOSTILE[name]
     limits = resource.getrlimit(resource.RLIMIT_DATA)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
     with pytest.raises(InputError, match=f"chat template.*{reason}"):
         encode(make_tokenizer(source), TWO_TURNS)
     assert time.process_time() - started < 10
     assert resource.getrlimit(resource.RLIMIT_DATA) == limits
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert peak < max(4 << 20, before + 1)  # KiB; earlier tests of the process may have had more
     assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
