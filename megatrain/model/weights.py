@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from threading import Condition
+from threading import Condition, Event
 from types import SimpleNamespace
 
 import torch
@@ -273,9 +273,17 @@ def _read_all(recipes: list[Recipe], model: PreTrainedModel, write: Write, threa
         for name, tensor in recipe.build(model, Stored.read).items():
             write(name, tensor)
 
+    failed = Event()
+
     def read(recipe: Recipe) -> None:
         with room.taken(recipe.working_bytes):
-            deliver(recipe)  # a call of its own, so that nothing of it outlives the room
+            if failed.is_set():
+                return
+            try:
+                deliver(recipe)  # a call of its own, so that nothing of it outlives the room
+            except BaseException:
+                failed.set()
+                raise
 
     with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
         reads = [pool.submit(read, recipe) for recipe in recipes]
@@ -283,7 +291,7 @@ def _read_all(recipes: list[Recipe], model: PreTrainedModel, write: Write, threa
             for finished in as_completed(reads):
                 finished.result()
         except BaseException:  # Ctrl-C included
-            pool.shutdown(cancel_futures=True)
+            failed.set()
             raise
 
 
