@@ -69,24 +69,8 @@ class AdamW(Rule):
         grad_scale: float,
         threads: int,
     ) -> None:
-        first, second, *scales = states
-        kernels.adamw(
-            weights,
-            remainder,
-            first,
-            second,
-            grad,
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=step,
-            grad_scale=grad_scale,
-            threads=threads,
-            scales=scales,
-            at=at,
-        )
+        how = {"at": at, "step": step, "grad_scale": grad_scale, "threads": threads}
+        update_adamw(weights, remainder, states, grad, group, **how)
 
     def take_over(
         self, other: Rule, saved: Sequence[Tensor], own: Sequence[Tensor], *, at: int, step: int
@@ -94,3 +78,30 @@ class AdamW(Rule):
         if not isinstance(other, AdamW):
             raise InputError(f"the moments of {self.name} cannot be made of those of {other.name}")
         states.store_moments(states.load_moments(saved), own, at=at, step=step)
+
+
+def update_adamw(
+    weights: Tensor,
+    remainder: Tensor | None,
+    states: Sequence[Tensor],
+    grad: Tensor,
+    group: Mapping[str, Any],
+    **how: Any,
+) -> None:
+    """AdamW's update of a range by its kernel; arguments as of `Rule.update`."""
+    first, second, *scales = states
+    beta1, beta2 = group["betas"]
+    kernels.adamw(
+        weights,
+        remainder,
+        first,
+        second,
+        grad,
+        lr=float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        scales=scales,
+        **how,
+    )

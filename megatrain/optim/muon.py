@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from megatrain import kernels
 from megatrain.errors import InputError
+from megatrain.optim.adamw import update_adamw
 from megatrain.optim.blocks import update_blocks
 from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number
 from megatrain.tile import Entry
@@ -139,21 +139,8 @@ class Muon(Rule):
         flat = [None if each is None else each.view(-1) for each in (weights, remainder, grad)]
         weights, remainder, grad = flat  # type: ignore[assignment]
         if states:
-            kernels.adamw(
-                weights,
-                remainder,
-                *states,
-                grad,
-                lr=lr,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=decay,
-                step=step,
-                grad_scale=grad_scale,
-                threads=threads,
-                at=at,
-            )
+            how = {"at": at, "step": step, "grad_scale": grad_scale, "threads": threads}
+            update_adamw(weights, remainder, states, grad, group, **how)
             return
         size = lr * self._share(*shape[-2:])
 
