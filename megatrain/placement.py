@@ -105,7 +105,8 @@ class Placement:
             but for those of `offload_activations`.
         offload_activations: layers whose graph is saved in pinned host memory, evenly spread over
             all.
-        save_all: of `save_activations`, the last layers: nothing of their graphs is computed again.
+        save_all: layers whose graph is saved whole, so that nothing of it is computed again: the
+            last ones of those of `save_activations`.
         passes: groups of micro-batches that go through both sweeps one after the other; fewer
             graphs wait at once, weights cross the bus for each, and fp32 sums of all gradients stay
             on the device meanwhile.
@@ -186,11 +187,14 @@ class Placement:
                 "compiled; set chunk_tokens, or compile: false"
             )
         if self.passes > 1 and not self.keep_rows:
-            raise InputError("placement.keep_rows is false; with passes > 1 rows stay: set it true")
+            raise InputError(
+                "placement.keep_rows is false, but in several passes the embedding's rows stay on "
+                "the device; set it true, or set passes: 1"
+            )
         if self.passes > 1 and self.max_stream_bytes is not None:
             raise InputError(
-                "placement.max_stream_bytes splits tiles, of which no sums can stay on the device; "
-                "leave it out, or set passes: 1"
+                "placement.max_stream_bytes splits tiles, but in several passes the sums of whole "
+                "tiles stay on the device; leave it out, or set passes: 1"
             )
         if self.layer_inputs not in ("device", "host"):
             raise InputError(

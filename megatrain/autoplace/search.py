@@ -99,9 +99,8 @@ class Search:
             if not placement.keep_rows or placement.max_stream_bytes is not None or count == 1:
                 continue
             candidate = self._candidates.of(placement, rows)
-            found += [self._plans(candidate, n) for n in _PASSES if n < count] + [
-                self._plans(candidate, count)
-            ]
+            passes = sorted({n for n in _PASSES if n < count} | {count})
+            found += [self._plans(candidate, n) for n in passes]
         return found
 
     def could_fit(self) -> bool:

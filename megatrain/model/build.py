@@ -206,5 +206,5 @@ class _NothingLarge(TorchFunctionMode):
             if all(isinstance(size, int) for size in sizes) and prod(sizes) > _LARGE:
                 given["device"] = "meta"
         if func is torch.arange and any(isinstance(n, int) and n > _LARGE for n in args):
-            raise ValueError(f"it counts to {max(args):,}, which no known model does")
+            raise ValueError(f"a size of {max(args):,} is more than any known model has")
         return func(*args, **given)

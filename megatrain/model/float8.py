@@ -16,11 +16,11 @@ from megatrain.model.fingerprint import OWN_BEHAVIOUR
 
 _MULTIPLE = 16  # of both sizes of a weight, for the GPU's float8 products
 _CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that have them
-_ROUTERS = ("gate", "router")  # choose experts: their products are few, and ties are many
+_ROUTERS = ("gate", "router")  # a small error of theirs would choose other experts
 
 
 def convert(module: nn.Module, device: torch.device) -> int:
-    """Let the linear modules of a layer's template compute in float8; how many there are.
+    """Let the linear modules of a layer's template compute in float8; returns their number.
 
     Elsewhere than on a GPU the casts are real and products are taken in the type of the inputs.
 
