@@ -24,7 +24,8 @@ from megatrain.units import gib, size
 _SPARING = (1, 3)
 
 _TRIED = 5  # ways of spending that are forecast in full
-_PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 3  # beside as many as micro-batches
+# Numbers of passes that are tried, besides one for each micro-batch; ways forecast in full of them.
+_PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 3
 _MANY = 12  # micro-batches from which on a forecast takes so long that little is tried
 
 
@@ -40,9 +41,11 @@ class Search:
         thorough: bool = True,
         spilled: Mapping[str, int] | None = None,
     ) -> None:
-        """Args:
-        thorough: if not, it stops at the first candidate and its most promising way.
-        spilled: choices of what rests on a disk (autoplace/spill.py); None: nothing.
+        """Take a workload and a machine.
+
+        Args:
+            thorough: if not, the search stops at the first candidate and its most promising way.
+            spilled: choices of what rests on a disk (autoplace/spill.py); None: nothing.
         """
         self._forecasts, self._workload = forecasts, workload
         self._thorough = thorough
@@ -86,9 +89,10 @@ class Search:
         return MemoryPlans(self._forecasts, self._workload, candidate, self._budget, passes)
 
     def _in_passes(self, best: Forecast) -> list[MemoryPlans]:
-        """Ways that take a step of small micro-batches in several passes, if they could be faster.
+        """Ways that take a step of small micro-batches in several passes.
 
-        They start from the candidate with most overlap. There must be room for all sums.
+        They start from the candidate with most overlap; none, where `best` runs rows in chunks of
+        tokens or the device has no room for the sums of all gradients.
         """
         if best.placement.chunk_tokens is not None or self._tiles.sums_bytes > self._budget.device:
             return []
