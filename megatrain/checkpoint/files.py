@@ -9,7 +9,6 @@ import errno
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import shutil
 import stat
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megatrain import huge_pages
 from megatrain.errors import InputError, told
 from megatrain.units import align
 
@@ -58,7 +58,7 @@ class NewFile:
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._direct = open_direct(path, os.O_WRONLY)
         # Whole pages, as direct access demands.
-        self._room = np.frombuffer(mmap.mmap(-1, _DIRECT_BYTES), np.uint8)
+        self._room = np.frombuffer(huge_pages.mapping(_DIRECT_BYTES), np.uint8)
 
     def write(self, data: Any, offset: int) -> None:
         """Put `data` (bytes or a flat memoryview of them) at `offset`; one thread at a time."""

@@ -9,7 +9,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from megatrain import kernels
+from megatrain import huge_pages, kernels
 from megatrain.errors import DoesNotFit
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.memory import host_available_bytes
@@ -36,12 +36,13 @@ def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | Non
             f"{remedy}"
         )
     try:
-        mapping = mmap.mmap(-1, num_bytes)
+        mapping = huge_pages.mapping(num_bytes)
     except OSError as error:
         raise DoesNotFit(
             f"no host memory for {name}: {size(num_bytes)} wanted ({error.strerror}); {remedy}"
         ) from error
-    mapping.madvise(mmap.MADV_HUGEPAGE)
+    # Pinned pages of a process of its own would be copied for a child that is forked.
+    mapping.madvise(mmap.MADV_DONTFORK)
     flat = torch.frombuffer(mapping, dtype=torch.uint8)
     kernels.first_touch(flat, threads=usable_cores())
     return flat.view(dtype)[:numel]

@@ -7,7 +7,6 @@ Format: eight bytes of header length, a JSON header, the data without holes
 """
 
 import json
-import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain import huge_pages
 from megatrain.errors import InputError
 from megatrain.json_yaml import (
     DAMAGED,
@@ -89,10 +89,7 @@ def _room_for(num_bytes: int) -> Tensor:
     """
     if num_bytes < OWN_MAPPING_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    return torch.frombuffer(huge_pages.mapping(num_bytes), dtype=torch.uint8)
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatrain import huge_pages
+
 _SMALL = 1 << 16
 
 # Room for more than the machine's memory. Not every Python has the name.
@@ -22,9 +24,6 @@ def zero_pages(shape: Sequence[int], *, requires_grad: bool = False) -> Tensor:
     numel = math.prod(shape)
     if numel < _SMALL:
         return torch.zeros(*shape, requires_grad=requires_grad)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    pages = mmap.mmap(-1, 4 * numel, flags=flags | _UNRESERVED)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = huge_pages.mapping(4 * numel, _UNRESERVED)
     zeros = torch.frombuffer(pages, dtype=torch.float32).view(*shape)
     return zeros.requires_grad_(requires_grad)

@@ -1,6 +1,5 @@
 """Rates of the host: memory by threads, the optimizer's update, the disk."""
 
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -99,7 +98,7 @@ def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measure
     except (MegatrainError, OSError) as error:
         why = first_line(error)
         return [Measurement(name, label, None, "GB/s", why) for name, label in labels.items()]
-    room = torch.frombuffer(mmap.mmap(-1, _CHUNK), dtype=torch.uint8).random_()
+    room = host_range("disk", _CHUNK, torch.uint8).random_()
     filled = 0
 
     def gbps(move: Callable[[int, Tensor], None]) -> float:

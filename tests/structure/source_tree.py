@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
-    {"errors", "seeds", "units"},
+    {"errors", "huge_pages", "seeds", "units"},
     {"compat", "disk", "json_yaml", "plane_file"},
     {"loss", "placement", "tile", "telemetry", "kernels"},
     {"machine", "optim"},
