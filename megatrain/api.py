@@ -17,13 +17,12 @@ from megatrain.engine.opened import DTYPES, Model, Opened
 from megatrain.errors import InputError
 from megatrain.loss import SCORE
 from megatrain.model.neftune import add_noise
-from megatrain.model.probe import spec
 from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, StreamedOptimizer, is_number
 from megatrain.placement import Placement, Precision
-from megatrain.source.source import Resumed, Source, open_source
+from megatrain.source.source import Resumed, Source, open_source, structure
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.whole import is_whole, whole_model
 
@@ -221,7 +220,7 @@ def _learn(source: Source, *, must_save: bool) -> ModelSpec:
         computed = torch.float32 if made_here else source.dtype
         with_code = source.folder is not None
         source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
-    found = spec(source.model)
+    found = structure(source)
     if must_save and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
     return found

@@ -97,7 +97,7 @@ class Tile:
         planes: all that the tile keeps.
         weights: what is streamed: bf16, or the fp32 master itself when computing in fp32.
         remainder: int16; `fp32 master = (weights << 16) + remainder`. int8, if the rule has it, for
-            the upper byte of that. None in fp32.
+            the upper byte of that. None in fp32. Frozen parameters that came in bf16 have none.
         states: what the optimizer's rule keeps, in its order.
         rests: where each of them does.
         version: updates applied or on their way.
@@ -140,18 +140,23 @@ class Tile:
         """The planes that only the update touches."""
         return [buffer for buffer in self.planes.values() if buffer is not self.weights]
 
+    def remainder_of(self, entry: Entry) -> Buffer | None:
+        """The plane that has the rest of a parameter's master; None: its weights are all of it."""
+        kept = (b for p, b in self.planes.items() if b is self.remainder and p.has(entry))
+        return next(kept, None)
+
     def write_master(self, entry: Entry, values: Tensor, threads: int = 1) -> None:
         """Set one parameter's master from CPU `values` of its shape, any float dtype."""
         flat = values.detach().contiguous().view(-1)
         place = slice(entry.offset, entry.offset + entry.numel)
-        weights = self.weights.data[place]
-        if self.remainder is None or flat.dtype == torch.bfloat16:
+        weights, rest = self.weights.data[place], self.remainder_of(entry)
+        if rest is None or flat.dtype == torch.bfloat16:
             weights.copy_(flat)  # a bf16 value is its own master: the remainder is zero
-            if self.remainder is not None:
-                with self.remainder.writing(place) as remainder:
+            if rest is not None:
+                with rest.writing(place) as remainder:
                     remainder.zero_()
             return
-        with self.remainder.writing(place) as remainder:
+        with rest.writing(place) as remainder:
             high, low = (p if p.is_cpu else torch.empty_like(p, device="cpu")
                          for p in (weights, remainder))  # fmt: skip
             kernels.split(flat.float(), high, low, threads=threads)
@@ -161,11 +166,12 @@ class Tile:
     def read_master(self, entry: Entry, threads: int = 1) -> Tensor:
         """A copy of a parameter's fp32 master, on the CPU."""
         place = slice(entry.offset, entry.offset + entry.numel)
-        if self.remainder is None:
+        rest = self.remainder_of(entry)
+        if rest is None:
             return self.weights.data[place].to("cpu", torch.float32, copy=True).view(entry.shape)
         weights = self.weights.data[place].cpu()
         master = torch.empty(entry.numel, dtype=torch.float32)
-        remainder = self.remainder.values(place).cpu()
+        remainder = rest.values(place).cpu()
         kernels.join(weights, remainder, master, threads=threads)
         return master.view(entry.shape)
 

@@ -331,9 +331,8 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
         machine=machine, placement=subject.placement, **vars(subject.workload)
     )
     from megatrain.forecast.op_counter import NotForeseeable
-    from megatrain.model.probe import spec
     from megatrain.model.trained import Trained
-    from megatrain.source.source import open_source
+    from megatrain.source.source import open_source, structure
 
     source = open_source(
         subject.config,
@@ -343,7 +342,7 @@ def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
     Trained(subject.frozen, subject.train_only).choose(source.model)
     try:
         return make_plan(
-            spec(source.model),
+            structure(source),
             ask,
             total_tokens=subject.total_tokens,
             gpus=options.gpus,

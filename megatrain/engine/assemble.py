@@ -53,7 +53,7 @@ def tile_layouts(spec: ModelSpec, groups: dict[str, int]) -> list[TileLayout]:
 
     def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
         parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
-        return TileLayout(kind.value + visit, parameters, kind)
+        return TileLayout(kind.value + visit, parameters, kind, spec.wide)
 
     tiles = [
         layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),

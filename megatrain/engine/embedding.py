@@ -127,7 +127,9 @@ class Embedding:
         for table in self._tables:
             table.rows = table.sums = _NOWHERE  # they would hold on to a range that is replaced
         names = [table.entry.name for table in self._tables]
-        rooms = self._work.tables(names, lengths, kept=self._keep_rows)
+        pairs = zip(lengths, self._tables, strict=True)
+        summed = [length * (table.entry.group is not None) for length, table in pairs]
+        rooms = self._work.tables(names, lengths, summed, kept=self._keep_rows)
         for table, room, length in zip(self._tables, rooms, lengths, strict=True):
             table.rows, table.sums = room
             if grows and Tier.HOST in (table.tile.rests.weights, table.tile.rests.gradient):
@@ -145,6 +147,11 @@ class Embedding:
             self._arrive(table, batch.unique_U)
 
     @property
+    def trained(self) -> list[str]:
+        """Names of the tables whose rows have gradients."""
+        return [table.entry.name for table in self._tables if table.entry.group is not None]
+
+    @property
     def rows(self) -> list[Buffer]:
         """What the prologue reads."""
         return [table.rows for table in self._tables]
@@ -159,6 +166,8 @@ class Embedding:
         for table in self._tables:
             if not self._keep_rows:
                 self._bring(table, batch)
+            if table.entry.group is None:
+                continue
 
             def work(table: _Table = table) -> None:
                 table.sums.data.zero_()

@@ -118,6 +118,8 @@ class Prologue(StreamedModule):
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
     ) -> State:
         """Gradients of the prologue's weights into `room`, of the rows into `embedding`."""
+        if not (self.tile.layout.trainable or self.embedding.trained):
+            return [{} for _ in batch.micro]
         if not batch.first:
             self.embedding.prepare_gradients(batch)
         reads, writes = [slot, *self.embedding.rows], [room.sums, *self.embedding.sums]
@@ -131,7 +133,7 @@ class Prologue(StreamedModule):
         weights, names = self.leaves(slot)
         with torch.enable_grad():
             values = self.program.prologue({**self._all_leaves(slot), **weights}, micro)
-            tables = micro.rows.tables
+            tables = {name: micro.rows.tables[name] for name in self.embedding.trained}
             pairs = [(values[ref], dh[ref]) for ref in dh if ref in values]
             sources = [*tables.values(), *(weights[name] for name in names)]
             if not pairs or not sources:

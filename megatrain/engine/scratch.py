@@ -41,18 +41,18 @@ class ScratchArena:
         return Buffer("gradient sums", self._memory[:numel], self._overlapping)
 
     def tables(
-        self, names: Sequence[str], lengths: Sequence[int], *, kept: bool
+        self, names: Sequence[str], lengths: Sequence[int], summed: Sequence[int], *, kept: bool
     ) -> list[tuple[Buffer, Buffer]]:
         """Where the rows of each table lie in a step, and the sums of their gradients.
 
         That holds until the next call. The range grows if it must.
 
         Args:
-            lengths: elements of each table's rows.
+            lengths: elements of each table's rows; `summed`: of their gradients.
             kept: the sums of tiles leave the rows alone.
         """
         self._overlapping = ()
-        sums, stop = _in_a_row(lengths, self._beside)
+        sums, stop = _in_a_row(summed, self._beside)
         in_fp32 = [-(-length * self._dtype.itemsize // 4) for length in lengths]
         rows, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
         if stop > len(self._memory):
@@ -61,9 +61,11 @@ class ScratchArena:
         rooms = [
             (
                 Buffer(f"{name} rows", self._memory[row:].view(self._dtype)[:length]),
-                Buffer(f"{name} row gradients", self._memory[start : start + length]),
+                Buffer(f"{name} row gradients", self._memory[start : start + numel]),
             )
-            for name, length, start, row in zip(names, lengths, sums, rows, strict=True)
+            for name, length, numel, start, row in zip(
+                names, lengths, summed, sums, rows, strict=True
+            )
         ]
         every = [buffer for room in rooms for buffer in room]
         self._overlapping = tuple(sums for _, sums in rooms) if kept else tuple(every)

@@ -146,6 +146,8 @@ class Sink:
     def room(self, tile: Tile | TileSlice) -> GradAccumulator:
         """fp32 sums for the gradient of a tile or a slice: zeros in the step's first pass."""
         sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
+        if not tile.whole.layout.trainable_numel:  # all of it is frozen
+            return GradAccumulator(tile, sums, {})
         if self._first:
             self._device.run(
                 COMPUTE, Name(Kind.PLAIN, "clear gradient sums"), sums.data.zero_, writes=[sums]
@@ -160,9 +162,9 @@ class Sink:
 
         Of a tile in slices, the last one completes it.
         """
-        if not self._last:
-            return
         tile, sums, device = room.tile, room.sums, self._device
+        if not self._last or not tile.whole.layout.trainable_numel:
+            return
 
         def measure() -> None:
             square = torch.linalg.vector_norm(sums.data) ** 2

@@ -36,7 +36,7 @@ from megatrain.model.weights import IN_FLIGHT_BYTES
 from megatrain.placement import Placement
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
-from megatrain.tile import TileKind, TileLayout
+from megatrain.tile import Entry, TileKind, TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from megatrain.units import MIB
 
@@ -370,12 +370,15 @@ def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> Til
     whole = layout.kind is TileKind.LAYER and layout.numel * dtype.itemsize <= most
     if not whole or any(entry.numel % ALIGNMENT for entry in layout.entries):
         return layout
-    groups = {entry.group: entry.name for entry in layout.entries}
+    alike: dict[tuple[int | None, bool], list[Entry]] = {}
+    for entry in layout.entries:
+        alike.setdefault((entry.group, entry.wide), []).append(entry)
     return TileLayout(
         layout.name,
         [
-            (name, torch.Size([sum(e.numel for e in layout.entries if e.group == group)]), group)
-            for group, name in groups.items()
+            (own[0].name, torch.Size([sum(each.numel for each in own)]), group)
+            for (group, _), own in alike.items()
         ],
         layout.kind,
+        [own[0].name for (_, wide), own in alike.items() if wide],
     )

@@ -1,5 +1,6 @@
 """What the engine has to know of a model; `probe` reads it off the model's own forward."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -47,6 +48,7 @@ class ModelSpec:
         trunk: what the trunk returns, but for its hidden states.
         fixed: those of all that no gradient reaches (plain training leaves them alone, too).
         unused: parameters that text training never touches; they stay as they are.
+        wide: parameters whose source has bits that bf16 does not hold.
     """
 
     capture: Capture
@@ -62,6 +64,7 @@ class ModelSpec:
     fixed: list[str]
     unused: list[str]
     label_shift: int = 1
+    wide: Collection[str] = ()
     outputs: list[list[Ref]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from megatrain.compat.transformers import drop_ignorable
 from megatrain.errors import InputError, first_line
 from megatrain.json_yaml import read_json
-from megatrain.model.conversion import Recipe, plan_load
+from megatrain.model.conversion import LoadPlan, Recipe, plan_load
 from megatrain.model.safetensors_io import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -140,6 +140,28 @@ def read_weights(
     Raises:
         InputError: tensors missing, unknown, misshapen or not of a float dtype, or damaged files.
     """
+    plan, built, first_name = _planned(folder, model)
+    recipes = _without_tied_copies(plan.recipes, first_name)
+    missing = set(first_name.values()) - {first_name[name] for name in built}
+    left_out = _check_complete(folder, model, missing, plan.unexpected)
+    _read_all(recipes, model, lambda name, tensor: write(first_name[name], tensor), threads)
+    return left_out
+
+
+def stored_types(folder: Path, model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """The dtype in which `folder` has each parameter and buffer of `model`, by its first name.
+
+    Raises:
+        InputError: tensors misshapen or not of a float dtype, or damaged files.
+    """
+    _, built, first_name = _planned(folder, model)
+    return {first_name[name]: dtype for name, dtype in built.items()}
+
+
+def _planned(
+    folder: Path, model: PreTrainedModel
+) -> tuple[LoadPlan, dict[str, torch.dtype], dict[str, str]]:
+    """How the folder's tensors become the model's, their dtypes, and each name's first name."""
     quantization = getattr(model.config, "quantization_config", None)
     if quantization is not None:
         raise InputError(f"{folder}: its weights are quantised; use the unquantised model")
@@ -148,12 +170,7 @@ def read_weights(
     if plan.repeated:
         again = plan.repeated[0]
         raise InputError(f"{again.file}: {again.name!r} is stored again under another name")
-    built = _check_recipes(model, plan.recipes, references)
-    recipes = _without_tied_copies(plan.recipes, first_name)
-    missing = {first_name[name] for name in references} - {first_name[name] for name in built}
-    left_out = _check_complete(folder, model, missing, plan.unexpected)
-    _read_all(recipes, model, lambda name, tensor: write(first_name[name], tensor), threads)
-    return left_out
+    return plan, _check_recipes(model, plan.recipes, references), first_name
 
 
 def _references(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -171,9 +188,9 @@ def _references(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, st
 
 def _check_recipes(
     model: PreTrainedModel, recipes: list[Recipe], references: Mapping[str, Tensor]
-) -> set[str]:
-    """Build everything on the meta device; returns the names that come out."""
-    built: set[str] = set()
+) -> dict[str, torch.dtype]:
+    """Build everything on the meta device; returns the names that come out, and their dtypes."""
+    built: dict[str, torch.dtype] = {}
     for recipe in recipes:
         stored = recipe.sources[0][1]
         where = f"{stored.file}: {stored.name!r}"
@@ -190,7 +207,7 @@ def _check_recipes(
             if name not in references or name in built:
                 raise InputError(f"{where} would give {name!r}, which is no parameter to be read")
             _check_tensor(model, where, name, tensor, references[name])
-            built.add(name)
+            built[name] = tensor.dtype
     return built
 
 

@@ -46,7 +46,8 @@ class Plane:
     Attributes:
         name: unlike that of any other plane of the tile; a key of checkpoints.
         per: elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT.
-        frozen: whether parameters that are not trained have it, too.
+        frozen: whether parameters that are not trained have it, too. (A remainder: those of them
+            whose source has bits that bf16 does not hold.)
         only: which parameters have it; None: all.
         on_device: nothing touches it but `Rule.direct`, on the device.
     """
@@ -69,8 +70,8 @@ class Plane:
 
     def has(self, entry: Entry) -> bool:
         """Whether a parameter has a part in it."""
-        trained = self.frozen or entry.group is not None
-        return trained and (self.only is None or self.only(entry))
+        frozen = entry.wide if self.kind is PlaneKind.REMAINDER else self.frozen
+        return (frozen or entry.group is not None) and (self.only is None or self.only(entry))
 
     def numel(self, layout: TileLayout) -> int:
         """Its values for a tile: up to the last parameter that has it."""
@@ -234,7 +235,7 @@ def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
         if rule.remainder != torch.int16:
             raise InputError("master is 24, but layers in fp32 keep all 32 bits; leave it out")
         return (weights, *rule.state_planes)
-    remainder = Plane("remainder", rule.remainder, frozen=True, kind=PlaneKind.REMAINDER)
+    remainder = Plane("remainder", rule.remainder, kind=PlaneKind.REMAINDER)
     return (weights, remainder, *rule.state_planes)
 
 

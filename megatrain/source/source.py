@@ -23,10 +23,11 @@ from megatrain.errors import InputError
 from megatrain.model.build import empty_model, load_config, loaded_types
 from megatrain.model.companions import Companions, companions, set_generation
 from megatrain.model.init import initialise
+from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
-from megatrain.model.weights import read_weights, resolve_model, source_dtype
+from megatrain.model.weights import read_weights, resolve_model, source_dtype, stored_types
 from megatrain.optim import Rule
 from megatrain.source.state_io import (
     open_model,
@@ -117,7 +118,35 @@ def open_source(
     return Source(empty, dtype, folder, untrained=_drawn_buffers(empty, dtype), companions=beside)
 
 
-def fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
+def structure(source: Source) -> ModelSpec:
+    """What the engine has to know of the model. Raises InputError: it cannot be streamed."""
+    found = spec(source.model)
+    frozen = [name for name, p in source.model.named_parameters() if not p.requires_grad]
+    if still := [*frozen, *found.unused, *found.fixed]:
+        types = _types(source)
+        found.wide = {n for n in still if types.get(n, source.dtype) != torch.bfloat16}
+    return found
+
+
+def _types(source: Source) -> dict[str, torch.dtype]:
+    """In what each parameter comes; what is drawn has the dtype of the source."""
+    if source.saved is not None:
+        others = source.saved.settings.frozen_dtypes
+        return {
+            each.name: saved_dtype(source.saved, others.get(each.name))
+            if each.group is None
+            else torch.float32  # a master
+            for tile in source.saved.manifest.tiles
+            for each in tile.parameters
+        }
+    if source.folder is not None:
+        return stored_types(source.folder, source.model)
+    if source.given is None or next(source.given.parameters()).is_meta:
+        return {}
+    return {name: p.dtype for name, p in source.given.named_parameters()}
+
+
+def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
     """Bring every weight and persistent buffer to its place: read, copied, or drawn.
 
     From a checkpoint, also the rest of a tile's state.
@@ -127,13 +156,18 @@ def fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
             computed with in fewer bits than transformers keeps.
     """
     dtype = store.tiles[0].weights.data.dtype
-    refuse_rounding(loaded_types(source.model, dtype), spec.computed, dtype)
+    refuse_rounding(loaded_types(source.model, dtype), found.computed, dtype)
     write = _writer(store, source, threads=1)  # one of many readers at a time
 
     def draw(only: Any = None) -> None:
         threads = update_threads()
-        wide = _writer(store, source, threads=threads)
-        initialise(spec, seed, wide, only, threads=threads)
+        write = _writer(store, source, threads=threads)
+        frozen = {entry.name for _, entry in store.entries() if entry.group is None}
+
+        def as_source(name: str, values: Tensor) -> None:
+            write(name, values.to(source.dtype) if name in frozen else values)
+
+        initialise(found, seed, as_source, only, threads=threads)
 
     if source.saved is not None:
         with offering_another(source.saved.folder):
@@ -196,7 +230,7 @@ def _writer(store: Store, source: Source, *, threads: int) -> Write:
         tile, entry = places[name]
         if entry.group is None:
             untrained.dtypes[name] = values.dtype
-            narrow = tile.remainder is None and tile.weights.data.dtype == torch.bfloat16
+            narrow = tile.remainder_of(entry) is None and tile.weights.data.dtype == torch.bfloat16
             untrained.rounded |= narrow and values.dtype != torch.bfloat16
         tile.write_master(entry, values, threads)
 

@@ -2,10 +2,11 @@
 
 Trainable parameters come first, one contiguous run per optimizer group, frozen ones last; so the
 gradient and the moments cover a prefix, and the update is one kernel call per group, as long as the
-groups stay as they were.
+groups stay as they were. Of the frozen ones those come first whose source has more bits than bf16,
+so that the rest of the masters is a prefix, too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -35,12 +36,18 @@ class TileKind(Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter inside a tile: its Hugging Face name, shape, offset (elements) and group."""
+    """One parameter inside a tile: its Hugging Face name, shape, offset (elements) and group.
+
+    Attributes:
+        group: index of the optimizer's parameter group at first; None: frozen.
+        wide: it is frozen, and its source has bits that bf16 does not hold.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
-    group: int | None  # index of the optimizer's parameter group at first; None: frozen
+    group: int | None
+    wide: bool = False
 
     @property
     def numel(self) -> int:
@@ -67,14 +74,19 @@ class TileLayout:
         name: str,
         parameters: Iterable[tuple[str, torch.Size, int | None]],
         kind: TileKind = TileKind.LAYER,
+        wide: Collection[str] = (),
     ) -> None:
-        """Args: `parameters` as `(name, shape, group)`; group None means frozen."""
+        """Args: `parameters` as `(name, shape, group)`; group None means frozen.
+
+        `wide`: names of those whose source has bits that bf16 does not hold.
+        """
         self.name, self.kind = name, kind
         entries: list[Entry] = []
         offset = 0
-        order = sorted(parameters, key=lambda p: (p[2] is None, p[2] or 0))
-        for parameter, shape, group in order:
-            entries.append(Entry(parameter, tuple(shape), offset, group))
+        given = [(n, shape, group, group is None and n in wide) for n, shape, group in parameters]
+        order = sorted(given, key=lambda p: (p[2] is None, not p[3], p[2] or 0))
+        for parameter, shape, group, is_wide in order:
+            entries.append(Entry(parameter, tuple(shape), offset, group, is_wide))
             offset = align(offset + entries[-1].numel, ALIGNMENT)
         self.entries = tuple(entries)
         self.numel = offset

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatrain import InputError
+from megatrain.device import CpuDevice
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
     frozen,
@@ -131,6 +132,29 @@ def test_frozen_parameters_stay_and_the_others_learn_as_before(unless: Any, tied
     before, after = parameters(model), masters(engine)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+class Watched(CpuDevice):
+    """Notes what is put on it."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def run(self, stream: str, name: str, *given: Any, **named: Any) -> Any:
+        self.names.append(str(name))
+        return super().run(stream, name, *given, **named)
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_what_is_frozen_is_neither_measured_nor_updated(clip: float | None) -> None:
+    device, [step] = Watched(), make_batches(1)
+    engine = make_engine(frozen(llama(), FROZEN["all but one layer"]), clip=clip, device=device)
+    device.names.clear()
+    engine.step(step)
+    assert [n for n in device.names if n.startswith("update")] == ["update layer 1"]
+    assert [n for n in device.names if n.startswith("measure")] == ["measure layer 1"]
+    assert device.names.count("clear gradient sums") == 1
+    assert not {"prologue backward", "clear rows"} & {*device.names}
 
 
 def test_with_everything_frozen_there_is_nothing_to_train() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement
@@ -17,7 +18,7 @@ from megatrain.device import Buffer, CpuDevice
 from megatrain.engine import opened
 from megatrain.optim import parameter_bytes
 from megatrain.units import MIB
-from tests.parity.cases import frozen, llama, make_batches, make_engine
+from tests.parity.cases import frozen, in_dtype, llama, make_batches, make_engine
 from tests.rules import SWEPT
 
 # Large enough that the padding of planes and rows of text are as little as in a real model.
@@ -80,14 +81,18 @@ def test_without_clipping_a_few_slabs_hold_all_gradients() -> None:
     )
 
 
-def test_a_frozen_parameter_has_no_moments_and_no_gradient() -> None:
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_a_frozen_parameter_is_its_weights_alone(source: torch.dtype) -> None:
+    """And the bits that bf16 does not hold, if it came with them."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-    model = frozen(llama(**sizes), lambda name: ".1." in name)
+    model = frozen(in_dtype(llama(**sizes), source), lambda name: ".1." in name)
     share = sum(p.numel() for p in model.parameters() if p.requires_grad) / model.num_parameters()
     found = bytes_per_parameter(make_engine(model, precision="bf16"))
     assert found["moments"] == pytest.approx(8 * share, rel=0.01)
     assert found["gradients"] == pytest.approx(2 * share, rel=0.01)
     assert found["weights"] == pytest.approx(2, rel=0.01)
+    rest = 2 if source == torch.float32 else 2 * share
+    assert found["remainder"] == pytest.approx(rest, rel=0.01)
 
 
 def test_rooms_of_rows_and_boundaries_are_declared() -> None:

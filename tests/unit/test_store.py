@@ -17,7 +17,7 @@ SHAPE = (3, 50)
 
 def layouts() -> list[TileLayout]:
     return [
-        TileLayout("first", [("a", torch.Size(SHAPE), 0), ("b", torch.Size([7]), None)]),
+        TileLayout("first", [("a", torch.Size(SHAPE), 0), ("b", torch.Size([7]), None)], wide="b"),
         TileLayout("second", [("c", torch.Size([2, 2]), 1)]),
         TileLayout("empty", []),
     ]

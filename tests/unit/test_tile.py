@@ -52,6 +52,20 @@ def test_runs_cover_each_group_once_and_nothing_frozen(
     assert layout.trainable == tuple(e for e in layout.entries if e.group is not None)
 
 
+@given(parameters, st.data())
+def test_frozen_ones_of_more_bits_come_before_the_others(
+    given_parameters: list, data: st.DataObject
+) -> None:
+    wide = [name for name, _, _ in given_parameters if data.draw(st.booleans())]
+    layout = TileLayout("tile", given_parameters, wide=wide)
+    order = [0 if e.group is not None else 1 if e.wide else 2 for e in layout.entries]
+    assert order == sorted(order)
+    assert {e.name for e in layout.entries if e.wide} == {
+        name for name, _, group in given_parameters if group is None and name in wide
+    }
+    assert layout.trainable_numel == TileLayout("tile", given_parameters).trainable_numel
+
+
 @given(parameters)
 def test_views_share_the_plane_and_keep_apart(given_parameters: list) -> None:
     layout = TileLayout("tile", given_parameters)
