@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from megatrain import __version__
 from megatrain.cli.bench import bench
+from megatrain.cli.options import DeviceMemory, DeviceName, HostMemory
 from megatrain.cli.planning import doctor, plan
 from megatrain.errors import InputError, MegatrainError, RunFailed, in_one_line, told
 from megatrain.telemetry.log import StderrHandler
@@ -197,12 +198,7 @@ RepetitionPenalty = Annotated[
     float | None, typer.Option(min=0.01, help="Above 1: what was said becomes less likely.")
 ]
 Seed = Annotated[int, typer.Option(min=0)]
-DeviceName = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 PrecisionOption = Annotated[Precision, typer.Option(help="Compute dtype.")]
-DeviceMemory = Annotated[
-    str | None, typer.Option(help="Of the GPU at most, such as 10GiB; more is streamed.")
-]
-HostMemory = Annotated[str | None, typer.Option(help="Of the host at most, such as 64GiB.")]
 
 
 @app.command()

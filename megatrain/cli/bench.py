@@ -4,13 +4,20 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
+from megatrain.cli.options import (
+    ComputeDtype,
+    DeviceMemory,
+    DeviceName,
+    HostMemory,
+    Master,
+    States,
+)
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
-from megatrain.placement import Precision
 from megatrain.units import gib
 
 SHOWN_LINES = 14  # of the breakdown, on the terminal
@@ -24,14 +31,7 @@ def _known_shape(name: str) -> str:
     return name
 
 
-HostMemory = Annotated[
-    str | None, typer.Option(help="Host memory that this process may have, such as 96GiB.")
-]
 Disk = Annotated[str | None, typer.Option(help="Folder on the disk that planes may rest on.")]
-
-States = Annotated[
-    Literal["fp32", "bf16", "int8"], typer.Option(help="What AdamW's moments are kept in.")
-]
 
 
 @bench.callback()
@@ -50,16 +50,14 @@ def step(
         str, typer.Option(help="Rows of a micro-batch, or auto: chosen with the placement.")
     ] = "16",
     max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
-    precision: Annotated[Precision, typer.Option(help="Compute dtype.")] = "bf16",
-    states: States = "fp32",
-    master: Annotated[int, typer.Option(help="Bits of AdamW's master: 32 or 24.")] = 32,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    precision: ComputeDtype = None,
+    states: States = None,
+    master: Master = None,
+    device: DeviceName = "auto",
     placement: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A choice of it; repeatable.")
     ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(help="All that the GPU may give this process, such as 10GiB.")
-    ] = None,
+    device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     disk: Disk = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Only so many layers.")] = None,
@@ -82,9 +80,9 @@ def step(
         sequence_length=sequence_length,
         micro_batch=_parse_rows(micro_batch),
         max_grad_norm=max_grad_norm or None,
-        precision=precision,
-        states=states,
-        master=master,
+        precision=precision or "bf16",
+        states=states or "fp32",
+        master=master or 32,
         device=device,
         placement=parse_placement(placement or []),
         device_memory=device_memory,

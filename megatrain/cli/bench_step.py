@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megatrain.api import Engine
 from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.workload import changed
 from megatrain.compat.torch import num_compilations
+from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
-from megatrain.optim import AdamW
 from megatrain.placement import Placement, Precision
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
@@ -50,6 +51,15 @@ class StepCase:
     disk: str | None = None
     master: int = 32
 
+    @property
+    def workload(self) -> Workload:
+        """What its engine is made for."""
+        placement = None if self.placement is None else Placement(**self.placement)
+        size = (self.sequences * self.sequence_length, self.sequence_length, self.micro_batch)
+        names = ("precision", "states", "master", "device_memory", "host_memory", "disk")
+        options = {name: getattr(self, name) for name in names}
+        return changed(Workload(*size, placement=placement), options)
+
 
 def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]:
     """Build the model of `case`, run its steps and return the result as plain JSON values.
@@ -78,21 +88,12 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
 
 def build_engine(case: StepCase) -> Engine:
     """An engine with random weights, as `case` says."""
-    choices: dict[str, Any] = {"states": case.states, "master": case.master}
     return Engine(
         qwen2_config(case.shape, case.sequence_length, case.layers),
-        optimizer=AdamW(**choices),
+        **case.workload.for_engine,
         max_grad_norm=case.max_grad_norm,
-        precision=case.precision,
-        placement="auto" if case.placement is None else Placement(**case.placement),
         device=None if case.device == "auto" else case.device,
         seed=case.seed,
-        tokens_per_step=case.sequences * case.sequence_length,
-        sequence_length=case.sequence_length,
-        micro_batch=case.micro_batch,
-        device_memory=case.device_memory,
-        host_memory=case.host_memory,
-        disk=case.disk,
     )
 
 

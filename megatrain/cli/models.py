@@ -2,6 +2,7 @@
 
 import difflib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,69 @@ from megatrain.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from megatrain.config import ModelSection
+    from megatrain.model.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model by its configuration.
+
+    Attributes:
+        section: how a run opens it; None: as usual.
+    """
+
+    name: str
+    config: "PreTrainedConfig"
+    section: "ModelSection | None" = None
+
+    @property
+    def quantised(self) -> str | None:
+        """Why its weights cannot be trained; None: they can."""
+        if getattr(self.config, "quantization_config", None) is None:
+            return None
+        return f"the weights of {self.name} are quantised, and such are not trained"
+
+    def check_length(self, length: int) -> None:
+        """Raises InputError: it takes no rows of so many tokens."""
+        text = self.config.get_text_config(decoder=True)
+        allowed = getattr(text, "max_position_embeddings", None)
+        if isinstance(allowed, int) and 0 < allowed < length:
+            raise InputError(
+                f"sequences of {length} tokens are longer than {self.name} allows "
+                f"({allowed}, its max_position_embeddings)"
+            )
+
+    def spec(self) -> "ModelSpec":
+        """Its structure. Raises InputError: the engine cannot follow it."""
+        from megatrain.model.trained import Trained
+        from megatrain.source.source import open_source, structure
+
+        section = self.section
+        if section is None:
+            return structure(open_source(self.config))
+        source = open_source(
+            self.config,
+            trust_remote_code=section.trust_remote_code,
+            attn_implementation=section.attn_implementation,
+        )
+        Trained(section.freeze, section.train_only).choose(source.model)
+        return structure(source)
+
+
+def model_of_run(name: str, section: "ModelSection") -> NamedModel:
+    """The model of a run file of this name."""
+    from megatrain.data import load_tokenizer
+    from megatrain.train.model_config import model_config
+
+    trusted = section.trust_remote_code
+    if section.path is not None:
+        config = named_config(section.path, trust_remote_code=trusted)
+    else:
+        tokenizer = load_tokenizer(str(section.tokenizer), trust_remote_code=trusted)
+        config = model_config(section, tokenizer)
+    return NamedModel(name, config, section)
 
 
 def named_config(

@@ -4,94 +4,73 @@ import glob
 import json
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatrain.cli.models import named_config
+from megatrain.cli.models import NamedModel, model_of_run, named_config
 from megatrain.cli.plan_table import missing, show
+from megatrain.cli.workload import changed
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import SEQUENCE_LENGTH, Workload
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.machine.published import update_gbps
-from megatrain.placement import CPU_PLACEMENT, Placement, Precision
-from megatrain.plan.ask import Ask
+from megatrain.placement import CPU_PLACEMENT
 from megatrain.plan.planner import Plan, make_plan
 from megatrain.plan.tiles import by_tier
-from megatrain.plane_file import disk_bytes
 from megatrain.telemetry.cores import usable_cores
-from megatrain.telemetry.gpu import find_gpu
+from megatrain.telemetry.gpu import Gpu, find_gpu
 from megatrain.telemetry.gpu_state import gpu_state
 from megatrain.telemetry.known_gpus import by_driver_name, named_gpu
 from megatrain.telemetry.memory import host_limit_bytes
 from megatrain.telemetry.pictures import draw_memory
-from megatrain.units import GIB, gib, parse_bytes
+from megatrain.units import GIB, gib
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from megatrain.config import Config
 
 DEVICE = "cuda"
 _PICTURES = (".png", ".svg", ".pdf")
 # What the driver keeps for itself, and a desktop's windows.
 _USUAL_BYTES = GIB
+_UNQUANTISED = "take the unquantised model"
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line; None: not given."""
+class Where(NamedTuple):
+    """The machine that a plan is for; without `gpu` and `cores` they are this machine's.
 
-    run: Path | None
-    overrides: Sequence[str]
-    model: str | None
+    Attributes:
+        device: of the run file; None: there is none.
+    """
+
     gpu: str | None
-    device_memory: str | None
-    host_memory: str | None
     cores: int | None
-    tokens_per_step: int | None
-    sequence_length: int | None
-    micro_batch: int | None
-    total_tokens: int | None
-    gpus: int
-    clip: bool | None
-    precision: Precision | None
-    states: Literal["fp32", "bf16", "int8"] | None
-    disk_space: str | None
-    disk_tbw: float | None
-    master: int | None
-
-
-@dataclass
-class Subject:
-    """The model and settings that are planned, from a run file or from the options."""
-
-    name: str
-    config: "PreTrainedConfig"
-    workload: Workload
-    placement: Placement | None = None
-    total_tokens: int | None = None
-    device_memory: str | int | None = None
-    host_memory: str | int | None = None
-    disk: str | None = None
-    disk_space: str | int | None = None
-    device: str = DEVICE
-    trust_remote_code: bool = False
-    attn_implementation: str | None = None
-    frozen: Sequence[str] = ()
-    train_only: Sequence[str] | None = None
-    missing: str | None = None
-    warnings: list[str] = field(default_factory=list)
+    device: str | None = None
 
     @property
-    def gpu(self) -> str:
+    def here(self) -> str:
         """This machine's GPU that it is about."""
-        return self.device if self.device.startswith(DEVICE) else DEVICE
+        return self.device if self.device and self.device.startswith(DEVICE) else DEVICE
 
 
-def run_plan(options: Options, *, as_json: bool, picture: Path | None) -> None:
+def run_plan(
+    run: Path | None,
+    overrides: Sequence[str],
+    model: str | None,
+    options: Mapping[str, Any],
+    where: Where,
+    *,
+    total_tokens: int | None,
+    as_json: bool,
+    picture: Path | None,
+    **further: Any,
+) -> None:
     """Plan, print, draw.
+
+    Args:
+        options: those of the workload, as `changed` takes them.
+        further: as `make_plan` takes it.
 
     Raises:
         InputError: options, model or run file cannot be used; also, after the plan has been
@@ -102,113 +81,56 @@ def run_plan(options: Options, *, as_json: bool, picture: Path | None) -> None:
         raise InputError(
             f"--picture {picture}: give it a name that ends in {' or '.join(_PICTURES)}"
         )
-    subject = _subject(options)
-    space = _bytes(subject.disk_space, "--disk-space")
-    if options.disk_space is None and subject.disk is not None:
-        space = disk_bytes(subject.disk, space)
-    machine = replace(_machine(options, subject), disk_space_bytes=space)
-    plan = _plan(options, subject, machine)
+    named, loaded = _opened(run, overrides, model, options["sequence_length"])
+    workload = Workload() if loaded is None else Workload.of_run(loaded)
+    if loaded is not None:
+        where = where._replace(device=loaded.engine.device)
+        total_tokens = total_tokens or _all_tokens(loaded, workload)
+    workload = changed(workload, options)
+    workload.check()
+    named.check_length(workload.sequence_length)
+    warnings = [*_notes(named, workload, is_run=loaded is not None)]
+    machine = _machine(where, workload, options, warnings)
+    if machine.unified:
+        workload = replace(workload, placement=workload.placement or CPU_PLACEMENT)
+    plan = _plan(named, machine, workload, total_tokens=total_tokens, warnings=warnings, **further)
     if as_json:
-        print(json.dumps({"model": subject.name, **plan.as_dict()}, indent=2))
+        print(json.dumps({"model": named.name, **plan.as_dict()}, indent=2))
     else:
-        show(plan, subject.name)
+        show(plan, named.name)
     if picture is not None:
-        _draw(plan, subject.name, picture)
+        _draw(plan, named.name, picture)
     if plan.shortage is not None:
-        raise DoesNotFit(f"{subject.name} does not fit: {missing(plan)}")
-    if subject.missing is not None:
-        raise InputError(f"{subject.missing} (it would fit; the plan is above)")
+        raise DoesNotFit(f"{named.name} does not fit: {missing(plan)}")
+    if loaded is not None and (lacking := _lacking(named, loaded)) is not None:
+        raise InputError(f"{lacking} (it would fit; the plan is above)")
 
 
-def _subject(options: Options) -> Subject:
-    if (options.run is None) == (options.model is None):
+def _opened(
+    run: Path | None, overrides: Sequence[str], model: str | None, length: int | None
+) -> "tuple[NamedModel, Config | None]":
+    """The model, and the run file that names it."""
+    if model is not None and run is None:
+        config = named_config(model, max_positions=length or SEQUENCE_LENGTH)
+        return NamedModel(model, config), None
+    if run is None or model is not None:
         raise InputError("give either a run file or --model")
-    if options.run is not None:
-        subject = _of_run_file(options.run, options.overrides)
-    else:
-        length = options.sequence_length or SEQUENCE_LENGTH
-        config = named_config(str(options.model), max_positions=length)
-        subject = Subject(str(options.model), config, Workload())
-    names = ("tokens_per_step", "sequence_length", "micro_batch", "clip", "precision")
-    subject.workload = replace(subject.workload, **_given(options, names))
-    limits = ("device_memory", "host_memory", "disk_space")
-    for name, value in _given(options, ("total_tokens", *limits)).items():
-        setattr(subject, name, value)
-    _check_length(subject)
-    _note_quantised(subject, is_run=options.run is not None)
-    rule = subject.workload.rule
-    if choices := _given(options, ("states", "master")):
-        for name in choices.keys() - rule.choices.keys():
-            raise InputError(f"--{name}: {rule.name} has no such choice; leave it out")
-        rule = replace(rule, **choices)
-        subject.workload = replace(subject.workload, rule=rule)
-    if rule.pace < 1:
-        subject.warnings.append(
-            f"updates of {rule.name} on the host have no kernel yet: the plan counts with "
-            f"{rule.pace:g} of the memory's speed, roughly"
-        )
-    return subject
-
-
-def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
-    values = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _of_run_file(run: Path, overrides: Sequence[str]) -> Subject:
     from megatrain import config as run_files
 
     loaded = run_files.load(run, overrides)
-    training, length = loaded.training, loaded.data.sequence_length
-    placement = loaded.engine.placement_value()
-    tokens = training.batch_size * length
-    return Subject(
-        name=run.name,
-        config=_model_of(loaded),
-        workload=Workload(
-            tokens_per_step=tokens,
-            sequence_length=length,
-            micro_batch=training.micro_batch_size,
-            clip=training.max_grad_norm is not None,
-            precision=loaded.engine.precision,
-            rule=loaded.optimizer.rule(),
-        ),
-        placement=placement if isinstance(placement, Placement) else None,
-        total_tokens=None if training.steps is None else training.steps * tokens,
-        device_memory=loaded.engine.device_memory,
-        host_memory=loaded.engine.host_memory,
-        disk=loaded.engine.disk,
-        disk_space=loaded.engine.disk_space,
-        device=loaded.engine.device,
-        trust_remote_code=loaded.model.trust_remote_code,
-        attn_implementation=loaded.model.attn_implementation,
-        frozen=loaded.model.freeze,
-        train_only=loaded.model.train_only,
-        missing=missing_data(loaded.data.path),
-    )
+    return model_of_run(run.name, loaded.model), loaded
 
 
-def _note_quantised(subject: Subject, *, is_run: bool) -> None:
-    """Shapes can be planned; what a run would read must be what it can train."""
-    if getattr(subject.config, "quantization_config", None) is None:
-        return
-    told = f"the weights of {subject.name} are quantised, and such are not trained"
-    remedy = "take the unquantised model"
-    if is_run:
-        subject.missing = f"model.path: {told}; {remedy}"
-    else:
-        subject.warnings.append(f"{told}: {remedy}; the plan is for that")
+def _all_tokens(run: "Config", workload: Workload) -> int | None:
+    steps = run.training.steps
+    return None if steps is None else steps * workload.tokens_per_step
 
 
-def _model_of(loaded: "Config") -> "PreTrainedConfig":
-    from megatrain.data import load_tokenizer
-    from megatrain.train.model_config import model_config
-
-    section = loaded.model
-    if section.path is not None:
-        return named_config(section.path, trust_remote_code=section.trust_remote_code)
-    tokenizer = load_tokenizer(str(section.tokenizer), trust_remote_code=section.trust_remote_code)
-    return model_config(section, tokenizer)
+def _lacking(named: NamedModel, run: "Config") -> str | None:
+    """What the run could not begin without; its shapes can be planned all the same."""
+    if named.quantised is not None:
+        return f"model.path: {named.quantised}; {_UNQUANTISED}"
+    return missing_data(run.data.path)
 
 
 def missing_data(paths: str | list[str]) -> str | None:
@@ -222,77 +144,41 @@ def missing_data(paths: str | list[str]) -> str | None:
     return None
 
 
-def _check_length(subject: Subject) -> None:
-    text = subject.config.get_text_config(decoder=True)
-    allowed = getattr(text, "max_position_embeddings", None)
-    if isinstance(allowed, int) and 0 < allowed < (length := subject.workload.sequence_length):
-        raise InputError(
-            f"sequences of {length} tokens are longer than {subject.name} allows "
-            f"({allowed}, its max_position_embeddings)"
+def _notes(named: NamedModel, workload: Workload, *, is_run: bool) -> Iterator[str]:
+    if named.quantised is not None and not is_run:
+        yield f"{named.quantised}: {_UNQUANTISED}; the plan is for that"
+    if workload.rule.pace < 1:
+        yield (
+            f"updates of {workload.rule.name} on the host have no kernel yet: the plan counts with "
+            f"{workload.rule.pace:g} of the memory's speed, roughly"
         )
 
 
-def _machine(options: Options, subject: Subject) -> Machine:
-    """The machine asked about: this one, or this host with another GPU, as the options say."""
-    host = _bytes(subject.host_memory, "--host-memory")
-    device = _bytes(subject.device_memory, "--device-memory")
-    cores = usable_cores() if options.cores is None else options.cores
-    here = find_gpu(subject.gpu)
-    asked = None if options.gpu is None else named_gpu(options.gpu)
-    if asked is None and subject.device == "cpu":
-        return _cpu(options, subject, host, device)
-    if asked is None or (here is not None and by_driver_name(here.name) == asked):
-        machine = present_machine(subject.gpu, precision=subject.workload.precision)
-        if machine is not None:
-            host = _within(options.host_memory, host, machine.host_memory_bytes)
-            device = _within(options.device_memory, device, machine.device_memory_bytes)
-            return _changed(_shared(machine, subject, device), host, device, options.cores)
-        if here is not None:
-            raise InputError(
-                f"this machine's GPU ({here.name}) is neither measured nor listed; run `megatrain "
-                "doctor`, or name the most similar with --gpu and --device-memory"
-            )
-        raise InputError(
-            "there is no GPU here to plan for; name one with --gpu, such as --gpu 4090"
-            + (", or plan for the CPU with --set engine.device=cpu" if options.run else "")
-        )
-    if host is None:
-        host = host_limit_bytes()
-        subject.warnings.append(f"--host-memory is not given: this machine's {gib(host)} are taken")
-    if options.cores is None:
-        subject.warnings.append(f"--cores is not given: this machine's {cores} are taken")
-    return machine_for(asked.name, host or 0, cores, device, precision=subject.workload.precision)
+def _machine(
+    where: Where, workload: Workload, options: Mapping[str, Any], warnings: list[str]
+) -> Machine:
+    """The machine asked about, with the workload's limits: this one, or this host with another GPU.
+
+    An option's limit may be more than there is, a run file's may not.
+    """
+    gpu, here = where.gpu and named_gpu(where.gpu), find_gpu(where.here)
+    space = workload.disk_bytes
+    if gpu and (here is None or by_driver_name(here.name) != gpu):
+        return replace(_elsewhere(where, gpu.name, workload, warnings), disk_space_bytes=space)
+    if not gpu and where.device == "cpu":
+        there = _cpu(where, workload, warnings)
+    else:
+        there = _present(where, here, workload, warnings)
+    limits = {}
+    for name in ("host_memory", "device_memory"):
+        limit, most = getattr(workload, name), getattr(there, f"{name}_bytes")
+        limits[name] = most if limit is None else limit if options[name] else min(limit, most)
+    there = replace(there, disk_space_bytes=space)
+    return _changed(there, limits["host_memory"], limits["device_memory"], where.cores)
 
 
-def _within(option: str | None, limit: int | None, there: int) -> int | None:
-    """A run file's limit, as it binds on this machine; an option's is what is asked about."""
-    return limit if limit is None or option is not None else min(limit, there)
-
-
-def _cpu(options: Options, subject: Subject, host: int | None, device: int | None) -> Machine:
-    """This machine's CPU, and what the engine does on it where nothing is said."""
-    from megatrain.plan.device_rates import measured_cpu
-
-    if device is not None:
-        raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
-    if options.cores not in (None, cores := usable_cores()):
-        raise InputError(
-            f"--cores {options.cores}: the device is cpu, and this machine's {cores} are measured; "
-            "leave it out, or run this under taskset"
-        )
-    subject.placement = subject.placement or CPU_PLACEMENT
-    subject.warnings.append("the times are rough: rates of this CPU were measured for seconds only")
-    machine = measured_cpu(subject.workload.precision)
-    host = _within(options.host_memory, host, machine.host_memory_bytes)
-    return machine if host is None else replace(machine, host_memory_bytes=host)
-
-
-def _changed(machine: Machine, host: int | None, device: int | None, cores: int | None) -> Machine:
-    changes: dict[str, Any] = {}
-    if host is not None:
-        changes["host_memory_bytes"] = host
-    if device is not None:
-        changes["device_memory_bytes"] = device
+def _changed(machine: Machine, host: int, device: int, cores: int | None) -> Machine:
+    changes: dict[str, Any] = {"host_memory_bytes": host, "device_memory_bytes": device}
     if cores is not None and cores != machine.cores:
         share = update_gbps(cores) / update_gbps(machine.cores)
         name = f"{machine.name.partition(',')[0]}, {cores} cores"
@@ -300,64 +186,78 @@ def _changed(machine: Machine, host: int | None, device: int | None, cores: int 
     return replace(machine, **changes)
 
 
-def _shared(machine: Machine, subject: Subject, limit: int | None) -> Machine:
+def _elsewhere(where: Where, gpu: str, workload: Workload, warnings: list[str]) -> Machine:
+    """This host with another GPU."""
+    host, cores = workload.host_memory, where.cores
+    if host is None:
+        host = host_limit_bytes()
+        warnings.append(f"--host-memory is not given: this machine's {gib(host)} are taken")
+    if cores is None:
+        cores = usable_cores()
+        warnings.append(f"--cores is not given: this machine's {cores} are taken")
+    return machine_for(gpu, host, cores, workload.device_memory, precision=workload.precision)
+
+
+def _present(where: Where, here: Gpu | None, workload: Workload, warnings: list[str]) -> Machine:
+    """This machine, with what other processes leave of its GPU."""
+    machine = present_machine(where.here, precision=workload.precision)
+    if machine is not None:
+        shared = workload.device_memory is None
+        return _shared(machine, where.here, warnings) if shared else machine
+    if here is not None:
+        raise InputError(
+            f"this machine's GPU ({here.name}) is neither measured nor listed; run `megatrain "
+            "doctor`, or name the most similar with --gpu and --device-memory"
+        )
+    raise InputError(
+        "there is no GPU here to plan for; name one with --gpu, such as --gpu 4090"
+        + (", or plan for the CPU with --set engine.device=cpu" if where.device else "")
+    )
+
+
+def _cpu(where: Where, workload: Workload, warnings: list[str]) -> Machine:
+    """This machine's CPU."""
+    from megatrain.plan.device_rates import measured_cpu
+
+    if workload.device_memory is not None:
+        raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
+    if where.cores not in (None, cores := usable_cores()):
+        raise InputError(
+            f"--cores {where.cores}: the device is cpu, and this machine's {cores} are measured; "
+            "leave it out, or run this under taskset"
+        )
+    warnings.append("the times are rough: rates of this CPU were measured for seconds only")
+    return measured_cpu(workload.precision)
+
+
+def _shared(machine: Machine, device: str, warnings: list[str]) -> Machine:
     """What other processes hold of the present GPU cannot be planned with."""
-    state = gpu_state(subject.gpu)
+    state = gpu_state(device)
     used = 0 if state is None or state.used_bytes is None else state.used_bytes
-    if limit is not None or used <= _USUAL_BYTES:
+    if used <= _USUAL_BYTES:
         return machine
     pids = ", ".join(str(pid) for pid, _ in (state.other_processes if state else ()))
-    subject.warnings.append(
+    warnings.append(
         f"other processes{f' ({pids})' if pids else ''} hold {gib(used)} of the GPU's memory; the "
         "plan leaves it to them (--device-memory plans with another amount)"
     )
     return replace(machine, device_memory_bytes=max(1, machine.device_memory_bytes - used))
 
 
-def _bytes(text: str | int | None, option: str) -> int | None:
-    if text is None:
-        return None
-    try:
-        num_bytes = parse_bytes(text)
-    except ValueError as error:
-        raise InputError(f"{option}: {error}") from error
-    if num_bytes < 1:
-        raise InputError(f"{option}: {text} is no memory at all")
-    return num_bytes
-
-
-def _plan(options: Options, subject: Subject, machine: Machine) -> Plan:
-    ask = Ask(  # before the model is built, so that nonsense is refused at once
-        machine=machine, placement=subject.placement, **vars(subject.workload)
-    )
+def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: Any) -> Plan:
     from megatrain.forecast.op_counter import NotForeseeable
-    from megatrain.model.trained import Trained
-    from megatrain.source.source import open_source, structure
 
-    source = open_source(
-        subject.config,
-        trust_remote_code=subject.trust_remote_code,
-        attn_implementation=subject.attn_implementation,
-    )
-    Trained(subject.frozen, subject.train_only).choose(source.model)
     try:
-        return make_plan(
-            structure(source),
-            ask,
-            total_tokens=subject.total_tokens,
-            gpus=options.gpus,
-            disk_terabytes=options.disk_tbw,
-            warnings=subject.warnings,
-        )
+        return make_plan(named.spec(), machine, workload, **further)
     except NotForeseeable as error:
         raise InputError(
-            f"{subject.name} cannot be planned: {error}; megatrain train streams all of it, "
+            f"{named.name} cannot be planned: {error}; megatrain train streams all of it, "
             "and fewer tokens in a row may help"
         ) from error
 
 
 def _draw(plan: Plan, name: str, picture: Path) -> None:
-    told, machine = plan.forecast, plan.ask.machine
+    told, machine = plan.forecast, plan.machine
     title = f"{name} on {machine.name}: {told.tokens_per_step:,} tokens a step"
     planes = by_tier(plan.tiles)["disk"]
     places = {

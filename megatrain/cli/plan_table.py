@@ -50,7 +50,7 @@ def show(plan: Plan, name: str) -> None:
 
 def missing(plan: Plan) -> str:
     """What is missing of device and host memory, in one line."""
-    short, told, machine = plan.shortage, plan.forecast.machine, plan.ask.machine
+    short, told, machine = plan.shortage, plan.forecast.machine, plan.machine
     if short is None:
         return "nothing is missing"
     parts = [
@@ -66,15 +66,15 @@ def missing(plan: Plan) -> str:
 
 
 def _head(plan: Plan, name: str) -> list[str]:
-    told, machine = plan.forecast, plan.ask.machine
+    told, machine = plan.forecast, plan.machine
     kind = "measured" if machine.measured else "from published figures, not measured"
-    rows = told.tokens_per_step // told.sequence_length
+    rows, asked = told.tokens_per_step // told.sequence_length, plan.workload
     verdict = "it fits" if plan.fits else f"it does not fit: {missing(plan)}"
     return [
         f"{name}, {_count(told.parameters)}, on {machine.name} ({kind}): {verdict}",
         f"a step of {told.tokens_per_step:,} tokens: {rows:,} x {told.sequence_length:,}, "
-        f"{told.micro_batch} row{'s' if told.micro_batch > 1 else ''} at once; {plan.ask.precision}"
-        f", {'exact clipping' if plan.ask.clip else 'no clipping'}",
+        f"{told.micro_batch} row{'s' if told.micro_batch > 1 else ''} at once; {asked.precision}"
+        f", {'exact clipping' if asked.clip else 'no clipping'}",
         *(
             []
             if plan.fits
@@ -108,7 +108,7 @@ def _count(parameters: int) -> str:
 
 
 def _memory(plan: Plan) -> list[str]:
-    told, machine = plan.forecast, plan.ask.machine
+    told, machine = plan.forecast, plan.machine
     lines = []
     for place, parts, limit in (
         ("device", told.device_bytes, machine.device_memory_bytes),
@@ -140,7 +140,7 @@ def _disk(disk: DiskUse) -> list[str]:
 
 def _time(plan: Plan) -> list[str]:
     told = plan.forecast
-    binds = _BINDS | (_BINDS_CPU if plan.ask.machine.unified else {})
+    binds = _BINDS | (_BINDS_CPU if plan.machine.unified else {})
     bounds = sorted(told.bounds.items(), key=lambda bound: -bound[1])
     busy = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in bounds if seconds)
     lines = [

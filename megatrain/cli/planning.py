@@ -2,26 +2,30 @@
 
 import gc
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from megatrain.placement import Precision
+from megatrain.cli.options import (
+    ComputeDtype,
+    DeviceMemory,
+    DeviceName,
+    HostMemory,
+    Master,
+    States,
+)
 
 Picture = Annotated[
     Path | None, typer.Option(help="Draw where the bytes rest: a name in .png, .svg or .pdf.")
 ]
-States = Annotated[
-    Literal["fp32", "bf16", "int8"] | None, typer.Option(help="AdamW's moments; fp32.")
-]
-Master = Annotated[int | None, typer.Option(help="Bits of AdamW's master: 32, exact fp32, or 24.")]
+TotalTokens = Annotated[float | None, typer.Option(min=1, max=1e18, help="Of the whole run: 1e9.")]
 DiskTbw = Annotated[
     float | None, typer.Option(min=1, max=1e9, help="Terabytes that a drive may be written: 600.")
 ]
 
 
 def doctor(
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: DeviceName = "auto",
     folder: Annotated[
         Path, typer.Option(help="Where runs are written; its disk is measured.")
     ] = Path("runs"),
@@ -46,20 +50,18 @@ def plan(
         str | None, typer.Option(help="A shape (7B), a folder, a config.json, or a hub id.")
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="Such as 4090 or H200; this one's.")] = None,
-    device_memory: Annotated[str | None, typer.Option(help="Of the GPU: 10GiB.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Of the process: 503GiB.")] = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Of the CPU.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="A step; 98304.")] = None,
     sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens a row; 1024.")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows at once; chosen.")] = None,
-    total_tokens: Annotated[
-        float | None, typer.Option(min=1, max=1e18, help="Of the whole run: 1e9.")
-    ] = None,
+    total_tokens: TotalTokens = None,
     gpus: Annotated[int, typer.Option(min=1, max=64, help="GPUs of one host: an estimate.")] = 1,
     clip: Annotated[
         bool | None, typer.Option("--clip/--no-clip", help="Exact clipping; on.")
     ] = None,
-    precision: Annotated[Precision | None, typer.Option(help="Compute dtype; bf16.")] = None,
+    precision: ComputeDtype = None,
     states: States = None,
     master: Master = None,
     disk_space: Annotated[str | None, typer.Option(help="For planes on a disk: 200GiB.")] = None,
@@ -72,26 +74,28 @@ def plan(
     Nothing but a model's config.json is downloaded. Exit code 3: it does not fit.
     """
     gc.disable()  # it takes a fifth of the time to import torch and transformers, and frees nothing
-    from megatrain.cli.plan import Options, run_plan
+    from megatrain.cli.plan import Where, run_plan
 
-    options = Options(
-        run=run,
-        overrides=overrides or [],
-        model=model,
-        gpu=gpu,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        cores=cores,
-        tokens_per_step=tokens,
-        sequence_length=sequence_length,
-        micro_batch=micro_batch,
+    run_plan(
+        run,
+        overrides or [],
+        model,
+        {
+            "tokens_per_step": tokens,
+            "sequence_length": sequence_length,
+            "micro_batch": micro_batch,
+            "clip": clip,
+            "precision": precision,
+            "states": states,
+            "master": master,
+            "device_memory": device_memory,
+            "host_memory": host_memory,
+            "disk_space": disk_space,
+        },
+        Where(gpu, cores),
         total_tokens=None if total_tokens is None else int(total_tokens),
         gpus=gpus,
-        clip=clip,
-        precision=precision,
-        states=states,
-        master=master,
-        disk_space=disk_space,
-        disk_tbw=disk_tbw,
+        disk_terabytes=disk_tbw,
+        as_json=as_json,
+        picture=picture,
     )
-    run_plan(options, as_json=as_json, picture=picture)

@@ -1,28 +1,41 @@
 """What is trained at a time: the one record of it for plans, benchmarks, runs and engines."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatrain.errors import InputError
 from megatrain.optim import AdamW, Rule
-from megatrain.placement import Precision
+from megatrain.placement import Placement, Precision
+from megatrain.plane_file import disk_bytes
+from megatrain.units import parse_bytes
+
+if TYPE_CHECKING:
+    from megatrain.config import Config
 
 TOKENS, SEQUENCE_LENGTH = 96 * 1024, 1024
 """Of a step and of its rows, where nobody says."""
 
+LIMITS = ("device_memory", "host_memory", "disk_space")
 _USUAL_TOKENS = 16384  # of a micro-batch
+# The step's schedule is followed piece by piece; beyond, a step is planned as well by a part of it.
+_MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The size of a step, and how it is computed.
+    """The size of a step, how it is computed, and what it may take.
 
     Attributes:
         micro_batch: rows of a micro-batch; None: to be chosen.
         clip: by the exact norm of all gradients, for which updates wait.
         compile: layers are compiled.
         rule: of the optimizer.
+        placement: None: to be chosen.
+        device_memory, host_memory: bytes that the process may take; None: all that is there.
+        disk: folder on a disk that planes may rest on.
+        disk_space: bytes that planes may take on a disk; None: what is free in `disk`.
     """
 
     tokens_per_step: int = TOKENS
@@ -32,6 +45,59 @@ class Workload:
     precision: Precision = "bf16"
     compile: bool = True
     rule: Rule = field(default_factory=AdamW)
+    placement: Placement | None = None
+    device_memory: int | None = None
+    host_memory: int | None = None
+    disk: str | None = None
+    disk_space: int | None = None
+
+    @classmethod
+    def of_run(cls, run: "Config") -> "Workload":
+        """That of a run file."""
+        training, engine, length = run.training, run.engine, run.data.sequence_length
+        placement = engine.placement_value()
+        given = {name: getattr(engine, name) for name in LIMITS}
+        limits: dict[str, Any] = {n: parse_bytes(size) for n, size in given.items() if size}
+        return cls(
+            tokens_per_step=training.batch_size * length,
+            sequence_length=length,
+            micro_batch=training.micro_batch_size,
+            clip=training.max_grad_norm is not None,
+            precision=engine.precision,
+            rule=run.optimizer.rule(),
+            placement=placement if isinstance(placement, Placement) else None,
+            disk=engine.disk,
+            **limits,
+        )
+
+    @property
+    def computed(self) -> "Workload":
+        """The same without limits and with a free placement: all that forecasts depend on."""
+        compiled = self.compile if self.placement is None else self.placement.compile
+        free: dict[str, Any] = dict.fromkeys(("placement", "disk", *LIMITS))
+        return replace(self, compile=compiled, **free)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What the process may take, as `Engine` and `Engine.load` are given it."""
+        return {name: getattr(self, name) for name in ("disk", *LIMITS)}
+
+    @property
+    def for_engine(self) -> dict[str, Any]:
+        """All that `Engine` is given of it; the norm to clip by is not part of it."""
+        return self.limits | {
+            "optimizer": self.rule,
+            "precision": self.precision,
+            "placement": self.placement or "auto",
+            "tokens_per_step": self.tokens_per_step,
+            "sequence_length": self.sequence_length,
+            "micro_batch": self.micro_batch,
+        }
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """What planes may take on a disk; None: none may. Raises InputError: no such disk."""
+        return self.disk_space if self.disk is None else disk_bytes(self.disk, self.disk_space)
 
     @property
     def rows(self) -> int:
@@ -49,7 +115,7 @@ class Workload:
         return min(self.rows, self.micro_batch or usual_micro_batch(self.sequence_length))
 
     def check(self) -> None:
-        """Raises InputError: there is no such step."""
+        """Raises InputError: there is no such step, or it is too large to be planned."""
         if self.sequence_length < 2:
             raise InputError(f"sequences of {self.sequence_length} tokens teach nothing; take 2")
         if self.tokens_per_step < self.sequence_length:
@@ -63,6 +129,11 @@ class Workload:
             raise InputError(
                 f"a micro-batch of {self.micro_batch:,} rows is more than a step has "
                 f"({self.rows:,}); take fewer, or more tokens a step"
+            )
+        if self.tokens_per_step > _MOST_TOKENS:
+            raise InputError(
+                f"{self.tokens_per_step:,} tokens a step are more than can be planned "
+                f"({_MOST_TOKENS:,}); from there on time grows with the tokens"
             )
 
 

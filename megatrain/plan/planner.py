@@ -1,17 +1,31 @@
 """The plan of a run: whether it fits, what it takes, what binds, and what to do about it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatrain.autoplace.search import Search
+from megatrain.autoplace.spill import could_fit, fastest
 from megatrain.checkpoint import spare_bytes_of, useful_bytes
+from megatrain.errors import DoesNotFit
+from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.cost_model import DISK_READ_GBPS, DISK_WRITE_GBPS
 from megatrain.forecast.simulate import Forecast
+from megatrain.forecast.workload import Workload
+from megatrain.machine import Machine
 from megatrain.model.spec import ModelSpec
-from megatrain.plan.ask import Ask, Planner, compute_bound_tokens
-from megatrain.plan.remedies import Remedy, Shortage, fitting, remedies, shortage
+from megatrain.placement import Placement
+from megatrain.plan.remedies import (
+    Remedy,
+    Shortage,
+    compute_bound_tokens,
+    fitting,
+    remedies,
+    shortage,
+)
 from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
 from megatrain.plan.wear import DiskUse, disk_use
+from megatrain.units import gib, size
 
 UPDATE = "update"
 _NO_DISK_RATES = (
@@ -32,9 +46,10 @@ class SeveralGpus:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer to an `Ask`.
+    """What a workload takes on a machine.
 
     Attributes:
+        machine: its memory is what the process may take.
         forecast: as asked; with just the memory that would do when it does not fit.
         shortage: None: it fits.
         compute_bound_tokens: tokens a step from which on the GPU's arithmetic binds.
@@ -42,7 +57,8 @@ class Plan:
         disk: what the step does to the disk that planes rest on; None: none rest on one.
     """
 
-    ask: Ask
+    workload: Workload
+    machine: Machine
     forecast: Forecast
     shortage: Shortage | None
     remedies: Sequence[Remedy]
@@ -72,7 +88,7 @@ class Plan:
         """Host memory that saves take besides while training goes on, from the first one on."""
         given = self.forecast.placement.save_bytes
         if given is None:
-            free = self.ask.machine.host_memory_bytes - self.forecast.host_peak_bytes
+            free = self.machine.host_memory_bytes - self.forecast.host_peak_bytes
             given = spare_bytes_of(max(0, free))
         saved = [plane for tile in self.tiles for plane in tile.count * tile.saved]
         return min(given, useful_bytes(saved))
@@ -85,10 +101,10 @@ class Plan:
             "missing_device_bytes": 0 if short is None else short.device_bytes,
             "missing_host_bytes": 0 if short is None else short.host_bytes,
             "remedies": [remedy.as_dict() for remedy in self.remedies],
-            "device_memory_bytes": self.ask.machine.device_memory_bytes,
-            "host_memory_bytes": self.ask.machine.host_memory_bytes,
-            "clip": self.ask.clip,
-            "precision": self.ask.precision,
+            "device_memory_bytes": self.machine.device_memory_bytes,
+            "host_memory_bytes": self.machine.host_memory_bytes,
+            "clip": self.workload.clip,
+            "precision": self.workload.precision,
             "tiles": [tile.as_dict() for tile in self.tiles],
             "bytes_by_tier": by_tier(self.tiles),
             "compute_bound_tokens": self.compute_bound_tokens,
@@ -102,9 +118,62 @@ class Plan:
         }
 
 
+class Planner:
+    """Forecasts of one model, chosen or as placed; no step is followed twice."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._forecasts = ForecastCache(spec)
+
+    def once(self, machine: Machine, workload: Workload, *, thorough: bool = True) -> Forecast:
+        if workload.placement is None:
+            return fastest(self._forecasts, machine, workload.computed, thorough=thorough)
+        found = self._placed(machine, workload, workload.placement)
+        check_budgets(found, machine)
+        return found
+
+    def least(self, machine: Machine, workload: Workload) -> Forecast:
+        if workload.placement is None:
+            return Search(self._forecasts, machine, workload.computed).least()
+        found = self._placed(machine, workload, workload.placement)
+        least = replace(
+            machine,
+            device_memory_bytes=max(found.device_peak_bytes, machine.device_memory_bytes),
+            host_memory_bytes=max(found.host_peak_bytes, machine.host_memory_bytes),
+        )
+        return replace(found, machine=least)
+
+    def could_fit(self, machine: Machine, workload: Workload) -> bool:
+        if workload.placement is None:
+            return could_fit(self._forecasts, machine, workload.computed)
+        try:
+            self.once(machine, workload)
+        except DoesNotFit:
+            return False
+        return True
+
+    def _placed(self, machine: Machine, workload: Workload, placement: Placement) -> Forecast:
+        rows = workload.usual_micro_batch
+        return self._forecasts.of(machine, placement, workload.computed, rows)
+
+
+def check_budgets(found: Forecast, machine: Machine) -> None:
+    """Raises DoesNotFit with what is needed and what there is."""
+    lacking = [
+        f"{size(needed)} of {place} memory, {gib(there)} {'is' if there < 2**31 else 'are'} allowed"
+        for place, needed, there in (
+            ("device", found.device_peak_bytes, machine.device_memory_bytes),
+            ("host", found.host_peak_bytes, machine.host_memory_bytes),
+        )
+        if needed > there
+    ]
+    if lacking:
+        raise DoesNotFit(f"it needs {' and '.join(lacking)}")
+
+
 def make_plan(
     spec: ModelSpec,
-    ask: Ask,
+    machine: Machine,
+    workload: Workload,
     *,
     total_tokens: int | None = None,
     gpus: int = 1,
@@ -113,20 +182,21 @@ def make_plan(
 ) -> Plan:
     """Plan a run; `disk_terabytes` may be written to the drive that planes rest on (its TBW)."""
     plans = Planner(spec)
-    told = fitting(plans, ask)
-    short = None if told is not None else shortage(plans, ask)
+    told = fitting(plans, machine, workload)
+    short = None if told is not None else shortage(plans, machine, workload)
     if short is not None:
         told = short.forecast
     assert told is not None
-    tiles = tile_bytes(spec, told.placement, ask)
+    tiles = tile_bytes(spec, told.placement, workload)
     disk = disk_use(tiles, told.seconds, disk_terabytes)
-    if disk is not None and ask.machine.disk_read_gbps is None:
+    if disk is not None and machine.disk_read_gbps is None:
         warnings = [*warnings, _NO_DISK_RATES]
     return Plan(
-        ask=ask,
+        workload=workload,
+        machine=machine,
         forecast=told,
         shortage=short,
-        remedies=[] if short is None else remedies(plans, ask, short),
+        remedies=[] if short is None else remedies(plans, machine, workload, short),
         tiles=tiles,
         compute_bound_tokens=compute_bound_tokens(
             told.bounds, told.tokens_per_step, told.sequence_length

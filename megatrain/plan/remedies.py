@@ -1,23 +1,25 @@
 """What would make a run fit: changes, alone and together, each planned anew, the cheapest first.
 
-A remedy is another question than the one asked, with the answer that it fits. It costs what the two
-differ in, from cheap to dear: smaller micro-batches, another placement, a lower precision, fewer
-tokens a step, 8-bit moments, no clipping, shorter rows, host memory, device memory, another GPU. Of
-two remedies the one that costs less of the dearest thing in which they differ is the cheaper one.
+A remedy is another workload than the one asked for, or another machine, with a forecast that fits.
+It costs what they differ in, from cheap to dear: smaller micro-batches, another placement, a lower
+precision, fewer tokens a step, 8-bit moments, no clipping, shorter rows, host memory, device
+memory, another GPU. Of two remedies the one that costs less of the dearest thing in which they
+differ is the cheaper one.
 """
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from megatrain.device.base import COMPUTE
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.simulate import Forecast
+from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
 from megatrain.optim import AdamW
-from megatrain.plan.ask import Ask, Plans, compute_bound_tokens
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus
 from megatrain.units import GIB, align, size
 
@@ -26,8 +28,21 @@ _TRIED = 2  # what likely fits is planned in full so often, which takes long whe
 _SHORTEST = 256  # tokens of a row
 
 
+class Plans(Protocol):
+    """Forecasts of one model. A machine's memory and disk space are the budgets."""
+
+    def once(self, machine: Machine, workload: Workload, *, thorough: bool = True) -> Forecast:
+        """The fastest; raises DoesNotFit. Not `thorough`, a search stops early."""
+
+    def least(self, machine: Machine, workload: Workload) -> Forecast:
+        """What lacks least, on the machine with the memory that it lacks besides."""
+
+    def could_fit(self, machine: Machine, workload: Workload) -> bool:
+        """Whether there likely is any way; far quicker to tell than the fastest one."""
+
+
 class _Difference(NamedTuple):
-    """Of two questions: how much, in words, and in keys of a run file."""
+    """Of two workloads: how much, in words, and in keys of a run file."""
 
     amount: int
     words: str
@@ -36,10 +51,15 @@ class _Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Remedy:
-    """The question `new` instead of the one `asked`, and what a step is then like."""
+    """The workload `new` instead of the one `asked`, and what a step is then like.
 
-    asked: Ask
-    new: Ask
+    Attributes:
+        there: the machine asked about; the forecast's is the one that the remedy takes.
+    """
+
+    asked: Workload
+    there: Machine
+    new: Workload
     forecast: Forecast
 
     @property
@@ -116,7 +136,7 @@ class Remedy:
                 f"take sequences of {new.sequence_length:,} tokens",
                 {"data.sequence_length": new.sequence_length, "training.batch_size": batch},
             ),
-            *_more_memory(old.machine, new.machine),
+            *_more_memory(self.there, self.forecast.machine),
         ]
 
 
@@ -155,9 +175,9 @@ class Shortage:
     host_bytes: int
 
 
-def shortage(plans: Plans, ask: Ask) -> Shortage:
-    """What is missing. Called when `ask` does not fit."""
-    least, there = plans.least(ask), ask.machine
+def shortage(plans: Plans, there: Machine, asked: Workload) -> Shortage:
+    """What is missing. Called when `asked` does not fit."""
+    least = plans.least(there, asked)
     return Shortage(
         least,
         least.machine.device_memory_bytes - there.device_memory_bytes,
@@ -165,91 +185,111 @@ def shortage(plans: Plans, ask: Ask) -> Shortage:
     )
 
 
-def remedies(plans: Plans, ask: Ask, short: Shortage) -> list[Remedy]:
+def remedies(plans: Plans, there: Machine, asked: Workload, short: Shortage) -> list[Remedy]:
     """Three that fit, or as many as were found; none costs more than another one of everything."""
     found: list[Remedy] = []
-    for new, told in _fitting(plans, ask, short):
-        remedy = Remedy(ask, new, told)
+    for new, told in _fitting(plans, there, asked, short):
+        remedy = Remedy(asked, there, new, told)
         found += [] if any(other.spares(remedy) for other in found) else [remedy]
         if len(found) == SHOWN:
             break
     return sorted(found, key=lambda remedy: remedy.cost)
 
 
-def fitting(plans: Plans, ask: Ask, *, thorough: bool = True) -> Forecast | None:
+def fitting(
+    plans: Plans, there: Machine, asked: Workload, *, thorough: bool = True
+) -> Forecast | None:
     """The forecast; None if it does not fit."""
-    if not plans.could_fit(ask):
+    if not plans.could_fit(there, asked):
         return None
     try:
-        return plans.once(ask, thorough=thorough)
+        return plans.once(there, asked, thorough=thorough)
     except DoesNotFit:
         return None
 
 
-Found = Iterator[tuple[Ask, Forecast]]
-Choice = Callable[[Ask], list[Ask]]  # what else could be asked, from the mildest change on
+def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:
+    """Tokens a step, in whole rows, from which on arithmetic takes longer than anything else.
+
+    Computing grows with the tokens; copies of weights and updates do not.
+    """
+    others = max((seconds for name, seconds in bounds.items() if name != COMPUTE), default=0.0)
+    needed = tokens * others / bounds[COMPUTE]
+    return max(1, math.ceil(needed / sequence_length)) * sequence_length
 
 
-def _fitting(plans: Plans, ask: Ask, short: Shortage) -> Found:
+Found = Iterator[tuple[Workload, Forecast]]  # whose machine is the one where it fits
+Choice = Callable[[Workload], list[Workload]]  # what else could be, from the mildest change on
+
+
+def _fitting(plans: Plans, there: Machine, asked: Workload, short: Shortage) -> Found:
     """What fits: by one choice, by several that do not do alone, by memory, by both."""
     helpless = []
-    for choice in filter(lambda choice: choice(ask), _CHOICES):
-        alone = [*_first(plans, _likely(plans, ask, [choice]))]
+    for choice in filter(lambda choice: choice(asked), _CHOICES):
+        if choice is _auto_placement and there.unified:
+            continue  # there is nothing to choose
+        alone = [*_first(plans, _likely(plans, there, asked, [choice]))]
         helpless += [] if alone else [choice]
         yield from alone
-    yield from _first(plans, _likely(plans, ask, helpless))
-    yield from _with_memory(ask, short.forecast)
-    larger = _first(plans, _larger_gpus(ask, short))
+    yield from _first(plans, _likely(plans, there, asked, helpless))
+    yield from _with_memory(there, asked, short.forecast)
+    larger = _first(plans, ((gpu, asked) for gpu in _larger_gpus(there, asked, short)))
     if short.device_bytes:
         yield from larger
-    yield from _less_memory(plans, ask, short, helpless)
+    yield from _less_memory(plans, there, asked, short, helpless)
     yield from larger
 
 
-def _first(plans: Plans, asks: Iterable[Ask]) -> Found:
+def _first(plans: Plans, tried: Iterable[tuple[Machine, Workload]]) -> Found:
     """The first that fits."""
-    for new in asks:
-        told = fitting(plans, new, thorough=False)
+    for machine, new in tried:
+        told = fitting(plans, machine, new, thorough=False)
         if told is not None:
             yield new, told
             return
 
 
-def _likely(plans: Plans, ask: Ask, choices: Sequence[Choice]) -> Iterator[Ask]:
+def _likely(
+    plans: Plans, there: Machine, asked: Workload, choices: Sequence[Choice]
+) -> Iterator[tuple[Machine, Workload]]:
     """As little as likely does of some choices; and in case that it does not, a little more."""
-    failed: list[Ask] = []
+    failed: list[Workload] = []
 
-    def could_fit(each: Ask) -> bool:
-        return each not in failed and plans.could_fit(each)
+    def could_fit(each: Workload) -> bool:
+        return each not in failed and plans.could_fit(there, each)
 
-    while len(failed) < _TRIED and (new := _mildest(could_fit, ask, choices)) is not None:
-        yield new
+    while len(failed) < _TRIED and (new := _mildest(could_fit, asked, choices)) is not None:
+        yield there, new
         failed.append(new)
 
 
-def _mildest(fits: Callable[[Ask], bool], ask: Ask, choices: Sequence[Choice]) -> Ask | None:
+def _mildest(
+    fits: Callable[[Workload], bool], asked: Workload, choices: Sequence[Choice]
+) -> Workload | None:
     """As little as fits of some choices, of which the cheapest comes first.
 
     The dearest is made only as far as all others do not do; then the next one.
     """
 
-    def could(each: Ask, others: Sequence[Choice]) -> bool:
+    def could(each: Workload, others: Sequence[Choice]) -> bool:
         return fits(reduce(lambda so_far, choice: _levels(so_far, choice)[-1], others, each))
 
-    if not could(ask, choices):
+    if not could(asked, choices):
         return None
     for number in reversed(range(len(choices))):
-        levels, cheaper = _levels(ask, choices[number]), choices[:number]
+        levels, cheaper = _levels(asked, choices[number]), choices[:number]
         last = len(levels) - 1  # fits, and what fits is followed by what fits
-        ask = levels[bisect_left(levels, True, hi=last, key=partial(could, others=cheaper))]
-    return ask
+        asked = levels[bisect_left(levels, True, hi=last, key=partial(could, others=cheaper))]
+    return asked
 
 
-def _levels(ask: Ask, choice: Choice) -> list[Ask]:
-    return [ask, *choice(ask)]
+def _levels(asked: Workload, choice: Choice) -> list[Workload]:
+    return [asked, *choice(asked)]
 
 
-def _less_memory(plans: Plans, ask: Ask, short: Shortage, choices: Sequence[Choice]) -> Found:
+def _less_memory(
+    plans: Plans, there: Machine, asked: Workload, short: Shortage, choices: Sequence[Choice]
+) -> Found:
     """Choices with which less memory is missing, each made besides those before it.
 
     Tokens are at least so many that arithmetic binds. Shorter rows are left out: they spare what
@@ -257,19 +297,20 @@ def _less_memory(plans: Plans, ask: Ask, short: Shortage, choices: Sequence[Choi
     is soon searched.
     """
     first = short.forecast
-    least = _room(ask.machine, first.machine)
+    least = _room(there, first.machine)
     bound = compute_bound_tokens(first.bounds, first.tokens_per_step, first.sequence_length)
-    enough = min(bound, ask.tokens_per_step)
-    searched = ask.placement is None
+    enough = min(bound, asked.tokens_per_step)
+    searched = asked.placement is None
     for choice in choices:
-        new = [each for each in _levels(ask, choice) if each.tokens_per_step >= enough][-1]
-        if new == ask or choice is _shorter_rows:
+        new = [each for each in _levels(asked, choice) if each.tokens_per_step >= enough][-1]
+        if new == asked or choice is _shorter_rows:
             continue
-        rows = min(first.micro_batch, new.tokens_per_step // new.sequence_length)
-        told = plans.least(replace(new, micro_batch=rows) if searched else new)
-        if _room(ask.machine, told.machine) < least:
-            ask, least = new, _room(ask.machine, told.machine)
-            yield from _with_memory(ask, told)
+        told = plans.least(
+            there, replace(new, micro_batch=min(first.micro_batch, new.rows)) if searched else new
+        )
+        if _room(there, told.machine) < least:
+            asked, least = new, _room(there, told.machine)
+            yield from _with_memory(there, asked, told)
 
 
 def _room(there: Machine, needed: Machine) -> tuple[int, int]:
@@ -281,71 +322,70 @@ def _room(there: Machine, needed: Machine) -> tuple[int, int]:
     )
 
 
-def _with_memory(ask: Ask, least: Forecast) -> Found:
+def _with_memory(there: Machine, asked: Workload, least: Forecast) -> Found:
     """With the memory of a forecast; nothing if no such card has so much."""
-    device, host = _room(ask.machine, least.machine)
-    if device <= max(ask.machine.device_memory_bytes, _sold(ask.machine)):
-        yield ask.on(device_memory_bytes=device, host_memory_bytes=host), least
+    device, host = _room(there, least.machine)
+    if device <= max(there.device_memory_bytes, _sold(there)):
+        machine = replace(there, device_memory_bytes=device, host_memory_bytes=host)
+        yield asked, replace(least, machine=machine)
 
 
 def _sold(machine: Machine) -> float:
     """Bytes of the GPU as it is sold; of one that is not known, any number."""
     gpu = by_driver_name(machine.name.partition(",")[0])
-    return inf if gpu is None else gpu.memory_gib * GIB
+    return math.inf if gpu is None else gpu.memory_gib * GIB
 
 
-def _larger_gpus(ask: Ask, short: Shortage) -> Iterator[Ask]:
+def _larger_gpus(there: Machine, asked: Workload, short: Shortage) -> Iterator[Machine]:
     """From the smallest that may do; what the host has no room for may rest on it."""
-    device, host = _room(ask.machine, short.forecast.machine)
+    device, host = _room(there, short.forecast.machine)
     if not short.device_bytes:
-        device, host = device + short.host_bytes, ask.machine.host_memory_bytes
+        device, host = device + short.host_bytes, there.host_memory_bytes
     fastest = {gpu.memory_gib: gpu for gpu in sorted(known_gpus(), key=lambda gpu: gpu.bf16_tflops)}
-    for _, gpu in () if ask.machine.unified else sorted(fastest.items()):
-        other = machine_for(gpu.name, host, ask.machine.cores, precision=ask.precision)
+    for _, gpu in () if there.unified else sorted(fastest.items()):
+        other = machine_for(gpu.name, host, there.cores, precision=asked.precision)
         if other.device_memory_bytes >= device:
-            yield replace(ask, machine=other)
+            yield other
 
 
-def _auto_placement(ask: Ask) -> list[Ask]:
-    if ask.machine.unified:
-        return []  # there is nothing to choose
-    free = [replace(ask, placement=None), replace(ask, placement=None, micro_batch=None)]
-    return [each for each in free if each != ask]
+def _auto_placement(asked: Workload) -> list[Workload]:
+    free = [replace(asked, placement=None), replace(asked, placement=None, micro_batch=None)]
+    return [each for each in free if each != asked]
 
 
-def _one_row(ask: Ask) -> list[Ask]:
-    given = ask.placement is not None and ask.micro_batch not in (None, 1)
-    return [replace(ask, micro_batch=1)] if given else []
+def _one_row(asked: Workload) -> list[Workload]:
+    given = asked.placement is not None and asked.micro_batch not in (None, 1)
+    return [replace(asked, micro_batch=1)] if given else []
 
 
-def _bf16(ask: Ask) -> list[Ask]:
-    return [replace(ask, precision="bf16")] if ask.precision == "fp32" else []
+def _bf16(asked: Workload) -> list[Workload]:
+    return [replace(asked, precision="bf16")] if asked.precision == "fp32" else []
 
 
-def _fewer_tokens(ask: Ask) -> list[Ask]:
+def _fewer_tokens(asked: Workload) -> list[Workload]:
     return [
         replace(
-            ask,
-            tokens_per_step=rows * ask.sequence_length,
-            micro_batch=None if ask.micro_batch is None else min(ask.micro_batch, rows),
+            asked,
+            tokens_per_step=rows * asked.sequence_length,
+            micro_batch=None if asked.micro_batch is None else min(asked.micro_batch, rows),
         )
-        for rows in _halves(ask.tokens_per_step // ask.sequence_length, 1)
+        for rows in _halves(asked.tokens_per_step // asked.sequence_length, 1)
     ]
 
 
-def _int8_moments(ask: Ask) -> list[Ask]:
-    if not isinstance(ask.rule, AdamW) or ask.rule.states == "int8":
+def _int8_moments(asked: Workload) -> list[Workload]:
+    if not isinstance(asked.rule, AdamW) or asked.rule.states == "int8":
         return []
-    return [replace(ask, rule=replace(ask.rule, states="int8"))]
+    return [replace(asked, rule=replace(asked.rule, states="int8"))]
 
 
-def _no_clipping(ask: Ask) -> list[Ask]:
-    return [replace(ask, clip=False)] if ask.clip else []
+def _no_clipping(asked: Workload) -> list[Workload]:
+    return [replace(asked, clip=False)] if asked.clip else []
 
 
-def _shorter_rows(ask: Ask) -> list[Ask]:
-    lengths = _halves(ask.sequence_length, _SHORTEST)
-    return [replace(ask, sequence_length=length) for length in lengths]
+def _shorter_rows(asked: Workload) -> list[Workload]:
+    lengths = _halves(asked.sequence_length, _SHORTEST)
+    return [replace(asked, sequence_length=length) for length in lengths]
 
 
 def _halves(most: int, least: int) -> Iterator[int]:

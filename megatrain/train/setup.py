@@ -17,7 +17,7 @@ from megatrain.checkpoint import MODEL, Checkpoint
 from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, Step, StepLoader, Stream, StreamLoader
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.forecast.workload import usual_micro_batch
+from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.companions import add_ends, tokenizer_files
 from megatrain.model.trained import Trained
 from megatrain.telemetry.gpu import find_gpu
@@ -233,13 +233,8 @@ def _engine(
 def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str) -> Engine:
     return Engine(
         source,
-        optimizer=config.optimizer.rule(),
-        placement=config.engine.placement_value(),
-        precision=config.engine.precision,
+        **Workload.of_run(config).for_engine,
         seed=config.training.seed,
-        tokens_per_step=config.training.batch_size * config.data.sequence_length,
-        sequence_length=config.data.sequence_length,
-        micro_batch=config.training.micro_batch_size,
         trained=Trained(config.model.freeze, config.model.train_only),
         **_settings(config),
     )
@@ -257,6 +252,7 @@ def _saved_engine(config: Config, start: Start) -> Engine:
             placement=chosen_placement,
             states=config.optimizer.states,
             master=config.optimizer.master,
+            **Workload.of_run(config).limits,
             **_settings(config),
         )
     except InputError as error:
@@ -281,8 +277,4 @@ def _settings(config: Config) -> dict[str, Any]:
         device=None if config.engine.device == "auto" else config.engine.device,
         trust_remote_code=config.model.trust_remote_code,
         attn_implementation=config.model.attn_implementation,
-        device_memory=config.engine.device_memory,
-        host_memory=config.engine.host_memory,
-        disk=config.engine.disk,
-        disk_space=config.engine.disk_space,
     )

@@ -10,13 +10,13 @@ from megatrain.engine.assemble import tile_layouts
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
-from megatrain.machine import machine_for
+from megatrain.machine import Machine, machine_for
 from megatrain.model.probe import spec
 from megatrain.optim import Lion
 from megatrain.placement import Placement
 from megatrain.plan import planner
-from megatrain.plan.ask import Ask, Planner, check_budgets
-from megatrain.plan.remedies import fitting, remedies, shortage
+from megatrain.plan.planner import Planner, check_budgets
+from megatrain.plan.remedies import Remedy, fitting, remedies, shortage
 from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
 from megatrain.plan.wear import disk_use
 from megatrain.source.source import open_source
@@ -27,15 +27,15 @@ from tests.parity.cases import llama, qwen2
 
 MACHINE = machine_for("H200", 64 * GIB, 16)
 PLACED = Placement(slots=2)
-ASK = Ask(machine=MACHINE, tokens_per_step=4096, sequence_length=256)
+ASKED = Workload(tokens_per_step=4096, sequence_length=256)
 
 
-def toy_forecast(ask: Ask, device: int, host: int) -> Forecast:
+def toy_forecast(there: Machine, ask: Workload, device: int, host: int) -> Forecast:
     """A step that takes a second for 1000 tokens, or two for its updates."""
     bounds = {"compute": ask.tokens_per_step / 1000, "update": 2.0, "copy in": 1.0, "copy out": 0.5}
     return Forecast(
         placement=ask.placement or PLACED,
-        machine=ask.machine,
+        machine=there,
         parameters=10**9,
         tokens_per_step=ask.tokens_per_step,
         sequence_length=ask.sequence_length,
@@ -55,26 +55,26 @@ class Toy:
     Besides, one for each row of a micro-batch. Host memory: 20 GiB, and 4 for gradients that wait.
     """
 
-    def needs(self, ask: Ask) -> Forecast:
+    def needs(self, there: Machine, ask: Workload) -> Forecast:
         device = ask.sequence_length * GIB // 256 + ask.tokens_per_step * GIB // 1024
         device += GIB if ask.micro_batch is None else ask.micro_batch * GIB
         host = (24 if ask.clip else 20) * GIB * (2 if ask.precision == "fp32" else 1)
-        return toy_forecast(ask, device, host)
+        return toy_forecast(there, ask, device, host)
 
-    def once(self, ask: Ask, *, thorough: bool = True) -> Forecast:
-        found = self.needs(ask)
-        check_budgets(found, ask.machine)
+    def once(self, there: Machine, ask: Workload, *, thorough: bool = True) -> Forecast:
+        found = self.needs(there, ask)
+        check_budgets(found, there)
         return found
 
-    def could_fit(self, ask: Ask) -> bool:
-        found, there = self.needs(ask), ask.machine
+    def could_fit(self, there: Machine, ask: Workload) -> bool:
+        found = self.needs(there, ask)
         return (
             found.device_peak_bytes <= there.device_memory_bytes
             and found.host_peak_bytes <= there.host_memory_bytes
         )
 
-    def least(self, ask: Ask) -> Forecast:
-        found, there = self.needs(ask), ask.machine
+    def least(self, there: Machine, ask: Workload) -> Forecast:
+        found = self.needs(there, ask)
         just = replace(
             there,
             device_memory_bytes=max(found.device_peak_bytes, there.device_memory_bytes),
@@ -86,24 +86,34 @@ class Toy:
 TOY = Toy()
 
 
-def asked(device_gib: float = 100, host_gib: float = 64, **changes) -> Ask:
-    ask = ASK.on(device_memory_bytes=int(device_gib * GIB), host_memory_bytes=int(host_gib * GIB))
-    return replace(ask, **changes)
+Question = tuple[Machine, Workload]
 
 
-def texts(ask: Ask) -> list[str]:
-    short = shortage(TOY, ask)
-    found = remedies(TOY, ask, short)
+def on(device_gib: float, host_gib: float, machine: Machine = MACHINE) -> Machine:
+    device, host = int(device_gib * GIB), int(host_gib * GIB)
+    return replace(machine, device_memory_bytes=device, host_memory_bytes=host)
+
+
+def asked(device_gib: float = 100, host_gib: float = 64, **changes) -> Question:
+    return on(device_gib, host_gib), replace(ASKED, **changes)
+
+
+def found_for(plans: Toy, ask: Question) -> list[Remedy]:
+    return remedies(plans, *ask, shortage(plans, *ask))
+
+
+def texts(ask: Question) -> list[str]:
+    found = found_for(TOY, ask)
     for remedy in found:  # each was planned, on a machine that it names
-        assert fitting(TOY, ask) is None
+        assert fitting(TOY, *ask) is None
         check_budgets(remedy.forecast, remedy.forecast.machine)
     return [remedy.text for remedy in found]
 
 
 def test_what_is_missing_is_told():
-    short = shortage(TOY, asked(device_gib=4, host_gib=10))
+    short = shortage(TOY, *asked(device_gib=4, host_gib=10))
     assert (short.device_bytes, short.host_bytes) == (2 * GIB, 14 * GIB)
-    only_host = shortage(TOY, asked(host_gib=23))
+    only_host = shortage(TOY, *asked(host_gib=23))
     assert (only_host.device_bytes, only_host.host_bytes) == (0, GIB)
 
 
@@ -112,11 +122,10 @@ def test_no_card_is_told_to_have_more_memory_than_it_has():
     for gigabytes, told in ((20, True), (30, False)):
 
         class Large(Toy):
-            def needs(self, ask: Ask, size: int = gigabytes) -> Forecast:
-                return toy_forecast(ask, size * GIB, GIB)
+            def needs(self, there: Machine, ask: Workload, size: int = gigabytes) -> Forecast:
+                return toy_forecast(there, ask, size * GIB, GIB)
 
-        ask = replace(ASK, machine=known)
-        found = remedies(Large(), ask, shortage(Large(), ask))
+        found = found_for(Large(), (known, ASKED))
         assert any(remedy.text.startswith("let it use") for remedy in found) == told
 
 
@@ -151,18 +160,18 @@ def test_changes_that_do_not_do_alone_do_together():
 def test_no_more_is_changed_than_has_to_be():
     """Of 3 GiB a row takes 1 or more and the micro-batch 1: shorter rows, and still 4 of them."""
     ask = asked(device_gib=3.1, sequence_length=1024)
-    first = remedies(TOY, ask, shortage(TOY, ask))[0]
+    first = found_for(TOY, ask)[0]
     assert first.text == "take 1,024 tokens a step and take sequences of 256 tokens"
     assert first.settings == {"data.sequence_length": 256, "training.batch_size": 4}
 
 
 def test_what_only_seemed_to_fit_is_changed_a_little_more():
     class Hopeful(Toy):
-        def could_fit(self, ask: Ask) -> bool:
-            return super().could_fit(ask.on(device_memory_bytes=int(4.5 * GIB)))
+        def could_fit(self, there: Machine, ask: Workload) -> bool:
+            return super().could_fit(replace(there, device_memory_bytes=int(4.5 * GIB)), ask)
 
     ask = asked(device_gib=3.5)  # 1 + 1 + 1 of which a GiB is for 1,024 tokens a step
-    found = remedies(Hopeful(), ask, shortage(Hopeful(), ask))
+    found = found_for(Hopeful(), ask)
     assert found[0].text == "take 1,024 tokens a step"
 
 
@@ -177,14 +186,14 @@ def test_less_memory_does_with_what_is_cheaper():
 class Waiting(Toy):
     """A GiB of the host for every row, 4 for gradients that wait."""
 
-    def needs(self, ask: Ask) -> Forecast:
+    def needs(self, there: Machine, ask: Workload) -> Forecast:
         rows = ask.tokens_per_step // ask.sequence_length
-        return toy_forecast(ask, GIB, (rows + 4 * ask.clip) * GIB + 8 * GIB)
+        return toy_forecast(there, ask, GIB, (rows + 4 * ask.clip) * GIB + 8 * GIB)
 
 
 def test_tokens_are_not_fewer_than_arithmetic_needs_if_memory_is_needed_anyway():
     ask = asked(host_gib=8.5)
-    found = remedies(Waiting(), ask, shortage(Waiting(), ask))
+    found = found_for(Waiting(), ask)
     assert [remedy.text for remedy in found] == [
         "take 2,048 tokens a step, do not clip gradients and let it use 16.0 GiB of host memory",
         "take 2,048 tokens a step and let it use 20.0 GiB of host memory",
@@ -202,32 +211,31 @@ def test_what_lacks_least_is_searched_again_with_as_many_rows_at_once(given, sea
     """It has 1 where they are free to choose."""
 
     class Listening(Waiting):
-        def least(self, ask: Ask) -> Forecast:
+        def least(self, there: Machine, ask: Workload) -> Forecast:
             heard.append(ask.micro_batch)
-            return super().least(ask)
+            return super().least(there, ask)
 
     heard: list[int | None] = []
     ask = asked(host_gib=7.5, micro_batch=given)
-    remedies(Listening(), ask, shortage(Listening(), ask))
+    found_for(Listening(), ask)
     assert heard[:2] == searched and set(heard) == set(searched)
 
 
 def test_a_tenth_of_a_gib_of_device_memory_is_rounded_up():
     ask = asked(device_gib=0.5, tokens_per_step=4352)
-    found = remedies(TOY, ask, shortage(TOY, ask))
+    found = found_for(TOY, ask)
     just = next(r for r in found if r.settings == {"engine.device_memory": "6.3 GiB"})  # of 6.25
-    assert parse_bytes("6.3 GiB") >= just.new.machine.device_memory_bytes > 6.25 * GIB
+    assert parse_bytes("6.3 GiB") >= just.forecast.machine.device_memory_bytes > 6.25 * GIB
 
 
 def test_what_the_host_lacks_may_rest_on_a_larger_gpu():
     class Resting(Toy):
-        def needs(self, ask: Ask) -> Forecast:
-            moved = min(24 * GIB, max(0, ask.machine.device_memory_bytes - 6 * GIB))
-            return toy_forecast(ask, 6 * GIB + moved, 24 * GIB - moved)
+        def needs(self, there: Machine, ask: Workload) -> Forecast:
+            moved = min(24 * GIB, max(0, there.device_memory_bytes - 6 * GIB))
+            return toy_forecast(there, ask, 6 * GIB + moved, 24 * GIB - moved)
 
-    machine = machine_for("4090", 2 * GIB, 16)
-    ask = replace(ASK, machine=machine, clip=False)
-    found = remedies(Resting(), ask, shortage(Resting(), ask))
+    ask = machine_for("4090", 2 * GIB, 16), replace(ASKED, clip=False)
+    found = found_for(Resting(), ask)
     assert [remedy.text for remedy in found] == [
         "let it use 7.0 GiB of host memory",
         "take a larger GPU, RTX 5090 (32 GiB)",
@@ -237,18 +245,18 @@ def test_what_the_host_lacks_may_rest_on_a_larger_gpu():
 
 def test_on_the_cpu_there_is_neither_another_placement_nor_a_larger_gpu():
     machine = replace(MACHINE, host_memory_bytes=22 * GIB, unified=True)
-    ask = replace(ASK, machine=machine, clip=False, placement=PLACED, precision="fp32")
+    ask = machine, replace(ASKED, clip=False, placement=PLACED, precision="fp32")
 
     class Anywhere(Toy):
-        def needs(self, ask: Ask) -> Forecast:
-            moved = ask.placement is None or ask.machine.device_memory_bytes > 140 * GIB
-            return toy_forecast(ask, GIB, (1 if moved else 40) * GIB)
+        def needs(self, there: Machine, ask: Workload) -> Forecast:
+            moved = ask.placement is None or there.device_memory_bytes > 140 * GIB
+            return toy_forecast(there, ask, GIB, (1 if moved else 40) * GIB)
 
-    found = remedies(Anywhere(), ask, shortage(Anywhere(), ask))
+    found = found_for(Anywhere(), ask)
     assert [remedy.text for remedy in found] == ["let it use 40.0 GiB of host memory"]
 
 
-ASKED = [
+QUESTIONS = [
     asked(device, host, sequence_length=length, **changes)
     for device in (0.5, 2.5, 4.5, 7, 100)
     for host in (8.5, 15, 22, 40)
@@ -262,14 +270,14 @@ ASKED = [
 def test_remedies_are_true_and_none_makes_another_one_needless(plans, tmp_path):
     """Of each kind of question; what they say is what a run file says."""
     lengths = set()
-    for ask in ASKED:
-        if plans.could_fit(ask):
+    for ask in QUESTIONS:
+        if plans.could_fit(*ask):
             continue
-        found = remedies(plans, ask, shortage(plans, ask))
+        found = found_for(plans, ask)
         lengths.add(len(found))
         assert [*found] == sorted(found, key=lambda remedy: remedy.cost)
         for remedy in found:
-            assert plans.once(remedy.new) and remedy.text
+            assert plans.once(remedy.forecast.machine, remedy.new) and remedy.text
             assert not any(o.spares(remedy) for o in found if o is not remedy), remedy.text
             told = config_with(remedy, tmp_path)
             assert told.training.batch_size * told.data.sequence_length == (
@@ -280,7 +288,7 @@ def test_remedies_are_true_and_none_makes_another_one_needless(plans, tmp_path):
             assert told.engine.precision == remedy.new.precision
             assert told.data.sequence_length == remedy.new.sequence_length
             assert (told.engine.placement == "auto") == (remedy.new.placement is None)
-            host, there = told.engine.host_memory, remedy.new.machine.host_memory_bytes
+            host, there = told.engine.host_memory, remedy.forecast.machine.host_memory_bytes
             assert host is None or parse_bytes(host) == there
     assert {2, 3} <= lengths
 
@@ -288,20 +296,20 @@ def test_remedies_are_true_and_none_makes_another_one_needless(plans, tmp_path):
 class Moments(Toy):
     """The host holds what the optimizer's rule keeps, and 10 GiB."""
 
-    def needs(self, ask: Ask) -> Forecast:
+    def needs(self, there: Machine, ask: Workload) -> Forecast:
         kept = sum(plane.bytes_per_parameter for plane in ask.rule.state_planes)
-        return toy_forecast(ask, GIB, int((10 + kept) * GIB))
+        return toy_forecast(there, ask, GIB, int((10 + kept) * GIB))
 
 
 def test_smaller_moments_come_before_more_memory_where_they_do(tmp_path):
     ask = asked(host_gib=13)
-    first, *others = remedies(Moments(), ask, shortage(Moments(), ask))
+    first, *others = found_for(Moments(), ask)
     assert first.text == "keep AdamW's moments as 8-bit codes"
     told = config_with(first, tmp_path)
     assert told.optimizer.states == first.new.rule.states == "int8"
     assert [each.text for each in others] == ["let it use 18.0 GiB of host memory"]
-    lion = replace(ask, rule=Lion())
-    assert not any("codes" in e.text for e in remedies(Moments(), lion, shortage(Moments(), lion)))
+    lion = asked(host_gib=13, rule=Lion())
+    assert not any("codes" in each.text for each in found_for(Moments(), lion))
 
 
 def config_with(remedy, folder):
@@ -335,11 +343,11 @@ def test_a_given_placement_may_be_the_reason():
     placed = asked(device_gib=10, placement=Placement(save_activations=4))
 
     class Keeping(Toy):
-        def needs(self, ask: Ask) -> Forecast:
+        def needs(self, there: Machine, ask: Workload) -> Forecast:
             kept = 0 if ask.placement is None else ask.placement.save_activations
-            return toy_forecast(ask, (6 + 2 * kept) * GIB, GIB)
+            return toy_forecast(there, ask, (6 + 2 * kept) * GIB, GIB)
 
-    first = remedies(Keeping(), placed, shortage(Keeping(), placed))[0]
+    first = found_for(Keeping(), placed)[0]
     assert first.text == "leave the placement to MegaTrain"
     assert first.settings == {"engine.placement": "auto"}
     assert first.forecast.device_peak_bytes == 6 * GIB
@@ -347,9 +355,9 @@ def test_a_given_placement_may_be_the_reason():
 
 def test_the_limits_are_named():
     with pytest.raises(DoesNotFit, match="6.0 GiB of device memory, 4.0 GiB are allowed"):
-        TOY.once(asked(device_gib=4))
+        TOY.once(*asked(device_gib=4))
     with pytest.raises(DoesNotFit, match="device memory.* and 24.0 GiB of host memory"):
-        TOY.once(asked(device_gib=4, host_gib=3))
+        TOY.once(*asked(device_gib=4, host_gib=3))
 
 
 @pytest.mark.parametrize(
@@ -363,27 +371,27 @@ def test_the_limits_are_named():
 )
 def test_nonsense_is_refused(changes, message):
     with pytest.raises(InputError, match=message):
-        replace(ASK, **changes)
+        replace(ASKED, **changes).check()
 
 
 def test_the_usual_micro_batch_holds_sixteen_thousand_tokens():
-    assert replace(ASK, tokens_per_step=1 << 20).usual_micro_batch == 64
-    assert ASK.usual_micro_batch == 16
-    long = replace(ASK, tokens_per_step=1 << 20, sequence_length=1 << 19)
+    assert replace(ASKED, tokens_per_step=1 << 20).usual_micro_batch == 64
+    assert ASKED.usual_micro_batch == 16
+    long = replace(ASKED, tokens_per_step=1 << 20, sequence_length=1 << 19)
     assert long.usual_micro_batch == 1
 
 
 def test_arithmetic_binds_from_where_it_takes_as_long_as_the_rest():
-    told = toy_forecast(ASK, 0, 0)
+    told = toy_forecast(MACHINE, ASKED, 0, 0)
     needed = planner.compute_bound_tokens(told.bounds, 4096, 256)
     assert needed == 2048  # 2 s of updates, 1000 tokens a second, whole rows
-    assert toy_forecast(replace(ASK, tokens_per_step=needed), 0, 0).binds == "compute"
-    less = replace(ASK, tokens_per_step=needed - 256)
-    assert toy_forecast(less, 0, 0).binds == "update"
+    assert toy_forecast(MACHINE, replace(ASKED, tokens_per_step=needed), 0, 0).binds == "compute"
+    less = replace(ASKED, tokens_per_step=needed - 256)
+    assert toy_forecast(MACHINE, less, 0, 0).binds == "update"
 
 
 def test_several_gpus_share_the_host():
-    told = toy_forecast(replace(ASK, tokens_per_step=16384), 0, 0)
+    told = toy_forecast(MACHINE, replace(ASKED, tokens_per_step=16384), 0, 0)
     several = planner.several_gpus(told, 4)
     assert several.seconds == pytest.approx(16.384 / 4 + 0.25 / 4)
     assert several.binds == "compute"
@@ -450,24 +458,22 @@ def test_planes_on_a_disk_are_written_once_a_step():
 
 def test_a_given_placement_is_planned_as_it_is():
     found = spec(open_source(qwen2()).model)
-    ask = Ask(
-        machine=MACHINE,
+    ask = Workload(
         tokens_per_step=256,
         sequence_length=16,
         placement=Placement(slots=2, layer_inputs="host"),
     )
-    plan = planner.make_plan(found, ask, total_tokens=1000, gpus=2)
+    plan = planner.make_plan(found, MACHINE, ask, total_tokens=1000, gpus=2)
     assert plan.fits and plan.remedies == [] and plan.forecast.placement == ask.placement
     assert plan.run_seconds == pytest.approx(1000 / plan.several.tokens_per_second)
     told = json.loads(json.dumps(plan.as_dict()))
     assert told["fits"] is True and told["forecast"]["micro_batch"] == 16
     assert told["bytes_by_tier"]["device"]["weights"] == 0
 
-    starved = ask.on(host_memory_bytes=1 << 20, device_memory_bytes=1 << 20)
-    plan = planner.make_plan(found, starved)
+    plan = planner.make_plan(found, on(2**-10, 2**-10), ask)
     assert not plan.fits and plan.shortage.host_bytes > 0 and plan.shortage.device_bytes > 0
     assert plan.forecast.host_peak_bytes <= plan.forecast.machine.host_memory_bytes
-    assert Planner(found).once(replace(starved, machine=plan.forecast.machine)).seconds > 0
+    assert Planner(found).once(plan.forecast.machine, ask).seconds > 0
 
 
 def test_the_picture_is_drawn(tmp_path):
