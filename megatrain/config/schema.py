@@ -319,6 +319,11 @@ class Config(Section):
                 )
             if metric is not None and metric not in metrics:
                 raise ValueError(f"{key}: there is no {metric!r}{nearest(metric, metrics)}")
+        if every is not None and not metrics:
+            raise ValueError(
+                f"training.eval_every is {every}, but there is nothing to evaluate: set "
+                "data.eval_path or data.eval_fraction, or leave eval_every out"
+            )
         return self
 
     @property

@@ -4,15 +4,26 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from megatrain.data.conversation import Conversation
-from megatrain.data.formats import TEXT, Completion, Format, Reading
+from megatrain.data.formats import TEXT, Completion, Example, Format, Reading
 from megatrain.data.readers import Piece, read_rows, read_text, split_text
 from megatrain.data.sources import Source, SourceFile
+from megatrain.data.template import SAID
 from megatrain.data.tokenizer import check_encodable
 from megatrain.errors import InputError
 
 BadRows = Literal["stop", "skip"]
 BEFORE_ALL = (-1, -1)
 _SHOWN = 20  # bad rows and unread fields that are listed
+
+
+def _teaches_silence(example: Example) -> bool:
+    """Whether a reply to learn says nothing, as where a table has no answer."""
+    if isinstance(example, Completion):
+        return not example.completion.strip()
+    return isinstance(example, Conversation) and any(
+        learnt and not any(str(message.get(name) or "").strip() for name in SAID)
+        for message, learnt in zip(example.messages, example.learnt, strict=True)
+    )
 
 
 class Found(NamedTuple):
@@ -32,7 +43,8 @@ class Examples:
     Attributes:
         notes: what was found, as JSON keeps it. kind: text or chat. formats: a title -> [number of
             sources, name of the first]. unread: fields that were passed over. num_bad, bad: rows
-            that were left out, and the first of them with the reason.
+            that were left out, and the first of them with the reason. empty: rows that teach an
+            empty reply, and the first of them.
     """
 
     def __init__(
@@ -47,7 +59,8 @@ class Examples:
         self._reading = reading
         self._bad_rows = bad_rows
         self.notes: dict[str, Any] = {
-            "kind": None, "formats": {}, "unread": [], "num_bad": 0, "bad": []
+            "kind": None, "formats": {}, "unread": [], "num_bad": 0, "bad": [],
+            "empty": [0, ""],
         }  # fmt: skip
 
     def __iter__(self) -> Iterator[Found]:
@@ -80,6 +93,9 @@ class Examples:
             except InputError as error:
                 self.bad(error)
                 continue
+            if _teaches_silence(example):
+                number_so_far, first = self.notes["empty"]
+                self.notes["empty"] = [number_so_far + 1, first or where]
             known = self.notes["unread"]
             known += [n for n in unread if n not in known][: _SHOWN - len(known)]
             if isinstance(example, str):

@@ -157,9 +157,14 @@ def _string(row: Row, name: str, where: str, *, needed: bool = False) -> str:
     value = row.get(name)
     if value is None and not needed:
         return ""
-    if not isinstance(value, str):
-        raise InputError(f"{where}: field {name!r} must be a string, not {type(value).__name__}")
-    return value
+    if isinstance(value, str):
+        return value
+    kind, remedy = type(value).__name__, "write it as one"
+    if value is None:
+        kind, remedy = "null", "fill it in, or leave the row out"
+    elif isinstance(value, (list, dict)):
+        remedy = "write it as one (a table by columns is to be saved row by row)"
+    raise InputError(f"{where}: field {name!r} must be a string, not {kind}: {remedy}")
 
 
 _TALKS = {"messages": ("messages", "conversations", "conversation")}
@@ -228,10 +233,14 @@ class Reading:
         forms = [f for f in FORMATS if self.kind in ("auto", f.kind)]
         for form in forms:
             if mapped <= {*form.needs, *form.may} and form.names(row, self.fields, where):
+                self._refuse_message(form, row, where)
                 return form
         self._refuse_known(row, where)
         names = [n for n in row if self.fields.get(n, n) is not None]
-        raise InputError(f"{where}: {self._missing(mapped)}: its fields are {listed(names)}")
+        raise InputError(
+            f"{where}: {self._missing(mapped)}: its fields are {listed(names)}"
+            f"{self._perhaps(row, forms, where)}"
+        )
 
     def example(self, form: Format, row: Row, where: str) -> tuple[Example, list[str]]:
         """What a row of this format says, and the names of its fields that are not read.
@@ -281,6 +290,29 @@ class Reading:
         known += "" if self.kind == "chat" else "; text"
         return f"no format is known by these fields ({known}; data.fields maps others)"
 
+    def _refuse_message(self, form: Format, row: Row, where: str) -> None:
+        """Raises InputError: the row is one message, whose content is no text of its own."""
+        if form is FORMATS[-1] and "role" in row and "role" not in self.fields:
+            raise InputError(
+                f"{where}: one message is no row: put those of a conversation into 'messages' of "
+                "one row (role: null in data.fields passes it over)"
+            )
+
+    def _perhaps(self, row: Row, forms: Sequence[Format], where: str) -> str:
+        """What to write where a field has other capitals or spaces than ours, or holds a list."""
+        for name in (n for n, v in row.items() if isinstance(v, list) and _all_objects(v)):
+            if {"role", "from"} & set(row[name][0]):
+                return f": perhaps data.fields: {{messages: {name}}}"
+            return f": perhaps {name!r} has the rows: jq -c '.{name}[]' FILE > rows.jsonl"
+        theirs = {name.strip().lower(): name for name in row}
+        plain = {name: row[theirs[name]] for name in theirs}
+        for form in () if self.fields or len(theirs) < len(row) else forms:
+            if names := form.names(plain, {}, where):
+                ours = {name: theirs[each] for name, each in names.items() if name != theirs[each]}
+                written = ", ".join(f"{name}: {each!r}" for name, each in ours.items())
+                return f": perhaps data.fields: {{{written}}}"
+        return ""
+
     def _refuse_known(self, row: Row, where: str) -> None:
         """Raises InputError: the row is of a format that no loss here is for."""
         rest = {n: v for n, v in row.items() if n not in self.fields}
@@ -292,6 +324,10 @@ class Reading:
             )
 
 
+def _all_objects(values: list[Any]) -> bool:
+    return bool(values) and all(isinstance(each, dict) for each in values)
+
+
 def listed(names: Sequence[str] | Row) -> str:
     """The first names, on one line whatever is in them."""
-    return ", ".join(f"{name!r:.40}" for name in [*names][:12]) or "none"
+    return ", ".join(f"{name!r:.40}" for name in [*names][:12]) or "none (or null)"

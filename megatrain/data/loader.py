@@ -6,6 +6,7 @@ state, and neither workers nor micro-batch sizes can change what is learnt from.
 """
 
 import functools
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,10 +84,9 @@ class StepLoader:
         """Epochs taken so far, with fraction."""
         return self._first_row(self._steps) / self._num_rows
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every row has been taken once."""
-        return -(-self._num_rows // self._rows_per_step)
+    def steps_of(self, epochs: float) -> int:
+        """Steps until every row has been taken so many times; the last may begin another epoch."""
+        return math.ceil(round(epochs * self._num_rows / self._rows_per_step, 6))
 
     @property
     def rows_per_micro_batch(self) -> int:

@@ -24,7 +24,7 @@ from megatrain.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 6  # of the kept tokens: raise it when the same input gives other tokens
+_FORMAT = 7  # of the kept tokens: raise it when the same input gives other tokens
 _log = logging.getLogger("megatrain.data")
 
 
@@ -166,6 +166,8 @@ def _say(notes: Mapping[str, Any]) -> None:
     )
     unread = f"; fields that are not read: {listed(notes['unread'])}" if notes["unread"] else ""
     _log.info("data: %s%s", formats, unread)
+    if (number := notes["empty"][0]) > 0:
+        _log.warning("%d rows teach an empty reply (first: %s)", number, notes["empty"][1])
     if notes["num_bad"]:
         _log.warning("left out %d bad rows:", notes["num_bad"])
         for reason in notes["bad"]:

@@ -3,19 +3,13 @@
 Memory stays bounded whatever a file holds: text comes in pieces, rows of JSON have a longest size.
 """
 
-import bz2
 import codecs
-import gzip
-import importlib
-import io
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
+from megatrain.data.files import open_file, reading
 from megatrain.data.sources import HubSplit, Source, SourceFile
 from megatrain.data.tables import Row, Wanted, read_arrow, read_csv, read_hub, read_parquet
 from megatrain.errors import InputError
@@ -25,6 +19,11 @@ from megatrain.units import MIB
 PIECE_BYTES = 256 * 1024  # long documents are tokenised in pieces of about this size
 _BOM = "\ufeff"
 MAX_LINE_BYTES = 32 * MIB  # parsed JSON can take 20 times its text
+# A list of rows (not of messages) that is all a file has, under the name of no field of rows.
+_WRAPPED = re.compile(
+    r'\s*\{\s*"(train|data|rows|examples|samples|items|records|instances|dataset)"\s*:\s*'
+    r'\[(?=\s*\{\s*"(?!(?:role|content|from|value)"))'
+)
 _BLANK = re.compile(r"[ \t\r\n,]*")
 
 
@@ -46,7 +45,7 @@ def read_text(file: SourceFile) -> Iterator[Piece]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, first, text = 1, True, ""
     offset = 0
-    with _reading(file), _open(file) as stream:
+    with reading(file), open_file(file) as stream:
         for block in iter(lambda: _block(stream), b""):
             if text:
                 yield Piece(line, text, first, last=False)
@@ -94,17 +93,24 @@ def read_rows(source: Source, wanted: Wanted) -> Iterator[tuple[int, Row | Input
 
 
 def _reader(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, Row | InputError]]:
-    with _reading(file):
+    with reading(file):
         if file.format == "parquet":
             yield from read_parquet(file, wanted)
         elif file.format == "arrow":
             yield from read_arrow(file, wanted)
         else:
-            with _open(file) as stream:
+            with open_file(file) as stream:
                 if file.format == "csv":
                     yield from read_csv(file, wanted, stream, MAX_LINE_BYTES)
+                elif file.format == "json" or _begins_a_list(stream):
+                    yield from _read_json(file, stream)
                 else:
-                    yield from (_read_json if file.format == "json" else _read_jsonl)(file, stream)
+                    yield from _read_jsonl(file, stream)
+
+
+def _begins_a_list(stream: IO[bytes]) -> bool:
+    begins: bytes = stream.peek(64)  # type: ignore[attr-defined]  # as all of `open_file` do
+    return begins.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def _looks_like_rows(text: str) -> bool:
@@ -162,20 +168,24 @@ def _read_jsonl(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, Row 
 
 
 def _read_json(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, Row]]:
-    """The objects of a list, or objects that follow one another; one of them in memory."""
+    """The objects of a list, or objects that follow one another; one of them in memory.
+
+    The list may be all that an object has, as {"train": [...]}.
+    """
     decode = json.JSONDecoder(object_pairs_hook=each_key_once).raw_decode
     reader = codecs.getreader("utf-8-sig")(stream)
-    text, place, number, ended, listed_ = "", 0, 0, False, None
+    text, place, number, ended = _more(reader, file), 0, 0, False
+    wrapped = _WRAPPED.match(text)
+    place = wrapped.end() if wrapped else len(text) - len(text.lstrip())
+    listed_ = wrapped is not None or text[place : place + 1] == "["
+    place += listed_ and wrapped is None
     while True:
         place = _BLANK.match(text, place).end()  # type: ignore[union-attr]
         begins = text[place : place + 1]
-        if listed_ is None and begins:
-            listed_ = begins == "["
-            place += listed_
-            continue
         if begins == "]" and listed_:
-            if text[place + 1 :].strip() or _more(reader, file).strip():
-                raise InputError(f"{file.name}: more after the list of rows: correct the file")
+            rest = (text[place + 1 :] + _more(reader, file)).strip()
+            if rest != ("}" if wrapped else ""):
+                raise _more_than_a_list(file, wrapped)
             return
         where = f"{file.name}:{number + 1}"
         row, end = _decoded(decode, text, place, where, ended) if begins else (None, place)
@@ -191,6 +201,16 @@ def _read_json(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, Row]]
             raise _too_long(f"{where}: the row")
         more = _more(reader, file, max(PIECE_BYTES, len(text) - place))
         text, place, ended = text[place:] + more, 0, not more
+
+
+def _more_than_a_list(file: SourceFile, wrapped: re.Match[str] | None) -> InputError:
+    if wrapped is None:
+        return InputError(f"{file.name}: more after the list of rows: correct the file")
+    name = wrapped.group(1)
+    return InputError(
+        f"{file.name}: the list of rows {name!r} is not all that it has: take the one to train on "
+        f"out, as by jq -c '.{name}[]' {file.path.name} > {name}.jsonl"
+    )
 
 
 def _decoded(
@@ -229,7 +249,10 @@ def _parse(line: bytes, where: str, offset: int) -> Row:
     except UnicodeDecodeError as error:
         raise _not_utf8(where, offset, error) from error
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
+        remedy = "correct the line (of rows over several lines, name the file .json)"
+        raise InputError(
+            f"{where}: not JSON: {error.msg} (column {error.colno}): {remedy}"
+        ) from error
     except ValueError as error:  # nested too deeply, an integer of thousands of digits, a key twice
         raise InputError(f"{where}: not usable JSON: {str(error).split(';')[0]}") from error
     return _row(row, where)
@@ -240,36 +263,3 @@ def _row(row: object, where: str) -> Row:
         kind = type(row).__name__
         raise InputError(f"{where}: a row must be a JSON object, this is a {kind}")
     return row
-
-
-def _open(file: SourceFile) -> IO[bytes]:
-    """A file's bytes, unpacked."""
-    packed = file.path.suffix.lower()
-    if packed in _UNPACKED:
-        unpacked: IO[bytes] = _UNPACKED[packed](file.path, "rb")
-        return unpacked
-    if packed == ".zst":
-        try:
-            arrow = importlib.import_module("pyarrow")
-        except ImportError as error:
-            raise InputError(f"{file.name}: reading it needs pyarrow: install datasets") from error
-        return io.BufferedReader(arrow.input_stream(str(file.path), compression="zstd"))
-    return file.path.open("rb")
-
-
-@contextmanager
-def _reading(file: SourceFile) -> Iterator[None]:
-    """Turns what reading a file can raise into one line that names it."""
-    try:
-        with file.path.open("rb") as stream:
-            is_pointer = stream.read(len(_POINTER)) == _POINTER
-        if is_pointer:
-            raise InputError(f"{file.name}: a pointer of Git LFS, not the file: run git lfs pull")
-        yield
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"{file.name}: cannot be read: {reason.lower()}") from error
-
-
-_POINTER = b"version https://git-lfs.github.com/spec/"
-_UNPACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}

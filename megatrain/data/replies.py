@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from megatrain.data.conversation import Conversation, Message
-from megatrain.data.template import REASONING, Template
+from megatrain.data.template import REASONING, SAID, Template
 from megatrain.errors import InputError
 
 _WORD = re.compile(r"[A-Za-z0-9]+")  # which no way of writing a string changes
@@ -26,7 +26,6 @@ _HEADERS = {
     "<|begin_assistant|>\n": r"\n<\|end\|>|\Z",
 }
 _PRIVATE = range(0xE000, 0xF900)  # characters that Unicode leaves to private use
-_SAID = ("content", "tool_calls", *REASONING)
 Span = tuple[int, int]
 
 
@@ -75,7 +74,7 @@ class Replies:
         ways = (self._by_headers, self._by_prefixes, self._by_signs)
         found = next(filter(None, (way(turn, asked) for way in ways)), None)
         if found is None or self._opens_another(turn, asked, *found):
-            if not any(self._talk.messages[turn].get(n) for n in _SAID):
+            if not any(self._talk.messages[turn].get(n) for n in SAID):
                 raise InputError(
                     f"{self._where}: the chat template has no place for the empty reply in message "
                     f"{turn + 1}: drop it, or give it a weight of 0"

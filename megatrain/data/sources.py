@@ -28,6 +28,10 @@ _NOT_TEXT = {
     ".tgz", ".xls", ".xlsx", ".zip", *_PACKED,
 }  # fmt: skip
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_SPLITS = {
+    "train": re.compile(r"(?<![a-z0-9])train(ing)?(?![a-z0-9])"),
+    "test": re.compile(r"(?<![a-z0-9])(test|val|valid|validation|dev|eval)(?![a-z0-9])"),
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -139,10 +143,25 @@ def _expand(text: str, kind: Kind) -> list[SourceFile]:
     if not files:
         wanted = "non-empty file" + (" of rows, such as .jsonl" if kind == "chat" else "")
         raise InputError(f"no {wanted} in {text!r}: check the path")
+    _refuse_splits(text, path, files)
     if len(files) < len(found):
         texts = [f.name for f in found if f.format == "text"]
         _log.info("left out %d files beside those of rows (first: %s)", len(texts), texts[0])
     return files
+
+
+def _refuse_splits(text: str, folder: Path, files: list[SourceFile]) -> None:
+    """Raises InputError: by their names some rows are to train on, and some to test with."""
+    split: dict[str, str] = {}
+    for file in files:
+        if file.format != "text":
+            place = os.path.relpath(file.path, folder).lower()
+            split |= {kind: file.name for kind, names in _SPLITS.items() if names.search(place)}
+    if len(split) > 1:
+        raise InputError(
+            f"{text}: it has rows to train on and others to test with ({split['train']}, "
+            f"{split['test']}): name the files to train on, and the others as data.eval_path"
+        )
 
 
 def _named_file(path: Path, kind: Kind) -> SourceFile:

@@ -8,6 +8,7 @@ import importlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import IO, Any
 
 from megatrain.data.sources import HubSplit, SourceFile
@@ -72,11 +73,13 @@ def read_csv(
 ) -> Iterator[tuple[int, Row]]:
     """The rows of a CSV or TSV file with a header; every value is the string that is written."""
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-    delimiter = "\t" if ".tsv" in file.path.suffixes else ","
     csv.field_size_limit(longest)
-    cells = csv.reader(text, delimiter=delimiter, strict=True)
     number = 0
     try:
+        header = text.readline(longest)
+        if "\0" in header:
+            raise InputError(f"{file.name}: NUL in its header (UTF-16?): convert it to UTF-8")
+        cells = csv.reader(chain([header], text), delimiter=_delimiter(file, header), strict=True)
         names = next(cells, [])
         _once(names, file)
         for values in cells:
@@ -92,6 +95,12 @@ def read_csv(
         raise InputError(f"{file.name}:{number + 1}: not CSV: {error}: correct the row") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{file.name}: not UTF-8: {error.reason}: convert it to UTF-8") from error
+
+
+def _delimiter(file: SourceFile, header: str) -> str:
+    """What is between the columns: that of the file's name, or another that the header has."""
+    usual = "\t" if ".tsv" in file.path.suffixes else ","
+    return next((each for each in (usual, "\t", ";", "|", ",") if each in header), usual)
 
 
 def _told(value: Any) -> Any:

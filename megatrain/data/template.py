@@ -21,6 +21,7 @@ _SECONDS, _NUM_BYTES = 20.0, GIB
 _LONGEST = 64 << 20  # characters, twice what a row may have; tokenising takes 50 times as much
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = ("reasoning_content", "reasoning", "thinking")
+SAID = ("content", "tool_calls", *REASONING)
 _KEY, _VALUE, _ID = "somekey", "some value", "abcdefghi"
 _ASKED: Message = {"role": "user", "content": "some words"}
 _SAID: Message = {"role": "assistant", "content": "some words"}

@@ -51,7 +51,10 @@ def refuse_unheeded(rest: Mapping[str, Any], where: str, *, text: bool) -> None:
     known = _ROW if text else _ROW | _ROW_OF_TURNS
     for name, value in rest.items():
         remedy = known.get(name) or (_WEIGHTS if _WEIGHT.fullmatch(name) else None)
-        if remedy is None or empty(value) or (remedy is _WEIGHTS and _is_one(value)):
+        if remedy is None or empty(value):
+            continue
+        objects = isinstance(value, list) and isinstance(value[0], dict)  # a split's rows
+        if remedy is _WEIGHTS and (_is_one(value) or objects):
             continue
         if name == "label" and text and not isinstance(value, bool):
             continue  # the class of a text

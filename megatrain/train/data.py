@@ -45,12 +45,6 @@ def open_data(
     if sets:
         return training, sets
     if not data.eval_fraction:
-        if (every := config.training.eval_every) is not None:
-            log.warning(
-                "training.eval_every is %d, but there is nothing to evaluate: set %s",
-                every,
-                "data.eval_path or data.eval_fraction",
-            )
         return training, {}
     assert isinstance(training, PackedDataset)
     rest, held_out = training.hold_out(data.eval_fraction)

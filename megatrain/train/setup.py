@@ -89,9 +89,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     check_prompts(config, tokenizer, text_config)
     training, evaluation = open_data(config, tokenizer, text_config.vocab_size)
     loader = _loader(config, training)
-    total_steps = config.training.steps or math.ceil(
-        (config.training.epochs or 0) * loader.steps_per_epoch
-    )
+    total_steps = config.training.steps or loader.steps_of(config.training.epochs or 0)
     # A wrong option should be known before weights are read, which may take minutes.
     _check_schedule(config, total_steps)
     done = _go_to(loader, start, total_steps)
@@ -136,6 +134,13 @@ def _loader(config: Config, training: PackedDataset | Stream) -> StepLoader:
         f"{len(training):,}",
         100 * training.fill,
     )
+    if rows > len(training):
+        log.warning(
+            "a step takes training.batch_size %d rows, and the data has only %d: it takes each "
+            "more than once; lower batch_size, or data.sequence_length for more rows",
+            rows,
+            len(training),
+        )
     return StepLoader(training, **how, workers=2)
 
 

@@ -30,6 +30,7 @@ def chats(tmp_path, tokenizer_folder, run_file):
     tree = yaml.safe_load(run_file.read_text())
     tree["model"] = {"path": str(model)}
     tree["data"] |= {"path": str(tmp_path / "rows.json"), "eval_fraction": 0.0, "packing": False}
+    tree["training"]["eval_every"] = None
     del tree["data"]["kind"]
     run_file.write_text(yaml.safe_dump(tree))
     return run_file

@@ -140,6 +140,7 @@ MISTAKES = [
     (["data.kind=images"], "--set data.kind: should be 'auto', 'text' or 'chat', got 'images'"),
     (["data.path=5"], "--set data.path: should be a valid string, got 5"),
     (["data.eval_path=b", "data.eval_fraction=0.1"], "data: give eval_path or eval_fraction"),
+    (["training.eval_every=3"], "training.eval_every is 3, but there is nothing to evaluate: set"),
     (["training.epochs=1"], "training: give either steps or epochs"),
     (["training.steps=null"], "training: give either steps or epochs"),
     (["training.steps=0"], "--set training.steps: should be greater than 0, got 0"),

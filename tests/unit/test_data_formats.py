@@ -319,7 +319,8 @@ def test_nulls_that_tables_fill_in_are_not_arguments(tmp_path):
         ("a.json", '[{"text": "a"}] {"text": "b"}', "more after the list"),
         ("a.json", '[{"text": "a"}, 3]', "a.json:2: a row must be a JSON object, this is a int"),
         ("a.json", '"text"', "a.json:1: a row must be a JSON object"),
-        ("a.json", '{"data": [{"text": "a"}]}', "a.json:1: no format is known.*'data'"),
+        ("a.json", '{"of": 1, "data": [{"text": "a"}]}', "'data' has the rows: jq -c '.data"),
+        ("a.json", '{"data": [{"text": "a"}], "of": 1}', "jq -c '.data..' a.json > data.jsonl"),
         ("a.json", '{"text": "a", "text": "b"}', "a.json:1: .*there twice"),
         ("a.json", "[]", "a.json: no rows in it"),
         ("a.json", "[" * 10**5, "nested too deeply|must be a JSON object"),
@@ -329,7 +330,7 @@ def test_nulls_that_tables_fill_in_are_not_arguments(tmp_path):
         ("a.csv", 'text,id\n"a,b\n', "a.csv:1: not CSV"),
         ("a.csv", "text\n", "a.csv: no rows"),
         ("a.csv", b"text\ncaf\xe9\n", "a.csv: not UTF-8"),
-        ("a.csv", "text;id\na;b\n", "no format is known.*'text;id'"),
+        ("a.csv", "text\0;id\na;b\n", "a.csv: NUL in its header"),
         ("a.arrow", "text", "a.arrow: not a readable Arrow file"),
     ],
 )  # fmt: skip

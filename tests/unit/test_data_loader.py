@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatrain.data import StepLoader, open_dataset
 from megatrain.errors import InputError
+from megatrain.train.setup import _loader
 
 ROWS = 23
 
@@ -67,7 +69,9 @@ def test_every_epoch_has_every_row_once_in_another_order(data):
     assert all(set(epoch) == set(epochs[0]) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
     assert steps.epoch == 15
-    assert loader(data, rows_per_step=5).steps_per_epoch == 5
+    assert loader(data, rows_per_step=5).steps_of(1) == 5
+    assert loader(data, rows_per_step=ROWS * 6).steps_of(3) == 1
+    assert loader(data, rows_per_step=ROWS - 1).steps_of(2) == 3
 
 
 def test_the_seed_decides_the_order_and_nothing_else_does(data):
@@ -98,6 +102,15 @@ def test_more_rows_in_a_step_than_there_are_goes_through_epochs(data):
     (rows,) = take(loader(data, rows_per_step=2 * ROWS + 1), 1)
     counts = sorted(rows.count(row) for row in set(rows))
     assert counts == [2] * (ROWS - 1) + [3]
+
+
+def test_a_step_of_more_rows_than_the_data_has_is_said(data, caplog):
+    for rows in (ROWS, ROWS + 1):
+        training = SimpleNamespace(batch_size=rows, seed=0)
+        _loader(SimpleNamespace(training=training), data).close()
+        assert (f"batch_size {ROWS + 1} rows, and the data has only {ROWS}" in caplog.text) == (
+            rows > ROWS
+        )
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -84,7 +84,7 @@ def test_paths_that_cannot_be_read_are_named(tmp_path, monkeypatch):
         (b'{"body": "a", "id": 3}', "first row's format .text.: its fields are 'body', 'id'"),
         (b'{"a\\nb": "a"}', r"its fields are 'a\\nb': keep"),
         (b'{"text": 3}', "field 'text' must be a string, not int"),
-        (b'{"text": null}', "must be a string, not NoneType"),
+        (b'{"text": null}', "must be a string, not null: fill it in"),
         (b'{"text": "\\ud800"}', "lone surrogate"),
         (b'{"text": "caf\xe9"}', r"not UTF-8: byte 0xe9 at byte offset 44"),
         (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
