@@ -23,6 +23,8 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.kernels import native, reference
+from megatrain.kernels.reference import RULES
+from megatrain.kernels.states import Scalars
 from megatrain.optim import AdamW, moved_bytes
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import commit, environment
@@ -118,19 +120,27 @@ def states_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
     return cases
 
 
+def rule_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
+    """Other rules, on a split master with a bf16 gradient."""
+    weights, remainder = split_planes(master)
+    grad, by, cases = grad_fp32.bfloat16(), Scalars(-1e-5, 1.0, 0.9, 0.1, 0.95, 0.05), []
+    for name in RULES:
+        states = [] if name in ("sgd", "direction") else [torch.zeros(master.numel())]
+        move = partial(native.move, name, weights, remainder, states, grad, by, threads=threads)
+        cases.append(Case(f"native, {name}", 10 + 8 * len(states), move))
+    return cases
+
+
 def other_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
     """The kernels beside the update."""
     planes = split_planes(master)
-    grad_bf16 = grad_fp32.bfloat16()
     cases = []
     for name, module in (("native", native), ("reference", reference)):
         split = partial(module.split, master, *planes, threads=threads)
         join = partial(module.join, *planes, master, threads=threads)
-        norm = partial(module.squared_norm, grad_bf16, threads=threads)
         cases += [
             Case(f"{name} split", 8, split),
             Case(f"{name} join", 8, join),
-            Case(f"{name} squared norm, bf16", 2, norm),
         ]
     return cases
 
@@ -195,7 +205,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     master, grad = torch.randn(options.params) * 0.02, torch.randn(options.params)
-    parts = (adamw_cases, states_cases, other_cases)
+    parts = (adamw_cases, states_cases, rule_cases, other_cases)
     cases = [case for part in parts for case in part(master, grad, options.threads)]
     results = measure(cases, options.params, options.rounds)
     machine = environment("cpu")

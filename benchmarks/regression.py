@@ -64,7 +64,6 @@ def kernel_cases() -> Iterator[Case]:
     others: dict[str, tuple[tuple[Tensor, ...], float, float]] = {
         "split": ((master, *planes), 5.0, 12.0),
         "join": ((*planes, master), 2.0, 3.0),
-        "squared_norm": ((grad,), 4.0, 10.0),
     }
     for name, (arguments, floor, usual) in others.items():
         ours, theirs = (partial(getattr(m, name), *arguments) for m in (kernels, reference))

@@ -56,6 +56,11 @@ def adamw(weights: Tensor, *planes: Any, **settings: Any) -> None:
         _chosen.adamw(weights, *planes, **settings)
 
 
+def move(rule: str, weights: Tensor, *planes: Any, **settings: Any) -> None:
+    """One update by another rule where the planes are: see `reference.move`."""
+    (reference if weights.is_cuda else _chosen).move(rule, weights, *planes, **settings)
+
+
 split = _chosen.split
 join = _chosen.join
 gather_rows = _chosen.gather_rows
@@ -63,5 +68,4 @@ scatter_rows = _chosen.scatter_rows
 first_touch = _chosen.first_touch
 fill_zero = _chosen.fill_zero
 copy = _chosen.copy
-squared_norm = _chosen.squared_norm
 set_affinity = _chosen.set_affinity

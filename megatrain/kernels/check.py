@@ -67,11 +67,7 @@ def adamw_arguments(
         ValueError: they do not.
     """
     size = weights.numel()
-    if remainder is None:
-        tensor("weights (without a remainder)", weights, (torch.float32,))
-    else:
-        tensor("weights (with a remainder)", weights, (torch.bfloat16,))
-        tensor("remainder", remainder, REMAINDERS, size)
+    _masters(weights, remainder, grad)
     if not scales:
         tensor("exp_avg", exp_avg, MOMENTS, size)
         tensor("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,), size)
@@ -80,11 +76,32 @@ def adamw_arguments(
         tensor("exp_avg_sq (with scales)", exp_avg_sq, (torch.uint8,), size)
         for name, scale in zip(("exp_avg", "exp_avg_sq"), scales, strict=True):
             tensor(f"the scale of {name}", scale, (torch.float32,), -(-size // GROUP))
-    tensor("grad", grad, GRADIENTS, size)
     if step < 1:
         raise ValueError(f"step is {step}, the first update is 1")
     if at % GROUP:
         raise ValueError(f"at is {at}, no multiple of {GROUP}")
+
+
+def move_arguments(
+    weights: Tensor, remainder: Tensor | None, states: Sequence[Tensor], grad: Tensor
+) -> None:
+    """Require the planes of an update by a rule whose states are float32 to agree.
+
+    Raises:
+        ValueError: they do not.
+    """
+    _masters(weights, remainder, grad)
+    for state in states:
+        tensor("a state", state, (torch.float32,), weights.numel())
+
+
+def _masters(weights: Tensor, remainder: Tensor | None, grad: Tensor) -> None:
+    if remainder is None:
+        tensor("weights (without a remainder)", weights, (torch.float32,))
+    else:
+        tensor("weights (with a remainder)", weights, (torch.bfloat16,))
+        tensor("remainder", remainder, REMAINDERS, weights.numel())
+    tensor("grad", grad, GRADIENTS, weights.numel())
 
 
 def rows(table: Tensor, row_ids: Tensor, rows_2d: Tensor) -> None:

@@ -168,7 +168,8 @@ def adamw(
     _update[(triton.cdiv(numel, _GROUPS * states.GROUP),)](
         weights, weights if remainder is None else remainder, exp_avg, exp_avg_sq,
         *(scales or (exp_avg, exp_avg_sq)), grad, numel,
-        *by, grad_scale, at, states.mixed(step),
+        by.decay, by.weight1, by.beta2, by.weight2, by.root_correction2, by.eps,
+        by.negative_step_size, grad_scale, at, states.mixed(step),
         SPLIT=0 if remainder is None else remainder.element_size(), SMALL=1 - beta1 < 0.5,
         STATES=_KINDS[exp_avg.dtype], GROUPS=_GROUPS, GROUP=states.GROUP,
     )  # fmt: skip

@@ -11,7 +11,6 @@ from ctypes import (
     CDLL,
     POINTER,
     c_char_p,
-    c_double,
     c_float,
     c_int,
     c_int64,
@@ -25,13 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.kernels import check, states
+from megatrain.kernels import check
+from megatrain.kernels.reference import RULES
+from megatrain.kernels.states import Scalars, scalars
 
-_ABI = 4
+_ABI = 5
 """The number that megatrain_abi() in csrc/api.cpp must return."""
 
 # As csrc/kernels.h numbers them.
-_STATES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_ADAMW = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_RULES = {name: number for number, name in enumerate(RULES, len(_ADAMW))}
 _REMAINDERS = {torch.int16: 1, torch.int8: 2}
 
 _P, _N, _T = c_void_p, c_int64, c_int
@@ -40,7 +42,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "instruction_set": (c_char_p, []),
     "use_instruction_set": (c_int, [c_char_p]),
     "set_affinity": (c_int, [POINTER(c_int), c_int]),
-    "adamw": (None, [*[_P] * 7, c_int, c_int, c_int, _N, *[c_float] * 8, c_uint64, c_uint32, _T]),
+    "update": (None, [*[_P] * 7, c_int, c_int, c_int, _N, *[c_float] * 9, c_uint64, c_uint32, _T]),
     "split": (None, [_P, _P, _P, c_int, _N, _T]),
     "join": (None, [_P, _P, _P, c_int, _N, _T]),
     "gather_rows": (None, [_P, _P, _P, _N, _N, _T]),
@@ -48,7 +50,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "first_touch": (None, [_P, _N, _T]),
     "fill_zero": (None, [_P, _N, _T]),
     "copy": (None, [_P, _P, _N, _T]),
-    "squared_norm": (c_double, [_P, c_int, _N, _T]),
 }
 
 
@@ -138,11 +139,51 @@ def adamw(
 ) -> None:
     """See `reference.adamw`; the same bits in one pass over memory."""
     check.adamw_arguments(weights, remainder, exp_avg, exp_avg_sq, scales, grad, step, at)
-    by = states.scalars(exp_avg.dtype, step, lr, beta1, beta2, eps, weight_decay)
-    planes = (weights, remainder, exp_avg, exp_avg_sq, *(scales or (None, None)), grad)
-    _call["adamw"](
+    by = scalars(exp_avg.dtype, step, lr, beta1, beta2, eps, weight_decay)
+    states = (exp_avg, exp_avg_sq, *scales)
+    rest = (grad_scale, at, step, threads)
+    _update(_ADAMW[exp_avg.dtype], weights, remainder, states, grad, by, *rest)
+
+
+def move(
+    rule: str,
+    weights: Tensor,
+    remainder: Tensor | None,
+    states: Sequence[Tensor],
+    grad: Tensor,
+    by: Scalars,
+    *,
+    grad_scale: float = 1.0,
+    threads: int = 1,
+    at: int = 0,
+    step: int = 1,
+) -> None:
+    """See `reference.move`; the same bits in one pass over memory.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, size or layout, or is not on the CPU.
+    """
+    check.move_arguments(weights, remainder, states, grad)
+    rest = (grad_scale, at, step, threads)
+    _update(_RULES[rule], weights, remainder, states, grad, by, *rest)
+
+
+def _update(
+    rule: int,
+    weights: Tensor,
+    remainder: Tensor | None,
+    states: Sequence[Tensor],
+    grad: Tensor,
+    by: Scalars,
+    grad_scale: float,
+    at: int,
+    step: int,
+    threads: int,
+) -> None:
+    planes = (weights, remainder, *states, *[None] * (4 - len(states)), grad)
+    _call["update"](
         *(None if plane is None else plane.data_ptr() for plane in planes),
-        _STATES[exp_avg.dtype],
+        rule,
         0 if remainder is None else _REMAINDERS[remainder.dtype],
         grad.dtype == torch.bfloat16,
         weights.numel(),
@@ -208,10 +249,3 @@ def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:
     """See `reference.copy`."""
     check.copy(to_uint8, from_uint8)
     _call["copy"](to_uint8.data_ptr(), from_uint8.data_ptr(), from_uint8.numel(), threads)
-
-
-def squared_norm(tensor: Tensor, *, threads: int = 1) -> float:
-    """See `reference.squared_norm`; the same bits for every number of threads."""
-    check.tensor("tensor", tensor, check.GRADIENTS)
-    is_bf16 = tensor.dtype == torch.bfloat16
-    return _call["squared_norm"](tensor.data_ptr(), is_bf16, tensor.numel(), threads)

@@ -4,14 +4,14 @@ All functions work in place on flat contiguous CPU tensors of any length. They t
 functions' `threads` argument and leave the choice to torch, whose pool is a process-wide setting.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatrain.kernels import check, states
-from megatrain.kernels.states import GROUP, exact_sqrt, load_moments, store_moments
+from megatrain.kernels.states import GROUP, Scalars, exact_sqrt, load_moments, store_moments
 
 _BLOCK = 1 << 21
 """Elements worked on at a time: temporaries stay under 100 MiB, and torch's threads, which meet
@@ -138,29 +138,98 @@ def adamw(
     moments = (exp_avg, exp_avg_sq)
     check.adamw_arguments(weights, remainder, *moments, scales, grad, step, at)
     by = states.scalars(exp_avg.dtype, step, lr, beta1, beta2, eps, weight_decay)
-    for start in range(0, weights.numel(), _BLOCK):
-        stop = start + _BLOCK
-        part, groups = slice(start, stop), slice(start // GROUP, stop // GROUP)
-        w, r = weights[part], None if remainder is None else remainder[part]
+    for part, param, g in _masters(weights, remainder, grad, grad_scale, at, step):
+        groups = slice(part.start // GROUP, part.stop // GROUP)
         kept = [plane[part] for plane in moments] + [plane[groups] for plane in scales]
         m, v = load_moments(kept)
-        param = w if r is None else torch.empty_like(m)
+        param.mul_(by.decay)
+        m.lerp_(g, by.weight1)
+        v.mul_(by.beta2).addcmul_(g, g, value=by.weight2)
+        denominator = (exact_sqrt(v) / by.root_correction2).add_(by.eps)
+        param.addcdiv_(m, denominator, value=by.negative_step_size)
+        store_moments((m, v), kept, at=at + part.start, step=step)
+
+
+def _masters(
+    weights: Tensor,
+    remainder: Tensor | None,
+    grad: Tensor,
+    grad_scale: float,
+    at: int,
+    step: int,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Each block's place, its fp32 master, to be changed in place, and its scaled gradient."""
+    for start in range(0, weights.numel(), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        w, r = weights[part], None if remainder is None else remainder[part]
+        param = w if r is None else torch.empty_like(w, dtype=torch.float32)
         if r is not None:
             join_block(w, r, param)
-        g = grad[part].float() * grad_scale
-        _move(param, m, v, g, by)
+        yield part, param, grad[part].float() * grad_scale
         if r is not None:
             number = (at + start, len(param), step, param.device)
             split_block(param, w, r, states.random8(*number) if r.dtype == torch.int8 else 0)
-        store_moments((m, v), kept, at=at + start, step=step)
 
 
-def _move(param: Tensor, m: Tensor, v: Tensor, g: Tensor, by: states.Scalars) -> None:
-    param.mul_(by.decay)
-    m.lerp_(g, by.weight1)
-    v.mul_(by.beta2).addcmul_(g, g, value=by.weight2)
-    denominator = (exact_sqrt(v) / by.root_correction2).add_(by.eps)
-    param.addcdiv_(m, denominator, value=by.negative_step_size)
+def move(
+    rule: str,
+    weights: Tensor,
+    remainder: Tensor | None,
+    states: Sequence[Tensor],
+    grad: Tensor,
+    by: Scalars,
+    *,
+    grad_scale: float = 1.0,
+    threads: int = 1,
+    at: int = 0,
+    step: int = 1,
+) -> None:
+    """One update of a range by one of `RULES`, on any device.
+
+    Args:
+        weights, remainder, grad, grad_scale, threads, at: as for `adamw`.
+        states: [N] float32 each, as many as the rule changes in place.
+        by: what the rule multiplies by and adds.
+        step: number of this update, for masters of 24 bits.
+    """
+    for part, param, g in _masters(weights, remainder, grad, grad_scale, at, step):
+        RULES[rule](param, g, *(state[part] for state in states), by=by)
+
+
+# Each operation rounds once, or is fused everywhere: no bit depends on how torch groups elements.
+
+
+def _lion(param: Tensor, g: Tensor, momentum: Tensor, *, by: Scalars) -> None:
+    mixed = (momentum * by.beta1).add_(g * by.weight1)
+    # A NaN has no sign for torch, and would go unseen.
+    direction = torch.where(mixed.isnan(), mixed, mixed.sign())
+    param.mul_(by.decay).add_(direction.mul_(by.negative_step_size))
+    momentum.mul_(by.beta2).add_(g.mul_(by.weight2))
+
+
+def _sgd(param: Tensor, g: Tensor, *momentum: Tensor, by: Scalars, nesterov: bool = False) -> None:
+    """`decay` is what is added to the gradient of the parameter; `weight1`, what is taken of it."""
+    if by.decay:
+        g.add_(param * by.decay)
+    for buffer in momentum:
+        buffer.mul_(by.beta1).add_(g * by.weight1)
+        g = g.add_(buffer * by.beta1) if nesterov else buffer
+    param.add_(g * by.negative_step_size)
+
+
+def _direction(param: Tensor, g: Tensor, *, by: Scalars) -> None:
+    """What Muon does with a direction, rounded as torch.optim.Muon rounds it."""
+    param.mul_(by.decay).add_(g, alpha=by.negative_step_size)
+
+
+RULES: dict[str, Callable[..., None]] = {
+    "lion": _lion,
+    "sgd": _sgd,
+    "sgd momentum": _sgd,
+    "sgd nesterov": partial(_sgd, nesterov=True),
+    "direction": _direction,
+}
+"""The rules of `move`, in the order of csrc/kernels.h."""
 
 
 def gather_rows(
@@ -240,23 +309,6 @@ def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:
     """
     check.copy(to_uint8, from_uint8)
     to_uint8.copy_(from_uint8)
-
-
-def squared_norm(tensor: Tensor, *, threads: int = 1) -> float:
-    """Sum of squares, accumulated in fp64.
-
-    Args:
-        tensor: [N] bfloat16 or float32.
-        threads: ignored here, torch's own setting counts.
-
-    Returns:
-        The sum; the native kernel adds in another order and agrees to about 1e-13.
-
-    Raises:
-        ValueError: the tensor has the wrong dtype or layout.
-    """
-    check.tensor("tensor", tensor, (torch.bfloat16, torch.float32))
-    return math.fsum(block.double().square().sum().item() for (block,) in _blocks(tensor.view(-1)))
 
 
 def set_affinity(cores: list[int] | None) -> None:

@@ -23,19 +23,21 @@ SMALLEST = 2.0**-110
 
 
 class Scalars(NamedTuple):
-    """What an AdamW update multiplies by and adds, in the order of the native library's arguments.
+    """What an update multiplies by and adds, in the order of the native library's arguments.
 
-    Moments other than fp32, whose update need not be torch's bit for bit, save the division by
-    `root_correction2`: it is 1, and `eps` and `negative_step_size` have it as a factor.
+    AdamW's moments other than fp32, whose update need not be torch's bit for bit, save the division
+    by `root_correction2`: it is 1, and `eps` and `negative_step_size` have it as a factor. Each
+    rule of reference.RULES takes those that it names.
     """
 
-    decay: float
-    weight1: float
-    beta2: float
-    weight2: float
-    root_correction2: float
-    eps: float
     negative_step_size: float
+    decay: float = 1.0
+    beta1: float = 0.0
+    weight1: float = 1.0
+    beta2: float = 0.0
+    weight2: float = 1.0
+    root_correction2: float = 1.0
+    eps: float = 0.0
 
 
 def scalars(
@@ -47,11 +49,11 @@ def scalars(
     eps: float,
     weight_decay: float,
 ) -> Scalars:
-    """The scalars of an update of moments of a kind, of settings as torch has them, in fp64."""
+    """Those of an AdamW update of moments of a kind, of settings as torch has them, in fp64."""
     root = math.sqrt(1 - beta2**step)
     size = -(lr / (1 - beta1**step))
-    last = (root, eps, size) if kind == torch.float32 else (1.0, eps * root, size * root)
-    return Scalars(1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, *last)
+    first, last = (size, (root, eps)) if kind == torch.float32 else (size * root, (1.0, eps * root))
+    return Scalars(first, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, *last)
 
 
 def load_moments(states: Sequence[Tensor]) -> list[Tensor]:

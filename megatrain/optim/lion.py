@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.optim.blocks import update_blocks
+from megatrain import kernels
+from megatrain.kernels.states import Scalars
 from megatrain.optim.rule import NO_DECAY, Plane, Rule
 
 
 @dataclass(frozen=True)
 class Lion(Rule):
-    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2), in plain torch, host or device.
+    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
 
     The paper takes a third to a tenth of AdamW's learning rate, and as much more weight decay.
 
@@ -23,7 +24,6 @@ class Lion(Rule):
 
     name = "lion"
     settings = ("lr", "betas", "weight_decay")
-    pace = 0.1  # on one core, 24 million parameters, AdamW's kernel being 1
 
     lr: float = 2e-6
     betas: tuple[float, float] = (0.9, 0.99)
@@ -48,13 +48,6 @@ class Lion(Rule):
         threads: int,
     ) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-
-        def move(master: Tensor, g: Tensor, momentum: Tensor) -> None:
-            master.mul_(1 - lr * group["weight_decay"])
-            mixed = (momentum * beta1).add_(g * (1 - beta1))
-            # A NaN has no sign for torch, and would go unseen.
-            direction = torch.where(mixed.isnan(), mixed, mixed.sign())
-            master.sub_(direction.mul_(lr))
-            momentum.mul_(beta2).add_(g.mul_(1 - beta2))
-
-        update_blocks(weights, remainder, states, grad, grad_scale, move)
+        by = Scalars(-lr, 1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2)
+        how = {"grad_scale": grad_scale, "threads": threads}
+        kernels.move("lion", weights, remainder, states, grad, by, **how)

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from megatrain import kernels
 from megatrain.errors import InputError
+from megatrain.kernels.states import Scalars
 from megatrain.optim.adamw import update_adamw
-from megatrain.optim.blocks import update_blocks
 from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number
 from megatrain.tile import Entry
 
@@ -56,7 +57,6 @@ class Muon(Rule):
     }
     further = ("adamw_lr", "ns_steps")
     needs_matrices = True
-    pace = 0.2  # as SGD's
 
     lr: float = 1e-3
     momentum: float = 0.95
@@ -142,12 +142,9 @@ class Muon(Rule):
             how = {"at": at, "step": step, "grad_scale": grad_scale, "threads": threads}
             update_adamw(weights, remainder, states, grad, group, **how)
             return
-        size = lr * self._share(*shape[-2:])
-
-        def move(master: Tensor, direction: Tensor) -> None:
-            master.mul_(1 - lr * decay).add_(direction, alpha=-size)  # as torch rounds it
-
-        update_blocks(weights, remainder, (), grad, grad_scale, move)
+        by = Scalars(-lr * self._share(*shape[-2:]), 1 - lr * decay)
+        how = {"grad_scale": grad_scale, "threads": threads}
+        kernels.move("direction", weights, remainder, (), grad, by, **how)
 
     def _share(self, rows: int, columns: int) -> float:
         if self.adjust_lr_fn == "original":

@@ -94,7 +94,6 @@ class Rule(ABC):
         further: more of these, that may be anything.
         needs_matrices: whether `update` is called for each parameter, with weights, remainder and
             gradient in its shape, and with those states that it has; else for flat ranges.
-        pace: of its update on the host, as a share of what the memory allows; for forecasts.
     """
 
     name: ClassVar[str]
@@ -102,7 +101,6 @@ class Rule(ABC):
     choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     further: ClassVar[tuple[str, ...]] = ()
     needs_matrices: ClassVar[bool] = False
-    pace: ClassVar[float] = 1.0
 
     @property
     @abstractmethod
@@ -144,7 +142,7 @@ class Rule(ABC):
             at: place of the range's first element among those of all tiles, for random numbers: the
                 same in every placement.
             step: number of this update, the first is 1.
-            threads: of the host, for those rules that have a kernel of their own.
+            threads: of the host, for the kernels.
         """
 
     def directed(self, entry: Entry) -> bool:

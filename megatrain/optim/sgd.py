@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from megatrain import kernels
 from megatrain.errors import InputError
-from megatrain.optim.blocks import update_blocks
+from megatrain.kernels.states import Scalars
 from megatrain.optim.rule import NO_DECAY, Plane, Rule
 
 
 @dataclass(frozen=True)
 class SGD(Rule):
-    """SGD as torch.optim.SGD has it: weight decay is added to the gradient, in plain torch.
+    """SGD as torch.optim.SGD has it: weight decay is added to the gradient.
 
     Attributes:
         momentum: 0 keeps no state.
@@ -25,7 +26,6 @@ class SGD(Rule):
     name = "sgd"
     settings = ("lr", "momentum", "dampening", "weight_decay")
     choices: ClassVar = {"nesterov": (False, True)}
-    pace = 0.2  # measured as Lion's
 
     lr: float = 1e-3
     momentum: float = 0.9
@@ -59,16 +59,9 @@ class SGD(Rule):
         grad_scale: float,
         threads: int,
     ) -> None:
-        lr, decay = float(group["lr"]), group["weight_decay"]
-        inertia, fresh = group["momentum"], 1 - group["dampening"]
-
-        def move(master: Tensor, g: Tensor, buffer: Tensor | None = None) -> None:
-            if decay:
-                g.add_(master * decay)
-            if buffer is not None:
-                # The first gradient is taken whole, whatever the dampening.
-                buffer.copy_(g) if step == 1 else buffer.mul_(inertia).add_(g * fresh)
-                g = g.add_(buffer * inertia) if self.nesterov else buffer
-            master.sub_(g * lr)
-
-        update_blocks(weights, remainder, states, grad, grad_scale, move)
+        # The first gradient is taken whole, whatever the dampening.
+        fresh = 1.0 if step == 1 else 1 - group["dampening"]
+        by = Scalars(-float(group["lr"]), group["weight_decay"], group["momentum"], fresh)
+        rule = "sgd nesterov" if self.nesterov else "sgd momentum" if states else "sgd"
+        how = {"grad_scale": grad_scale, "threads": threads}
+        kernels.move(rule, weights, remainder, states, grad, by, **how)

@@ -80,36 +80,6 @@ def test_wrong_rows_are_named(kernels):
 
 
 @implementations
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_squared_norm_is_accurate(kernels, dtype):
-    for size in [*range(40), 16_383, 16_384, 16_385, 100_003]:
-        values = (gradient(size, 1) if size else torch.empty(0)).to(dtype)
-        expected = values.double().square().sum().item()
-        assert kernels.squared_norm(values, threads=2) == pytest.approx(expected, rel=1e-13)
-
-
-@implementations
-def test_squared_norm_neither_overflows_nor_hides_bad_values(kernels):
-    assert kernels.squared_norm(torch.full((4,), 1e38)) == pytest.approx(4e76, rel=1e-6)
-    assert kernels.squared_norm(torch.tensor([1.0, float("inf")])) == float("inf")
-    assert kernels.squared_norm(torch.tensor([1.0, float("nan")])) != 0
-    assert str(kernels.squared_norm(torch.tensor([1.0, float("nan")]))) == "nan"
-
-
-@needs_native
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_squared_norm_has_the_same_bits_everywhere(dtype):
-    values = gradient(300_001, 1).to(dtype)
-    found = {
-        (name, threads): native.squared_norm(values, threads=threads)
-        for name in ("baseline", "avx2", "avx512")
-        if native.use_instruction_set(name)
-        for threads in (1, 2, 3, 8)
-    }
-    assert len(set(found.values())) == 1, found
-
-
-@implementations
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_first_touch_writes_to_every_page(kernels, threads):
     """Whether the system lets them stay is its own affair."""
@@ -170,19 +140,21 @@ def test_calls_from_several_threads_do_not_mix():
 
 @needs_native
 def test_a_forked_child_has_a_pool_of_its_own():
-    values = torch.ones(1 << 20)
+    values = torch.empty(1 << 20)
 
-    def summed():
-        assert native.squared_norm(values, threads=4) == 1 << 20
+    def zeroed():
+        values.fill_(1)
+        native.fill_zero(values, threads=4)
+        assert not values.any()
 
     def child():
-        summed()
+        zeroed()
         if os.path.exists("/proc/self/task"):
             assert len(os.listdir("/proc/self/task")) == 1 + 3
 
-    summed()
+    zeroed()
     assert forked(child) == 0
-    summed()
+    zeroed()
 
 
 def pool_cores() -> dict[str, str]:
@@ -201,11 +173,11 @@ def pool_cores() -> dict[str, str]:
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be pinned here")
 def test_helpers_are_pinned_and_the_caller_is_not():
     values, core = torch.ones(1 << 20), max(os.sched_getaffinity(0))
-    native.squared_norm(values, threads=3)
+    native.fill_zero(values, threads=3)
     caller = pool_cores()[str(os.getpid())]
     try:
         native.set_affinity([core])
-        native.squared_norm(values, threads=4)
+        native.fill_zero(values, threads=4)
         pinned = pool_cores()
         assert pinned.pop(str(os.getpid())) == caller
         assert len(pinned) >= 3

@@ -1,5 +1,6 @@
 """The AdamW kernels: bit for bit torch's arithmetic, on every instruction set, length and form."""
 
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from megatrain.kernels import reference
+from megatrain.kernels.reference import RULES
+from megatrain.kernels.states import Scalars
 from tests.unit.kernel_cases import (
     HYPER,
     assert_same_bits,
@@ -118,6 +121,7 @@ def test_baseline_is_the_reference_where_torch_does_not_fuse():
         "assert tests.native.use_instruction_set('baseline')\n"
         "assert tests.fuses_like_torch('baseline')\n"
         "for case in tests.CASES: tests.check_native(*case)\n"
+        "tests.check_rule('direction')\n"
         "print(len(tests.CASES))"
     )
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
@@ -216,3 +220,33 @@ def arguments_with(**changes):
 def test_wrong_arguments_are_named(kernels, changes, message):
     with pytest.raises(ValueError, match=message):
         kernels.adamw(**arguments_with(**changes))
+
+
+BY = Scalars(-3e-3, 0.97, 0.9, 0.3, 0.95, 0.05)
+
+
+@needs_native
+@pytest.mark.parametrize("rule", RULES)
+def test_native_rules_are_the_reference_s_bit_for_bit(instruction_set, rule):  # noqa: F811
+    if not fuses_like_torch(instruction_set) and rule == "direction":
+        pytest.skip("torch fuses multiply-adds here; tested above without")
+    check_rule(rule)
+
+
+def check_rule(rule):
+    cases = product(FORMS.values(), [torch.bfloat16, torch.float32], [0, 1, 1025, (1 << 16) + 65])
+    for make, grad_dtype, size in cases:
+        found, expected = make(size), make(size)
+        for step in (1, 2):
+            grad = gradient(size, step).to(grad_dtype)
+            grad[::7], grad[1::40] = -0.0, math.inf
+            how = {"grad_scale": 0.37, "at": (9 << 32) - 640, "step": step, "threads": step}
+            by = BY._replace(decay=0.97 * (step < 2))
+            for kernels, each in ((native, found), (reference, expected)):
+                states = [] if rule in ("sgd", "direction") else [each["exp_avg"]]
+                kernels.move(rule, each["weights"], each["remainder"], states, grad, by, **how)
+        for plane, values in flat(found).items():
+            others = flat(expected)[plane]
+            if values.is_floating_point():  # of NaNs only that they are
+                values, others = values.nan_to_num(7), others.nan_to_num(7)
+            assert_same_bits(values, others, f"{plane} of {size}")

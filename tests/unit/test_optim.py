@@ -14,6 +14,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from megatrain import SGD, AdamW, InputError, Lion
 from megatrain.device import CpuDevice
 from megatrain.engine.opened import DTYPES
+from megatrain.kernels import reference
 from megatrain.kernels.states import load_moments
 from megatrain.optim import (
     NO_DECAY,
@@ -21,7 +22,6 @@ from megatrain.optim import (
     Plane,
     Rule,
     StreamedOptimizer,
-    blocks,
     moved_bytes,
     parameter_bytes,
 )
@@ -207,7 +207,7 @@ PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
     name: str, precision: str, grad_scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_HOST_BLOCK", 1000)
+    monkeypatch.setattr(reference, "_BLOCK", 1024)
     rule, dtype, size = SWEPT[name](**HYPER[name]), DTYPES[precision], 3001
     tile = Store(CpuDevice(), [TileLayout("t", [("a", torch.Size([size]), 0)])], dtype, rule=rule)
     [tile], master = tile.tiles, torch.nn.Parameter(randn(size, 0))

@@ -60,9 +60,9 @@ def test_one_case_that_fails_fails_the_suite(monkeypatch, found, code):
 
 def test_kernels_that_fall_back_are_seen(monkeypatch):
     monkeypatch.setattr(regression, "PARAMETERS", 50_000)
-    for name in ("adamw", "split", "join", "squared_norm"):
+    for name in ("adamw", "split", "join"):
         monkeypatch.setattr(kernels, name, getattr(reference, name))
     cases = [case for case in kernel_cases() if "reference" in case.name]
-    assert len(cases) == 4
+    assert len(cases) == 3
     for case in cases:
         assert ratio(case, 5) < case.floor

@@ -7,7 +7,7 @@
 #include "kernels.h"
 #include "pool.h"
 
-using megatrain::AdamwArguments;
+using megatrain::UpdateArguments;
 using megatrain::Kernels;
 using megatrain::parallel_for;
 
@@ -60,7 +60,7 @@ const Kernels* chosen = find_kernels(nullptr);
 extern "C" {
 
 // Raised with every change of the signatures below; native.py refuses another number.
-int megatrain_abi() { return 4; }
+int megatrain_abi() { return 5; }
 
 const char* megatrain_instruction_set() { return chosen->name; }
 
@@ -75,19 +75,20 @@ int megatrain_set_affinity(const int* cores, int num_cores) {
     return megatrain::set_affinity(cores, num_cores);
 }
 
-// `states` and `master` are numbers of megatrain::States and megatrain::Master; the scalars are in
-// the order of AdamwArguments.
-void megatrain_adamw(void* weights, void* remainder, void* exp_avg, void* exp_avg_sq,
-                     float* exp_avg_scale, float* exp_avg_sq_scale, const void* grad,
-                     int states, int master, int grad_is_bf16, int64_t size, float decay,
-                     float weight1, float beta2, float weight2, float root_correction2, float eps,
-                     float negative_step_size, float grad_scale, uint64_t at, uint32_t step,
-                     int threads) {
-    const AdamwArguments arguments = {
-        weights, remainder, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, grad, decay,
-        weight1, beta2, weight2, root_correction2, eps, negative_step_size, grad_scale, at, step,
+// `rule` and `master` are numbers of megatrain::Rule and megatrain::Master; the scalars are in the
+// order of UpdateArguments.
+void megatrain_update(void* weights, void* remainder, void* exp_avg, void* exp_avg_sq,
+                      float* exp_avg_scale, float* exp_avg_sq_scale, const void* grad, int rule,
+                      int master, int grad_is_bf16, int64_t size,
+                      float negative_step_size, float decay, float beta1, float weight1,
+                      float beta2, float weight2, float root_correction2, float eps,
+                      float grad_scale, uint64_t at, uint32_t step, int threads) {
+    const UpdateArguments arguments = {
+        weights, remainder, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale,
+        grad, negative_step_size, decay, beta1, weight1, beta2, weight2, root_correction2, eps,
+        grad_scale, at, step,
     };
-    const auto kernel = chosen->adamw[states][master][grad_is_bf16];
+    const auto kernel = chosen->update[rule][master][grad_is_bf16];
     parallel_for(size, kGrain, threads,
                  [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
 }
@@ -141,17 +142,6 @@ void megatrain_copy(char* to, const char* from, int64_t size, int threads) {
     parallel_for(size, kGrainBytes, threads, [&](int64_t begin, int64_t end) {
         std::memcpy(to + begin, from + begin, size_t(end - begin));
     });
-}
-
-double megatrain_squared_norm(const void* values, int is_bf16, int64_t size, int threads) {
-    const auto kernel = is_bf16 ? chosen->squared_norm_bf16 : chosen->squared_norm_fp32;
-    std::vector<double> sums(size_t((size + megatrain::kNormBlock - 1) / megatrain::kNormBlock));
-    parallel_for(size, megatrain::kNormBlock, threads, [&](int64_t begin, int64_t end) {
-        sums[size_t(begin / megatrain::kNormBlock)] = kernel(values, begin, end);
-    });
-    double total = 0;
-    for (double sum : sums) total += sum;
-    return total;
 }
 
 }  // extern "C"

@@ -103,7 +103,7 @@ inline void decode(const void* at, Floats* m) {
     m[3] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low1, up1));
 }
 
-// The codes of first moments, as StatesInt8::encode_first has them.
+// The codes of first moments, as AdamwInt8::encode_first has them.
 inline Ints encode_first(const Floats* m, float inverse) {
     const Floats factor = _mm512_set1_ps(inverse);
     Ints shares[4];
@@ -127,7 +127,7 @@ inline Ints encode_first(const Floats* m, float inverse) {
     return from_lanes(codes);
 }
 
-// The codes of second moments, as StatesInt8::encode_second has them.
+// The codes of second moments, as AdamwInt8::encode_second has them.
 inline Ints encode_second(const Floats* root, float inverse) {
     const Floats factor = _mm512_set1_ps(inverse);
     Ints code[4];
@@ -202,7 +202,7 @@ inline Ints mixed(Ints x) {
 }
 
 // Adds what rounds to 24 bits by chance, as random_bytes has it; 32 bits are not rounded.
-inline void add_random(const AdamwArguments& a, int64_t i, const int8_t*, Ints* bits) {
+inline void add_random(const UpdateArguments& a, int64_t i, const int8_t*, Ints* bits) {
     const Ints places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const Ints number = _mm512_add_epi32(_mm512_set1_epi32(int(group_key(a, i))), places);
     const Ints random = to_lanes(mixed(_mm512_xor_si512(number, _mm512_set1_epi32(-1))));
@@ -211,10 +211,10 @@ inline void add_random(const AdamwArguments& a, int64_t i, const int8_t*, Ints* 
     bits[2] = _mm512_add_epi32(bits[2], part_of<2>(random));
     bits[3] = _mm512_add_epi32(bits[3], part_of<3>(random));
 }
-inline void add_random(const AdamwArguments&, int64_t, const int16_t*, Ints*) {}
+inline void add_random(const UpdateArguments&, int64_t, const int16_t*, Ints*) {}
 
 template <typename Remainder>
-inline void split_parts(const AdamwArguments& a, int64_t i, const Floats* param, bf16* weights,
+inline void split_parts(const UpdateArguments& a, int64_t i, const Floats* param, bf16* weights,
                         Remainder* remainder) {
     Ints bits[4], low[2];
     for (int k = 0; k < 4; ++k) bits[k] = _mm512_castps_si512(param[k]);
@@ -241,9 +241,9 @@ inline void split_parts(const AdamwArguments& a, int64_t i, const Floats* param,
     store_lower_halves(remainder, low);
 }
 
-// As update_one: from codes to masters, and to the moment and the root that codes will be made of.
+// As Adamw::move: from codes to masters, and to the moment and the root that codes will be made of.
 template <bool kSmall, typename Remainder>
-inline __attribute__((always_inline)) void update_parts(const AdamwArguments& a, int64_t i,
+inline __attribute__((always_inline)) void update_parts(const UpdateArguments& a, int64_t i,
                                                         Floats* m, Floats* root) {
     bf16* weights = static_cast<bf16*>(a.weights) + i;
     Remainder* remainder = static_cast<Remainder*>(a.remainder) + i;
@@ -285,7 +285,7 @@ inline __attribute__((always_inline)) void update_parts(const AdamwArguments& a,
     split_parts(a, i, param, weights, remainder);
 }
 
-inline void encode_parts(const AdamwArguments& a, int64_t i, const Floats* m, const Floats* root) {
+inline void encode_parts(const UpdateArguments& a, int64_t i, const Floats* m, const Floats* root) {
     const Ints largest = largest_of(m, root);
     const int32_t largest1 = _mm512_cvtsi512_si32(largest);
     const int32_t largest2 = _mm_cvtsi128_si32(_mm512_extracti32x4_epi32(largest, 2));
@@ -303,7 +303,7 @@ inline void encode_parts(const AdamwArguments& a, int64_t i, const Floats* m, co
 // The whole groups from `begin` on, some at a time, so that none waits for another's quotients;
 // returns where they end.
 template <bool kSmall, typename Remainder>
-inline int64_t update_groups(const AdamwArguments& a, int64_t begin, int64_t end) {
+inline int64_t update_groups(const UpdateArguments& a, int64_t begin, int64_t end) {
     constexpr int kSome = 4;
     Floats m[kSome][4], root[kSome][4];
     int64_t i = begin;

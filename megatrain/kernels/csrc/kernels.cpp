@@ -3,6 +3,7 @@
 // Plain loops, which GCC and Clang turn into vector code; no standard-library templates, whose
 // copies for a newer instruction set could be linked into code for an older one.
 #include "kernels.h"
+#include "rules.h"
 
 #include <cmath>
 #include <cstring>
@@ -31,15 +32,6 @@ inline float float_of(uint32_t bits) {
 
 inline float read(const bf16* values, int64_t i) { return float_of(uint32_t(values[i]) << 16); }
 inline float read(const float* values, int64_t i) { return values[i]; }
-
-// Torch fuses a multiplication and an addition exactly where the machine can.
-inline float multiply_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__aarch64__)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
 
 #if defined(__AVX512F__) || defined(__aarch64__)
 // a / b, rounded, where `scale * b` is from 1 to 2, for the few quotients of codes, which would
@@ -87,29 +79,13 @@ inline void split_one(float master, bf16& weight, int8_t& remainder, uint32_t ad
     remainder = int8_t(bits >> 8);
 }
 
-// param, exp_avg, exp_avg_sq and its root after one update: torch/optim/adam.py,
-// _single_tensor_adam, with the formulas of at::native's lerp, addcmul and addcdiv. Folded: the
-// root's correction is 1, because the step size and eps have it.
-template <bool kFolded>
-inline float update_one(const AdamwArguments& a, float param, float& m, float& v, float g,
-                        float& root) {
-    const bool small = a.weight1 < 0.5f;
-    param *= a.decay;
-    const float coefficient = small ? a.weight1 : a.weight1 - 1.0f;
-    m = multiply_add(coefficient, g - m, small ? m : g);
-    v = multiply_add(a.weight2 * g, g, v * a.beta2);
-    root = std::sqrt(v);
-    const float denominator = (kFolded ? root : root / a.root_correction2) + a.eps;
-    return param + (a.negative_step_size * m) / denominator;
-}
-
 // Random numbers for each element and step: states.py has the formulas.
 inline uint32_t mixed(uint32_t x) {
     x = (x ^ x >> 16) * 0x7feb352du;
     x = (x ^ x >> 15) * 0x846ca68bu;
     return x ^ x >> 16;
 }
-inline uint32_t group_key(const AdamwArguments& a, int64_t i) {
+inline uint32_t group_key(const UpdateArguments& a, int64_t i) {
     const uint64_t at = a.at + uint64_t(i);
     return mixed(mixed(a.step) + uint32_t(at >> 32)) + uint32_t(at);
 }
@@ -139,27 +115,16 @@ constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
 // cache: loops that the compiler makes vectors of, long enough that no stage waits for the last.
 constexpr int kBlock = 1024;
 
-// Each kind of states: the moments of up to kBlock elements from `i` on as fp32, and back. `m` and
-// `v` point to room for them, or are pointed to where they are.
-struct StatesFp32 {
-    static constexpr bool kFolded = false;
-    static void load(const AdamwArguments& a, int64_t i, int, float*& m, float*& v) {
-        m = static_cast<float*>(a.exp_avg) + i;
-        v = static_cast<float*>(a.exp_avg_sq) + i;
-    }
-    static void store(const AdamwArguments&, int64_t, int, const float*, const float*,
-                      const float*) {}
-};
-
-struct StatesBf16 {
-    static constexpr bool kFolded = true;
-    static void load(const AdamwArguments& a, int64_t i, int n, float*& m, float*& v) {
+// AdamW's other states. As of InPlace, `load` gives those of up to kBlock elements from `i` on as
+// fp32, and `store` takes them; `m` and `v` point to room for them.
+struct AdamwBf16 : Adamw<true> {
+    static void load(const UpdateArguments& a, int64_t i, int n, float*& m, float*& v) {
         const bf16* first = static_cast<bf16*>(a.exp_avg) + i;
         const bf16* second = static_cast<bf16*>(a.exp_avg_sq) + i;
         for (int j = 0; j < n; ++j) m[j] = read(first, j);
         for (int j = 0; j < n; ++j) v[j] = read(second, j);
     }
-    static void store(const AdamwArguments& a, int64_t i, int n, const float* m, const float* v,
+    static void store(const UpdateArguments& a, int64_t i, int n, const float* m, const float* v,
                       const float*) {
         bf16* __restrict first = static_cast<bf16*>(a.exp_avg) + i;
         bf16* __restrict second = static_cast<bf16*>(a.exp_avg_sq) + i;
@@ -174,9 +139,8 @@ struct StatesBf16 {
     }
 };
 
-struct StatesInt8 {
-    static constexpr bool kFolded = true;
-    static void load(const AdamwArguments& a, int64_t i, int n, float*& m, float*& v) {
+struct AdamwInt8 : Adamw<true> {
+    static void load(const UpdateArguments& a, int64_t i, int n, float*& m, float*& v) {
         for (int group = 0; group < n; group += kGroup) {
             const int8_t* first = static_cast<int8_t*>(a.exp_avg) + i + group;
             const uint8_t* second = static_cast<uint8_t*>(a.exp_avg_sq) + i + group;
@@ -191,7 +155,7 @@ struct StatesInt8 {
             }
         }
     }
-    static void store(const AdamwArguments& a, int64_t i, int n, const float* m, const float*,
+    static void store(const UpdateArguments& a, int64_t i, int n, const float* m, const float*,
                       const float* root) {
         int32_t largest1[kBlock / kGroup], largest2[kBlock / kGroup];
         for (int group = 0; group < n; group += kGroup) {
@@ -275,7 +239,7 @@ inline void set_master_at(bf16* weights, int8_t* remainder, int j, float master,
 }
 
 // What rounds the masters of n elements to 24 bits by chance; of whole groups.
-inline void random_bytes(const AdamwArguments& a, int64_t i, int n, uint8_t* random) {
+inline void random_bytes(const UpdateArguments& a, int64_t i, int n, uint8_t* random) {
     static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first byte is the lowest");
     for (int group = 0; group < n; group += kGroup) {
         const uint32_t key = group_key(a, i + group);
@@ -285,11 +249,12 @@ inline void random_bytes(const AdamwArguments& a, int64_t i, int n, uint8_t* ran
     }
 }
 
-template <typename States, typename Weight, typename Remainder, typename Grad>
-inline __attribute__((always_inline)) void adamw_block(const AdamwArguments& a, int64_t i, int n) {
+template <typename Rule, typename Weight, typename Remainder, typename Grad>
+inline __attribute__((always_inline)) void update_block(const UpdateArguments& a, int64_t i,
+                                                        int n) {
     float room1[kBlock], room2[kBlock], root[kBlock];
     float *first = room1, *second = room2;
-    States::load(a, i, n, first, second);
+    Rule::load(a, i, n, first, second);
     float* __restrict m = first;
     float* __restrict v = second;
     Weight* __restrict weights = static_cast<Weight*>(a.weights) + i;
@@ -301,34 +266,34 @@ inline __attribute__((always_inline)) void adamw_block(const AdamwArguments& a, 
     for (int j = 0; j < n; ++j) {
         const float param = master_at(weights, remainder, j);
         const float g = read(grad, j) * a.grad_scale;
-        const float updated = update_one<States::kFolded>(a, param, m[j], v[j], g, root[j]);
+        const float updated = Rule::move(a, param, m[j], v[j], g, root[j]);
         set_master_at(weights, remainder, j, updated, random);
     }
-    States::store(a, i, n, m, v, root);
+    Rule::store(a, i, n, m, v, root);
 }
 
 // Updates whole groups from `begin` on, where there is a way of their own; returns where they end.
-template <typename States, typename Weight, typename Remainder, typename Grad>
+template <typename Rule, typename Weight, typename Remainder, typename Grad>
 struct Groups {
-    static int64_t update(const AdamwArguments&, int64_t begin, int64_t) { return begin; }
+    static int64_t update(const UpdateArguments&, int64_t begin, int64_t) { return begin; }
 };
 #if defined(__AVX512VBMI__)
 template <typename Remainder>
-struct Groups<StatesInt8, bf16, Remainder, bf16> {
-    static int64_t update(const AdamwArguments& a, int64_t begin, int64_t end) {
+struct Groups<AdamwInt8, bf16, Remainder, bf16> {
+    static int64_t update(const UpdateArguments& a, int64_t begin, int64_t end) {
         return a.weight1 < 0.5f ? update_groups<true, Remainder>(a, begin, end)
                                 : update_groups<false, Remainder>(a, begin, end);
     }
 };
 #endif
 
-template <typename States, typename Weight, typename Remainder, typename Grad>
-void adamw(const AdamwArguments& arguments, int64_t begin, int64_t end) {
-    const AdamwArguments a = arguments;
-    int64_t i = Groups<States, Weight, Remainder, Grad>::update(a, begin, end);
+template <typename Rule, typename Weight, typename Remainder, typename Grad>
+void update(const UpdateArguments& arguments, int64_t begin, int64_t end) {
+    const UpdateArguments a = arguments;
+    int64_t i = Groups<Rule, Weight, Remainder, Grad>::update(a, begin, end);
     for (; i + kBlock <= end; i += kBlock)
-        adamw_block<States, Weight, Remainder, Grad>(a, i, kBlock);
-    if (i < end) adamw_block<States, Weight, Remainder, Grad>(a, i, int(end - i));
+        update_block<Rule, Weight, Remainder, Grad>(a, i, kBlock);
+    if (i < end) update_block<Rule, Weight, Remainder, Grad>(a, i, int(end - i));
 }
 
 template <typename Remainder>
@@ -345,44 +310,23 @@ void join(const uint16_t* __restrict weights, const void* remainder, float* __re
     for (int64_t i = begin; i < end; ++i) master[i] = join_one(weights[i], rest[i]);
 }
 
-// Sixteen running sums whatever the vector width: the order of additions is part of the result.
-// The product of two fp32 numbers is exact in fp64, so fusing would change nothing.
-template <typename Value>
-double squared_norm(const void* array, int64_t begin, int64_t end) {
-    constexpr int kLanes = 16;
-    const Value* values = static_cast<const Value*>(array);
-    double sums[kLanes] = {};
-    int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) {
-            const double x = read(values, i + lane);
-            sums[lane] += x * x;
-        }
-    }
-    for (int lane = 0; i < end; ++i, ++lane) {
-        const double x = read(values, i);
-        sums[lane] += x * x;
-    }
-    double total = 0;
-    for (double sum : sums) total += sum;
-    return total;
-}
-
 }  // namespace
 
 // By master and gradient.
-#define MEGATRAIN_ADAMW(states)                                                       \
-    {{adamw<states, float, int16_t, float>, adamw<states, float, int16_t, bf16>},     \
-     {adamw<states, bf16, int16_t, float>, adamw<states, bf16, int16_t, bf16>},       \
-     {adamw<states, bf16, int8_t, float>, adamw<states, bf16, int8_t, bf16>}}
+#define MEGATRAIN_UPDATE(...)                                                                   \
+    {{update<__VA_ARGS__, float, int16_t, float>, update<__VA_ARGS__, float, int16_t, bf16>},   \
+     {update<__VA_ARGS__, bf16, int16_t, float>, update<__VA_ARGS__, bf16, int16_t, bf16>},     \
+     {update<__VA_ARGS__, bf16, int8_t, float>, update<__VA_ARGS__, bf16, int8_t, bf16>}}
 
 const Kernels& MEGATRAIN_NAME(MEGATRAIN_ISA)() {
     static constexpr Kernels table = {
         MEGATRAIN_TEXT(MEGATRAIN_ISA),
-        {MEGATRAIN_ADAMW(StatesFp32), MEGATRAIN_ADAMW(StatesBf16), MEGATRAIN_ADAMW(StatesInt8)},
+        {MEGATRAIN_UPDATE(AdamwFp32), MEGATRAIN_UPDATE(AdamwBf16), MEGATRAIN_UPDATE(AdamwInt8),
+         MEGATRAIN_UPDATE(Lion), MEGATRAIN_UPDATE(Sgd<false, false>),
+         MEGATRAIN_UPDATE(Sgd<true, false>), MEGATRAIN_UPDATE(Sgd<true, true>),
+         MEGATRAIN_UPDATE(Direction)},
         {split<int8_t>, split<int16_t>},
         {join<int8_t>, join<int16_t>},
-        squared_norm<bf16>, squared_norm<float>,
     };
     return table;
 }
