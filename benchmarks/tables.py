@@ -36,12 +36,16 @@ def rows() -> list[str]:
 
 
 def few_rows() -> list[str]:
-    """A line for each shape and limit that `auto` has placed, with clipping: its fastest step."""
+    """A line for each shape and limit that `auto` has placed, with clipping: its fastest step.
+
+    Of states one line each where nothing is limited.
+    """
     best: dict[tuple, dict[str, Any]] = {}
     for result in steps():
         case = result["case"]
-        if not case["placement"] and case["max_grad_norm"]:
-            key = case["shape"], case.get("device_memory"), case.get("states", "fp32")
+        if not case["placement"] and case["max_grad_norm"] and not case.get("documents"):
+            limit = case.get("device_memory")
+            key = case["shape"], limit, None if limit else case.get("states", "fp32")
             best[key] = max(best.get(key, result), result, key=lambda r: r["model_tflops"])
     return [_row(result) for result in best.values()]
 
@@ -75,6 +79,8 @@ def _row(result: dict[str, Any]) -> str:
     states = case.get("states", "fp32")
     limit += "" if states == "fp32" else f", {states} states"
     limit += "" if case["precision"] == "bf16" else f", {case['precision']}"
+    documents = case.get("documents")
+    limit += f", {documents} documents a row" if documents else ""
     by_hand = ", placed by hand" if case["placement"] else ""
     return (
         f"| Qwen2.5-{case['shape'].upper()}, {case['sequences']} x {case['sequence_length']}"

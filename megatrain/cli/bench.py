@@ -32,6 +32,9 @@ def _known_shape(name: str) -> str:
 
 
 Disk = Annotated[str | None, typer.Option(help="Folder on the disk that planes may rest on.")]
+Documents = Annotated[
+    int | None, typer.Option(min=1, help="Pack each row of so many, of random lengths.")
+]
 
 
 @bench.callback()
@@ -61,6 +64,7 @@ def step(
     host_memory: HostMemory = None,
     disk: Disk = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Only so many layers.")] = None,
+    documents: Documents = None,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 5,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -91,6 +95,7 @@ def step(
         warmup=warmup,
         steps=steps,
         seed=seed,
+        documents=documents,
     )
     result = measure_step(case, timeline)
     print(*result["breakdown"]["lines"][:SHOWN_LINES], _summary(result), sep="\n")

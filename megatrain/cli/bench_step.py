@@ -50,6 +50,7 @@ class StepCase:
     states: Literal["fp32", "bf16", "int8"] = "fp32"
     disk: str | None = None
     master: int = 32
+    documents: int | None = None
 
     @property
     def workload(self) -> Workload:
@@ -102,8 +103,19 @@ def random_step(case: StepCase, vocab_size: int, seed: int) -> list[dict[str, Te
     generator = torch.Generator().manual_seed(seed)
     shape = (case.sequences, case.sequence_length)
     ids_BT = torch.randint(vocab_size, shape, generator=generator)
-    rows = case.micro_batch or ROWS
-    return [{"input_ids": part, "labels": part} for part in ids_BT.split(rows)]
+    step = {"input_ids": ids_BT, "labels": ids_BT}
+    if case.documents is not None:
+        step["position_ids"] = _positions(shape, case.documents, generator)
+    parts = {name: tensor.split(case.micro_batch or ROWS) for name, tensor in step.items()}
+    return [dict(zip(parts, tensors, strict=True)) for tensors in zip(*parts.values(), strict=True)]
+
+
+def _positions(shape: tuple[int, int], documents: int, generator: torch.Generator) -> Tensor:
+    """Positions `[B, T]` in rows of so many documents each, of random lengths."""
+    at_T = torch.arange(shape[1]).expand(shape)
+    begins_BT = torch.rand(shape, generator=generator).argsort(dim=1) < documents
+    begins_BT[:, 0] = True
+    return at_T - torch.where(begins_BT, at_T, 0).cummax(dim=1).values
 
 
 def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:

@@ -105,3 +105,34 @@ def num_compilations() -> int:
     import torch._dynamo.utils  # takes a second where nothing has been compiled
 
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def mark_dynamic(tensor: Tensor) -> None:
+    """Have torch.compile take a tensor of any length."""
+    import torch._dynamo  # see above
+
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Tensor,
+    longest: int,
+    *,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    """Causal attention of `[N, H, D]` within documents, which end at `edges` (int32), on a GPU.
+
+    Args:
+        longest: no document has more tokens.
+        window: how many tokens each sees, itself included; None: all before it.
+    """
+    left = None if window is None else window - 1
+    right = None if window is None else 0
+    return torch.ops.aten._flash_attention_forward(
+        query, key, value, edges, edges, longest, longest, 0.0, True, False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )[0]  # fmt: skip

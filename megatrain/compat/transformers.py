@@ -15,6 +15,8 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_callback import ExportableState
@@ -35,6 +37,8 @@ __all__ = [
     "rename_source_key",
     "render_jinja_template",
     "revert_weight_conversion",
+    "sdpa_attention_forward",
+    "sdpa_mask",
 ]
 
 CAUSAL_LM_CLASSES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -52,6 +56,11 @@ def attention_of(config: PreTrainedConfig) -> str | None:
 def set_attention(config: PreTrainedConfig, name: Any) -> None:
     """Name the implementation of attention, of a wrapper in the configurations inside, too."""
     config._attn_implementation = name
+
+
+def takes_flash_attention(model: nn.Module) -> bool:
+    """Whether a model's class says that flash attention computes what its masks say."""
+    return bool(getattr(model, "_supports_flash_attn", False))
 
 
 def experts_of(config: PreTrainedConfig) -> str | None:

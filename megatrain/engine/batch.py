@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, Loss, targets_of
 from megatrain.model.capture import Rows
+from megatrain.model.documents import is_packed, told_by_lengths
 from megatrain.model.program import MicroBatch
 
 
@@ -137,7 +138,8 @@ def _moved(
         and not (key == "attention_mask" and bool(micro[key].all()))
     }
     rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
-    return MicroBatch(inputs, None, rows)
+    documents = told_by_lengths(micro["position_ids"], device) if is_packed(micro) else {}
+    return MicroBatch(inputs, None, rows, documents=documents)
 
 
 def _check(

@@ -118,7 +118,7 @@ class PlacedEngine:
         )
         self._policies = assembly.policies
         self._host = HostMemoryGuard(self._store, self._parts, opened.host_limit, planned)
-        self._packing = Packing(self.config, self._dtype, self._trial_losses)
+        self._packing = Packing(self.config, self._program, self._trial_losses, self._check_masks)
 
     @property
     def vocab_size(self) -> int:
@@ -200,12 +200,14 @@ class PlacedEngine:
     ) -> Batch:
         with torch.inference_mode(False):
             batch = self._checked(micro_batches, loss)
-            if self.device.kind == "cuda":
-                text = self.config.get_text_config(decoder=True)
-                check_masks(micro_batches, text, self._dtype.itemsize, available_bytes(self.device))
             self._packing.check(micro_batches)
         self._program.train(train)
         return batch
+
+    def _check_masks(self, micro_batches: MicroBatches) -> None:
+        if self.device.kind == "cuda":
+            text = self.config.get_text_config(decoder=True)
+            check_masks(micro_batches, text, self._dtype.itemsize, available_bytes(self.device))
 
     def _trial_losses(self, micro_batches: MicroBatches) -> list[Tensor]:
         self._program.train(False)

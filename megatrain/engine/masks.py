@@ -7,9 +7,10 @@ from torch import Tensor
 
 from megatrain.compat.transformers import attention_of
 from megatrain.errors import DoesNotFit
+from megatrain.model.documents import BY_LENGTHS, is_packed
 from megatrain.units import gib
 
-_WITH_MASKS = ("sdpa", "eager")  # the others read lengths
+_WITH_MASKS = ("sdpa", "eager", BY_LENGTHS)  # the others read lengths
 
 
 def check_masks(
@@ -45,8 +46,8 @@ def _reason(micro: Mapping[str, Tensor], config: Any) -> str | None:
     """Why transformers makes a mask for these rows (masking_utils, `_ignore_causal_mask_sdpa`)."""
     if "attention_mask" in micro and not bool(micro["attention_mask"].all()):
         return "padding"
-    if "position_ids" in micro and bool((micro["position_ids"].diff(dim=-1) != 1).any()):
-        return "several documents"
+    if is_packed(micro):
+        return None if attention_of(config) == BY_LENGTHS else "several documents"
     window = getattr(config, "sliding_window", None)
     if isinstance(window, int) and micro["input_ids"].shape[1] >= window:
         return f"a sliding window of {window}"

@@ -1,12 +1,14 @@
 """Packed rows: documents one after the other in a row, told apart by positions that start anew.
 
 transformers hides one document from the next by the attention mask that it makes of the positions.
+Where attention can be told the documents' lengths instead, no mask is made (model/documents.py).
 Not every model has such a mask: states, convolutions and some attention run on across documents,
 and some only in rows longer than a window, or in micro-batches of several rows. So it is tried on
 rows like those that come: if what comes out for a document changes with the document before it,
 packing is refused.
 """
 
+import logging
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +19,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megatrain.errors import InputError
+from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import IGNORED
+from megatrain.model.documents import is_packed
+from megatrain.model.program import ModelProgram
+
+_log = logging.getLogger(__name__)
 
 # Of how losses vary, in fp32 and bf16 alike: where documents are apart the difference is 0, or some
 # 1e-6 where experts take tokens in another order; in all families that mix documents it was above
@@ -30,6 +36,7 @@ MOST_NOISE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # A document whose losses change less than this with its own beginning says nothing about others.
 LEAST_CONTEXT = 1e-3
 
+_COMPARED = 4096  # tokens of a row that is tried with masks, too
 _SHORT = 5  # tokens of the short documents that are tried; less are no context
 Micro = Mapping[str, Tensor]
 
@@ -40,14 +47,20 @@ class Packing:
     def __init__(
         self,
         config: PreTrainedConfig,
-        dtype: torch.dtype,
+        program: ModelProgram,
         losses: Callable[[list[Micro]], list[Tensor]],
+        check_masks: Callable[[Sequence[Micro]], None],
     ) -> None:
-        """Args: `losses` gives the tokens' losses of micro-batches, `[B, T]`, made in `dtype`."""
-        self._model_type, self._dtype, self._losses = config.model_type, dtype, losses
+        """Args: what a trial takes.
+
+        losses: gives the tokens' losses of micro-batches, `[B, T]`.
+        check_masks: raises DoesNotFit, as the program attends now.
+        """
+        self._model_type, self._dtype, self._losses = config.model_type, program.dtype, losses
+        self._program, self._check_masks = program, check_masks
         powers = (1 << exponent for exponent in range(1, 31))
         self._limits = sorted({*powers, *_whole_numbers(config.to_dict())})
-        self._apart: set[tuple[bool, int]] = set()
+        self._apart: set[tuple[bool, int, bool]] = set()
 
     def check(self, micro_batches: Sequence[Micro]) -> None:
         """Try packed rows of a kind that has not come before.
@@ -57,6 +70,7 @@ class Packing:
 
         Raises:
             InputError: the model's documents see each other, or packed rows have padding.
+            DoesNotFit: they need masks, for which there is no memory.
         """
         packed = [micro for micro in micro_batches if is_packed(micro)]
         if any(not micro["attention_mask"].all() for micro in packed if "attention_mask" in micro):
@@ -65,11 +79,38 @@ class Packing:
                 "attention_mask, where transformers ignores that documents begin; fill such rows "
                 "up with labels of -100 instead"
             )
+        if packed and self._program.may_attend_by_lengths:
+            self._program.attend_by_lengths(True)
+        self._check_masks(micro_batches)
         for micro in packed:
             rows, tokens = micro["position_ids"].shape
-            kind = rows > 1, bisect(self._limits, tokens)
-            if kind not in self._apart and self._keeps_apart(micro, len(micro_batches)):
-                self._apart.add(kind)
+            kind = rows > 1, bisect(self._limits, tokens), self._program.attends_by_lengths
+            if kind not in self._apart:
+                if self._program.attends_by_lengths and not self._lengths_do(micro):
+                    self._program.attend_by_lengths(False)
+                    self._program.may_attend_by_lengths = False
+                    self.check(micro_batches)
+                    return
+                if self._keeps_apart(micro, len(micro_batches)):
+                    self._apart.add(kind)
+
+    def _lengths_do(self, micro: Micro) -> bool:
+        """Whether attention that is told the documents' lengths gives what it gives with masks."""
+        [*_, last] = comparisons(micro)
+        row = {name: value[:1, :_COMPARED] for name, value in last.micro_batches[0].items()}
+        try:
+            [told] = self._losses([row])
+        except DoesNotFit:
+            raise
+        except Exception as error:  # of the model's own code, which need not take them
+            _log.info("documents are kept apart by masks, not by their lengths: %s", error)
+            return False
+        self._program.attend_by_lengths(False)
+        [masked] = self._losses([row])
+        self._program.attend_by_lengths(True)
+        spread = masked[masked != 0].std(correction=0)
+        change = (told - masked).square().mean().sqrt() / spread
+        return bool(change <= MOST_NOISE[self._dtype])
 
     def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
         """False if what is before a token hardly changes its loss: then nothing has been tried."""
@@ -190,15 +231,3 @@ def _whole_numbers(value: Any) -> Iterator[int]:
     elif isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _whole_numbers(inner)
-
-
-def is_packed(micro: Micro) -> bool:
-    """Whether positions `[B, T]` start anew after a token of the same row."""
-    if "position_ids" not in micro:
-        return False
-    positions_BT = micro["position_ids"]
-    breaks = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
-    if "attention_mask" in micro:  # padding may have any position
-        tokens = micro["attention_mask"].bool()
-        breaks &= tokens[:, 1:] & tokens[:, :-1]
-    return bool(breaks.any())

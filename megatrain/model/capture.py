@@ -198,6 +198,7 @@ class Capture:
         model: the model; layer parameters on the meta device, buffers real.
         trunk: the outermost submodule that contains the stack and is called as a whole; what runs
             after it is the language-model head.
+        takes_any: whether the forward hands keyword arguments that it does not know to its layers.
     """
 
     def __init__(self, model: PreTrainedModel, stack: nn.ModuleList) -> None:
@@ -207,7 +208,7 @@ class Capture:
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
         self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
-        self._takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+        self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
         self._stack = stack
         self._own = {id(layer): lay_aside(layer) for layer in stack}
         for layer in stack:
@@ -255,13 +256,13 @@ class Capture:
 
     def accepts(self, name: str) -> bool:
         """Whether a micro-batch may have a tensor of this name for the model's forward."""
-        common = self._takes_any and name in ("attention_mask", "position_ids")
+        common = self.takes_any and name in ("attention_mask", "position_ids")
         return (self.takes(name) or common) and name != "labels"
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The keyword arguments of the model's forward for a micro-batch."""
         kwargs: dict[str, Any] = dict(batch)
-        if "use_cache" in self._signature or self._takes_any:
+        if "use_cache" in self._signature or self.takes_any:
             kwargs["use_cache"] = False
         if "return_dict" in self._signature:
             kwargs["return_dict"] = True
@@ -305,7 +306,7 @@ class Capture:
 
         Either is None where the forward does not give it.
         """
-        if "labels" not in self._signature and not self._takes_any:
+        if "labels" not in self._signature and not self.takes_any:
             return None, None
         result = self._after_trunk(weights, output, {**inputs, "labels": labels})
         if hasattr(result, "logits"):

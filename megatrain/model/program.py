@@ -5,7 +5,7 @@ Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from megatrain.model.capture import (
     stand_in,
     with_hidden,
 )
+from megatrain.model.documents import possible, use, without_masks
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.float8 import convert as float8_linears
 from megatrain.model.layer_template import Arguments, move_buffers
@@ -49,6 +50,7 @@ class MicroBatch:
         rows: the step's embedding rows, as this micro-batch indexes them.
         loss: of the step.
         given: `[B, T]` what the loss takes beside the targets, in its order.
+        documents: what says where the documents of packed rows end (model/documents.py).
         calls: the layers' arguments, known once the prologue has run.
     """
 
@@ -57,6 +59,7 @@ class MicroBatch:
     rows: Rows
     loss: Loss = CROSS_ENTROPY
     given: Sequence[Tensor] = ()
+    documents: Mapping[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
 
 
@@ -146,6 +149,9 @@ class ModelProgram:
                 "16; take bf16"
             )
         self.buffers = [_own_buffers(layer, types) for layer in spec.layers]
+        may = device.type == "cpu" or dtype != torch.float32  # kernels for documents are of bf16
+        self.may_attend_by_lengths = may and self.capture.takes_any and possible(model)
+        self.attends_by_lengths = False
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
         self._layers_follow = any(numbered)
         self._outer = {
@@ -169,6 +175,11 @@ class ModelProgram:
     def tile(self, tokens: int, *, compiled: bool) -> None:
         for number, kind in enumerate(self.kinds, 1):
             kind.tile(tokens, f"layer kind {number} of {len(self.kinds)}", compiled=compiled)
+
+    def attend_by_lengths(self, on: bool) -> None:
+        """Tell attention where the documents of packed rows end, instead of making masks."""
+        use([self.capture.model, *(kind.module for kind in self.kinds)], by_lengths=on)
+        self.attends_by_lengths = on
 
     def tile_epilogue(self, tokens: int) -> None:
         """Run what follows the layers over tiles of `tokens`, where it acts on every token alone.
@@ -224,7 +235,7 @@ class ModelProgram:
                 raise Reached(None)
             return self._placeholders(visit, shape, origin, alive, {})
 
-        self._run(record, weights, batch.inputs, batch.rows)
+        self._run(record, weights, batch, batch.inputs)
         if not batch.calls:
             if len(calls) < len(self.spec.layers):
                 _expect(self.spec.layers[len(calls)], None)
@@ -294,7 +305,7 @@ class ModelProgram:
         if not self._layers_follow:  # then nothing needs a mask; making one waits for the device
             inputs.pop("attention_mask", None)
         with self.capture.stop_at_trunk():
-            return self._run(self._replay(batch, values), weights, inputs, batch.rows)
+            return self._run(self._replay(batch, values), weights, batch, inputs)
 
     def logits(self, weights: Weights, batch: MicroBatch, output: Any) -> Tensor:
         """`[B, T, V]` of the hidden states in a trunk output."""
@@ -346,14 +357,17 @@ class ModelProgram:
             leaves.append(leaf)
         return pytree.tree_unflatten(leaves, kind.output_spec)
 
-    def _run(self, handler: Any, weights: Weights, inputs: Mapping, rows: Rows) -> Any:
+    def _run(self, handler: Any, weights: Weights, batch: MicroBatch, inputs: Mapping) -> Any:
         outer = {**self._outer, **{k: w for k, w in weights.items() if k in self._outer}}
 
         def unwatched(*given: Any) -> Any:
             with without_torch_function():  # only the model's own lookups are of interest
                 return handler(*given)
 
-        return self.capture.forward(unwatched, outer, self.capture.inputs(inputs), rows)
+        told = batch.documents if self.attends_by_lengths else {}
+        with without_masks() if told else nullcontext():
+            given = {**self.capture.inputs(inputs), **told}
+            return self.capture.forward(unwatched, outer, given, batch.rows)
 
 
 def _expect(layer: Layer, called: nn.Module | None) -> None:

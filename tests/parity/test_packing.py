@@ -11,7 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from megatrain import InputError
-from megatrain.engine.packing import comparisons, is_packed
+from megatrain.engine.packing import comparisons
+from megatrain.model.documents import is_packed
 from tests.families.tiny import tiny_model
 from tests.parity.cases import gradients, llama, make_engine, masters, relative_error, same
 
@@ -43,6 +44,64 @@ def test_packed_documents_train_as_separate_ones(family: str) -> None:
     assert together.loss == pytest.approx(apart.loss, rel=1e-6)
     assert together.grad_norm == pytest.approx(apart.grad_norm, rel=1e-5)
     assert relative_error(gradients(one), gradients(other)) < 1e-5
+
+
+def by_masks(model: Any, **settings: Any) -> Any:
+    """An engine that is never told the lengths of documents."""
+    engine = make_engine(model, **settings)
+    engine._program.may_attend_by_lengths = False
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("mistral", {"sliding_window": 3}),
+        pytest.param("gemma3_text", {}, marks=pytest.mark.exhaustive),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_lengths_of_documents_do_what_masks_do(
+    family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family, changes=changes)
+    one, other = make_engine(model), by_masks(model)
+    micro_batches = [row(9, 1, 4, 2, rows=2), row(6), row(5, 8)]
+    results = [engine.step(micro_batches) for engine in (one, other)]
+    assert one._program.attends_by_lengths and not other._program.attends_by_lengths
+    assert results[0].loss == results[1].loss
+    assert same(masters(one), masters(other))
+
+    def no_mask(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a mask is made")
+
+    monkeypatch.setattr("megatrain.model.documents.sdpa_mask", no_mask)
+    one.step([row(9, 1, 4, 2, rows=2)])  # a step, not a trial, which compares with masks
+
+
+class Deaf(torch.nn.Module):
+    """A layer that does not hand on what it is told of documents."""
+
+    def __init__(self, layer: torch.nn.Module, complain: bool) -> None:
+        super().__init__()
+        self.layer, self.complain = layer, complain
+
+    def forward(self, *args: Any, cu_seq_lens_q: Any = None, **kwargs: Any) -> Any:
+        if self.complain and cu_seq_lens_q is not None:
+            raise ValueError("lengths are not for me")
+        return self.layer(*args, **kwargs)
+
+
+@pytest.mark.parametrize("complain", [False, True])
+def test_models_that_lengths_do_not_reach_keep_their_masks(complain: bool) -> None:
+    model = llama()
+    model.model.layers[0] = Deaf(model.model.layers[0], complain)
+    one, other = make_engine(model, saveable=False), by_masks(model, saveable=False)
+    results = [engine.step([row(9, 1, 4)]) for engine in (one, other)]
+    assert not one._program.attends_by_lengths
+    assert results[0].loss == results[1].loss
+    assert same(masters(one), masters(other))
 
 
 def test_positions_count_where_no_document_begins_anew() -> None:

@@ -1,0 +1,168 @@
+"""Attention within the documents of packed rows, without a mask `[B, 1, T, T]`.
+
+Made for transformers' models as one of its implementations of attention, in the place of "sdpa".
+Where documents end is told as transformers tells it to flash attention, by arguments that a model
+hands on to its layers (`cu_seq_lens_q`): on a GPU the variable-length kernel takes them, elsewhere
+each call makes the mask that "sdpa" would be given.
+Legend: B rows, T tokens of a row, H heads, D width of a head.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from megatrain.compat.torch import flash_attention, mark_dynamic
+from megatrain.compat.transformers import (
+    attention_of,
+    sdpa_attention_forward,
+    sdpa_mask,
+    set_attention,
+    takes_flash_attention,
+)
+
+BY_LENGTHS = "megatrain_documents"
+"""The implementation's name."""
+
+_REPLACED = "sdpa"
+_MOST_WIDTH = 256  # of a head, in torch's flash kernels
+_LEAST_LONGEST = 4096  # tokens; blocks of shorter documents that have no token cost next to nothing
+
+_told: ContextVar[bool] = ContextVar("_told", default=False)
+
+
+def is_packed(micro: Mapping[str, Tensor]) -> bool:
+    """Whether positions `[B, T]` start anew after a token of the same row."""
+    if "position_ids" not in micro:
+        return False
+    starts_BT = document_starts(micro["position_ids"])[:, 1:]
+    if "attention_mask" in micro:  # padding may have any position
+        tokens = micro["attention_mask"].bool()
+        starts_BT = starts_BT & tokens[:, 1:] & tokens[:, :-1]
+    return bool(starts_BT.any())
+
+
+def document_starts(position_ids: Tensor) -> Tensor:
+    """Which tokens `[B, T]` begin a document: as transformers, where positions do not go on."""
+    goes_on = position_ids.diff(dim=-1) == 1
+    return F.pad(~goes_on, (1, 0), value=True)
+
+
+def told_by_lengths(position_ids: Tensor, device: torch.device) -> dict[str, Any]:
+    """What a model's forward is told of the documents in rows `[B, T]`: their edges, the longest.
+
+    Layers are compiled once for any number of documents, but anew for another longest one: so that
+    is rounded up, to a power of two that is not small.
+    """
+    starts = document_starts(position_ids).flatten().nonzero()[:, 0].to(torch.int32)
+    edges = F.pad(starts, (0, 1), value=position_ids.numel())
+    longest = max(1 << (int(edges.diff().max()) - 1).bit_length(), _LEAST_LONGEST)
+    longest = min(longest, position_ids.shape[1])
+    edges = edges.to(device)
+    mark_dynamic(edges)
+    return {
+        "cu_seq_lens_q": edges,
+        "cu_seq_lens_k": edges,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def possible(model: PreTrainedModel) -> bool:
+    """Whether a model says that it tells flash attention all that its masks do."""
+    return takes_flash_attention(model) and attention_of(model.config) == _REPLACED
+
+
+def use(modules: list[nn.Module], *, by_lengths: bool) -> None:
+    """Have modules attend so, or by masks again, in place."""
+    name = BY_LENGTHS if by_lengths else _REPLACED
+    for config in {id(c): c for root in modules for m in root.modules()
+                   if (c := getattr(m, "config", None)) is not None}.values():  # fmt: skip
+        if attention_of(config) in (BY_LENGTHS, _REPLACED):
+            set_attention(config, name)
+
+
+@contextmanager
+def without_masks() -> Iterator[None]:
+    """Within this context models that attend so make no masks of positions."""
+    token = _told.set(True)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    own = kwargs.get("use_vmap")  # a mask of the model's own, beside order, window and documents
+    return None if _told.get() and not own else sdpa_mask(*args, **kwargs)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention over `[B, H, T, D]`; fewer heads of keys and values are shared."""
+    if cu_seq_lens_q is not None and attention_mask is None:
+        window = options.get("sliding_window")
+        plain = not options.get("dropout") and options.get("position_bias") is None
+        if plain and _has_kernel(query, value):
+            qkv = (query, key, value)
+            return _varlen(*qkv, cu_seq_lens_q, max_length_q, window, options.get("scaling")), None
+        attention_mask = _mask_of(cu_seq_lens_q, query.shape[0], query.shape[2], window)
+    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return out, None
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    width = query.shape[-1]
+    fits = width % 8 == 0 and value.shape[-1] <= width <= _MOST_WIDTH
+    return fits and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Tensor,
+    longest: int,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    """`[B, T, H, D of values]`."""
+    rows, heads, tokens, width = query.shape
+    short = width - value.shape[-1]
+    if short:
+        value = F.pad(value, (0, short))
+
+    def flat(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).reshape(rows * tokens, x.shape[1], width)
+
+    qkv = flat(query), flat(key), flat(value)
+    out = flash_attention(*qkv, edges, longest, window=window, scale=scale)
+    return out.view(rows, tokens, heads, width)[..., : width - short]
+
+
+def _mask_of(edges: Tensor, rows: int, tokens: int, window: int | None) -> Tensor:
+    """`[B, 1, T, T]` bools: what each token sees."""
+    at = torch.arange(rows * tokens, device=edges.device, dtype=edges.dtype)
+    document_BT = torch.searchsorted(edges, at, right=True).view(rows, 1, tokens)
+    place_T = at[:tokens]
+    back_TT = place_T[:, None] - place_T[None]
+    near_TT = (back_TT >= 0) & (back_TT < window) if window else back_TT >= 0
+    return (document_BT[..., :, None] == document_BT[..., None, :]) & near_TT
+
+
+AttentionInterface.register(BY_LENGTHS, _attention)
+AttentionMaskInterface.register(BY_LENGTHS, _mask)

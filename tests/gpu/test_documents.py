@@ -1,0 +1,79 @@
+"""Packed rows on a GPU: attention that is told documents' lengths does what masks do, in less."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM
+
+from megatrain import AdamW, Engine, Placement
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 512
+
+
+def mistral(window: int | None) -> MistralForCausalLM:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=window,
+        max_position_embeddings=1 << 17,
+    )
+    return MistralForCausalLM(config)
+
+
+def packed(rows: int, tokens: int, longest: int, seed: int) -> dict[str, Tensor]:
+    """Documents of random lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(VOCAB, (rows, tokens), generator=generator)
+    positions = []
+    while len(positions) < rows * tokens:
+        length = int(torch.randint(1, longest, (), generator=generator))
+        left = tokens - len(positions) % tokens
+        positions += range(min(length, left))
+    return {
+        "input_ids": ids_BT,
+        "labels": ids_BT,
+        "position_ids": torch.tensor(positions).view(rows, tokens),
+    }
+
+
+def updates(engine: Engine, batches: list) -> tuple[list[float], dict[str, Tensor]]:
+    before = {name: master.clone() for name, master in engine.named_masters()}
+    losses = [engine.step(batch).loss for batch in batches]
+    return losses, {name: master - before[name] for name, master in engine.named_masters()}
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_lengths_do_what_masks_do(window: int | None, compiled: bool) -> None:
+    batches = [[packed(2, 256, 90, seed), packed(3, 128, 40, seed + 9)] for seed in range(3)]
+    results = []
+    for by_lengths in (True, False):
+        with Engine(
+            mistral(window),
+            optimizer=AdamW(lr=1e-3),
+            device="cuda",
+            placement=Placement(compile=compiled),
+        ) as engine:
+            engine._program.may_attend_by_lengths = by_lengths
+            results.append(updates(engine, batches))
+            assert engine._program.attends_by_lengths == by_lengths
+    (one, moved), (other, wanted) = results
+    assert one == pytest.approx(other, rel=2e-3)
+    for name in wanted:
+        assert torch.cosine_similarity(moved[name].flatten(), wanted[name].flatten(), 0) > 0.97
+
+
+def test_long_packed_rows_take_no_mask() -> None:
+    """Its mask would have 4 GiB."""
+    micro = packed(1, 1 << 16, 2000, 0)
+    with Engine(mistral(None), optimizer=AdamW(lr=1e-3), device="cuda") as engine:
+        engine.step([micro])
+        assert engine._program.attends_by_lengths
+        assert engine.memory()["device_used_peak_bytes"] < 2 << 30
