@@ -73,13 +73,13 @@ class ChatEncoder:
         starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
         targets = np.zeros(len(ids), bool)
         for turn in np.flatnonzero(learnt).tolist():
-            begin, end = replies.span(turn)
-            first, last = np.searchsorted(starts, (begin, end))
-            # What follows the closing special token is white space between two turns.
-            closing = np.searchsorted(starts, len(replies.text[:end].rstrip()))
-            if closing > first and int(ids[closing - 1]) in self._added:
-                last = closing
-            targets[first:last] = True
+            for begin, end in replies.spans(turn):
+                first, last = np.searchsorted(starts, (begin, end))
+                # What follows the closing special token is white space between two turns.
+                closing = np.searchsorted(starts, len(replies.text[:end].rstrip()))
+                if closing > first and int(ids[closing - 1]) in self._added:
+                    last = closing
+                targets[first:last] = True
         return targets
 
     def _tokens(self, whole: str, where: str) -> tuple[Any, NDArray[np.int32]]:

@@ -42,7 +42,7 @@ class Replies:
     def __init__(
         self, template: Template, tokens: Sequence[str], talk: Conversation, where: str
     ) -> None:
-        self._template = template
+        self._template, self._names = template, tokens
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
         token = "|".join(map(re.escape, longest_first)) or r"(?!)"
         self._token, self._tokens = re.compile(token), re.compile(f"(?:{token})+")
@@ -59,6 +59,43 @@ class Replies:
         self._sign = re.compile(f"[{''.join(sign for _, *pair in self._signs for sign in pair)}]")
         self._texts: dict[tuple[int, bool], str] = {}
         self._refuse_left_out()
+
+    def spans(self, turn: int) -> list[Span]:
+        """Where the parts of the reply `messages[turn]` begin and end, with its end of turn.
+
+        One, but where a template writes words beside calls behind the calls' results (Gemma 4).
+
+        Raises:
+            InputError: it cannot be told.
+        """
+        try:
+            return [self.span(turn)]
+        except InputError:
+            if parts := self._apart(turn):
+                return parts
+            raise
+
+    def _apart(self, turn: int) -> list[Span]:
+        """A reply's calls, and its words: what these add to the text of the calls alone."""
+        message = dict(self._talk.messages[turn])
+        words = message.pop("content", "").strip()
+        if not words or "tool_calls" not in message:
+            return []
+        messages = [message if i == turn else m for i, m in enumerate(self._talk.messages)]
+        talk = self._talk._replace(messages=messages)
+        silent = Replies(self._template, self._names, talk, self._where)
+        added = len(self.text) - len(silent.text)
+        places = [found.start() for found in re.finditer(re.escape(words), self.text)]
+        fits = [p for p in places if self.text[:p] + self.text[p + added :] == silent.text]
+        begin, end = silent.span(turn)
+        if added < len(words) or len(fits) != 1 or fits[0] < end:
+            return []
+        end_of_words = fits[0] + len(words)
+        header = self._token.search(self._header(turn, self._render(turn, asking=True)))
+        closing = self._tokens.match(self.text, end_of_words, fits[0] + added)
+        if closing and not (header and header.group() in closing.group()):
+            end_of_words = closing.end()
+        return [(begin, end), (fits[0], end_of_words)]
 
     def span(self, turn: int) -> Span:
         """Where the reply `messages[turn]` begins and ends, with its end of turn.
@@ -86,7 +123,7 @@ class Replies:
             )
         if any(word not in self.text[slice(*found)] for word in _called(self._talk.messages[turn])):
             raise self._left_out(turn)
-        return found[0], self._closed(turn, *found)
+        return found[0], self._ended(turn, found[0], self._closed(turn, *found))
 
     def _closed(self, turn: int, begin: int, end: int) -> int:
         """After the first tokens behind what a reply says: templates may end the text once more."""
@@ -98,6 +135,33 @@ class Replies:
             return end
         tokens = self._tokens.search(self.text, said + len(content), end)
         return end if tokens is None else tokens.end()
+
+    def _ended(self, turn: int, begin: int, end: int) -> int:
+        """After the tokens that end a reply which only has an end where a question follows it.
+
+        These are the tokens between the two that do not stand before the first question as well.
+        """
+        roles = [message["role"] for message in self._talk.messages]
+        if roles[turn + 1 : turn + 2] != ["user"] or self._ends_in_token(begin, end):
+            return end
+        first, following = self._start(roles.index("user")), self._start(turn + 1)
+        if first is None or following is None:
+            return end
+        opening = self._token.findall(self.text, 0, first)
+        between = self._token.findall(self.text, end, following)
+        while between and opening and between[-1] == opening[-1]:
+            between.pop(), opening.pop()
+        return self._past("".join(between), end)
+
+    def _ends_in_token(self, begin: int, end: int) -> bool:
+        stop = begin + len(self.text[begin:end].rstrip())
+        return any(token.end() == stop for token in self._token.finditer(self.text, begin, stop))
+
+    def _start(self, turn: int) -> int | None:
+        """Where the content of a message begins in the text, if that can be told."""
+        content = self._talk.messages[turn].get("content", "").strip()
+        start = self._places.get(turn, -1) - len(content)
+        return start if start >= 0 and self.text.startswith(content, start) else None
 
     def _render(self, num_messages: int, *, asking: bool = False) -> str:
         """The text of the first messages, and of what asks for a reply to them."""

@@ -92,7 +92,10 @@ class Template:
             text, marks = self._rendered(talk._replace(messages=messages), **options)
         except Exception as error:  # templates raise their own, and trip over what they get
             reason = first_line(error)
-            raise InputError(f"{where}: the chat template refuses the row: {reason}") from error
+            raise InputError(
+                f"{where}: the chat template refuses the row: {reason} (what it asks for may be "
+                "the row's tools or chat_template_kwargs; model.chat_template takes another)"
+            ) from error
         if len(text) > _LONGEST:
             raise InputError(
                 f"{where}: the chat template makes {len(text):,} characters of the row: check it"

@@ -268,6 +268,43 @@ def test_a_template_that_asks_for_the_content_of_earlier_calls_gets_an_empty_one
     assert len(spoken(template, {"messages": with_calls(city="a")})[1]) == 3
 
 
+def test_an_end_that_only_a_question_brings_is_learnt_where_it_is():
+    """As Apertus' and Hunyuan's; GLM's has a question's header there, and no end at all."""
+    for end, first in (("<|end|>", "tell 2<|end|>"), ("", "tell 2")):
+        asks = "{%- if m.role == 'user' %}{%- if not loop.first and messages[loop.index0 - 1].role"
+        asks += " == 'assistant' %}{{- '" + end + "' }}{%- endif %}{{- '<|u|>' + m.content }}"
+        template = FOR + asks + OTHERS.replace("{%- if", "{%- elif").replace("<|end|>", "<|stop|>")
+        template += REPLY.replace("<|end|>", "") + END
+        for system in (None, "be 0"):
+            turns = talk("ask 1", "tell 2", "ask 3", "tell 4", "ask 5", system=system)
+            assert spoken(template, {"messages": turns})[1] == [first, first.replace("2", "4")]
+        assert spoken(template, {"messages": TURNS})[1] == [first, "tell 4"]
+        empty = spoken(template, {"messages": talk("a", "", "b", "tell")})[1]
+        assert empty == ([end, "tell"] if end else ["tell"])
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "", "<|a|>"])
+def test_words_that_a_template_writes_behind_the_results_of_their_calls_are_learnt(end):
+    """As Gemma 4's, which ends them, and DiffusionGemma's, which has another header there."""
+    result = "{%- elif m.role == 'tool' %}"
+    reply = "{%- else %}{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|a|>' }}" + (
+        "{%- endif %}{{- calls(m) }}{%- if m.tool_calls %}{{- '<|tool|>' }}"
+        "{%- if not loop.last %}{{- '(' + messages[loop.index0 + 1].content + ')' }}"
+        "{%- if m.content %}{{- m.content + '" + end + "' }}{%- endif %}"
+        "{%- else %}{{- m.content or '' }}{%- endif %}"
+        "{%- else %}{{- m.content + '<|end|>' }}{%- endif %}{%- endif %}"
+    )  # fmt: skip
+    template = MACRO + FOR + OTHERS.replace("!= 'assistant'", "in ['user', 'system']") + result
+    turns = with_calls(city="a")
+    plain = ['<|call|>weather {"city": "a"}<|tool|>', "tell 2<|end|>", "tell 4<|end|>"]
+    assert spoken(template + reply + END, {"messages": turns})[1] == plain
+    turns[2]["content"] = "see here"
+    text, runs = spoken(template + reply + END, {"messages": turns})
+    words = "see here" + end.replace("<|a|>", "")
+    assert f"(warm)see here{end}tell 2" in text and runs[0] == plain[0]
+    assert "".join(runs[1:]) == words + "".join(plain[1:])
+
+
 @pytest.mark.parametrize("generation", [("", ""), ("{% generation %}", "{% endgeneration %}")])
 def test_what_a_template_leaves_out_of_a_reply_is_refused(generation):
     """As gpt-oss's does with all calls but the first, and others with the only reasoning."""
@@ -318,3 +355,5 @@ def test_settings_of_the_template_come_from_the_row():
     for bad in ({"messages": []}, {"add_generation_prompt": True}, [1]):
         with pytest.raises(InputError, match="'chat_template_kwargs' must be an object without"):
             spoken(template, {**row, "chat_template_kwargs": bad})
+    with pytest.raises(InputError, match="refuses the row: 'mood' .* row's tools or chat"):
+        spoken("{{- mood + 'x' }}" + template, {"messages": TURNS})
