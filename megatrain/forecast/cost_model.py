@@ -208,6 +208,8 @@ class CostModel:
 
 def _disk_gbps(machine: Machine) -> float:
     """Of a disk that reads as much as it writes: so much of each, both at once."""
+    if machine.disk_both_gbps:
+        return machine.disk_both_gbps
     read = machine.disk_read_gbps or DISK_READ_GBPS
     return 1 / (1 / read + 1 / (machine.disk_write_gbps or DISK_WRITE_GBPS))
 

@@ -36,6 +36,7 @@ class Machine:
             efficiencies.
         unified: whether the device is the host's own CPU, all of whose memory is the host's.
         disk_read_gbps: as `disk_write_gbps`.
+        disk_both_gbps: what is read while as much is written.
         disk_space_bytes: what planes may take on a disk; None: none may rest on one.
     """
 
@@ -56,6 +57,7 @@ class Machine:
     measured: bool
     unified: bool = False
     disk_read_gbps: float | None = None
+    disk_both_gbps: float | None = None
     disk_space_bytes: int | None = None
 
     def as_dict(self) -> dict[str, Any]:

@@ -214,6 +214,7 @@ def machine_of(
         update_gbps=rate("update_gparams") * UPDATE_BYTES,
         disk_write_gbps=rates.get("disk_write_gbps"),
         disk_read_gbps=rates.get("disk_read_gbps"),
+        disk_both_gbps=rates.get("disk_both_gbps"),
         launch_seconds=rate("launch_microseconds") / 1e6,
         measured=True,
     )

@@ -3,12 +3,12 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatrain.device.host_mappings import host_range
 from megatrain.errors import DoesNotFit, MegatrainError, first_line
@@ -22,7 +22,7 @@ from megatrain.units import GIB, MIB
 _RULE, _DTYPE = AdamW(), torch.bfloat16
 UPDATE_BYTES = moved_bytes(_RULE, _DTYPE)  # of a parameter
 _CHUNK = 64 * MIB
-_DISK_SECONDS = 2.0  # each of filling, writing and reading
+_DISK_SECONDS = 2.0  # each of filling, writing, reading, and both at once
 
 
 def host_measurements(folder: Path, *, most_bytes: int = 4 * GIB) -> list[Measurement]:
@@ -87,8 +87,12 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measurement]:
-    """Sequential write and read of a file of planes in `folder`, by the engine's own requests."""
-    labels = {"disk_write_gbps": "disk, write", "disk_read_gbps": "disk, read"}
+    """Sequential writes and reads of a file of planes in `folder`, by the engine's own requests."""
+    labels = {
+        "disk_write_gbps": "disk, write",
+        "disk_read_gbps": "disk, read",
+        "disk_both_gbps": "disk, read while as much is written",
+    }
     try:
         free = os.statvfs(folder)
         wanted = min(num_bytes, free.f_bavail * free.f_frsize // 10) // _CHUNK * _CHUNK
@@ -98,30 +102,37 @@ def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measure
     except (MegatrainError, OSError) as error:
         why = first_line(error)
         return [Measurement(name, label, None, "GB/s", why) for name, label in labels.items()]
-    room = host_range("disk", _CHUNK, torch.uint8).random_()
+    rooms = [host_range("disk", _CHUNK, torch.uint8).random_() for _ in range(2)]
     filled = 0
 
-    def gbps(move: Callable[[int, Tensor], None]) -> float:
+    def write(at: int) -> None:
+        file.write(at, rooms[0])
+
+    def read(at: int) -> None:  # backwards: not what is written at the same time
+        file.read(filled - _CHUNK - at, rooms[1])
+
+    def gbps(*moves: Callable[[int], None]) -> float:
         nonlocal filled
         # Blocks take longer when they are written first; steps write the same ones again.
-        filled = filled or _moved(file.write, room, wanted)[0]
-        moved, seconds = _moved(move, room, filled)
-        return moved / seconds / 1e9
+        filled = filled or _moved(write, wanted)[0]
+        with ThreadPoolExecutor(len(moves)) as threads:
+            done = list(threads.map(lambda move: _moved(move, filled), moves))
+        return sum(moved for moved, _ in done) / len(moves) / max(s for _, s in done) / 1e9
 
     try:
-        moves = (file.write, file.read)
+        moves = ((write,), (read,), (write, read))
         return [
-            attempt(name, label, "GB/s", partial(gbps, move))
-            for (name, label), move in zip(labels.items(), moves, strict=True)
+            attempt(name, label, "GB/s", partial(gbps, *some))
+            for (name, label), some in zip(labels.items(), moves, strict=True)
         ]
     finally:
         file.close()
 
 
-def _moved(move: Callable[[int, Tensor], None], room: Tensor, most: int) -> tuple[int, float]:
+def _moved(move: Callable[[int], None], most: int) -> tuple[int, float]:
     """Bytes moved in at most `_DISK_SECONDS`, and the time that took."""
     moved, started = 0, time.perf_counter()
     while moved < most and time.perf_counter() - started < _DISK_SECONDS:
-        move(moved, room)
+        move(moved)
         moved += _CHUNK
     return moved, time.perf_counter() - started

@@ -215,6 +215,7 @@ def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
     assert [m.name for m in rates if m.value and m.value > 0] == [
         "disk_write_gbps",
         "disk_read_gbps",
+        "disk_both_gbps",
     ]
     assert list(tmp_path.iterdir()) == []
 
@@ -249,7 +250,12 @@ def gpu_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "collect", lambda name, folder: HEALTHY)
     used = iter(range(1 << 30, 1 << 40, 500 * MIB))
     monkeypatch.setattr(doctor, "gpu_state", lambda name: replace(GPU, used_bytes=next(used)))
-    host = [("update_gparams", 4.0), ("disk_write_gbps", None), ("disk_read_gbps", 2.5)]
+    host = [
+        ("update_gparams", 4.0),
+        ("disk_write_gbps", None),
+        ("disk_read_gbps", 2.5),
+        ("disk_both_gbps", 1.5),
+    ]
     monkeypatch.setattr(
         doctor,
         "host_measurements",
@@ -267,7 +273,7 @@ def test_a_diagnosis_is_kept_for_plans(gpu_machine):
         machine = cache.read(gpu_machine.key, precision)
         assert machine == diagnosis.machines[precision]
         assert machine.update_gbps == 4.0 * 26 and machine.disk_write_gbps is None
-        assert machine.disk_read_gbps == 2.5
+        assert machine.disk_read_gbps == 2.5 and machine.disk_both_gbps == 1.5
         assert machine.device_memory_bytes == 100 * GIB
         assert machine.device_context_bytes == 500 * MIB
         for field in fields(Machine):

@@ -297,6 +297,8 @@ def test_a_disk_that_binds_is_read_and_written_all_the_time() -> None:
     alone = disk.num_bytes / 0.02e9 + disk.num_bytes / 0.03e9
     assert found.bounds["disk in"] == pytest.approx(alone, rel=0.01)
     assert alone < found.seconds < 1.25 * alone  # eight pieces
+    both = forecasts().of(replace(slow, disk_both_gbps=0.005), placement, workload, 4)
+    assert both.bounds["disk in"] == pytest.approx(disk.num_bytes / 0.005e9, rel=0.01)
     assert told(Placement()).bounds["disk in"] == 0
 
 
