@@ -9,14 +9,13 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatrain import kernels
 from megatrain.errors import DoesNotFit, InputError, RunFailed, told
 from megatrain.units import align, size
 
@@ -25,9 +24,8 @@ _log = logging.getLogger(__name__)
 BLOCK = 4096
 """Offsets, lengths and addresses of requests are multiples of it, as direct access demands."""
 
-# So many pieces are on their way at once. On two virtual disks 8 threads moved no more, one a fifth
-# less, and pieces of 16 MiB as much.
-PIECE_BYTES, _THREADS = 8 << 20, 4
+# So many pieces of a read, and of a write, are on their way at once.
+PIECE_BYTES, THREADS = 8 << 20, 4
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -46,7 +44,6 @@ class PlaneFile:
     def __init__(self, handle: Any, folder: Path, num_bytes: int) -> None:
         self.folder, self.num_bytes = folder, num_bytes
         self._handle = handle
-        self._pool = ThreadPoolExecutor(_THREADS, "megatrain disk")
         self.direct = _go_direct(handle.fileno())
         if not self.direct:
             _log.warning(
@@ -84,55 +81,37 @@ class PlaneFile:
             ValueError: offset, length or address is not a multiple of `BLOCK`.
             RunFailed: the disk fails, or the file is closed.
         """
-        self._move("read", os.preadv, offset, tensor)
+        self._move("read", offset, tensor)
 
     def write(self, offset: int, tensor: Tensor) -> None:
         """Put the bytes of `tensor` at byte `offset`; raises as `read` does."""
-        self._move("write", os.pwritev, offset, tensor)
+        self._move("write", offset, tensor)
 
     def close(self) -> None:
-        """Finish what is under way, and give the disk its room back."""
-        self._pool.shutdown()
+        """Give the disk its room back; nothing may be under way."""
         self._handle.close()
 
-    def _move(
-        self, verb: str, call: Callable[[int, list[Any], int], int], offset: int, tensor: Tensor
-    ) -> None:
+    def _move(self, verb: str, offset: int, tensor: Tensor) -> None:
         if self._handle.closed:
             raise RunFailed(f"{self.folder}: the planes' file is closed; make a new engine")
-        data = tensor.view(torch.uint8).numpy().data
-        if offset % BLOCK or len(data) % BLOCK or tensor.data_ptr() % BLOCK:
-            raise ValueError(f"{len(data)} bytes at {offset} are not whole blocks of {BLOCK}")
-        if not 0 <= offset <= self.num_bytes - len(data):
-            raise ValueError(f"{len(data)} bytes at {offset}: the file has {self.num_bytes}")
-        pieces = [
-            self._pool.submit(self._move_piece, call, offset + at, data[at : at + PIECE_BYTES])
-            for at in range(0, len(data), PIECE_BYTES)
-        ]
-        wait(pieces)  # all of them: the memory is the caller's again
+        data = tensor.view(torch.uint8)
+        size, writes = data.numel(), verb == "write"
+        if offset % BLOCK or size % BLOCK or data.data_ptr() % BLOCK:
+            raise ValueError(f"{size} bytes at {offset} are not whole blocks of {BLOCK}")
+        if not 0 <= offset <= self.num_bytes - size:
+            raise ValueError(f"{size} bytes at {offset}: the file has {self.num_bytes}")
+        file, at_once = self._handle.fileno(), {"piece": PIECE_BYTES, "threads": THREADS}
         try:
-            for piece in pieces:
-                piece.result()
+            kernels.move_file(file, offset, data, writes=writes, **at_once)
+            if not self.direct:  # errors come late otherwise, and dirty pages grow
+                os.fdatasync(file)
+                os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             full = "; make room there" if error.errno in _FULL else ""
             raise RunFailed(
                 f"{self.folder}: cannot {verb} planes on this disk: {told(error)}{full}; resume "
                 "from the last checkpoint"
             ) from error
-
-    def _move_piece(
-        self, call: Callable[[int, list[Any], int], int], offset: int, data: memoryview
-    ) -> None:
-        start, num_bytes = offset, len(data)
-        while len(data) > 0:
-            # What remains of a request cut short begins with a whole block again.
-            count = call(self._handle.fileno(), [data], offset) // BLOCK * BLOCK
-            if count == 0:
-                raise OSError(errno.EIO, f"it stopped at byte {offset}")
-            data, offset = data[count:], offset + count
-        if not self.direct:  # errors come late otherwise, and dirty pages grow
-            os.fdatasync(self._handle.fileno())
-            os.posix_fadvise(self._handle.fileno(), start, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _go_direct(handle: int) -> bool:

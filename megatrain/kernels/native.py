@@ -28,7 +28,7 @@ from megatrain.kernels import check
 from megatrain.kernels.reference import RULES
 from megatrain.kernels.states import Scalars, scalars
 
-_ABI = 5
+_ABI = 6
 """The number that megatrain_abi() in csrc/api.cpp must return."""
 
 # As csrc/kernels.h numbers them.
@@ -50,6 +50,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "first_touch": (None, [_P, _N, _T]),
     "fill_zero": (None, [_P, _N, _T]),
     "copy": (None, [_P, _P, _N, _T]),
+    "move_file": (c_int, [c_int, c_int, _N, _P, _N, _N, _T]),
 }
 
 
@@ -237,6 +238,16 @@ def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
     """See `reference.first_touch`."""
     check.tensor("bytes", bytes_uint8, (torch.uint8,))
     _call["first_touch"](bytes_uint8.data_ptr(), bytes_uint8.numel(), threads)
+
+
+def move_file(
+    file: int, offset: int, bytes_uint8: Tensor, *, writes: bool, piece: int, threads: int
+) -> None:
+    """See `reference.move_file`; pieces of so many bytes are on their way at once."""
+    check.tensor("bytes", bytes_uint8, (torch.uint8,))
+    data, size = bytes_uint8.data_ptr(), bytes_uint8.numel()
+    if code := _call["move_file"](file, writes, offset, data, size, piece, threads):
+        raise OSError(code, os.strerror(code))
 
 
 def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:

@@ -4,6 +4,8 @@ All functions work in place on flat contiguous CPU tensors of any length. They t
 functions' `threads` argument and leave the choice to torch, whose pool is a process-wide setting.
 """
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -280,6 +282,30 @@ def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
     """
     check.tensor("bytes", bytes_uint8, (torch.uint8,))
     bytes_uint8[::_PAGE_BYTES].zero_()
+
+
+def move_file(
+    file: int, offset: int, bytes_uint8: Tensor, *, writes: bool, piece: int, threads: int
+) -> None:
+    """Read or write bytes of a file, whole blocks of 4096.
+
+    Args:
+        file: its descriptor.
+        bytes_uint8: [N] uint8, which the bytes from `offset` on go to or come from.
+        piece, threads: ignored here, there is one request.
+
+    Raises:
+        OSError: the system's; or ENODATA, where the file ends or nothing more is moved.
+        ValueError: the tensor has the wrong dtype or layout.
+    """
+    check.tensor("bytes", bytes_uint8, (torch.uint8,))
+    data, call = bytes_uint8.numpy().data, os.pwritev if writes else os.preadv
+    while len(data) > 0:
+        # What remains of a request cut short begins with a whole block again.
+        count = call(file, [data], offset) // _PAGE_BYTES * _PAGE_BYTES
+        if count == 0:
+            raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+        data, offset = data[count:], offset + count
 
 
 def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:

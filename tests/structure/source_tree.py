@@ -9,9 +9,9 @@ PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
     {"errors", "huge_pages", "seeds", "units"},
-    {"compat", "disk", "json_yaml", "plane_file"},
+    {"compat", "disk", "json_yaml"},
     {"loss", "placement", "tile", "telemetry", "kernels"},
-    {"machine", "optim"},
+    {"machine", "optim", "plane_file"},
     {"config", "device"},
     {"store", "model", "data", "distributed"},
     {"checkpoint"},  # knows tiles and files, no steps: the engine saves itself through it

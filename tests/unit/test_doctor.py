@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatrain import kernels
 from megatrain.device import CpuDevice
 from megatrain.machine import Machine, cache
 from megatrain.plan import device_rates, doctor, facts, host_rates, rate_measurement
@@ -219,14 +220,15 @@ def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
     ]
     assert list(tmp_path.iterdir()) == []
 
-    def full(*_: object) -> int:
+    def full(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
-    for call in ("pwritev", "posix_fallocate"):
-        monkeypatch.setattr(os, call, full)
+    monkeypatch.setattr(kernels, "move_file", full)
+    for _ in range(2):
         rates = host_rates.disk_measurements(tmp_path, num_bytes=4 * MIB)
         assert all("No space left" in m.why_not for m in rates)
         assert list(tmp_path.iterdir()) == []
+        monkeypatch.setattr(os, "posix_fallocate", full)
 
 
 class FakeGpu(CpuDevice):

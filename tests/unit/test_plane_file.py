@@ -8,13 +8,15 @@ import random
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatrain import plane_file
+from megatrain import kernels, plane_file
 from megatrain.errors import DoesNotFit, InputError, RunFailed
+from megatrain.kernels import reference
 from megatrain.plane_file import BLOCK, PlaneFile
 
 BLOCKS = 64
@@ -31,10 +33,12 @@ def drawn(num_bytes: int, seed: int) -> Tensor:
     )
 
 
-@pytest.fixture(params=["as it is", "page cache"])
+@pytest.fixture(params=["as it is", "page cache", "without native kernels"])
 def file(request, tmp_path, monkeypatch):
     """A file in small pieces, also on a file system without direct access."""
     monkeypatch.setattr(plane_file, "PIECE_BYTES", 3 * BLOCK)
+    if request.param == "without native kernels":
+        monkeypatch.setattr(kernels, "move_file", reference.move_file)
     if request.param == "page cache":
         monkeypatch.setattr(fcntl, "fcntl", failing(errno.EINVAL))
     made = PlaneFile.create(tmp_path, BLOCKS * BLOCK)
@@ -87,6 +91,16 @@ def test_planes_of_any_type(file, dtype) -> None:
     assert torch.equal(found.view(torch.uint8), data.view(torch.uint8))
 
 
+def test_a_file_that_has_become_shorter(file) -> None:
+    """What is read of it ends in the middle of a block, which is asked for again."""
+    data, found = drawn(9 * BLOCK, 2), room(9 * BLOCK)
+    file.write(0, data)
+    os.ftruncate(file._handle.fileno(), 8 * BLOCK + 1000)
+    with pytest.raises(RunFailed, match="cannot read planes .*No data available; resume"):
+        file.read(0, found)
+    assert torch.equal(found[: 8 * BLOCK], data[: 8 * BLOCK])
+
+
 def test_calls_that_do_less_than_asked(file, monkeypatch) -> None:
     """They are called again from the block on that was not whole."""
     for name in ("preadv", "pwritev"):
@@ -95,8 +109,8 @@ def test_calls_that_do_less_than_asked(file, monkeypatch) -> None:
             os, name, lambda f, b, o, whole=whole: max(BLOCK, whole(f, b, o) - 1000)
         )
     data, found = drawn(10 * BLOCK, 2), room(10 * BLOCK)
-    file.write(0, data)
-    file.read(0, found)
+    for writes, memory in ((True, data), (False, found)):
+        reference.move_file(file._handle.fileno(), 0, memory, writes=writes, piece=BLOCK, threads=1)
     assert torch.equal(found, data)
 
 
@@ -160,13 +174,16 @@ def test_a_limit_met_while_writing_is_told(file) -> None:
 
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_a_failing_disk_is_told(file, monkeypatch, verb) -> None:
-    call = {"read": "preadv", "write": "pwritev"}[verb]
-    monkeypatch.setattr(os, call, failing(errno.EIO))
-    with pytest.raises(RunFailed, match=f"{file.folder}: cannot {verb} planes .*output error; res"):
+    """Here by a descriptor that allows no access."""
+    closed = os.open(file.folder, os.O_PATH)
+    monkeypatch.setattr(
+        file, "_handle", SimpleNamespace(closed=False, fileno=lambda: closed, close=lambda: None)
+    )
+    with pytest.raises(
+        RunFailed, match=f"{file.folder}: cannot {verb} planes .*descriptor; resume"
+    ):
         getattr(file, verb)(0, room(8 * BLOCK))
-    monkeypatch.setattr(os, call, lambda *_: 0)
-    with pytest.raises(RunFailed, match="it stopped at byte 0"):
-        getattr(file, verb)(0, room(2 * BLOCK))
+    os.close(closed)
 
 
 def test_the_page_cache_is_told_once(tmp_path, monkeypatch, caplog) -> None:
