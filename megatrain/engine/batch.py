@@ -117,7 +117,12 @@ def _losses(
     return [
         (
             targets_of(micro["labels"], shift),
-            [targets_of(micro[name].float(), shift, 0.0) for name in loss.inputs],
+            [
+                targets_of(
+                    micro[name] if name in loss.choices[:1] else micro[name].float(), shift, 0
+                )
+                for name in (*loss.inputs, *loss.choices)
+            ],
         )
         for micro in micro_batches
     ]
@@ -152,7 +157,8 @@ def _check(
     where = f"micro-batch {index}"
     if not isinstance(micro, Mapping):
         raise InputError(f"{where} is a {type(micro).__name__}; it must be a dictionary of tensors")
-    needed = ["input_ids", *(() if loss is None else ("labels", *loss.inputs))]
+    taken = () if loss is None else (*loss.inputs, *loss.choices)
+    needed = ["input_ids", *(() if loss is None else ("labels", *taken))]
     for key in needed:
         if key not in micro:
             raise InputError(f"{where} has no {key}")
@@ -169,20 +175,25 @@ def _check(
     if len(shape) != 2 or 0 in shape:
         raise InputError(f"{where}: input_ids must be [rows, tokens], not {list(shape)}")
     for key, value in micro.items():
-        of_loss = loss is not None and key in loss.inputs
-        typed = value.is_floating_point() if of_loss else value.dtype == torch.int64
-        if value.shape != shape or not typed or value.device.type != "cpu":
-            wanted = "of floating-point numbers" if of_loss else "torch.int64"
+        numbers, sized = key in taken, [*shape]
+        if loss is not None and key in loss.choices:
+            numbers = key != loss.choices[0]
+            sized.append(max([1, *micro[loss.choices[0]].shape[2:3]]))
+        typed = value.is_floating_point() if numbers else value.dtype == torch.int64
+        if [*value.shape] != sized or not typed or value.device.type != "cpu":
+            wanted = "of floating-point numbers" if numbers else "torch.int64"
             raise InputError(
                 f"{where}: {key} is {list(value.shape)} {value.dtype} on {value.device}; it must "
-                f"be {list(shape)} {wanted} on the cpu"
+                f"be {sized} {wanted} on the cpu"
             )
-        if of_loss and not bool(value.isfinite().all()):
+        if numbers and not bool(value.isfinite().all()):
             raise InputError(f"{where}: {key} holds a number that is not finite")
     _check_ids(f"{where}: input_ids", micro["input_ids"], vocab_size)
     if loss is not None:
         labels = micro["labels"]
         _check_ids(f"{where}: labels", labels[labels != IGNORED], vocab_size)
+        for name in loss.choices[:1]:
+            _check_ids(f"{where}: {name}", micro[name], vocab_size)
 
 
 def _check_positions(where: str, micro: Mapping[str, Tensor], max_tokens: int | None) -> None:

@@ -124,4 +124,4 @@ class WholeHead:
 
 
 def _flat(given: Sequence[Tensor]) -> list[Tensor]:
-    return [each.reshape(-1) for each in given]
+    return [each.flatten(0, 1) for each in given]

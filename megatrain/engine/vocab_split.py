@@ -21,17 +21,18 @@ from megatrain.engine.layer import Layer, Stage
 from megatrain.engine.modules import HEAD_NAME, Head, State
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.tile_slice import TileSlice, VocabSlices
-from megatrain.loss import Statistics, range_gradient, range_statistics
+from megatrain.loss import Statistics, range_gradient, range_logits, range_statistics
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, MicroBatch, ModelProgram, Program
 from megatrain.placement import Saves
 
 # Leaves of the head. Forward: what is projected `[B, T, D]`; the log-sum-exp, the targets' logits,
-# the logits' sum and the largest logit so far `[N]`. Backward: the gradient of what is projected;
-# the log-sum-exp as it was, the weight of each token's cross entropy, and the loss's slopes by the
-# mean and by the log-sum-exp besides. Where logits are asked for, those of a range of rows are the
-# leaf LOGITS + the number of its first row.
-HIDDEN, LOGITS = 0, 5
+# the logits' sum and the largest logit so far `[N]`; logits that the loss chooses `[N, K]`.
+# Backward: the gradient of what is projected; the log-sum-exp as it was, the weight of each token's
+# cross entropy, and the loss's slopes by the mean, by the log-sum-exp besides, and by the chosen
+# logits. Where logits are asked for, those of a range of rows are the leaf LOGITS + the number of
+# its first row.
+HIDDEN, LOGITS = 0, 6
 
 
 def in_shards(
@@ -62,7 +63,8 @@ class VocabSplit:
         self._statistics_of, self._gradient_of = statistics, gradient
         visit = len(program.spec.layers)
         refs = (Ref(visit, leaf) for leaf in range(LOGITS + 1))
-        self.hidden, self.lse, self.picked, self.sum, self.largest, self.first = refs
+        self.hidden, self.lse, self.picked, self.sum, *others = refs
+        self.largest, self.chosen, self.first = others
         self.lse_slope = self.largest  # nobody asks for the largest logit in a backward
         self._num = program.spec.num_logits
 
@@ -85,6 +87,7 @@ class VocabSplit:
     ) -> Activations:
         hidden_ND, places_N = _flat(hidden_BTD), _targets(micro) - start
         loss, found = micro.loss, list[Activations]()
+        ids_NK = loss.chosen(_given(micro))
         for chunk in self._chunks(len(hidden_ND)):
             logits = self._program.projection(weights, micro, hidden_ND[None, chunk])[0]
             lse_C, picked_C = self._statistics_of(logits, places_N[chunk])
@@ -93,6 +96,8 @@ class VocabSplit:
                 some[self.sum] = logits.float().sum(1)
             if loss.uses_margin:
                 some[self.largest] = logits.float().amax(1)
+            if ids_NK is not None:
+                some[self.chosen] = range_logits(logits, ids_NK[chunk] - start)
             found.append(some)
         return {ref: torch.cat([some[ref] for some in found]) for ref in found[0]}
 
@@ -112,7 +117,7 @@ class VocabSplit:
         mean_N = values[self.sum] / self._num if self.sum in values else None
         picked_N, lse_N = values[self.picked], values[self.lse]
         margin_N = picked_N - values[self.largest] if self.largest in values else None
-        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N)
+        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, values.get(self.chosen))
 
     def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
         """What `pull` adds to: the gradient of what is projected, fp32; and what it reads.
@@ -121,13 +126,17 @@ class VocabSplit:
             count: what the step's loss is divided by.
         """
         slopes = micro.loss.slopes(self._found(values), _targets(micro), _given(micro), count)
-        assert slopes.log_prob is not None
         total_BTD = torch.zeros_like(values[self.hidden], dtype=torch.float32)
-        made = {self.hidden: total_BTD, self.lse: values[self.lse], self.picked: -slopes.log_prob}
+        weights_N = torch.zeros_like(values[self.lse])
+        if slopes.log_prob is not None:
+            weights_N = -slopes.log_prob
+        made = {self.hidden: total_BTD, self.lse: values[self.lse], self.picked: weights_N}
         if slopes.mean is not None:
             made[self.sum] = slopes.mean / self._num
         if slopes.lse is not None:
             made[self.lse_slope] = slopes.lse
+        if slopes.chosen is not None:
+            made[self.chosen] = slopes.chosen
         return made
 
     def pull(
@@ -150,14 +159,17 @@ class VocabSplit:
         hidden_ND, total_ND = _flat(values[self.hidden]), _flat(gradients[self.hidden])
         targets_N, lse_N = _targets(micro), gradients[self.lse]
         weights_N = gradients[self.picked]
-        more = [gradients.get(ref) for ref in (self.lse_slope, self.sum)]
+        more = [gradients.get(ref) for ref in (self.lse_slope, self.sum, self.chosen)]
+        if (ids_NK := micro.loss.chosen(_given(micro))) is not None:
+            more.insert(2, ids_NK - start)
+        more = [] if all(slope is None for slope in more) else more
         for chunk in self._chunks(len(hidden_ND)):
             with torch.enable_grad():
                 hidden_CD = hidden_ND[None, chunk].detach().requires_grad_()
                 logits = self._program.projection(weights, micro, hidden_CD)[0]
             given = logits.detach(), targets_N[chunk] - start, lse_N[chunk], weights_N[chunk]
             sources = [hidden_CD, *(weights[name] for name in names)]
-            slopes = () if more == [None, None] else (None if s is None else s[chunk] for s in more)
+            slopes = [None if each is None else each[chunk] for each in more]
             gradient = self._gradient_of(*given, *slopes)
             grads = torch.autograd.grad(logits, sources, gradient, allow_unused=True)
             total_ND[chunk] += grads[0][0]
@@ -177,7 +189,7 @@ def _targets(micro: MicroBatch) -> Tensor:
 
 
 def _given(micro: MicroBatch) -> list[Tensor]:
-    return [each.view(-1) for each in micro.given]
+    return [each.flatten(0, 1) for each in micro.given]
 
 
 class _AfterLayers(Stage):

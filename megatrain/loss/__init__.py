@@ -7,9 +7,11 @@ from megatrain.loss.chunks import (
     chunked_loss_gradients,
     chunked_losses,
     range_gradient,
+    range_logits,
     range_statistics,
 )
 from megatrain.loss.cross_entropy import CROSS_ENTROPY, CrossEntropy, cross_entropy_sum
+from megatrain.loss.distill import Distillation
 from megatrain.loss.dpo import DPO
 from megatrain.loss.joint import JointLoss
 from megatrain.loss.label_smoothing import LabelSmoothing
@@ -23,6 +25,7 @@ __all__ = [
     "SCORE",
     "TOKEN_WEIGHTS",
     "CrossEntropy",
+    "Distillation",
     "JointLoss",
     "LabelSmoothing",
     "Loss",
@@ -36,6 +39,7 @@ __all__ = [
     "cross_entropy_sum",
     "num_labelled",
     "range_gradient",
+    "range_logits",
     "range_statistics",
     "targets_of",
 ]

@@ -5,7 +5,8 @@ ranges of its table's rows. So a loss sees statistics of each token's logits ins
 value of each token; its slopes by the statistics are the logits' gradients. It also says what the
 sum is divided by, over all micro-batches of a step.
 
-Legend: B rows, T tokens of a row, N tokens of a micro-batch, V vocabulary.
+Legend: B rows, T tokens of a row, N tokens of a micro-batch, V vocabulary, K tokens that a loss
+chooses for each label.
 """
 
 from abc import ABC, abstractmethod
@@ -43,12 +44,14 @@ class Statistics:
         lse: log-sum-exp of the logits.
         mean: of the logits; None where the loss does not ask for it.
         margin: the target's logit less the largest one, 0 or below; None likewise.
+        chosen: logits of the tokens that the loss chooses `[N, K]`; None likewise.
     """
 
     log_prob: Tensor | None
     lse: Tensor | None = None
     mean: Tensor | None = None
     margin: Tensor | None = None
+    chosen: Tensor | None = None
 
 
 class Loss(ABC):
@@ -57,11 +60,14 @@ class Loss(ABC):
     Attributes:
         inputs: names of tensors `[B, T]` that it takes of each micro-batch beside the labels: one
             number for each label.
+        choices: names of tensors `[B, T, K]` that it takes likewise: ids of tokens (int64) whose
+            logits it reads, and after them numbers for each of these.
         uses_mean: whether it reads the logits' mean.
         uses_margin: whether it reads the margin, which has no gradient: of evaluations alone.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
+    choices: ClassVar[tuple[str, ...]] = ()
     uses_mean: ClassVar[bool] = False
     uses_margin: ClassVar[bool] = False
 
@@ -70,8 +76,9 @@ class Loss(ABC):
         """The loss of each token `[N]`, fp32, by torch's differentiable functions.
 
         Args:
-            given: the tensors named in `inputs`, `[N]`. Those and `found` have values of no use
-                where a token has no target; nobody reads what is made of them.
+            given: the tensors named in `inputs` `[N]` and `choices` `[N, K]`. Those and `found`
+                have values of no use where a token has no target; nobody reads what is made of
+                them.
         """
 
     def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
@@ -79,7 +86,7 @@ class Loss(ABC):
 
         Args:
             targets: `[B, T]` of each micro-batch, -100 for none.
-            given: the tensors named in `inputs`, of each micro-batch.
+            given: the tensors named in `inputs` and `choices`, of each micro-batch.
         """
         return sum(num_labelled(each) for each in targets)
 
@@ -89,20 +96,26 @@ class Loss(ABC):
 
     def each_of(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
         """The same, of logits."""
-        return self.each(self.statistics(logits_NV, targets_N), targets_N, *given)
+        return self.each(self.statistics(logits_NV, targets_N, *given), targets_N, *given)
 
     def summed(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
         """The losses of some tokens, added up (scalar, fp32), differentiable by the logits."""
         return self.each_of(logits_NV, targets_N, *given).sum()
 
-    def statistics(self, logits_NV: Tensor, targets_N: Tensor) -> Statistics:
+    def chosen(self, given: Sequence[Tensor]) -> Tensor | None:
+        """The ids of the tokens whose logits the loss reads, among what it is given."""
+        return given[len(self.inputs)] if self.choices else None
+
+    def statistics(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Statistics:
         """Those of some tokens' logits."""
         logits = logits_NV.float()
         lse_N = logits.logsumexp(1)
         picked_N = logits.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
         mean_N = logits.mean(1) if self.uses_mean else None
         margin_N = picked_N - logits.amax(1) if self.uses_margin else None
-        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N)
+        ids_NK = self.chosen(given)
+        chosen_NK = None if ids_NK is None else logits.gather(1, ids_NK)
+        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, chosen_NK)
 
     def slopes(
         self, found: Statistics, targets_N: Tensor, given: Sequence[Tensor], normaliser: float

@@ -1,7 +1,7 @@
 """Losses in chunks of tokens or of rows: the logits of a step never exist as a whole.
 
 Legend: N tokens of a micro-batch, C tokens of a chunk, D width, V vocabulary, R rows of the head's
-table.
+table, K tokens that a loss chooses.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ def chunked_loss(
     Args:
         head: hidden `[1, C, D]` to logits `[1, C, V]`.
         summed: `Loss.summed`, or a compiled one.
-        given: what it takes beside the targets, `[N]`.
+        given: what it takes beside the targets, `[N]` or `[N, K]`.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
     for part in _chunks(head, hidden_ND, targets_N, tokens, summed, given):
@@ -73,7 +73,7 @@ def chunked_loss_gradients(
         tokens: C.
         summed: `Loss.summed`, or a compiled one.
         accumulate: takes each chunk's gradients of `parameters`.
-        given: what `summed` takes beside the targets, `[N]`.
+        given: what `summed` takes beside the targets, `[N]` or `[N, K]`.
 
     Returns:
         The summed loss (not divided), and the gradient of `hidden_ND`.
@@ -101,11 +101,15 @@ def range_statistics(logits_CR: Tensor, places_C: Tensor) -> tuple[Tensor, Tenso
         places_C: each target's row, counted from the first of these; the logit of one that is none
             of these is 0.
     """
-    logits = logits_CR.float()
-    num = logits.shape[1]
-    inside = (places_C >= 0) & (places_C < num)
-    picked_C = logits.gather(1, places_C.clamp(0, num - 1)[:, None])[:, 0]
-    return logits.logsumexp(1), torch.where(inside, picked_C, 0.0)
+    return logits_CR.float().logsumexp(1), range_logits(logits_CR, places_C[:, None])[:, 0]
+
+
+def range_logits(logits_CR: Tensor, places_CK: Tensor) -> Tensor:
+    """The logits of some tokens `[C, K]` in fp32; 0 of those whose row is none of these."""
+    num = logits_CR.shape[1]
+    inside_CK = (places_CK >= 0) & (places_CK < num)
+    picked_CK = logits_CR.gather(1, places_CK.clamp(0, num - 1)).float()
+    return torch.where(inside_CK, picked_CK, 0.0)
 
 
 def range_gradient(
@@ -115,6 +119,8 @@ def range_gradient(
     weights_C: Tensor,
     lse_slope_C: Tensor | None = None,
     mean_slope_C: Tensor | None = None,
+    chosen_CK: Tensor | None = None,
+    chosen_slope_CK: Tensor | None = None,
 ) -> Tensor:
     """The loss's gradient of the logits of some rows `[C, R]`, in their type.
 
@@ -125,6 +131,8 @@ def range_gradient(
             log-probability of the target.
         lse_slope_C, mean_slope_C: how it changes with the log-sum-exp besides, and by each logit
             with their mean; None: not at all.
+        chosen_CK, chosen_slope_CK: places of tokens, as of the targets, and how the loss changes
+            with their logits; None: not at all.
     """
     share_CR = (logits_CR.float() - lse_C[:, None]).exp()
     rows_R = torch.arange(logits_CR.shape[1], device=logits_CR.device)
@@ -134,4 +142,9 @@ def range_gradient(
         gradient_CR = gradient_CR + share_CR * lse_slope_C[:, None]
     if mean_slope_C is not None:
         gradient_CR = gradient_CR + mean_slope_C[:, None]
+    if chosen_CK is not None and chosen_slope_CK is not None:
+        num = logits_CR.shape[1]
+        inside_CK = (chosen_CK >= 0) & (chosen_CK < num)
+        slope_CK = torch.where(inside_CK, chosen_slope_CK, 0.0)
+        gradient_CR.scatter_add_(1, chosen_CK.clamp(0, num - 1), slope_CK)
     return gradient_CR.to(logits_CR.dtype)

@@ -23,7 +23,7 @@ class JointLoss(Loss):
         Args:
             log_prob_N: of all its targets, micro-batch after micro-batch; 0 where there is none.
             targets_N: -100 for none.
-            given: the tensors named in `inputs`, `[N]`; of no use where a token has no target.
+            given: as for `tokens`; of no use where a token has no target.
         """
 
     def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
@@ -43,12 +43,14 @@ class JointLoss(Loss):
         Args:
             log_probs: `[B, T]` of each micro-batch, 0 where there is no target.
             targets: `[B, T]` of each, -100 for none.
-            given: the tensors named in `inputs`, of each.
+            given: the tensors named in `inputs` and `choices`, of each.
 
         Returns:
             Scalars, all but the first 0 unless the loss is not finite; and TokenWeights' `[B, T]`.
         """
-        flat = [torch.cat([each.reshape(-1) for each in part]) for part in zip(*given, strict=True)]
+        flat = [
+            torch.cat([each.flatten(0, 1) for each in part]) for part in zip(*given, strict=True)
+        ]
         with torch.enable_grad():
             every_N = torch.cat([each.reshape(-1) for each in log_probs]).detach().requires_grad_()
             together = torch.cat([each.reshape(-1) for each in targets])

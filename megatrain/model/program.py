@@ -49,7 +49,7 @@ class MicroBatch:
         targets: `[B, T]` token that each position predicts, -100 for none.
         rows: the step's embedding rows, as this micro-batch indexes them.
         loss: of the step.
-        given: `[B, T]` what the loss takes beside the targets, in its order.
+        given: `[B, T]` or `[B, T, K]` what the loss takes beside the targets, in its order.
         documents: what says where the documents of packed rows end (model/documents.py).
         calls: the layers' arguments, known once the prologue has run.
     """

@@ -14,6 +14,7 @@ from megatrain import loss as loss_package
 from megatrain.loss import (
     DPO,
     CrossEntropy,
+    Distillation,
     JointLoss,
     LabelSmoothing,
     Loss,
@@ -63,6 +64,8 @@ def micro_batches() -> list[dict[str, Tensor]]:
         micro["token_weights"] = torch.rand(shape, generator=generator)
         micro["advantages"] = torch.randn(shape, generator=generator)
         micro["old"] = -7 + torch.randn(shape, generator=generator)
+        logits = torch.randn((*shape, WIDE), generator=generator)
+        micro["teacher_log_probs"], micro["teacher_ids"] = logits.log_softmax(-1).topk(3)
         micro["reference_logp"] = -7 + torch.randn(shape, generator=generator)
     # Rows are chosen and rejected in turn: pairs lie across micro-batches.
     numbers = torch.arange(sum(len(micro["labels"]) for micro in step))
@@ -79,6 +82,12 @@ def plain(loss: str, logits: Tensor, micro: dict[str, Tensor]) -> Tensor:
     if loss == "smoothed":
         return F.cross_entropy(flat, targets, label_smoothing=0.1, reduction="sum")
     each = F.cross_entropy(flat, targets, reduction="none")
+    if loss in ("distilled", "teacher alone"):
+        share = 0.3 if loss == "distilled" else 0.0
+        teacher, ids = (micro[f"teacher_{n}"][:, 1:].flatten(0, 1) for n in ("log_probs", "ids"))
+        model = flat.log_softmax(1).gather(1, ids)
+        divergence = F.kl_div(model, teacher, reduction="none", log_target=True).sum(1)
+        return ((1 - share) * divergence + share * each)[targets != -100].sum()
     if loss == "weights":
         return (each * micro["token_weights"][:, 1:].flatten()).sum()
     ratio = (-each - micro["old"][:, 1:].flatten()).exp()
@@ -119,6 +128,8 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "smoothed": (LabelSmoothing(0.1), labelled),
     "weights": (TokenWeights(), weights),
     "curved": (Curved(), rows),
+    "distilled": (Distillation(cross_entropy=0.3), labelled),
+    "teacher alone": (Distillation(), labelled),
     "dpo": (DPO(beta=0.3, label_smoothing=0.1), lambda step: rows(step) / 2),
 }
 
@@ -130,7 +141,7 @@ def test_every_loss_of_the_package_is_tried() -> None:
 
 
 def taken(step: list[dict[str, Tensor]], loss: Loss) -> list[dict[str, Tensor]]:
-    names = ("input_ids", "labels", *loss.inputs)
+    names = ("input_ids", "labels", *loss.inputs, *loss.choices)
     return [{name: micro[name] for name in names} for micro in step]
 
 
@@ -317,6 +328,34 @@ def test_what_a_loss_cannot_use_is_refused(spoil: Any, loss: Loss, message: str)
     with pytest.raises(InputError, match=message):
         engine.step([micro], loss)
     assert same(before, masters(engine))
+
+
+NOT_KEPT: dict[str, tuple[Any, str]] = {
+    "ids": (lambda m: m["teacher_ids"].fill_(WIDE), "teacher_ids holds token 1000, outside"),
+    "numbers of fewer": (
+        lambda m: m.update(teacher_log_probs=m["teacher_log_probs"][..., :2]),
+        r"teacher_log_probs is \[.*, 2\] .* must be \[.*, 3\] of floating-point",
+    ),
+    "one of each": (
+        lambda m: m.update(teacher_ids=m["teacher_ids"][..., 0]),
+        r"teacher_ids is .* must be \[.*, 1\] torch.int64",
+    ),
+    "logits": (lambda m: m["teacher_log_probs"].fill_(1.5), "log-probabilities are at most 0"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), NOT_KEPT.values(), ids=NOT_KEPT)
+def test_what_is_not_of_a_teacher_is_refused(spoil: Any, message: str) -> None:
+    [micro, *_] = taken(micro_batches(), Distillation())
+    spoil(micro)
+    with pytest.raises(InputError, match=message):
+        make_engine(llama(vocab_size=WIDE)).step([micro], Distillation())
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_shares_of_cross_entropy_are_checked(share: float) -> None:
+    with pytest.raises(InputError, match="share of cross entropy is"):
+        Distillation(share)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
