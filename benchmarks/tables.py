@@ -79,6 +79,8 @@ def _row(result: dict[str, Any]) -> str:
     states = case.get("states", "fp32")
     limit += "" if states == "fp32" else f", {states} states"
     limit += "" if case["precision"] == "bf16" else f", {case['precision']}"
+    master = case.get("master", 32)
+    limit += "" if master == 32 else f", {master}-bit master"
     documents = case.get("documents")
     limit += f", {documents} documents a row" if documents else ""
     by_hand = ", placed by hand" if case["placement"] else ""
