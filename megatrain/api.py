@@ -16,6 +16,7 @@ from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
 from megatrain.engine.opened import DTYPES, Model, Opened
 from megatrain.errors import InputError
 from megatrain.loss import SCORE
+from megatrain.model.adapters import adapted
 from megatrain.model.neftune import add_noise
 from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
@@ -65,13 +66,13 @@ class Engine(PlacedEngine):
         disk: str | Path | None = None,
         disk_space: str | int | None = None,
         saveable: bool = True,
+        adapter: Any = None,
     ) -> None:
         """Open a model and bring its weights to host memory.
 
         Args:
-            model: a transformers model (its weights are copied; on the meta device: drawn), a
-                configuration (weights drawn), a folder, a hub id, or a checkpoint, of which only
-                the weights are taken (`load` goes on with all of it).
+            model: a transformers model or PeftModel (copied; on the meta device: drawn), a
+                configuration, a folder, a hub id, or the weights of a checkpoint (see `load`).
             optimizer: None leaves out all that only training needs (2 bytes per parameter).
             max_grad_norm: exact clipping of the global norm; None for none.
             precision: what layers are computed in (fp8: their linear modules); masters are fp32.
@@ -84,18 +85,18 @@ class Engine(PlacedEngine):
             trained: which parameters are, by patterns of names; else those that require gradients.
             device_memory, host_memory: all that the process may take (`"10GiB"`, bytes, None: any).
             disk, disk_space: a folder on a fast disk where planes may rest, and how many bytes.
-            saveable: False also trains a model that its configuration does not make (it has hooks,
-                or was changed by hand): `save` and `save_pretrained` then refuse it.
+            saveable: False also trains a model that was changed by hand, which saves then refuse.
+            adapter: a `peft.LoraConfig`, or its keys, for a model that has none.
 
         Raises:
             InputError: a model or argument that cannot be used; the message says why.
             DoesNotFit: not enough host or device memory.
         """
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed)
-        source = open_source(
-            model, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
-        )
+        code = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
+        source = open_source(model, adapter=adapter, **code)
         trained.choose(source.model)
+        _check_adapter(source, optimizer, precision)
         found = _learn(source, must_save=optimizer is not None and saveable)
         on = _limited(device, device_memory, host_memory, disk_space)
         streamed = None if optimizer is None else StreamedOptimizer(optimizer, source.model)
@@ -224,6 +225,17 @@ def _learn(source: Source, *, must_save: bool) -> ModelSpec:
     if must_save and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
     return found
+
+
+def _check_adapter(source: Source, optimizer: Rule | None, precision: Precision) -> None:
+    if adapted(source.model) is None:
+        return
+    if precision == "fp8":
+        raise InputError("precision is 'fp8', and the model has an adapter; take bf16")
+    if optimizer is not None and not any(p.requires_grad for p in source.model.parameters()):
+        raise InputError(
+            "every parameter of the PeftModel is frozen: load the adapter with is_trainable=True"
+        )
 
 
 def _limited(

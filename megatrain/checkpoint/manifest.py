@@ -99,6 +99,7 @@ class Settings(_Strict):
         optimizer: its rule's name and settings.
         groups: torch's parameter groups as a schedule left them.
         num_steps: the optimizer's own count.
+        adapter: configurations of PEFT, by the adapters' names, and which one is active.
     """
 
     steps: Count
@@ -116,6 +117,7 @@ class Settings(_Strict):
     num_steps: Count
     frozen_dtypes: dict[str, str] = field(default_factory=dict)
     experts_implementation: dict[str, str] = field(default_factory=dict)
+    adapter: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,14 @@ Documents = Annotated[
 ]
 
 
+LoraRank = Annotated[
+    int, typer.Option(min=0, help="Train LoRA of this rank on all linear layers; 0: train all.")
+]
+TimelineFile = Annotated[
+    Path | None, typer.Option(help="File for one step's Perfetto trace; its picture beside.")
+]
+
+
 @bench.callback()
 def cases() -> None:
     """Measure, and write the result as JSON."""
@@ -57,6 +65,7 @@ def step(
     states: States = None,
     master: Master = None,
     device: DeviceName = "auto",
+    lora_r: LoraRank = 0,
     placement: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A choice of it; repeatable.")
     ] = None,
@@ -69,10 +78,7 @@ def step(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 5,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(help="File for one step's Perfetto trace; its picture beside."),
-    ] = None,
+    timeline: TimelineFile = None,
 ) -> None:
     """Time whole training steps on random tokens: model TFLOPS, memory, spread."""
     from megatrain.cli.bench_step import StepCase, measure_step
@@ -87,6 +93,7 @@ def step(
         precision=precision or "bf16",
         states=states or "fp32",
         master=master or 32,
+        lora_r=lora_r,
         device=device,
         placement=parse_placement(placement or []),
         device_memory=device_memory,

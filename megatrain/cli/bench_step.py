@@ -51,6 +51,7 @@ class StepCase:
     disk: str | None = None
     master: int = 32
     documents: int | None = None
+    lora_r: int = 0
 
     @property
     def workload(self) -> Workload:
@@ -95,6 +96,7 @@ def build_engine(case: StepCase) -> Engine:
         max_grad_norm=case.max_grad_norm,
         device=None if case.device == "auto" else case.device,
         seed=case.seed,
+        adapter=None if not case.lora_r else {"r": case.lora_r, "target_modules": "all-linear"},
     )
 
 
@@ -129,10 +131,13 @@ def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
         "case": asdict(case),
         "placement": engine.placement.as_dict(),
         "parameters": engine.num_parameters,
+        "trained_parameters": trained_parameters(engine),
         "tokens_per_step": tokens,
         "step_seconds": times,
         "losses": losses,
-        **statistics_of(times[case.warmup :], tokens, engine.num_parameters),
+        **statistics_of(
+            times[case.warmup :], tokens, engine.num_parameters, trained_parameters(engine)
+        ),
         **_utilisation(engine, case),
         "compilations": sum(compilations),
         "recompilations_after_warmup": compilations[1],
@@ -191,8 +196,20 @@ def _rates(engine: Engine, case: StepCase) -> dict[str, Any] | None:
     return None if machine is None else machine.as_dict()
 
 
-def statistics_of(times: Sequence[float], tokens: int, parameters: int) -> dict[str, Any]:
-    """What a result says of its measured steps."""
+def trained_parameters(engine: Engine) -> int:
+    """How many parameters the engine's optimizer has."""
+    groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+    return sum(parameter.numel() for group in groups for parameter in group["params"])
+
+
+def statistics_of(
+    times: Sequence[float], tokens: int, parameters: int, trained: int | None = None
+) -> dict[str, Any]:
+    """What a result says of its measured steps.
+
+    A parameter takes 4 FLOPs a token, and 2 more for its gradient if it is `trained` (None: all).
+    """
+    flops = 4 * parameters + 2 * (parameters if trained is None else trained)
     median = statistics.median(times)
     return {
         "count": len(times),
@@ -200,5 +217,5 @@ def statistics_of(times: Sequence[float], tokens: int, parameters: int) -> dict[
         "min_seconds": min(times),
         "max_seconds": max(times),
         "tokens_per_second": tokens / median,
-        "model_tflops": 6 * parameters * tokens / median / 1e12,
+        "model_tflops": flops * tokens / median / 1e12,
     }

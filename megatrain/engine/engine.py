@@ -25,11 +25,11 @@ from megatrain.engine.packing import Packing
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
-from megatrain.model.export import write_weights
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.seeds import derived_seed
+from megatrain.source.exported import write_model
 from megatrain.source.source import fill
 from megatrain.source.state_io import describe_optimizer, documents, settings_of
 from megatrain.store import Store
@@ -250,12 +250,17 @@ class PlacedEngine:
         for tile, entry in self._store.entries():
             yield entry.name, tile.read_master(entry)
 
-    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+    def save_pretrained(
+        self, folder: str | Path, *, dtype: torch.dtype | None = None, merged: bool = False
+    ) -> None:
         """Write a Hugging Face folder in `dtype` (None: that of the model's source).
 
         What is not trained is written as it came, buffers in any case; parameters in `dtype` where
         one is given. Files of the source folder that still hold go along (generation settings,
         tokenizer, templates, code), where `folder` has none of that name.
+
+        Of a model with an adapter: that alone, as PEFT writes it, in float32 or `dtype`; with
+        `merged` the whole model, the adapter merged into it.
 
         Raises:
             InputError: the model cannot be built again (see `save`), or more bits are wanted than
@@ -270,13 +275,15 @@ class PlacedEngine:
             entry.name: (lambda tile=tile, entry=entry: tile.read_master(entry))
             for tile, entry in self._store.entries()
         }
-        write_weights(
+        write_model(
             Path(folder),
             source.model,
-            masters | source.untrained.values,
-            dtype=dtype or source.dtype,
-            as_came=source.untrained.as_came(dtype),
+            masters,
+            source.untrained,
+            dtype=dtype,
+            source_dtype=source.dtype,
             beside=source.companions,
+            merged=merged,
         )
 
     def save(

@@ -26,6 +26,7 @@ from megatrain.compat.transformers import (
 )
 from megatrain.errors import InputError, in_one_line
 from megatrain.json_yaml import read_json
+from megatrain.model.adapters import adapted
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
 LONGEST_REASON = 400
@@ -162,6 +163,10 @@ def loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.
 
 
 def _loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    if (found := adapted(model)) is not None:
+        types, names = loaded_types(found.base, dtype), {**found.held, **found.copies}
+        every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+        return {name: types[names[name]] if name in names else dtype for name, _ in every}
     with weightless():
         twin = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
     plan = [re.compile(pattern.replace("*", ".*")) for pattern in in_fp32(model, dtype)]

@@ -6,15 +6,18 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megatrain.compat import peft
 from megatrain.compat.transformers import not_saved
 from megatrain.disk import whole_folder
 from megatrain.errors import InputError, RunFailed
+from megatrain.model.adapters import adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import Companions, write_companions
 from megatrain.model.conversion import ExportBatch, plan_export
@@ -27,7 +30,7 @@ SHARD_FILE = "model-{:05d}-of-{:05d}.safetensors"
 # What an export replaces in a folder that it finds; all else there (tokenizer, notes) stays.
 REPLACED = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
-    r"|config\.json|generation_config\.json"
+    r"|config\.json|generation_config\.json|adapter_(config\.json|model\.safetensors)"
 )
 
 
@@ -69,15 +72,54 @@ def write_weights(
     saved = _saved_names(model, tensors)
     metas = _metas(model, saved, dtype, as_came or {})
     batches = _in_file_order(plan_export(model, metas), metas)
+    with _exported(folder) as partial:
+        size = sum(each.num_bytes for batch in batches for each in batch.outputs)
+        _check_space(folder, size)
+        write_configs(partial, model, dtype)
+        values = _values(model, batches, lambda name: _value(model, tensors, saved[name]))
+        _write_shards(partial, model, batches, values, max_shard_bytes)
+        _keep_other_files(folder, partial)
+        _add(partial, beside or {})
+
+
+def write_adapter(
+    folder: Path,
+    model: PreTrainedModel,
+    tensors: Values,
+    *,
+    dtype: torch.dtype,
+    beside: Companions | None = None,
+) -> None:
+    """Write the active adapter of a model as PEFT does, which `PeftModel.from_pretrained` loads.
+
+    Args: as `write_weights`; of `beside` what is not of a model's own.
+
+    Raises:
+        InputError: `folder` is a file.
+        RunFailed: not enough disk space, or the disk cannot be written; nothing is left behind.
+    """
+    folder, whole = Path(folder).resolve(), adapted(model)
+    assert whole is not None
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file; give a folder to export to")
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    names = peft.file_names(model, whole.active)
+    described = [Described(name, dtype, shapes[own]) for name, own in names.items()]
+    with _exported(folder) as partial:
+        _check_space(folder, sum(each.num_bytes for each in described))
+        values = (tensors[own]().to(dtype) for own in names.values())
+        write_shard(partial / peft.WEIGHTS_FILE, described, values)
+        peft.write_config(whole.configs[whole.active], partial)
+        _keep_other_files(folder, partial)
+        _add(partial, {n: d for n, d in (beside or {}).items() if not REPLACED.fullmatch(n)})
+
+
+@contextmanager
+def _exported(folder: Path) -> Iterator[Path]:
+    """A folder that replaces `folder` when the body has succeeded."""
     try:
         with whole_folder(folder, replace=True) as partial:
-            size = sum(each.num_bytes for batch in batches for each in batch.outputs)
-            _check_space(folder, size)
-            write_configs(partial, model, dtype)
-            values = _values(model, batches, lambda name: _value(model, tensors, saved[name]))
-            _write_shards(partial, model, batches, values, max_shard_bytes)
-            _keep_other_files(folder, partial)
-            _add(partial, beside or {})
+            yield partial
     except OSError as error:
         raise RunFailed(
             f"{folder}: cannot export the model: {error.strerror or error}; nothing was written, "

@@ -49,6 +49,7 @@ _CONTAINERS = (list, tuple, torch.Size, dict, OrderedDict, set, frozenset)
 _LIBRARIES = (
     "torch",
     "transformers",
+    "peft",
     "megatrain",
 )  # their functions keep no state in globals of theirs
 _SMALL = 1 << 16  # values of a tensor that is compared by them

@@ -27,6 +27,7 @@ from megatrain.compat.transformers import (
     without_checkpointing,
 )
 from megatrain.errors import InputError, first_line, in_one_line
+from megatrain.model.adapters import adapted, with_adapters
 from megatrain.model.build import (
     LONGEST_REASON,
     build,
@@ -49,6 +50,7 @@ _LEFT_OUT = {
     "generation_config",
     "gradient_checkpointing",
     "name_or_path",
+    "peft_config",
     "warnings_issued",
     "_gradient_checkpointing_func",
     "_is_hf_initialized",
@@ -78,6 +80,9 @@ def difference(
         computed: in which its class has computed its buffers.
         with_code: if its class came with a folder, the code goes along.
     """
+    whole, given = adapted(model), model
+    if whole is not None:
+        model = whole.base
     try:
         again = _again(model, dtype, with_code)
     except Exception as error:  # each configuration class has its own checks and error types
@@ -88,6 +93,9 @@ def difference(
             "model of transformers, or the folder that has its code"
         )
     found = next(_differences(model, again, computed), None)
+    if found is None and whole is not None:
+        remade = with_adapters(model, whole.configs, whole.active)
+        found = next(_unlike(given, remade), None)
     if found is None:
         return None
     what, remedy = found
@@ -146,7 +154,7 @@ def _parts(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
         elif type(mine[path]) is not type(others[path]):
             kinds = _class(mine[path]), _class(others[path])
             peft = kinds[0].startswith("peft.")
-            remedy = "merge the adapter into the model (merge_and_unload)" if peft else _UNDO
+            remedy = "give the PeftModel itself, or merge it (merge_and_unload)" if peft else _UNDO
             yield f"{path or 'the model'} is a {kinds[0]}, and a {kinds[1]}", remedy
     held, made = _held(model), _held(again)
     for name in [*held, *made]:

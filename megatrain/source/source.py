@@ -1,8 +1,10 @@
 """A model's structure, and its weights from where they are to their place."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,16 @@ from megatrain.checkpoint import (
     read_converted,
     read_tiles,
 )
+from megatrain.compat import peft
 from megatrain.errors import InputError
+from megatrain.json_yaml import read_json
+from megatrain.model.adapters import adapted, draw_adapters, noted, plain, with_adapters
 from megatrain.model.build import empty_model, load_config, loaded_types
 from megatrain.model.companions import Companions, companions, set_generation
 from megatrain.model.init import initialise
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
+from megatrain.model.safetensors_io import read_header
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import read_weights, resolve_model, source_dtype, stored_types
@@ -53,6 +59,8 @@ class Source:
         untrained: see there; `fill` puts in what comes from the source.
         companions: files of the folder or checkpoint that exports and checkpoints have as well.
         lost: what neither a checkpoint nor an export would have of the model; None: nothing.
+        grows: adapters are put on a source that has none: they are drawn, or those of
+            `adapter_folder`.
     """
 
     model: PreTrainedModel
@@ -64,6 +72,14 @@ class Source:
     untrained: Untrained = field(default_factory=Untrained)
     companions: Companions = field(default_factory=dict)
     lost: str | None = None
+    grows: bool = False
+    adapter_folder: Path | None = None
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The model's names of what the source calls otherwise."""
+        found = adapted(self.model)
+        return found.names if self.grows and found is not None else {}
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,85 @@ class Resumed:
     checkpoint: Checkpoint
 
 
-def open_source(
+def open_source(model: Any, *, adapter: Any = None, **how: Any) -> Source:
+    """As `open_plain`, and also of a PeftModel.
+
+    Args:
+        adapter: a LoraConfig of PEFT, or its keys: what the model is trained with.
+
+    Raises:
+        InputError: as `open_plain`; PEFT refuses the adapter, or the model has one already.
+    """
+    if peft.is_peft_model(model):
+        inner, configs, active = peft.unwrapped(model)
+        source = open_plain(inner, **how)
+        noted(source.model, configs, active)
+    elif (folder := _adapter_folder(model)) is not None:
+        keys = read_json(folder / peft.CONFIG_FILE)
+        config = peft.from_json(keys | {"inference_mode": False})  # to be trained
+        source = _grown(open_plain(_base_of(config, folder), **how), config)
+        source.adapter_folder = folder
+        source.companions = {**source.companions, **companions(folder)}
+    else:
+        source = open_plain(model, **how)
+        if adapter is None:
+            return source
+    if adapter is None:
+        return source
+    if adapted(source.model) is not None or source.resumes:
+        raise InputError("the model has an adapter already; leave adapter out, or merge it first")
+    config = peft.lora_config(adapter) if isinstance(adapter, Mapping) else copy.copy(adapter)
+    peft.check(config)
+    if isinstance(model, str | Path):
+        there = Path(model).expanduser()
+        config.base_model_name_or_path = str(there.absolute() if there.exists() else model)
+    return _grown(source, config)
+
+
+def _adapter_folder(model: Any) -> Path | None:
+    """A folder of PEFT's, with an adapter alone; None: it is something else."""
+    folder = Path(model).expanduser() if isinstance(model, str | Path) else None
+    if folder is None or (folder / "config.json").exists():
+        return None
+    return folder if (folder / peft.CONFIG_FILE).is_file() else None
+
+
+def _base_of(config: Any, folder: Path) -> str:
+    if not config.base_model_name_or_path:
+        raise InputError(
+            f"{folder / peft.CONFIG_FILE}: names no base_model_name_or_path; put the base's folder "
+            "or hub id there"
+        )
+    return str(config.base_model_name_or_path)
+
+
+def _grown(source: Source, config: Any) -> Source:
+    """The source with an adapter put on its model."""
+    source.model, source.grows = with_adapters(source.model, {"default": config}), True
+    buffers = source.untrained.buffers
+    source.untrained.buffers = {source.names.get(n, n): b for n, b in buffers.items()}
+    return source
+
+
+def read_adapter(source: Source, write: Write) -> None:
+    """Read the adapter of the source's folder, if it has one. Raises InputError: another's."""
+    if source.adapter_folder is None:
+        return
+    path, names = (
+        source.adapter_folder / peft.WEIGHTS_FILE,
+        peft.file_names(source.model, "default"),
+    )
+    shapes = {name: tuple(p.shape) for name, p in source.model.named_parameters()}
+    stored = {each.name: each for each in read_header(path)}
+    if {n: each.shape for n, each in stored.items()} != {
+        n: shapes[own] for n, own in names.items()
+    }:
+        raise InputError(f"{path}: its tensors are not those that {peft.CONFIG_FILE} makes")
+    for name, mine in names.items():
+        write(mine, stored[name].read())
+
+
+def open_plain(
     model: PreTrainedModel | PreTrainedConfig | Checkpoint | Resumed | str | Path,
     *,
     trust_remote_code: bool = False,
@@ -130,20 +224,22 @@ def structure(source: Source) -> ModelSpec:
 
 def _types(source: Source) -> dict[str, torch.dtype]:
     """In what each parameter comes; what is drawn has the dtype of the source."""
+    names = source.names
     if source.saved is not None:
         others = source.saved.settings.frozen_dtypes
         return {
-            each.name: saved_dtype(source.saved, others.get(each.name))
+            names.get(each.name, each.name): saved_dtype(source.saved, others.get(each.name))
             if each.group is None
             else torch.float32  # a master
             for tile in source.saved.manifest.tiles
             for each in tile.parameters
         }
     if source.folder is not None:
-        return stored_types(source.folder, source.model)
+        stored = stored_types(source.folder, plain(source.model))
+        return {names.get(name, name): dtype for name, dtype in stored.items()}
     if source.given is None or next(source.given.parameters()).is_meta:
         return {}
-    return {name: p.dtype for name, p in source.given.named_parameters()}
+    return {names.get(n, n): p.dtype for n, p in source.given.named_parameters()}
 
 
 def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
@@ -158,6 +254,12 @@ def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
     dtype = store.tiles[0].weights.data.dtype
     refuse_rounding(loaded_types(source.model, dtype), found.computed, dtype)
     write = _writer(store, source, threads=1)  # one of many readers at a time
+    given = (
+        None if source.given is None or next(source.given.parameters()).is_meta else source.given
+    )
+    drawn = source.saved is None and source.folder is None and given is None
+    whole = adapted(source.model)
+    base = None if whole is None else set(whole.held)
 
     def draw(only: Any = None) -> None:
         threads = update_threads()
@@ -167,7 +269,7 @@ def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
         def as_source(name: str, values: Tensor) -> None:
             write(name, values.to(source.dtype) if name in frozen else values)
 
-        initialise(found, seed, as_source, only, threads=threads)
+        initialise(found, seed, as_source, base if only is None else only, threads=threads)
 
     if source.saved is not None:
         with offering_another(source.saved.folder):
@@ -179,17 +281,23 @@ def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
             source.untrained = read_untrained(source.saved, source.model)
             source.untrained.rounded = rounded
     elif source.folder is not None:
-        missing = read_weights(source.folder, source.model, write, threads=update_threads())
+        plain_model = plain(source.model)
+        missing = read_weights(source.folder, plain_model, write, threads=update_threads())
         if missing:
-            draw(missing)
-    elif source.given is None or next(source.given.parameters()).is_meta:
+            draw({source.names.get(name, name) for name in missing})
+    elif given is None:
         draw()
     else:
-        for name, parameter in source.given.named_parameters():
+        for name, parameter in given.named_parameters():
             write(name, parameter.detach().cpu())
-        for name, buffer in persistent_buffers(source.given).items():
+        for name, buffer in persistent_buffers(given).items():
             if not buffer.is_meta:
                 write(name, buffer.detach().cpu().clone())
+    if source.adapter_folder is not None:
+        read_adapter(source, write)
+    elif whole is not None and (source.grows or drawn):
+        read = {e.name: partial(tile.read_master, e) for tile, e in store.entries()}
+        draw_adapters(source.model, read, write, seed)
     source.untrained.computed = computed_buffers(source.model)
 
 
@@ -216,8 +324,10 @@ def _read_masters(checkpoint: Checkpoint, write: Write) -> None:
 def _writer(store: Store, source: Source, *, threads: int) -> Write:
     places = {entry.name: (tile, entry) for tile, entry in store.entries()}
     buffers, untrained = dict(source.model.named_buffers()), source.untrained
+    names = source.names
 
     def write(name: str, values: Tensor) -> None:
+        name = names.get(name, name)
         if name not in places:
             untrained.buffers[name] = values
             buffers[name].copy_(values)

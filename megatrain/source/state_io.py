@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from megatrain.checkpoint import BUFFERS, COMPUTED, MODEL, Checkpoint, Settings
 from megatrain.compat.transformers import attention_of, experts_of, set_attention, set_experts
 from megatrain.errors import InputError
+from megatrain.model.adapters import adapted, restored
 from megatrain.model.build import configs, empty_model, load_config
 from megatrain.model.companions import Companions, read_files, write_companions
 from megatrain.model.export import write_configs
@@ -130,6 +131,8 @@ def open_model(
             f"{folder / 'config.json'}: transformers makes a {type(model).__name__} of it, and the "
             f"checkpoint is of a {settings.model_class}, which cannot be rebuilt"
         )
+    if settings.adapter is not None:
+        model = restored(model, settings.adapter)
     frozen, parameters = set(settings.frozen), dict(model.named_parameters())
     if unknown := frozen - parameters.keys():
         raise InputError(f"{checkpoint.folder}: its frozen parameter {min(unknown)!r} is unknown")
@@ -225,5 +228,6 @@ def settings_of(
         attn_implementation={path: name for path, name in attention.items() if name},
         experts_implementation={path: name for path, name in experts.items() if name},
         frozen=tuple(n for n, p in model.named_parameters() if not p.requires_grad),
+        adapter=None if (found := adapted(model)) is None else found.as_json(),
         **rest,
     )

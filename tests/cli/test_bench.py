@@ -9,6 +9,7 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
 from benchmarks import checkpoint, generation
+from megatrain.cli.bench_step import statistics_of
 from megatrain.cli.shapes import qwen2_config
 
 # Parameters of the published checkpoints (the safetensors metadata on huggingface.co/Qwen).
@@ -98,3 +99,9 @@ def test_generation_is_measured_beside_that_of_transformers(tmp_path, capsys):
     assert found["resident"]["equal"] and found["streamed"]["equal"]
     assert found["case"]["rows"] == 2 and found["environment"]["packages"]["torch"]
     assert "toy: transformers " in capsys.readouterr().out
+
+
+def test_frozen_parameters_have_no_gradient_to_compute():
+    found = statistics_of([2.0], tokens=10, parameters=1000, trained=100)
+    assert found["model_tflops"] == (4 * 1000 + 2 * 100) * 10 / 2 / 1e12
+    assert statistics_of([2.0], 10, 1000)["model_tflops"] == 6 * 1000 * 10 / 2 / 1e12

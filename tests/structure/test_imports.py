@@ -19,6 +19,7 @@ LAZY = {
     "rich": {"cli", "telemetry", "train"},
     "matplotlib": {"telemetry"},
     "pynvml": {"telemetry"},
+    "peft": {"compat"},
 }
 """Packages that the engine must work without, and the only parts which may import them."""
 

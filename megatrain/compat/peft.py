@@ -1,0 +1,240 @@
+"""All that is asked of PEFT, an extra: it wraps modules of a model, and we follow its forward."""
+
+import copy
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from megatrain.errors import InputError, in_one_line
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# The keys of LoraConfig that are followed; another one must be as it is by default.
+KEYS = frozenset((
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
+    "bias", "use_rslora", "modules_to_save", "init_lora_weights", "layers_to_transform",
+    "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias",
+))  # fmt: skip
+_OF_FILES = frozenset((
+    "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode",
+    "auto_mapping", "peft_version",
+))  # fmt: skip
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_INITS = (True, False, "gaussian")  # others change the base's weights, or need data
+_LONGEST = 300
+
+
+def _library() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise InputError("adapters need PEFT; pip install 'megatrain[peft]'") from error
+    return peft
+
+
+def is_peft_model(model: object) -> bool:
+    """Whether a model is one of PEFT's."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
+
+
+def unwrapped(model: Any) -> tuple[nn.Module, dict[str, Any], str]:
+    """The transformers model inside a PeftModel, its adapters' configurations and the active one.
+
+    Raises:
+        InputError: it has other adapters than LoRA's, several active ones, or merged ones.
+    """
+    active = model.active_adapters if hasattr(model, "active_adapters") else []
+    if isinstance(model, _library().PeftMixedModel) or len(active) != 1:
+        raise InputError(
+            f"the PeftModel has {len(active)} active adapters; one can be trained, and others may "
+            "be there: set_adapter(name)"
+        )
+    for config in model.peft_config.values():
+        check(config)
+    inner = model.get_base_model()
+    if any(module.merged for _, module in wrappers(inner) if hasattr(module, "merged")):
+        raise InputError("an adapter of the PeftModel is merged; call unmerge_adapter()")
+    return inner, dict(model.peft_config), active[0]
+
+
+def lora_config(keys: Mapping[str, Any]) -> Any:
+    """A LoraConfig, checked by PEFT.
+
+    Raises:
+        InputError: PEFT is not there, or does not take these keys.
+    """
+    known = {*KEYS, *_OF_FILES}
+    if unknown := sorted(keys.keys() - known):
+        raise InputError(
+            f"adapter: {unknown[0]!r} is not supported; there are {', '.join(sorted(KEYS))}"
+        )
+    try:
+        config = _library().LoraConfig(**keys)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"adapter: {in_one_line(error, _LONGEST)}") from error
+    check(config)
+    return config
+
+
+def check(config: Any) -> None:
+    """Raises InputError: a configuration is not LoRA's, or asks for what is not followed."""
+    lora = _library().LoraConfig
+    if type(config) is not lora:
+        raise InputError(
+            f"the adapter is of {type(config).__name__}; only LoraConfig (LoRA, rsLoRA, DoRA) is "
+            "supported"
+        )
+    usual, given = lora().to_dict(), config.to_dict()
+    for name in sorted(given.keys() - KEYS - _OF_FILES):
+        if (given[name] or None) != (usual.get(name) or None):  # PEFT puts empty ones there
+            raise InputError(f"the adapter has {name} = {given[name]!r}, which is not supported")
+    if config.init_lora_weights not in _INITS:
+        raise InputError(
+            f"the adapter has init_lora_weights = {config.init_lora_weights!r}, which is not "
+            "supported: true, false or gaussian"
+        )
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """A configuration as plain JSON values."""
+    plain = {n: sorted(v) if isinstance(v, set) else v for n, v in config.to_dict().items()}
+    return json.loads(json.dumps(plain, default=str))
+
+
+def from_json(values: Mapping[str, Any]) -> Any:
+    """The configuration that `as_json` gave. Raises InputError: this PEFT does not take it."""
+    usual = _library().LoraConfig().to_dict()
+    kept = {n: v for n, v in values.items() if n in KEYS | _OF_FILES or v != usual.get(n)}
+    return lora_config(kept)
+
+
+def write_config(config: Any, folder: Path) -> None:
+    """Write `adapter_config.json` of an adapter that is to be loaded."""
+    own = copy.copy(config)
+    own.inference_mode = True
+    own.save_pretrained(str(folder))
+
+
+def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
+    """Put adapters into a model without weights, in place.
+
+    Raises:
+        InputError: PEFT refuses, such as names of modules that are not there.
+    """
+    try:
+        for name, config in configs.items():
+            _library().inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        raise InputError(f"adapter: {in_one_line(error, _LONGEST)}") from error
+    for _, module in wrappers(model):
+        module.set_adapter(active)
+    tidy(model)
+
+
+def tidy(model: nn.Module) -> None:
+    """Take from wrappers what only their construction has asked for: names and devices.
+
+    Layers that are alike otherwise would not be.
+    """
+    for _, module in wrappers(model):
+        if isinstance(getattr(module, "kwargs", None), dict):
+            module.kwargs = {}
+
+
+def _classes() -> tuple[type, type]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return BaseTunerLayer, AuxiliaryTrainingWrapper
+
+
+def wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every module that PEFT has wrapped, with its path."""
+    classes = _classes()
+    return ((n, m) for n, m in model.named_modules() if isinstance(m, classes))
+
+
+def is_copy(module: nn.Module) -> bool:
+    """Whether a wrapper trains a copy of its module (`modules_to_save`), no adapter."""
+    return isinstance(module, _classes()[1])
+
+
+def inner(module: Any) -> nn.Module:
+    """The module of the base that a wrapper wraps."""
+    return module.original_module if is_copy(module) else module.get_base_layer()
+
+
+def stripped(model: Model) -> Model:
+    """A copy of a model without weights, without its adapters."""
+    base = copy.deepcopy(model)
+    for path, module in list(wrappers(base)):
+        parent, _, name = path.rpartition(".")
+        setattr(base.get_submodule(parent), name, inner(module))
+    vars(base).pop("peft_config", None)
+    return base
+
+
+def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """For names of the model that the base has, the name there; for those of copies, likewise."""
+    held: dict[str, str] = {}
+    copies: dict[str, str] = {}
+    paths = dict(wrappers(model))
+    both = model.named_parameters(remove_duplicate=False), model.named_buffers()
+    for name in (name for named in both for name, _ in named):
+        wrapper = next((path for path in paths if name.startswith(f"{path}.")), None)
+        if wrapper is None:
+            held[name] = name
+            continue
+        first, rest = name[len(wrapper) + 1 :].split(".", 1)
+        if first in ("base_layer", "original_module"):
+            held[name] = f"{wrapper}.{rest}"
+        elif first == "modules_to_save":
+            copies[name] = f"{wrapper}.{rest.split('.', 1)[1]}"
+    return held, copies
+
+
+def file_names(model: nn.Module, active: str) -> dict[str, str]:
+    """The tensors of a file of an adapter: each name there, and the parameter's in the model."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    held = _library().get_peft_model_state_dict(
+        model, dict(every), active, save_embedding_layers=False
+    )
+    return {f"base_model.model.{name}": first[id(value)] for name, value in held.items()}
+
+
+def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What PEFT begins an adapter of a module with, by names in the wrapper.
+
+    Args:
+        base: weights of the wrapped module; may be empty, where they have no say.
+    """
+    within = copy.deepcopy(inner(module)).to_empty(device="cpu").float()
+    within.load_state_dict(base, strict=False)
+    own = copy.copy(config)
+    own.r, own.lora_alpha = module.r[active], module.lora_alpha[active]
+    own.rank_pattern, own.alpha_pattern, own.target_modules = {}, {}, ["inside"]
+    own.exclude_modules = own.layers_to_transform = own.layers_pattern = None
+    own.modules_to_save, own.bias = None, "none"
+    box = nn.Module()
+    box.inside = within
+    _library().inject_adapter_in_model(own, box, active)
+    made = dict(box.inside.named_parameters())
+    return {n: p.detach() for n, p in made.items() if not n.startswith("base_layer.")}
+
+
+def merged(module: Any, active: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of a wrapped module with its active adapter merged into them, in fp32.
+
+    Args:
+        values: of all parameters of the wrapper, by their names in it.
+    """
+    real = copy.deepcopy(module).float().to_empty(device="cpu")
+    real.load_state_dict(values)
+    real.merge(adapter_names=[active])
+    return {name: p.detach() for name, p in real.get_base_layer().named_parameters()}

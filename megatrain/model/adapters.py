@@ -1,0 +1,161 @@
+"""Models with adapters: a transformers model whose modules PEFT has wrapped.
+
+Everything that follows a forward takes such a model as it is. What is read from and written to
+folders of the base goes by the base's names, which are told here.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatrain.compat import peft
+from megatrain.errors import InputError
+from megatrain.seeds import derived_seed
+
+Values = Mapping[str, Callable[[], Tensor]]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What a model with adapters is made of.
+
+    Attributes:
+        base: the model without them and without weights.
+        held: names of the base's parameters and buffers in the model, and in the base.
+        copies: names of what is trained in the place of a module of the base, and in the base.
+        configs: PEFT's, by the adapters' names.
+        active: the adapter that is computed with; all others are frozen.
+    """
+
+    base: PreTrainedModel
+    held: Mapping[str, str]
+    copies: Mapping[str, str]
+    configs: Mapping[str, Any]
+    active: str
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The name in the model of what the base has, by its name there."""
+        return {name: mine for mine, name in self.held.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """For checkpoints; see `restored`."""
+        configs = {name: peft.as_json(config) for name, config in self.configs.items()}
+        return {"active": self.active, "configs": configs}
+
+
+_adapted: WeakKeyDictionary[nn.Module, Adapted] = WeakKeyDictionary()
+
+
+def adapted(model: nn.Module) -> Adapted | None:
+    """What of a model is an adapter; None: nothing."""
+    return _adapted.get(model)
+
+
+def plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its adapters, without weights; one that has none as it is."""
+    found = adapted(model)
+    return model if found is None else found.base
+
+
+def with_adapters(
+    base: PreTrainedModel, configs: Mapping[str, Any], active: str = "default"
+) -> PreTrainedModel:
+    """A copy of a model without weights that has adapters, without weights, too.
+
+    Raises:
+        InputError: PEFT cannot put them there.
+    """
+    model = copy.deepcopy(base)
+    configs = copy.deepcopy(configs)  # PEFT writes into them what they mean in this model
+    peft.inject(model, configs, active)
+    _adapted[model] = Adapted(base, *peft.base_names(model), configs, active)
+    return model
+
+
+def noted(model: PreTrainedModel, configs: Mapping[str, Any], active: str) -> PreTrainedModel:
+    """The model inside a PeftModel, its weights taken out, as one with adapters."""
+    peft.tidy(model)
+    base = peft.stripped(model)
+    _adapted[model] = Adapted(base, *peft.base_names(model), configs, active)
+    return model
+
+
+def restored(base: PreTrainedModel, saved: Mapping[str, Any]) -> PreTrainedModel:
+    """The model with adapters of which `as_json` was saved.
+
+    Raises:
+        InputError: this version of PEFT does not know them.
+    """
+    try:
+        configs = {name: peft.from_json(each) for name, each in saved["configs"].items()}
+        return with_adapters(base, configs, saved["active"])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(f"the checkpoint's adapter cannot be made again: {error!r}") from error
+
+
+def draw_adapters(
+    model: PreTrainedModel, read: Values, write: Callable[[str, Tensor], None], seed: int
+) -> None:
+    """Hand the values to `write` with which adapters begin; the base's weights are in place.
+
+    Args:
+        read: functions that give the base's parameters, by their names in the model.
+        seed: of what is drawn; torch's default generator is seeded anew for each module.
+    """
+    found = _adapted[model]
+    first = {id(p): name for name, p in model.named_parameters()}
+    for number, (path, module) in enumerate(peft.wrappers(model)):
+        base = {name: read[first[id(p)]] for name, p in peft.inner(module).named_parameters()}
+        for adapter, config in found.configs.items():
+            if peft.is_copy(module):
+                for name, original in base.items() if adapter in module.modules_to_save else ():
+                    write(f"{path}.modules_to_save.{adapter}.{name}", original())
+            elif adapter in module.r:
+                torch.default_generator.manual_seed(derived_seed(seed, number, len(first)))
+                given = {name: value() for name, value in base.items()} if config.use_dora else {}
+                for name, value in peft.drawn(module, config, adapter, given).items():
+                    write(f"{path}.{name}", value)
+
+
+def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callable[[], Tensor]]:
+    """The base's parameters, the active adapter merged into them, by their names in the base.
+
+    Raises:
+        InputError: a parameter that an adapter changes is tied to another use.
+    """
+    found = _adapted[model]
+    out = {found.held[name]: value for name, value in values.items() if name in found.held}
+    names = list(model.named_parameters(remove_duplicate=False))
+    first = {id(p): name for name, p in reversed(names)}
+    uses = Counter(id(p) for _, p in names)
+    for path, module in peft.wrappers(model):
+        within = dict(peft.inner(module).named_parameters())
+        own = module.modules_to_save if peft.is_copy(module) else module.r
+        if found.active not in own:
+            continue
+        for name, parameter in within.items():
+            if uses[id(parameter)] > 1:
+                raise InputError(
+                    f"{path} is tied to another module, and merging would change both; export the "
+                    "adapter instead"
+                )
+            if peft.is_copy(module):
+                mine = f"{path}.modules_to_save.{found.active}.{name}"
+                out[f"{path}.{name}"] = values[mine]
+            else:
+                every = {n: values[first[id(p)]] for n, p in module.named_parameters()}
+                out[f"{path}.{name}"] = partial(_merged, module, found.active, every, name)
+    return out
+
+
+def _merged(module: nn.Module, active: str, values: Values, name: str) -> Tensor:
+    return peft.merged(module, active, {n: value() for n, value in values.items()})[name]

@@ -1,0 +1,51 @@
+"""A model as a folder: of Hugging Face's layout, or its adapter alone in PEFT's."""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from megatrain.errors import InputError
+from megatrain.model.adapters import Values, adapted, merged_into_base
+from megatrain.model.companions import Companions
+from megatrain.model.export import write_adapter, write_weights
+from megatrain.source.untrained import Untrained
+
+
+def write_model(
+    folder: Path,
+    model: PreTrainedModel,
+    masters: Values,
+    untrained: Untrained,
+    *,
+    dtype: torch.dtype | None,
+    source_dtype: torch.dtype,
+    beside: Companions,
+    merged: bool = False,
+) -> None:
+    """Write the model; of one with an adapter that alone, in float32, or with `merged` the whole.
+
+    Args:
+        model: tells configuration, names and shapes.
+        masters: functions that give each parameter's exact values, by name.
+        dtype: of all floating tensors; None: `source_dtype`, and what is not trained as it came.
+
+    Raises:
+        InputError: `merged` of a model without an adapter, or of one that cannot be merged.
+        RunFailed: it cannot be written; nothing is left behind.
+    """
+    found = adapted(model)
+    if found is None and merged:
+        raise InputError("the model has no adapter that could be merged; leave merged out")
+    if found is not None and not merged:
+        write_adapter(folder, model, masters, dtype=dtype or torch.float32, beside=beside)
+        return
+    values, as_came = {**masters, **untrained.values}, untrained.as_came(dtype)
+    if found is not None:
+        whole, held = merged_into_base(model, values), found.held
+        unchanged = {n for n in held if n in values and whole[held[n]] is values[n]}
+        as_came = {held[n]: each for n, each in as_came.items() if n in unchanged}
+        model, values = found.base, whole
+    write_weights(
+        folder, model, values, dtype=dtype or source_dtype, as_came=as_came, beside=beside
+    )

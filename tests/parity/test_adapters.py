@@ -1,0 +1,259 @@
+"""Adapters of PEFT, trained as plain torch trains a PeftModel, and written as PEFT writes them."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatrain import Engine, InputError, Placement
+from tests.families.plain import accumulate, shares
+from tests.families.tiny import tiny_model
+from tests.parity.cases import (
+    gradients,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    plain_gradients,
+    relative_error,
+    same,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "all linear": ("llama", {"target_modules": "all-linear"}),
+    "DoRA, rsLoRA": (
+        "llama", {"target_modules": "all-linear", "use_dora": True, "use_rslora": True}
+    ),
+    "a whole head": (
+        "llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}
+    ),
+    "some layers": ("llama", {"target_modules": ["up_proj"], "layers_to_transform": [0, 2]}),
+    "biases": ("qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
+    "tables": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
+    "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "experts' layers": ("mixtral", {"target_modules": ["q_proj", "v_proj"]}),
+    "a tied table": ("gemma2", {"target_modules": "all-linear"}),
+}  # fmt: skip
+
+
+def base(family: str) -> Any:
+    return llama() if family == "llama" else tiny_model(family)
+
+
+def adapted(family: str = "llama", **keys: Any) -> PeftModel:
+    """Every parameter of the adapter strong enough that no wrong gradient hides."""
+    torch.manual_seed(1)
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "init_lora_weights": False} | keys)
+    return get_peft_model(base(family), config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_the_plain_model(case: str) -> None:
+    family, keys = CASES[case]
+    model, [step] = adapted(family, **keys), make_batches(1)
+    loss, wanted = plain_gradients(model.get_base_model(), step)
+    engine = make_engine(model, clip=1e9)
+    result, got = engine.step(step), gradients(engine)
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+    assert got.keys() == wanted.keys()
+    assert relative_error(got, wanted) < (1e-6 if family == "mixtral" else 1e-30)
+    kinds = 2 if case in ("some layers", "a tied table") else 1
+    assert len(engine._program.kinds) == kinds
+
+
+@pytest.mark.parametrize("case", ["DoRA, rsLoRA", "Conv1D"])
+def test_weights_after_clipped_steps_are_those_of_plain_training(case: str) -> None:
+    family, keys = CASES[case]
+    model, steps = adapted(family, **keys), make_batches(3)
+    engine, plain = make_engine(model, clip=0.5), model.get_base_model()
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    named = dict(plain.named_parameters())
+    groups = [
+        {"params": [named[n] for n in group["param_names"]]}
+        | {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        for group in engine.optimizer.param_groups
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    for step in steps:
+        optimizer.zero_grad()
+        wanted = accumulate(plain, step)
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        assert engine.step(step).loss == pytest.approx(wanted, rel=1e-5)
+    got = masters(engine)
+    assert all((got[n] - p).norm() <= 1e-6 * p.norm() for n, p in plain.named_parameters())
+
+
+def test_dropout_of_an_adapter_is_the_same_in_its_recomputation() -> None:
+    model, [step] = adapted(target_modules="all-linear", lora_dropout=0.3), make_batches(1)
+    engine = make_engine(model, clip=1e9)
+    first, found = engine.step(step).loss, gradients(engine)
+    plain = make_engine(adapted(target_modules="all-linear"), clip=1e9)
+    assert first != plain.step(step).loss
+    kept = make_engine(model, clip=1e9, placement=Placement(save_activations=3))
+    assert kept.step(step).loss == first
+    assert same(gradients(kept), found)
+
+
+def test_a_fresh_adapter_changes_nothing_at_first_and_is_drawn_as_peft_does() -> None:
+    model, [step] = llama(), make_batches(1)
+    keys = {"r": 64, "target_modules": ["q_proj"], "modules_to_save": ["norm"]}
+    engine = make_engine(model, adapter=keys)
+    assert engine.evaluate(step) == make_engine(model).evaluate(step)
+    got = masters(engine)
+    peft_model = get_peft_model(llama(), LoraConfig(**keys)).get_base_model()
+    wanted = {name: p.detach() for name, p in peft_model.named_parameters()}
+    assert got.keys() == wanted.keys()
+    for name, parameter in wanted.items():
+        if "lora_A" in name:  # uniform
+            assert got[name].abs().max() == pytest.approx(float(parameter.abs().max()), rel=0.1)
+        else:
+            assert torch.equal(got[name], parameter)
+    assert same(masters(make_engine(model, adapter=keys)), got)
+
+
+def test_the_magnitudes_of_a_fresh_dora_are_the_norms_of_the_base() -> None:
+    keys = {"target_modules": ["q_proj"], "use_dora": True}
+    engine = make_engine(llama(), adapter=keys)
+    wanted = dict(get_peft_model(llama(), LoraConfig(**keys)).get_base_model().named_parameters())
+    names = [name for name in wanted if "magnitude" in name]
+    assert names and same({n: masters(engine)[n] for n in names}, {n: wanted[n] for n in names})
+
+
+@pytest.mark.parametrize("case", ["DoRA, rsLoRA", "a whole head", "Conv1D"])
+def test_the_adapter_and_the_merged_model_are_loaded_by_their_libraries(
+    case: str, tmp_path: Path
+) -> None:
+    family, keys = CASES[case]
+    model, [step] = adapted(family, **keys), make_batches(1)
+    with make_engine(model) as engine:
+        engine.step(step)
+        engine.save_pretrained(tmp_path / "adapter")
+        engine.save_pretrained(tmp_path / "merged", merged=True)
+        wanted, loss = masters(engine), engine.evaluate(step)
+    loaded = PeftModel.from_pretrained(base(family), tmp_path / "adapter").get_base_model()
+    got = dict(loaded.named_parameters())
+    assert all(torch.equal(got[n], p) for n, p in wanted.items() if named_by_peft(n))
+    assert loss_of(loaded, step) == pytest.approx(loss, rel=1e-5)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert loss_of(whole, step) == pytest.approx(loss, rel=1e-4)
+    reference = copy.deepcopy(loaded)
+    for module in reference.modules():
+        if hasattr(module, "lora_A"):
+            module.merge()
+    q_proj = next(n for n, m in reference.named_modules() if hasattr(m, "lora_A"))
+    merged = reference.get_submodule(q_proj).get_base_layer().weight
+    assert torch.equal(whole.get_submodule(q_proj).weight, merged)
+
+
+def loss_of(model: Any, step: Any) -> float:
+    with torch.no_grad():
+        return sum(map(float, shares(model.eval(), step)))
+
+
+def named_by_peft(name: str) -> bool:
+    return "lora_" in name or "modules_to_save" in name
+
+
+def test_a_folder_of_an_adapter_is_opened_with_its_base(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    [step] = make_batches(1)
+    with make_engine(tmp_path / "base", adapter={"target_modules": ["q_proj"]}) as engine:
+        engine.step(step)
+        engine.save_pretrained(tmp_path / "adapter")
+        wanted = masters(engine)
+    with make_engine(tmp_path / "adapter") as again:
+        assert same(masters(again), wanted)
+        again.step(step)
+
+
+def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
+    model, steps = adapted(target_modules="all-linear", use_dora=True), make_batches(3)
+    with make_engine(model, precision="bf16") as engine:
+        engine.step(steps[0])
+        engine.save(tmp_path / "saved")
+        wanted = [engine.step(step).loss for step in steps[1:]]
+        last = masters(engine)
+    with Engine.load(tmp_path / "saved", device="cpu") as again:
+        assert [again.step(step).loss for step in steps[1:]] == wanted
+        assert same(masters(again), last)
+
+
+def test_an_adapter_on_a_checkpoint_of_ours(tmp_path: Path) -> None:
+    [step] = make_batches(1)
+    with make_engine(llama()) as engine:
+        engine.step(step)
+        engine.save(tmp_path / "saved")
+        loss, before = engine.evaluate(step), masters(engine)
+    with make_engine(tmp_path / "saved", adapter={"target_modules": ["q_proj"]}) as again:
+        assert again.evaluate(step) == loss
+        again.step(step)
+        after = {n.replace(".base_layer", ""): p for n, p in masters(again).items()}
+    assert all(torch.equal(after[name], each) for name, each in before.items())
+
+
+def test_one_of_several_adapters_is_trained() -> None:
+    model, [step] = adapted(target_modules=["q_proj"]), make_batches(1)
+    model.add_adapter("other", LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
+    model.set_adapter("other")
+    before: dict[str, Tensor] = dict(model.get_base_model().named_parameters())
+    loss, wanted = plain_gradients(model.get_base_model(), step)
+    engine = make_engine(model, clip=1e9)
+    assert engine.step(step).loss == pytest.approx(loss, rel=1e-6)
+    assert same(gradients(engine), wanted)
+    moved = {n for n, p in masters(engine).items() if not torch.equal(p, before[n])}
+    assert moved == {name for name in before if ".other." in name}
+
+
+def merged_model() -> PeftModel:
+    model = adapted(target_modules=["q_proj"])
+    model.merge_adapter()
+    return model
+
+
+REFUSED = {
+    "a merged one": (merged_model, {}, "is merged"),
+    "a frozen one": (
+        lambda: get_peft_model(
+            llama(), LoraConfig(target_modules=["q_proj"], inference_mode=True)
+        ), {}, "is_trainable=True",
+    ),
+    "float8": (lambda: adapted(target_modules=["q_proj"]), {"precision": "fp8"}, "fp8"),
+    "a second one": (
+        lambda: adapted(target_modules=["q_proj"]), {"adapter": {"r": 4}}, "has an adapter already"
+    ),
+    "an unknown key": (llama, {"adapter": {"rank": 4}}, "'rank' is not supported"),
+    "no such module": (llama, {"adapter": {"target_modules": ["nope"]}}, "nope"),
+    "a bad rank": (llama, {"adapter": {"r": 0, "target_modules": ["q_proj"]}}, "positive"),
+    "PiSSA": (
+        llama, {"adapter": {"init_lora_weights": "pissa", "target_modules": ["q_proj"]}}, "pissa"
+    ),
+    "experts' weights": (
+        lambda: adapted("mixtral", target_parameters=["mlp.experts.gate_up_proj"]), {},
+        "target_parameters",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_followed_is_refused_by_name(case: str) -> None:
+    make, options, said = REFUSED[case]
+    with pytest.raises(InputError, match=said) as refused:
+        make_engine(make(), **options)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_tied_table_is_not_merged(tmp_path: Path) -> None:
+    with make_engine(
+        llama(tie_word_embeddings=True), adapter={"target_modules": ["embed_tokens"]}
+    ) as engine:
+        with pytest.raises(InputError, match="embed_tokens is tied"):
+            engine.save_pretrained(tmp_path / "merged", merged=True)
+        engine.save_pretrained(tmp_path / "adapter")
