@@ -25,7 +25,7 @@ from megatrain import kernels
 from megatrain.kernels import native, reference
 from megatrain.kernels.reference import RULES
 from megatrain.kernels.states import Scalars
-from megatrain.optim import AdamW, moved_bytes
+from megatrain.optim import Adafactor, AdamW, moved_bytes
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import commit, environment
 
@@ -128,7 +128,12 @@ def rule_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
         states = [] if name in ("sgd", "direction") else [torch.zeros(master.numel())]
         move = partial(native.move, name, weights, remainder, states, grad, by, threads=threads)
         cases.append(Case(f"native, {name}", 10 + 8 * len(states), move))
-    return cases
+    rule = Adafactor()
+    planes = (p[: master.numel() // 4096 * 4096].view(-1, 4096) for p in (weights, remainder, grad))
+    (weights, remainder, grad), [_, kept] = planes, rule.state_planes
+    update = partial(rule.update, weights, remainder, [torch.zeros(master.numel() // kept.per)])
+    update = partial(update, grad, vars(rule), at=0, step=10, grad_scale=0.5, threads=threads)
+    return [*cases, Case("torch, adafactor", moved_bytes(rule, torch.bfloat16), update)]
 
 
 def other_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:

@@ -59,11 +59,11 @@ class Directions:
                 f"{type(rule).__name__} takes {name!r} for a matrix of a layer, but it is outside "
                 "of the layers; choose another optimizer"
             )
-        if directed and any(Tier.DISK in (t.rests.moments, t.rests.remainder) for t in tiles):
+        on_disk = any(Tier.DISK in (t.rests.moments, t.rests.remainder) for t in tiles)
+        if on_disk and rule.needs_matrices:
             raise InputError(
-                f"{type(rule).__name__} keeps state that goes to the device, and updates whole "
-                "parameters: its planes cannot rest on a disk yet; leave placement.disk_moments "
-                "and disk_remainder out"
+                f"{type(rule).__name__} updates whole parameters: its planes cannot rest on a disk "
+                "yet; leave placement.disk_moments and disk_remainder out"
             )
         numels = [self._range(t)[1] - self._range(t)[0] for t in directed if self._comes(t)]
         self._rooms = [

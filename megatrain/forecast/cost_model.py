@@ -76,8 +76,9 @@ class CostModel:
         puts: how often something is put on a stream for one of them.
     """
 
-    def __init__(self, machine: Machine, counter: OpCounter) -> None:
-        self.counter = counter
+    def __init__(self, machine: Machine, counter: OpCounter, pace: float = 1.0) -> None:
+        """Args: `pace`: of updates on the host (`Rule.pace`)."""
+        self.counter, self._pace = counter, pace
         self.group, self.puts = 1, 2
         self._known: dict[tuple, Cost] = {}
         self._machine = machine
@@ -120,7 +121,7 @@ class CostModel:
             moved = _update_bytes(reads, writes)
             if stream == COMPUTE:
                 return Cost(moved / (self._machine.device_gbps * 1e9))
-            return Cost(moved / self._rate[UPDATE], num_bytes=moved)
+            return Cost(moved / (self._pace * self._rate[UPDATE]), num_bytes=moved)
         if stream == ROWS:
             moved = 2 * min((b.data.nbytes for b in (*reads, *writes)), default=0)
             return Cost(moved / self._rate[ROWS], num_bytes=moved)

@@ -273,7 +273,7 @@ def _run(
     """The last of a few steps, which is like all that follow."""
     counter = OpCounter()
     assert model.rule is not None
-    costs = CostModel(machine, counter)
+    costs = CostModel(machine, counter, model.rule.pace)
     device = ClockDevice(costs)
     most = _followed(model, placement, measured.dtype)
     batch = measured.batch(rows, micro_batch, most, placement.passes)

@@ -1,5 +1,6 @@
 """Optimizers: each rule is a file; `RULES` has them by the name that run files know."""
 
+from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.lion import Lion
 from megatrain.optim.muon import Muon
@@ -17,12 +18,13 @@ from megatrain.optim.rule import (
 from megatrain.optim.sgd import SGD
 from megatrain.optim.streamed import StreamedOptimizer
 
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdamW, Lion, SGD, Muon)}
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdamW, Lion, SGD, Muon, Adafactor)}
 
 __all__ = [
     "NO_DECAY",
     "RULES",
     "SGD",
+    "Adafactor",
     "AdamW",
     "Lion",
     "Muon",

@@ -13,7 +13,7 @@ from megatrain import kernels
 from megatrain.errors import InputError
 from megatrain.kernels.states import Scalars
 from megatrain.optim.adamw import update_adamw
-from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number
+from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number, parted
 from megatrain.tile import Entry
 
 
@@ -94,13 +94,12 @@ class Muon(Rule):
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """As `Rule.groups`, those without matrices first: AdamW's moments are for them alone."""
-        found, parts = super().groups(model), []
-        for matrices in (False, True):
-            own = {} if matrices or self.adamw_lr is None else {"lr": self.adamw_lr}
-            for group in found:
-                chosen = [(n, p) for n, p in group["params"] if is_matrix(n, p.shape) == matrices]
-                parts.append(group | own | {"params": chosen})
-        return [group for group in parts if group["params"]]
+        groups = parted(super().groups(model), is_matrix)
+        for group in groups:
+            name, first = group["params"][0]
+            if self.adamw_lr is not None and not is_matrix(name, first.shape):
+                group["lr"] = self.adamw_lr
+        return groups
 
     def direct(
         self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any], proceed: Tensor

@@ -27,7 +27,7 @@ from megatrain.units import align
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
-_A_MATRIX = Entry("layers.0.weight", (2, 2), 0, 0)
+_A_MATRIX = Entry("layers.0.weight", (4096, 4096), 0, 0)
 
 
 class PlaneKind(Enum):
@@ -94,6 +94,7 @@ class Rule(ABC):
         further: more of these, that may be anything.
         needs_matrices: whether `update` is called for each parameter, with weights, remainder and
             gradient in its shape, and with those states that it has; else for flat ranges.
+        pace: of its update on the host, as a share of what the memory allows; for forecasts.
     """
 
     name: ClassVar[str]
@@ -101,6 +102,7 @@ class Rule(ABC):
     choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     further: ClassVar[tuple[str, ...]] = ()
     needs_matrices: ClassVar[bool] = False
+    pace: ClassVar[float] = 1.0
 
     @property
     @abstractmethod
@@ -220,6 +222,18 @@ class Rule(ABC):
         return [group for group in groups if group["params"]]
 
 
+def parted(
+    groups: Sequence[dict[str, Any]], second: Callable[[str, torch.Size], bool]
+) -> list[dict[str, Any]]:
+    """Each group in two, those parameters first, and so in tiles, that are not `second`."""
+    parts = [
+        group | {"params": [(n, p) for n, p in group["params"] if second(n, p.shape) == which]}
+        for which in (False, True)
+        for group in groups
+    ]
+    return [group for group in parts if group["params"]]
+
+
 def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
     """What a tile keeps when layers are computed in `dtype`; without a rule: for inference.
 
@@ -265,14 +279,21 @@ def moved_bytes(rule: Rule, dtype: torch.dtype) -> float:
 @contextmanager
 def master_of(weights: Tensor, remainder: Tensor | None) -> Iterator[Tensor]:
     """The fp32 master of a range, to be changed in place within the block, on any device."""
+    master = joined(weights, remainder)
+    yield master
+    if remainder is not None:
+        on_host = weights.device.type == "cpu"
+        (kernels.split if on_host else split_block)(master, weights, remainder)
+
+
+def joined(weights: Tensor, remainder: Tensor | None) -> Tensor:
+    """The fp32 master of a range, to be read, on any device."""
     if remainder is None:
-        yield weights
-        return
+        return weights
     master = torch.empty_like(weights, dtype=torch.float32)
     on_host = weights.device.type == "cpu"
     (kernels.join if on_host else join_block)(weights, remainder, master)
-    yield master
-    (kernels.split if on_host else split_block)(master, weights, remainder)
+    return master
 
 
 def is_number(value: object) -> bool:

@@ -181,7 +181,7 @@ def test_layers_in_slices_are_refused() -> None:
 
 
 def test_planes_on_a_disk_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="Muon keeps state that goes to the device"):
+    with pytest.raises(InputError, match="Muon updates whole parameters"):
         engine_of(llama(), Muon(), None, placement=Placement(disk_moments=1), disk=tmp_path)
 
 

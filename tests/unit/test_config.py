@@ -76,6 +76,8 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
         "lr": 1,
         "ns_steps": 4,
         "adamw_lr": 2.0,
+        "beta2_decay": -0.7,
+        "d": 2.0,
     }
     own = {key: value for key, value in own.items() if key in RULES[name].__dataclass_fields__}
     given = [f"optimizer.{k}={list(v) if k == 'betas' else v}" for k, v in own.items()]

@@ -60,6 +60,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beta as text": ({"betas": ("0.9", 0.95)}, "betas are"),
     "pattern alone": ({"no_decay": "bias"}, "no_decay is 'bias'; it must be a list of patterns"),
     "unknown states": ({"states": "fp8"}, "states is 'fp8'; it must be fp32 or bf16 or int8"),
+    "a threshold below one": ({"d": 0.5}, "d is 0.5; it must be a number, 1 at least"),
+    "a growing share": ({"beta2_decay": 0.5}, "beta2_decay is 0.5; it must be 0 at most"),
     "a number": ({"no_decay": 3}, "no_decay is 3; it must be a list of patterns"),
     "bad pattern": ({"no_decay": ["("]}, r"no_decay has a bad pattern '\('"),
     "no pattern": ({"no_decay": [3]}, "no_decay has a bad pattern 3"),
@@ -253,6 +255,7 @@ BYTES = {("adamw", "bf16"): (14, 26), ("adamw", "fp32"): (16, 28),
          ("adamw bf16", "bf16"): (10, 18), ("adamw int8", "bf16"): (8.125, 14.25),
          ("adamw int8", "fp32"): (10.125, 16.25), ("adamw 24", "bf16"): (7.125, 12.25),
          ("sgd", "bf16"): (10, 18), ("sgd plain", "bf16"): (6, 10),
+         ("adafactor", "bf16"): (6.0625, 10.125),
          ("muon", "bf16"): (10, 10), ("muon", "fp32"): (12, 12),
          ("lion", "bf16"): (10, 18), ("lion", "fp32"): (12, 20)}  # fmt: skip
 

@@ -1,0 +1,75 @@
+"""Adafactor against torch.optim.Adafactor."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import Adafactor, Engine, InputError, Placement
+from megatrain.optim import adafactor
+from tests.parity.cases import (
+    gradients,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    model_of,
+    parameters,
+    relative_error,
+)
+from tests.unit.kernel_cases import randn
+
+# Vectors, small and narrow matrices, matrices in blocks of rows, several in a block or in blocks.
+SHAPES = [(7,), (4, 6), (1, 9), (40, 1, 4), (40, 4, 1), (300, 200), (5, 160, 130), (3, 140, 900)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"d": 2.0, "beta2_decay": -0.5, "eps": (1e-5, 1e-2)}])
+@pytest.mark.parametrize("size", [1e-6, 1e-2, 1.0])  # eps counts with small gradients
+@pytest.mark.parametrize("shape", SHAPES)
+def test_updates_are_torch_s(shape: tuple[int, ...], size: float, settings: Any) -> None:
+    rule, numel = Adafactor(lr=1e-2, weight_decay=0.1, **settings), math.prod(shape)
+    theirs = torch.nn.Parameter(randn(numel, 0).view(shape) * 0.02)
+    ours, start = theirs.detach().clone(), theirs.detach().clone()
+    room = adafactor._PER if adafactor._has_factors(shape) else 1
+    state = torch.zeros(-(-numel // room))
+    optimizer = torch.optim.Adafactor([theirs], lr=1e-2, weight_decay=0.1, **settings)
+    for step in range(1, 6):
+        grad = randn(numel, step).view(shape) * size
+        theirs.grad = grad * 0.37
+        optimizer.step()
+        given = ours, None, [state], grad, vars(rule)
+        rule.update(*given, at=0, step=step, grad_scale=0.37, threads=1)
+    assert torch.linalg.vector_norm(ours - theirs) < 1e-5 * torch.linalg.vector_norm(ours - start)
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize("placement", [Placement(slots=1), Placement(resident=("layer 1", "head"))])
+def test_steps_are_torch_s_on_the_same_gradients(
+    placement: Placement, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adafactor, "_PER", 4)  # so that small matrices are kept as large ones
+    clip, plain = 0.5, model_of(model)
+    engine = make_engine(plain, clip=clip, rule="adafactor", placement=placement)
+    start = parameters(plain)
+    named = {name: torch.nn.Parameter(p.clone()) for name, p in start.items()}
+    groups = [
+        {"params": [named[n] for n in group["param_names"]], "weight_decay": group["weight_decay"]}
+        for group in engine.optimizer.param_groups
+    ]
+    optimizer = torch.optim.Adafactor(groups, lr=1e-2)
+    for step in make_batches(3):
+        norm = engine.step(step).grad_norm
+        engine.flush()
+        for name, gradient in gradients(engine).items():
+            named[name].grad = gradient * min(1.0, clip / (norm + 1e-6))
+        optimizer.step()
+    trained = {name: p.detach() for name, p in named.items()}
+    assert relative_error(masters(engine), trained, start) < 1e-5
+
+
+def test_planes_on_a_disk_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="Adafactor updates whole parameters"):
+        Engine(llama(), optimizer=Adafactor(), device="cpu", precision="fp32", disk=tmp_path,
+               placement=Placement(disk_moments=1))  # fmt: skip
