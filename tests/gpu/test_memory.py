@@ -12,7 +12,7 @@ from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.telemetry.gpu import used_bytes
 from megatrain.units import MIB
 from tests.gpu.test_cuda import model, steps, train
-from tests.parity.cases import llama, make_batches, make_engine, relative_error
+from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -52,12 +52,7 @@ def test_tiles_of_tokens_change_rounding_only(compiled: bool) -> None:
         engine = make_engine(llama(), device="cuda", clip=1e9, placement=Placement(**choices))
         result = engine.step(step)
         dict(engine.named_masters())  # waits for host threads: one scatters the rows of the table
-        gradients = {
-            entry.name: entry.view(engine._parts.sink._own[tile.index].buffer.data).clone()
-            for tile in engine._store.tiles
-            for entry in tile.layout.trainable
-        }
-        results.append((result, gradients))
+        results.append((result, gradients(engine)))
         engine.close()
     (one, whole), (other, cut) = results
     assert other.loss == pytest.approx(one.loss, rel=1e-5)

@@ -1,53 +1,57 @@
-"""On a real GPU: layers that are streamed some experts at a time."""
+"""On a real GPU: layers streamed some experts at a time, heads in ranges of their table's rows."""
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import MixtralConfig, PreTrainedConfig
+from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from megatrain import AdamW, Engine, Placement
-from megatrain.units import MIB
+from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.workload import Workload
+from megatrain.machine import present_machine
+from megatrain.model.probe import spec
+from megatrain.source.source import open_source
+from megatrain.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
 
 EXPERT = 2 * 3 * 1024 * 2048  # bytes
-CONFIG: dict[str, Any] = {
-    "vocab_size": 512,
+VOCAB = 65536
+SIZES: dict[str, Any] = {
     "hidden_size": 1024,
-    "intermediate_size": 2048,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-    "num_local_experts": 16,
     "max_position_embeddings": 1024,
 }
 # A layer has 16 x 12 MiB of weights.
-SPLIT: dict[str, Any] = {"max_stream_bytes": 2 * EXPERT, "gradient_lanes": 1, "keep_rows": False}
+WITH_EXPERTS = SIZES | {"vocab_size": 512, "intermediate_size": 2048, "num_local_experts": 16}
+# A layer has 32 MiB of weights, the head 128.
+WITH_HEAD = SIZES | {"vocab_size": VOCAB, "intermediate_size": 4096}
+FRUGAL = Placement(gradient_lanes=1, keep_rows=False)
+EXPERTS = replace(FRUGAL, max_stream_bytes=2 * EXPERT)
+HEAD = replace(FRUGAL, max_stream_bytes=40 * MIB, head_tokens=256)
+# torch's fused attention does not repeat in fp32.
+REPEATS: dict[str, Any] = {"precision": "fp32", "attention": "eager"}
+
+Trained = tuple[list[float], dict[str, Tensor], int]
 
 
-def train(placement: Placement, **options: Any) -> tuple[list[float], dict[str, Tensor], int]:
-    """Losses and norms, final masters, and device memory at its peak; `lr`: 1e-3, if not given."""
-    config = MixtralConfig(**CONFIG)
-    config._experts_implementation = options.pop("experts", "grouped_mm")
-    config._attn_implementation = options.pop("attention", "sdpa")
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 256), (1, 512), (3, 100)]
-    drawn = [[torch.randint(512, shape, generator=generator) for shape in shapes] for _ in range(3)]
-    return trained(config, drawn, placement, **options)
-
-
-def trained(
-    config: PreTrainedConfig, drawn: list[list[Tensor]], placement: Placement, **options: Any
-) -> tuple[list[float], dict[str, Tensor], int]:
-    """The same of a model of `config`, after steps of the `drawn` ids.
+def train(config: PreTrainedConfig, placement: Placement, **options: Any) -> Trained:
+    """Losses and norms, final masters, and device memory at its peak, after three steps.
 
     Memory is that of the steps: before them weights are drawn, a layer at a time and in fp32.
     """
     gc.collect()  # an engine before this one may still hold its memory
+    config._attn_implementation = options.pop("attention", "sdpa")
     optimizer = AdamW(lr=options.pop("lr", 1e-3))
+    generator, vocab = torch.Generator().manual_seed(0), config.vocab_size
+    shapes = [(2, 256), (1, 512), (3, 100)]
+    drawn = [[torch.randint(vocab, s, generator=generator) for s in shapes] for _ in range(3)]
     with Engine(
         config, optimizer=optimizer, device="cuda", placement=placement, seed=0, **options
     ) as engine:
@@ -60,29 +64,35 @@ def trained(
         return numbers, masters, engine.memory()["device_used_peak_bytes"]
 
 
+def with_experts(placement: Placement, experts: str = "grouped_mm", **options: Any) -> Trained:
+    config = MixtralConfig(**WITH_EXPERTS)
+    config._experts_implementation = experts
+    return train(config, placement, **options)
+
+
+def with_head(placement: Placement, *, tied: bool = False, **options: Any) -> Trained:
+    return train(LlamaConfig(**WITH_HEAD, tie_word_embeddings=tied), placement, **options)
+
+
+def alike(first: Trained, other: Trained) -> bool:
+    """Numbers and masters, bit for bit."""
+    masters = all(torch.equal(other[1][name], first[1][name]) for name in first[1])
+    return masters and other[0] == first[0]
+
+
 @pytest.mark.parametrize("boundaries", ["device", "host"])
 def test_a_run_repeats_and_is_that_of_whole_layers(boundaries: Any) -> None:
-    """torch's fused attention does not repeat in fp32, so it is the plain one here."""
-    plain: dict[str, Any] = {"precision": "fp32", "experts": "eager", "attention": "eager"}
-    whole = train(Placement(slots=2), **plain)
-    found = [
-        train(
-            Placement(
-                **SPLIT | {"max_stream_bytes": 4 * EXPERT, "slots": slots}, layer_inputs=boundaries
-            ),
-            **plain,
-        )
-        for slots in (1, 3)
-    ]
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
-    assert found[0][0] == pytest.approx(whole[0], rel=1e-4)
+    whole = with_experts(Placement(slots=2), "eager", **REPEATS)
+    split = replace(EXPERTS, max_stream_bytes=4 * EXPERT, layer_inputs=boundaries)
+    first, other = (with_experts(replace(split, slots=n), "eager", **REPEATS) for n in (1, 3))
+    assert alike(first, other)
+    assert first[0] == pytest.approx(whole[0], rel=1e-4)
 
 
 def test_grouped_in_bf16_within_its_noise() -> None:
     """With steps so small that rounding does not send tokens to other experts in the next."""
-    whole = train(Placement(slots=2), lr=1e-4)
-    split = train(Placement(slots=2, compile=True, **SPLIT), lr=1e-4)
+    whole = with_experts(Placement(slots=2), lr=1e-4)
+    split = with_experts(replace(EXPERTS, slots=2, compile=True), lr=1e-4)
     assert split[0] == pytest.approx(whole[0], rel=2e-2)
 
 
@@ -91,9 +101,58 @@ def test_a_layer_takes_the_memory_of_a_portion() -> None:
 
     That is foretold with 160 MiB, to which cuBLAS adds 64.
     """
-    whole, split = (
-        train(Placement(slots=2, **choices))[2]
-        for choices in ({"gradient_lanes": 1, "keep_rows": False}, SPLIT)
-    )
+    whole, split = (with_experts(replace(each, slots=2))[2] for each in (FRUGAL, EXPERTS))
     assert split < whole - 600 * MIB
     assert split < 350 * MIB
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_schedules_change_no_bit_and_it_is_a_whole_head(tied: bool) -> None:
+    whole = with_head(Placement(), tied=tied, **REPEATS)
+    choices: list[dict[str, Any]] = [
+        {"slots": 1, "layer_inputs": "host"},
+        {"slots": 3, "keep_rows": True, "gradient_lanes": None},
+        {"slots": 2, "save_activations": 1, "layer_inputs": "host"},
+    ]
+    split = replace(HEAD, max_stream_bytes=80 * MIB)
+    first, *others = (with_head(replace(split, **c), tied=tied, **REPEATS) for c in choices)
+    assert first[0] == pytest.approx(whole[0], rel=1e-4)
+    assert all(alike(first, other) for other in others)
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_compiled_in_bf16_within_its_noise(clip: float | None) -> None:
+    whole = with_head(Placement(), max_grad_norm=clip)
+    split = with_head(replace(HEAD, compile=True), max_grad_norm=clip)
+    assert split[0] == pytest.approx(whole[0], rel=2e-2)
+
+
+def test_a_head_takes_the_memory_of_a_layer() -> None:
+    """Whole: slots of 128 MiB, sums of 256, a gradient of 128; in ranges: 64, 64 and 32."""
+    frugal = replace(HEAD, max_stream_bytes=None)
+    whole, split = (with_head(placement)[2] for placement in (frugal, HEAD))
+    assert split < whole - 300 * MIB
+
+
+def test_what_a_head_takes_is_foretold() -> None:
+    """Memory within 3 %; seconds of a tiny step are the launches', so they are not compared."""
+    machine = present_machine("cuda", precision="bf16")
+    assert machine is not None
+    gc.collect()
+    torch.cuda.empty_cache()  # what earlier tests left cached would count
+    found = spec(open_source(LlamaConfig(**WITH_HEAD)).model)
+    rows, length = 8, 1024
+    placement = replace(HEAD, compile=True, layer_inputs="host", head_tokens=2048)
+    workload = Workload(rows * length, length, 2, True, "bf16", True)
+    told = ForecastCache(found).of(machine, placement, workload, 2)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB, (rows, length), generator=generator)
+    step = [{"input_ids": part, "labels": part} for part in ids.split(2)]
+    with Engine(
+        LlamaConfig(**WITH_HEAD), optimizer=AdamW(), device="cuda", placement=placement
+    ) as engine:
+        for _ in range(3):
+            engine.step(step)
+        taken = engine.memory()["device_peak_bytes"]
+    foretold = told.device_peak_bytes - told.device_bytes["context"]
+    assert abs(taken - foretold) < max(0.03 * taken, 0.05 * GIB)
