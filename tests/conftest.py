@@ -1,5 +1,9 @@
 """Settings of all tests, and a tokenizer."""
 
+import gc
+import sys
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -9,6 +13,25 @@ settings.register_profile(
     "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("shared machine")
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays to the end, so the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The order of sums, and so the last bits, must not depend on the machine's cores."""
+    torch = sys.modules.get("torch")
+    if torch is None or request.node.get_closest_marker("gpu"):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

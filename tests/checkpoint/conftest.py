@@ -1,9 +1,6 @@
 import pytest
 
 from megatrain.checkpoint import files
-from tests.parity.conftest import one_thread
-
-__all__ = ["one_thread"]
 
 
 @pytest.fixture(autouse=True)

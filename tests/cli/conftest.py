@@ -9,7 +9,18 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
-from tests.cli.cases import TALK, TEMPLATE, sets, tiny_llama, write_run_file
+from tests.cli.cases import TALK, TEMPLATE, leave_out, sets, tiny_llama, write_run_file
+
+
+@pytest.fixture
+def all_of_it():
+    """Asked for by tests of what runs of the others leave out."""
+
+
+@pytest.fixture(autouse=True)
+def no_more_than_needed(request, monkeypatch):
+    if "all_of_it" not in request.fixturenames:
+        leave_out(monkeypatch.setattr)
 
 
 @pytest.fixture

@@ -351,7 +351,7 @@ def test_quantised_weights_are_told(megatrain, run_file, model_file):
     refused(megatrain("plan", run_file, *HERE), "take the unquantised model (it would fit")
 
 
-def test_a_run_on_the_cpu_is_held_to_its_host_memory(megatrain, run_file, monkeypatch):
+def test_a_run_on_the_cpu_is_held_to_its_host_memory(megatrain, run_file, monkeypatch, all_of_it):
     monkeypatch.setattr(device_rates, "measured_cpu", lambda precision: present_cpu())
     changes = ("--set", "engine.host_memory=560MiB", "--set", "data.sequence_length=64")
     assert megatrain("plan", run_file, *changes).exit_code == 0

@@ -104,13 +104,9 @@ QUICK = [
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The order of sums, and so the last bits, must not depend on the machine's cores."""
-    before, hooks = torch.get_num_threads(), nn.modules.module._global_forward_hooks
-    torch.set_num_threads(1)
+def no_global_hooks() -> Iterator[None]:
     yield
-    torch.set_num_threads(before)
-    hooks.clear()
+    nn.modules.module._global_forward_hooks.clear()
 
 
 def changed(family: str, name: str) -> PreTrainedModel:

@@ -1,18 +1,6 @@
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from megatrain.engine import sink
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The order of sums, and so the last bits, must not depend on the machine's cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

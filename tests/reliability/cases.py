@@ -127,12 +127,6 @@ def toy_run(folder: Path, tokenizer: Path, **overrides: Any) -> Path:
     return path
 
 
-def sets(**overrides: Any) -> list[str]:
-    """`a__b=1` as `--set a.b=1`."""
-    pairs = [f"{name.replace('__', '.')}={json.dumps(v)}" for name, v in overrides.items()]
-    return [part for pair in pairs for part in ("--set", pair)]
-
-
 def logged(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's log, of each what must repeat."""
     records = read_metrics(run / "metrics.jsonl")

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.data import train_bpe_tokenizer
-from tests.cli.cases import SENTENCES
+from tests.cli.cases import SENTENCES, sets
 from tests.reliability.cases import (
     Run,
     Zygote,
     checkpoint_steps,
     logged,
     model_bytes,
-    sets,
     toy_run,
 )
 

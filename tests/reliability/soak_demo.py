@@ -22,7 +22,8 @@ from megatrain.cli.demo import write_corpus_and_tokenizer
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.gpu import used_bytes
 from megatrain.telemetry.metrics import read_metrics
-from tests.reliability.cases import ROOT, checkpoint_steps, sets
+from tests.cli.cases import sets
+from tests.reliability.cases import ROOT, checkpoint_steps
 from tests.reliability.soak import MIB, MORE, check_flat, early_and_late, last_step, usage
 
 SAVE_SECONDS = 5

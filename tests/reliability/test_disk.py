@@ -6,7 +6,8 @@ import signal
 import pytest
 
 from megatrain.checkpoint import verify
-from tests.reliability.cases import AT_STEP, checkpoint_steps, model_bytes, sets, toy_run
+from tests.cli.cases import sets
+from tests.reliability.cases import AT_STEP, checkpoint_steps, model_bytes, toy_run
 from tests.reliability.test_faults import CHOICES, failed_with, goes_on
 
 __all__ = ["goes_on"]

@@ -15,12 +15,12 @@ import pytest
 
 from megatrain.checkpoint import verify
 from megatrain.telemetry.metrics import read_metrics
+from tests.cli.cases import sets
 from tests.reliability.cases import (
     AT_STEP,
     checkpoint_steps,
     logged,
     model_bytes,
-    sets,
     toy_run,
 )
 

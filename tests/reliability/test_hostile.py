@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import stored_tensors
-from tests.cli.cases import tiny_llama
-from tests.reliability.cases import ROOT, sets, toy_run
+from tests.cli.cases import sets, tiny_llama
+from tests.reliability.cases import ROOT, toy_run
 from tests.reliability.readers import feed, fuzz, readers
 
 READERS = (

@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from megatrain.telemetry.metrics import read_metrics
+from tests.cli.cases import sets
 from tests.reliability.cases import (
     checkpoint_steps,
     logged,
     model_bytes,
-    sets,
     stopped_in,
     toy_run,
 )

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from megatrain.checkpoint import open_checkpoint, verify
+from tests.cli.cases import sets
 from tests.reliability.cases import (
     AT_STEP,
     checkpoint_steps,
     logged,
     model_bytes,
-    sets,
     stopped_in,
 )
 

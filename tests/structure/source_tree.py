@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -48,13 +49,15 @@ def level_of(module: str) -> int | None:
     return next((level for level, parts in enumerate(LEVELS) if part in parts), None)
 
 
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All that a file's syntax tree consists of."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))))
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """Every imported module with its line, also those inside functions."""
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.structure.source_tree import LEVELS, MODULES, ROOT, imports, level_of, own_imports, parse
+from tests.structure.source_tree import LEVELS, MODULES, ROOT, imports, level_of, nodes, own_imports
 
 CUDA_FILE = "megatrain.device.cuda"
 
@@ -45,7 +45,7 @@ def test_imports_go_downwards():
 def test_only_the_version_is_taken_from_the_top():
     wrong = []
     for path in MODULES.values():
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module == "megatrain":
                 for alias in node.names:
                     if f"megatrain.{alias.name}" not in MODULES and alias.name != "__version__":
@@ -76,12 +76,8 @@ def says_torch_cuda(node: ast.AST) -> bool:
 
 
 def test_torch_cuda_appears_in_one_file():
-    found = {name for name, path in MODULES.items() if any(map(says_torch_cuda, walk(path)))}
+    found = {name for name, path in MODULES.items() if any(map(says_torch_cuda, nodes(path)))}
     assert found == {CUDA_FILE}
-
-
-def walk(path):
-    return ast.walk(parse(path))
 
 
 LIBRARIES = ("torch", "transformers", "accelerate")
@@ -96,7 +92,7 @@ def own_private_names() -> set[str]:
     """Names with an underscore that the package itself defines."""
     found = set()
     for path in MODULES.values():
-        for node in walk(path):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -134,7 +130,7 @@ def test_internals_of_libraries_stay_in_compat():
         f"{path.relative_to(ROOT)}:{node.lineno} {name}"
         for module, path in MODULES.items()
         if not module.startswith("megatrain.compat.")
-        for node in walk(path)
+        for node in nodes(path)
         for name in internals(node, own)
     ]
     assert not wrong, "\n".join(wrong)

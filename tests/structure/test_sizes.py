@@ -3,7 +3,7 @@
 import ast
 import subprocess
 
-from tests.structure.source_tree import ROOT, parse, sources
+from tests.structure.source_tree import ROOT, nodes, sources
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS, MAX_ROOT_ENTRIES = 399, 59, 100, 14
 BUILT = (".so", ".dylib", ".o", ".whl", ".pyc", ".egg-info", ".safetensors", ".gguf")
@@ -22,7 +22,7 @@ def test_functions_are_short():
     long = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines}"
         for path in sources()
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES
     ]

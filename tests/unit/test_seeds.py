@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain.seeds import derived_seed
-from tests.structure.source_tree import MODULES, parse
+from tests.structure.source_tree import MODULES, nodes
 
 VALUES = {
     (0,): 4066689987807800415,
@@ -35,7 +35,7 @@ def test_nothing_is_drawn_by_the_interpreter_s_hash() -> None:
     calls = {
         name
         for name, path in MODULES.items()
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hash"
     }
     assert not calls
