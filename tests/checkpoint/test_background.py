@@ -36,8 +36,10 @@ def saved_state(folder: Path) -> dict:
     return state(Engine.load(folder, device="cpu", disk=folder.parent))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("clip", "choices"), [(0.5, RESIDENT), (None, RESIDENT), (0.5, ON_DISK)])
+CHOICES = {"streamed": {}, "resident": RESIDENT, "disk": ON_DISK}
+
+
+@swept(together=1, device=DEVICES, clip=[0.5, None], choices=CHOICES)
 def test_saves_change_no_bit_of_the_training(device, clip, choices, tmp_path) -> None:
     steps = batches(3)
     options = {"precision": "bf16", "clip": clip, "placement": tiny_pool(3, **choices)}
@@ -46,7 +48,7 @@ def test_saves_change_no_bit_of_the_training(device, clip, choices, tmp_path) ->
         for step in steps:
             losses.append(engine.step(step).loss)
             wanted.append(state(engine))
-    with engine_of(device=DEVICES[device](), **options) as engine:
+    with engine_of(device=device(), **options) as engine:
         for step in steps:
             assert engine.step(step).loss == losses[engine.steps - 1]
             engine.save(tmp_path / f"after {engine.steps}", wait=False)
@@ -74,10 +76,7 @@ def test_updates_that_are_still_pending_are_in_the_save(tmp_path, monkeypatch) -
     assert same(saved_state(tmp_path / "saved"), wanted)
 
 
-CHOICES = {"streamed": {}, "resident": RESIDENT, "disk": ON_DISK}
-
-
-@swept(clip=[0.5, None], blocks=[1, 5, 1000], choices=CHOICES)
+@swept(together=1, clip=[0.5, None], blocks=[1, 5, 1000], choices=CHOICES)
 def test_the_state_is_that_of_the_call(clip, blocks, choices, tmp_path, monkeypatch) -> None:
     """Writers that get nowhere at first, so that the updates of a step overtake them."""
     steps = batches(3)
@@ -224,12 +223,11 @@ def test_closing_waits_for_the_save(tmp_path, monkeypatch) -> None:
     verify(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("at", [1, 30])
-@pytest.mark.parametrize("device", DEVICES)
+@swept(together=1, device=DEVICES, at=[1, 30])
 def test_a_full_disk_costs_the_save_and_nothing_else(device, at, tmp_path, monkeypatch) -> None:
     steps = batches(4)
     placement = tiny_pool(2, **RESIDENT)
-    with engine_of(placement=placement, device=DEVICES[device]()) as engine:
+    with engine_of(placement=placement, device=device()) as engine:
         engine.step(steps[0])
         engine.save(tmp_path / "whole")
         with monkeypatch.context() as patch:

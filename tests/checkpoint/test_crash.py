@@ -73,7 +73,7 @@ def count_calls(engine: Engine, folder: Path) -> int:
 
 @pytest.mark.parametrize("dead", [False, True], ids=["an error", "a kill"])
 @pytest.mark.parametrize("name", ["new", "old"])
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_whatever_call_fails_a_whole_checkpoint_is_there(
     engine, every, name, dead, tmp_path
 ) -> None:

@@ -19,6 +19,7 @@ from megatrain.train.export import export
 from tests.checkpoint.cases import batches, engine_of, flip
 from tests.checkpoint.test_roundtrip import moe
 from tests.parity.cases import in_dtype, llama, masters, parameters, same
+from tests.sweeps import swept
 
 
 def read(folder: Path) -> dict:
@@ -34,8 +35,7 @@ def trained(folder: Path, **options) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("tied", [False, True])
+@swept(together=1, precision=["fp32", "bf16"], tied=[False, True])
 def test_float32_gives_the_exact_masters(precision, tied, tmp_path) -> None:
     model = llama(tie_word_embeddings=tied)
     engine = trained(tmp_path / "saved", model=model, precision=precision)

@@ -64,12 +64,12 @@ def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "rule"), with_rules(list(itertools.permutations(PLACEMENTS, 2)), 3)
+    ("before", "after", "rule"), with_rules(list(itertools.permutations(PLACEMENTS, 2)), 12)
 )
 def test_another_placement_goes_on_bit_for_bit(before, after, rule, tmp_path) -> None:
     first, then = (possible(rule, PLACEMENTS[name]) for name in (before, after))
     engine = engine_of(precision="bf16", placement=first, rule=rule)
-    again = check(engine, tmp_path, {"placement": then})
+    again = check(engine, tmp_path, {"placement": then}, steps=2)
     assert again.placement == then
     assert again.optimizer.rule == engine.optimizer.rule
 
@@ -303,8 +303,11 @@ def half_frozen() -> Any:
     return frozen(llama(), lambda name: "layers.0.mlp" in name)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("states", [("fp32", "int8"), ("int8", "bf16"), ("bf16", "fp32")])
+@swept(
+    together=1,
+    states=[("fp32", "int8"), ("int8", "bf16"), ("bf16", "fp32")],
+    precision=["bf16", "fp32"],
+)
 def test_other_states_are_made_of_the_saved_ones(states, precision, tmp_path, caplog) -> None:
     rules = [{"fp32": "adamw"}.get(each, f"adamw {each}") for each in states]
     engine = engine_of(precision=precision, rule=rules[0], model=half_frozen())

@@ -43,6 +43,7 @@ class Errors:
 
     Attributes:
         loss, norm: largest relative error of a step's loss, and of its gradient norm.
+        first: the first step's loss.
         own: relative error of a micro-batch's loss, by the loss of the model's own forward.
         update: largest error of a parameter that is held to the tolerance, by its update's norm.
         gradient: the same of the first step's gradients, by their norms.
@@ -52,6 +53,7 @@ class Errors:
 
     loss: float = 0.0
     norm: float = 0.0
+    first: float = 0.0
     own: float = 0.0
     update: float = 0.0
     gradient: float = 0.0
@@ -126,7 +128,8 @@ def compare(
     with Engine(model, optimizer=probe, max_grad_norm=None, **options) as engine:
         engine.step(steps[0])
         moved = dict(engine.named_masters())
-    reference, errors = Reference(model, steps, max_grad_norm), Errors()
+    reference = Reference(model, steps, max_grad_norm)
+    errors = Errors(first=results[0].loss)
     _compare_own(errors, own, own_loss(model, steps[0][0]))
     compare_steps(errors, results, reference)
     compare_updates(errors, masters, reference)

@@ -52,7 +52,7 @@ def goes_on(engine: Engine, other: Engine, steps: list) -> None:
     assert same(masters(engine), masters(other))
 
 
-@swept(tied=TIED, clip=CLIPPED, device=DEVICES)
+@swept(together=1, tied=TIED, clip=CLIPPED, device=DEVICES)
 def test_a_bad_loss(tied: bool, clip: float | None, device: type[CpuDevice]) -> None:
     engine, other = engine_of(tied, clip, device), engine_of(tied, clip, CpuDevice)
     steps = make_batches(3)
@@ -91,7 +91,7 @@ def spoil_gradient(engine: Engine, value: float) -> Callable[[], None]:
     return lambda: setattr(layer, "vjp", pull)
 
 
-@swept(value=[torch.nan, torch.inf], tied=TIED, device=DEVICES)
+@swept(together=1, value=[torch.nan, torch.inf], tied=TIED, device=DEVICES)
 def test_a_bad_gradient_with_clipping(value: float, tied: bool, device: type[CpuDevice]) -> None:
     engine, other = engine_of(tied, 1.0, device), engine_of(tied, 1.0, CpuDevice)
     steps = make_batches(3)
@@ -176,7 +176,7 @@ def test_a_refused_batch_is_as_if_it_had_never_come(tied: bool) -> None:
     goes_on(engine, other, steps)
 
 
-@swept(tied=TIED, clip=CLIPPED)
+@swept(together=1, tied=TIED, clip=CLIPPED)
 def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(
     tied: bool, clip: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatrain import InputError, Placement
+from megatrain import Engine, InputError, Placement
 from megatrain import loss as loss_package
 from megatrain.loss import (
     DPO,
@@ -32,6 +33,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
+from tests.sweeps import swept
 
 WIDE = 1000  # tokens of the vocabulary
 PLACEMENTS = {
@@ -145,9 +147,7 @@ def taken(step: list[dict[str, Tensor]], loss: Loss) -> list[dict[str, Tensor]]:
     return [{name: micro[name] for name in names} for micro in step]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("tied", [False, True])
+@swept(name=list(LOSSES), placement=PLACEMENTS, tied=[False, True])
 def test_a_loss_and_its_gradients_are_plain_ones(
     name: str, placement: Placement, tied: bool
 ) -> None:
@@ -319,11 +319,16 @@ WRONG: dict[str, tuple[Any, Loss, str]] = {
 }
 
 
+@cache
+def never_trained() -> Engine:
+    return make_engine(llama())
+
+
 @pytest.mark.parametrize(("spoil", "loss", "message"), WRONG.values(), ids=WRONG)
 def test_what_a_loss_cannot_use_is_refused(spoil: Any, loss: Loss, message: str) -> None:
     [micro, *_] = taken(micro_batches(), TokenWeights())
     spoil(micro)
-    engine = make_engine(llama())
+    engine = never_trained()
     before = masters(engine)
     with pytest.raises(InputError, match=message):
         engine.step([micro], loss)

@@ -92,7 +92,7 @@ def test_every_choice_of_a_placement_is_tried() -> None:
     assert left == {"head_tokens", "chunk_tokens", "max_stream_bytes", "compile", "save_bytes"}
 
 
-@pytest.mark.parametrize(("precision", "tied", "clip", "rule"), with_rules(CASES, 4))
+@pytest.mark.parametrize(("precision", "tied", "clip", "rule"), with_rules(CASES, len(CASES)))
 def test_no_placement_changes_a_bit(
     precision: Any, tied: bool, clip: float | None, rule: str
 ) -> None:
@@ -140,8 +140,8 @@ def test_tiles_larger_than_a_slot_and_gradients_in_pieces_change_no_bit(
     wanted = run(slots=8)
     monkeypatch.setattr(sink, "PIECE", 1000)
     for choices in ({"slots": 1}, {"slots": 2, "gradient_lanes": 1}, {"slots": 6, "prefetch": 3}):
-        for keep_rows in (True, False):
-            assert identical(run(**choices, keep_rows=keep_rows), wanted), choices
+        keep_rows = tied == (choices["slots"] == 2)
+        assert identical(run(**choices, keep_rows=keep_rows), wanted), choices
 
 
 def test_the_comparison_sees_a_single_bit() -> None:
@@ -186,7 +186,7 @@ def test_the_same_rows_in_other_micro_batches(tied: bool, clip: float | None) ->
 def digest() -> str:
     """Of all numbers of a few trainings."""
     found = hashlib.sha256()
-    for precision, tied in itertools.product(("fp32", "bf16"), (False, True)):
+    for precision, tied in (("fp32", False), ("bf16", True)):
         losses, norms, named, planes = train(make_batches(2, SHAPES), precision, tied, 0.5)
         found.update(repr((losses, norms)).encode())
         for tensor in [*named.values(), *planes]:

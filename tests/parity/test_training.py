@@ -158,8 +158,7 @@ def place(tile: Tile, entry: Entry) -> int:
     return (tile.index << 40) + entry.offset
 
 
-@pytest.mark.parametrize("clip", [0.5, 1e9])
-@pytest.mark.parametrize("rule", FLAT)
+@swept(together=1, rule=FLAT, clip=[0.5, 1e9])
 @pytest.mark.usefixtures("exact_roots")
 def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(rule: str, clip: float) -> None:
     """Bit for bit: a sign or a root hides no gradient that is a little off."""

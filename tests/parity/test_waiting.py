@@ -44,10 +44,11 @@ def test_no_policy_changes_a_bit(family: str) -> None:
     for step in steps:
         wanted.step(step)
     number = FAMILIES.index(family)
-    for choices in list(POLICIES.values())[number % 2 :: 2]:
+    for choices in list(POLICIES.values())[number % 3 :: 3]:
         engine = make_engine(model_of(family), placement=Placement(**choices))
         for step in steps:
             engine.step(step)
+            assert not any(layer._waiting for layer in engine._parts.trunk[1:])
         assert same(gradients(engine), gradients(wanted)), choices
         assert same(masters(engine), masters(wanted)), choices
 
@@ -156,13 +157,6 @@ def test_the_last_activations_are_gone_when_the_backward_begins(boundaries: Any)
 
     head.loss_and_vjp, last.vjp = enter, begin
     engine.step(make_batches(1)[0])
-
-
-def test_nothing_waits_after_its_backward() -> None:
-    for choices in POLICIES.values():
-        engine = make_engine(llama(), placement=Placement(**choices))
-        engine.step(make_batches(1)[0])
-        assert not any(layer._waiting for layer in engine._parts.trunk[1:])
 
 
 def test_host_memory_of_graphs_settles() -> None:

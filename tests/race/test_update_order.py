@@ -12,6 +12,6 @@ def test_what_the_next_forward_begins_with_is_updated_first(tied: bool) -> None:
     device = trace(Placement(slots=3), 1.0, tied)
     updates = [name for _, name in device.operations if name.startswith("update ")]
     first = updates[: len(updates) // STEPS]
-    layers = ["update prologue", *(f"update layer {i}" for i in range(5))]
+    layers = [f"update layer {i}" for i in range(5)]
     table, head = ("update head", []) if tied else ("update embedding", ["update head"])
     assert first == [table, *layers, *head]

@@ -36,6 +36,7 @@ from megatrain.source.source import open_source
 from megatrain.units import MIB
 from tests.parity.cases import Noting
 from tests.rules import SWEPT, with_rules
+from tests.sweeps import swept
 from tests.unit.forecast_cases import (
     H200,
     experts_config,
@@ -89,7 +90,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "rule"), with_rules([(name,) for name in PLACEMENTS], 2))
+@pytest.mark.parametrize(("name", "rule"), with_rules([(name,) for name in PLACEMENTS], 5))
 def test_host_memory_is_the_engines_to_the_byte(name: str, rule: str) -> None:
     placement, (clip, precision, tied) = PLACEMENTS[name], CASES[name]
     found = told(placement, clip=clip, precision=precision, tied=tied, rule=SWEPT[rule]())
@@ -428,11 +429,11 @@ def test_a_step_that_is_steady_is_not_followed_again(
     assert steady.device_bytes == every.device_bytes
 
 
-@pytest.mark.parametrize("choices", [
-    {}, {"layer_inputs": "host"}, {"save_activations": 2, "offload_activations": 2},
-    {"head_tokens": 16}, {"max_stream_bytes": 1_700_000},  # of a head
-])  # fmt: skip
-@pytest.mark.parametrize("rows", [26, 53])
+@swept(together=1, rows=[26, 53], choices={
+    "plain": {}, "host": {"layer_inputs": "host"}, "chunks": {"head_tokens": 16},
+    "graphs": {"save_activations": 2, "offload_activations": 2},
+    "head": {"max_stream_bytes": 1_700_000},
+})  # fmt: skip
 def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(
     rows: int, choices: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

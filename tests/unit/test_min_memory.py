@@ -116,12 +116,15 @@ def test_tiles_on_the_device_need_not_be_on_the_host() -> None:
     assert hosts[0] > 1.1 * hosts[1] > 1.1**2 * hosts[2]
 
 
-def test_layers_in_portions_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "host"), [(3, PLENTY), pytest.param(50, 40, marks=pytest.mark.exhaustive)]
+)
+def test_layers_in_portions_are_counted_too(
+    device: float, host: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(candidates, "_SLICE_BYTES", 1)
-    forecasts = ForecastCache(experts_spec())
     few = replace(WORKLOAD, tokens_per_step=128)
-    for device, host in ((3, PLENTY), (50, 40)):
-        checked(forecasts, machine(device, host), few)
+    checked(ForecastCache(experts_spec()), machine(device, host), few)
 
 
 def test_long_rows_in_tiles_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
