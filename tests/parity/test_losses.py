@@ -33,6 +33,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
+from tests.race.schedule import Together
 from tests.sweeps import swept
 
 WIDE = 1000  # tokens of the vocabulary
@@ -187,14 +188,6 @@ def test_pairs_may_lie_in_any_micro_batches(cut: int) -> None:
     parts = other.step([rows_of(at) for at in torch.arange(4).split(cut)], DPO())
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
     assert relative_error(gradients(other), gradients(engine)) < 2e-6
-
-
-@dataclass(frozen=True)
-class Together(JointLoss):
-    """Cross entropy, found in two visits of the head."""
-
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
-        return -log_prob_N.sum()
 
 
 def test_both_visits_of_the_head_drop_the_same() -> None:

@@ -72,7 +72,7 @@ def kill_and_go_on(zygote, tokenizer_folder, folder: Path, *, kills: int, steps:
 
 
 def test_a_run_survives_kills(zygote, tokenizer_folder, tmp_path):
-    came_to = kill_and_go_on(zygote, tokenizer_folder, tmp_path, kills=5, steps=30)
+    came_to = kill_and_go_on(zygote, tokenizer_folder, tmp_path, kills=3, steps=18)
     assert max(came_to) > 0
 
 

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -165,3 +166,11 @@ def encode_row(tokenizer: Any, row: dict[str, Any], where: str = "rows.jsonl:1")
     assert isinstance(example, Conversation)
     found = ChatEncoder(tokenizer, None).conversation(Found(0, 1, where, example))
     return found.ids, found.targets
+
+
+def same_batches(first, second):
+    """Whether two lists of named tensors are the same bit for bit."""
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        for a, b in zip(first, second, strict=True)
+    )

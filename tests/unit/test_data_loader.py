@@ -5,8 +5,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
-from data_cases import make_tokenizer, write_jsonl
+from data_cases import make_tokenizer, same_batches, write_jsonl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -54,13 +53,6 @@ def take(loader, steps):
     return [rows_of(next(loader)) for _ in range(steps)]
 
 
-def equal(first, second):
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-        for a, b in zip(first, second, strict=True)
-    )
-
-
 def test_every_epoch_has_every_row_once_in_another_order(data):
     steps = loader(data, rows_per_step=1)
     rows = [row for step in take(steps, 15 * ROWS) for row in step]
@@ -95,7 +87,7 @@ def test_a_step_is_cut_into_micro_batches_of_rows_of_like_length(datasets):
     packed = loader(datasets[True], rows_per_step=3, rows_per_micro_batch=2, shuffle=False)
     rows = [*next(packed), *next(packed)]
     direct = [datasets[True].batch(r) for r in ([0, 1], [2], [3, 4], [5])]
-    assert equal(rows, direct)  # packed rows keep their order
+    assert same_batches(rows, direct)  # packed rows keep their order
 
 
 def test_more_rows_in_a_step_than_there_are_goes_through_epochs(data):
@@ -127,7 +119,7 @@ def test_a_resumed_loader_goes_on_exactly(data, done, workers):
     next(second)  # what it did before does not matter, nor what it prepared ahead
     second.load_state_dict(state)
     for step in expected[done:]:
-        assert equal(next(second), step)
+        assert same_batches(next(second), step)
     assert second.epoch == whole.epoch
     second.close()
 

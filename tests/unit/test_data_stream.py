@@ -3,8 +3,7 @@
 import json
 
 import pytest
-import torch
-from data_cases import chat_tokenizer, make_tokenizer, talk, write_jsonl
+from data_cases import chat_tokenizer, make_tokenizer, same_batches, talk, write_jsonl
 
 from megatrain.data import Stream, StreamLoader, open_stream
 from megatrain.errors import InputError
@@ -26,13 +25,6 @@ def loader(path, rows_per_step=3, workers=0, **options):
     stream = opened(path, **options)
     return StreamLoader(
         stream, rows_per_step=rows_per_step, rows_per_micro_batch=2, seed=1, workers=workers
-    )
-
-
-def same(first, second):
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-        for a, b in zip(first, second, strict=True)
     )
 
 
@@ -70,7 +62,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_batches(path, packing, worke
     for done in range(0, len(taken), 7):
         again = loader(path, **options)
         again.load_state_dict(states[done])
-        assert all(same(next(again), step) for step in taken[done : done + 3])
+        assert all(same_batches(next(again), step) for step in taken[done : done + 3])
         assert again.state_dict() == states[min(done + 3, len(taken))] or done + 3 > len(taken)
         again.close()
 
@@ -143,6 +135,6 @@ def test_a_stream_of_the_hub_is_read_like_its_rows(path, monkeypatch):
     here, there = loader(path), loader("someone/something")
     assert asked["streaming"] is True and isinstance(there._stream, Stream)
     for _ in range(30):
-        assert same(next(here), next(there))
+        assert same_batches(next(here), next(there))
     here.close()
     there.close()
