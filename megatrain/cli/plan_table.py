@@ -13,6 +13,7 @@ from megatrain.plan.wear import DiskUse
 from megatrain.units import GIB, duration, gib, size
 
 _WIDTH = 140
+_NARROW = 90  # characters, where what is between columns is taken from
 
 _BINDS = {
     "compute": "the GPU's arithmetic",
@@ -31,21 +32,22 @@ _BINDS_CPU = {
 
 def show(plan: Plan, name: str) -> None:
     """Print it."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH  # a file has no width, and tables should not be cut to guess one
-    for line in _head(plan, name):
-        console.print(line, markup=False)
+
+    def say(lines: list[str]) -> None:
+        for line in lines:  # a terminal's are wrapped at words
+            console.print(line, markup=False, soft_wrap=not console.is_terminal)
+
+    say(_head(plan, name))
     console.print()
-    console.print(_tiles(plan))
+    console.print(_tiles(plan, gap=2 if console.width > _NARROW else 1))
     console.print()
-    for line in [*_memory(plan), *_time(plan)]:
-        console.print(line, markup=False)
+    say([*_memory(plan), *_time(plan)])
     if not plan.fits:
-        for line in _remedies(plan):
-            console.print(line, markup=False)
-    for warning in plan.warnings:
-        console.print(f"note: {warning}", markup=False)
+        say(_remedies(plan))
+    say([f"note: {warning}" for warning in plan.warnings])
 
 
 def missing(plan: Plan) -> str:
@@ -83,11 +85,11 @@ def _head(plan: Plan, name: str) -> list[str]:
     ]
 
 
-def _tiles(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def _tiles(plan: Plan, gap: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for title in ("tile", "parameters", "rests on", *PLANES, "in all"):
         justify: Literal["left", "right"] = "left" if title in ("tile", "rests on") else "right"
-        table.add_column(title, justify=justify, no_wrap=True)
+        table.add_column(title, justify=justify, overflow="fold")
     for tile in plan.tiles:
         sizes = [gib(tile.count * tile.planes[plane]) for plane in PLANES]
         count = tile.count * tile.parameters

@@ -36,7 +36,7 @@ class TrainingProgress:
         self, total_steps: int, log_every: int, console: Console | None = None, *, done: int = 0
     ) -> None:
         """Args: `done` steps that an earlier process has taken."""
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False)
         self._total, self._before = total_steps, done
         self._log_every = log_every
         self._started = time.monotonic()
@@ -77,7 +77,8 @@ class TrainingProgress:
     def say(self, text: str) -> None:
         """Print a line that stays; a full disk or a reader that went away cost it, not the run."""
         with suppress(OSError, SystemExit):  # rich ends the program when nobody reads any more
-            self._console.print(text, markup=False)
+            # A terminal's lines are wrapped at words, a file's are not.
+            self._console.print(text, markup=False, soft_wrap=not self._console.is_terminal)
 
     def _eta(self, done: int) -> str:
         # Evaluations are part of the elapsed time, so the estimate counts those to come.

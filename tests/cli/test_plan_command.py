@@ -1,6 +1,7 @@
 """`megatrain plan`: for people, for programs, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,16 @@ def test_small_memory_is_told_in_mib(megatrain, model_file):
     sizes = ["--tokens", 256, "--sequence-length", 32, "--device-memory", "10MiB"]
     result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes)
     refused(result, "MiB of device memory are missing (1.1 GiB would do, 10 MiB are", code=3)
+
+
+def test_a_narrow_terminal_cuts_no_number_and_no_word(megatrain, model_file, monkeypatch):
+    ask = ["plan", "--model", model_file.parent, *HERE, "--tokens", 256, "--sequence-length", 32]
+    wide = megatrain(*ask).stdout
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if it were a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = re.sub(r"\x1b\[[0-9;]*m", "", megatrain(*ask).stdout)
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
+    assert sorted(narrow.split()) == sorted(wide.split())
 
 
 def test_missing_data_is_said_after_the_plan(megatrain, run_file):

@@ -130,6 +130,14 @@ def test_progress_on_a_terminal_is_a_bar_with_an_eta():
     assert "loss 2.5000" in out.getvalue()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_that_stay_are_wrapped_at_words_on_a_terminal_alone(terminal):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=12, legacy_windows=False)
+    TrainingProgress(25, log_every=10, console=console).say("a long line of words")
+    assert out.getvalue() == ("a long line \nof words\n" if terminal else "a long line of words\n")
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
