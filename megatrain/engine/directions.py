@@ -123,7 +123,7 @@ class Directions:
             proceed = self._proceed.data[0].isfinite()
             for entry in entries:
                 kept = state.data[entry.offset - start :][: entry.numel].view(entry.shape)
-                rule.direct(entry.view(sums.data), kept, settings[entry.name], proceed)
+                rule.direct(entry, entry.view(sums.data), kept, settings[entry.name], proceed)
 
         name = Name(Kind.PLAIN, f"direct {tile.name}")
         device.run(COMPUTE, name, work, [self._proceed], [sums, state])

@@ -46,6 +46,9 @@ class Muon(Rule):
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
         adjust_lr_fn: `original` makes steps sqrt(max(1, rows / columns)) times as large;
             `match_rms_adamw` 0.2 sqrt(max(rows, columns)) times, so that AdamW's rates suit.
+        packed: of parameters that are several matrices, one after the other along one dimension:
+            a pattern of their names, and the sizes, `{"qkv_proj": [3072, 1024, 1024]}`. Each of the
+            matrices is orthogonalised on its own.
         ns_coefficients, ns_steps, ns_eps: of the Newton-Schulz iteration, in bf16.
     """
 
@@ -55,7 +58,7 @@ class Muon(Rule):
         "nesterov": (False, True),
         "adjust_lr_fn": ("original", "match_rms_adamw"),
     }
-    further = ("adamw_lr", "ns_steps")
+    further = ("adamw_lr", "packed", "ns_steps")
     needs_matrices = True
 
     lr: float = 1e-3
@@ -67,6 +70,7 @@ class Muon(Rule):
     no_decay: Sequence[str] = NO_DECAY
     nesterov: bool = True
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    packed: Mapping[str, Sequence[int]] | Sequence[tuple[str, Sequence[int]]] = ()
     ns_steps: int = 5
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     ns_eps: float = 1e-7
@@ -80,6 +84,17 @@ class Muon(Rule):
         if not self.momentum <= 1:
             raise InputError(f"Muon momentum is {self.momentum}; it must be 1 at most")
         object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
+        pairs = self.packed.items() if isinstance(self.packed, Mapping) else self.packed
+        try:
+            packed = tuple((re.compile(name).pattern, tuple(sizes)) for name, sizes in pairs)
+        except (re.error, TypeError, ValueError) as error:
+            raise InputError(
+                f"Muon packed is {self.packed!r}; it must be sizes by patterns of names: {error}"
+            ) from error
+        for name, sizes in packed:
+            if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+                raise InputError(f"Muon packed has {sizes!r} for {name!r}; it must be whole sizes")
+        object.__setattr__(self, "packed", packed)
 
     @property
     def state_planes(self) -> tuple[Plane, ...]:
@@ -95,19 +110,54 @@ class Muon(Rule):
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """As `Rule.groups`, those without matrices first: AdamW's moments are for them alone."""
         groups = parted(super().groups(model), is_matrix)
+        self._check_packed([pair for group in groups for pair in group["params"]])
         for group in groups:
             name, first = group["params"][0]
             if self.adamw_lr is not None and not is_matrix(name, first.shape):
                 group["lr"] = self.adamw_lr
         return groups
 
+    @property
+    def _packed(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return self.packed  # type: ignore[return-value]
+
+    def _check_packed(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Whether each pattern finds matrices, and each of them has one dimension of its sizes."""
+        for pattern, sizes in self._packed:
+            matrices = [(n, p.shape) for n, p in named if is_matrix(n, p.shape)]
+            found = [(n, shape) for n, shape in matrices if re.search(pattern, n)]
+            if not found:
+                raise InputError(f"Muon packed has {pattern!r}, and no matrix of a layer has it")
+            for name, shape in found:
+                if list(shape[-2:]).count(sum(sizes)) != 1:
+                    raise InputError(
+                        f"Muon packed has {list(sizes)} for {name!r} of shape {tuple(shape)}: they "
+                        "must add up to one of its last two dimensions"
+                    )
+
+    def _sizes(self, name: str) -> tuple[int, ...]:
+        """Those of a parameter that is packed; of any other none."""
+        return next((sizes for pattern, sizes in self._packed if re.search(pattern, name)), ())
+
     def direct(
-        self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any], proceed: Tensor
+        self,
+        entry: Entry,
+        gradient: Tensor,
+        momentum: Tensor,
+        group: Mapping[str, Any],
+        proceed: Tensor,
     ) -> None:
         average = momentum.lerp(gradient, 1 - group["momentum"])
         ahead = gradient.lerp(average, group["momentum"]) if self.nesterov else average
-        gradient.copy_(self._orthogonal(ahead))
         momentum.copy_(torch.where(proceed, average, momentum))
+        sizes = self._sizes(entry.name)
+        if not sizes:
+            gradient.copy_(self._orthogonal(ahead))
+            return
+        # `update` makes a step of the size that is due to a whole parameter.
+        whole, dim = self._share(*entry.shape[-2:]), -2 if sum(sizes) == entry.shape[-2] else -1
+        for part, into in zip(ahead.split(sizes, dim), gradient.split(sizes, dim), strict=True):
+            into.copy_(self._orthogonal(part)).mul_(self._share(*part.shape[-2:]) / whole)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         """About `U V'` of each matrix `U S V'` of [..., rows, columns], in bf16."""

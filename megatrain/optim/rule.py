@@ -156,7 +156,12 @@ class Rule(ABC):
         return any(self.directed(entry) for entry in layout.trainable)
 
     def direct(
-        self, gradient: Tensor, state: Tensor, group: Mapping[str, Any], proceed: Tensor
+        self,
+        entry: Entry,
+        gradient: Tensor,
+        state: Tensor,
+        group: Mapping[str, Any],
+        proceed: Tensor,
     ) -> None:
         """Put what `update` is given in the place of a gradient, in place, on the device.
 

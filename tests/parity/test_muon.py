@@ -1,6 +1,5 @@
 """Muon against torch.optim.Muon and torch.optim.AdamW."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from megatrain import Engine, InputError, Muon, Placement
 from megatrain.errors import StepRefused
 from megatrain.optim.muon import is_matrix
+from megatrain.tile import Entry
 from megatrain.tile.layout import MOST_ELEMENTS
 from tests.families.plain import accumulate
 from tests.parity.cases import (
@@ -40,11 +40,9 @@ class Recording(Muon):
         object.__setattr__(self, "matrices", [])
         object.__setattr__(self, "others", {})
 
-    def direct(
-        self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any], proceed: Tensor
-    ) -> None:
+    def direct(self, entry: Entry, gradient: Tensor, *rest: Any) -> None:
         self.matrices.append(gradient.clone())  # type: ignore[attr-defined]
-        super().direct(gradient, momentum, group, proceed)
+        super().direct(entry, gradient, *rest)
 
     def update(self, weights: Tensor, remainder: Any, states: Any, grad: Tensor, group: Any,
                *, at: int, grad_scale: float, **rest: Any) -> None:  # fmt: skip
@@ -142,9 +140,10 @@ def test_fused_experts_are_matrices_of_their_own() -> None:
     rule, proceed = Muon(), torch.tensor(True)
     together, momentum = randn(4 * 6 * 10, 0).view(4, 6, 10), torch.zeros(4, 6, 10)
     alone = [each.clone() for each in together]
-    rule.direct(together, momentum, vars(rule), proceed)
+    entry = Entry("experts.0.w", (4, 6, 10), 0, 0)
+    rule.direct(entry, together, momentum, vars(rule), proceed)
     for found, each in zip(together, alone, strict=True):
-        rule.direct(each, torch.zeros(6, 10), vars(rule), proceed)
+        rule.direct(entry, each, torch.zeros(6, 10), vars(rule), proceed)
         torch.testing.assert_close(found, each, rtol=0, atol=0.02)  # of bf16 products
         singular = torch.linalg.svdvals(found)
         assert singular.min() > 0.5 and singular.max() < 1.5
@@ -152,6 +151,55 @@ def test_fused_experts_are_matrices_of_their_own() -> None:
              for e in t.layout.trainable if rule.directed(e)]  # fmt: skip
     assert any("experts" in name for name in names)
     assert not any("embed" in name or "norm" in name or "lm_head" in name for name in names)
+
+
+# Rows, as Linear has them; columns, as GPT-2's Conv1D.
+@pytest.mark.parametrize(("shape", "sizes"), [((48, 20), [32, 8, 8]), ((12, 36), [12, 12, 12])])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_packed_matrices_are_torch_s_taken_apart(
+    shape: tuple[int, int], sizes: list[int], settings: dict[str, Any]
+) -> None:
+    rule, dim = Muon(lr=1e-2, packed={"qkv": sizes}, **settings), sizes != [32, 8, 8]
+    entry, proceed = Entry("layers.0.qkv.weight", shape, 0, 0), torch.tensor(True)
+    ours, momentum = randn(shape[0] * shape[1], 0).view(shape), torch.zeros(shape)
+    start = ours.clone()
+    apart = [torch.nn.Parameter(part.clone()) for part in ours.split(sizes, int(dim))]
+    named = {k: v for k, v in settings.items() if k != "adamw_lr"}
+    muon = torch.optim.Muon(apart, lr=1e-2, weight_decay=rule.weight_decay, **named)
+    for step in range(1, 4):
+        gradient = randn(ours.numel(), step).view(shape)
+        for parameter, part in zip(apart, gradient.split(sizes, int(dim)), strict=True):
+            parameter.grad = part.clone()
+        muon.step()
+        rule.direct(entry, gradient, momentum, vars(rule), proceed)
+        how = {"at": 0, "step": step, "grad_scale": 1.0, "threads": 1}
+        rule.update(ours, None, [], gradient, vars(rule), **how)
+    together = torch.cat([p.detach() for p in apart], int(dim))
+    assert (ours - together).norm() < 1e-5 * (together - start).norm()
+
+
+def test_a_model_with_packed_matrices_trains() -> None:
+    sizes = {r"attn\.c_attn": [32, 32, 32]}
+    engines = [engine_of(model_of("gpt2"), Muon(lr=1e-2, packed=p), CLIP) for p in ((), sizes)]
+    for engine in engines:
+        engine.step(make_batches(1)[0])
+    one, other = map(masters, engines)
+    assert {n for n in one if not torch.equal(one[n], other[n])} == {
+        n for n in one if "c_attn.weight" in n
+    }
+
+
+@pytest.mark.parametrize(
+    ("packed", "message"),
+    [
+        ({"nothing": [4]}, "'nothing', and no matrix of a layer has it"),
+        ({"q_proj": [4, 4]}, r"q_proj.weight' of shape \(32, 32\): they must add up to one"),
+        ({"q_proj": [16, 16]}, "must add up to one"),  # to both
+    ],
+)
+def test_packed_sizes_that_do_not_fit_are_refused(packed: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        engine_of(llama(), Muon(packed=packed), None)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
@@ -189,6 +237,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "steps": ({"ns_steps": 0}, "ns_steps is 0; it must be 1 to 99"),
     "rate": ({"adamw_lr": -1.0}, "adamw_lr is -1.0; it must be a number, or None"),
     "momentum": ({"momentum": 2.0}, "momentum is 2.0; it must be 1 at most"),
+    "sizes": ({"packed": {"qkv": [0, 4]}}, r"packed has \(0, 4\) for 'qkv'"),
+    "no pairs": ({"packed": ["qkv"]}, "packed is .* must be sizes by patterns of names"),
     "adjustment": ({"adjust_lr_fn": "none"}, "must be original or match_rms_adamw"),
 }
 

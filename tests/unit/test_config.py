@@ -76,6 +76,7 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
         "lr": 1,
         "ns_steps": 4,
         "adamw_lr": 2.0,
+        "packed": {"qkv": [4, 2, 2]},
         "beta2_decay": -0.7,
         "d": 2.0,
     }
