@@ -166,6 +166,9 @@ def export(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Dtype of the tensors; as they are by default.")
     ] = None,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="With its adapter merged into it, not that alone.")
+    ] = False,
 ) -> None:
     """Write a model as a Hugging Face folder.
 
@@ -173,7 +176,7 @@ def export(
     """
     from megatrain.train.export import export as export_model
 
-    export_model(run, out, dtype)
+    export_model(run, out, dtype, merged=merged)
     print(f"{out}")
 
 

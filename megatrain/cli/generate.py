@@ -17,6 +17,7 @@ from megatrain.generate import Sampling, generate, open_model
 from megatrain.json_yaml import parse_json
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
+from megatrain.source.source import adapter_folder
 from megatrain.train.resolve_model import trained_model
 
 _UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
@@ -40,7 +41,7 @@ def open_with_tokenizer(model: str, where: Where) -> tuple[Any, Any]:
         DoesNotFit: host memory cannot hold the model.
     """
     source = trained_model(model)
-    if isinstance(source, str):
+    if isinstance(source, str) and adapter_folder(source) is None:
         resolve_model(source)  # first: of a misspelt folder it is not the tokenizer that is missing
     tokenizer = load_tokenizer(source.model_folder if isinstance(source, Checkpoint) else source)
     opened = open_model(

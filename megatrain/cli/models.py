@@ -4,7 +4,7 @@ import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain.cli.shapes import SHAPES, qwen2_config
 from megatrain.errors import InputError, first_line
@@ -22,11 +22,13 @@ class NamedModel:
 
     Attributes:
         section: how a run opens it; None: as usual.
+        adapter: what is put on it, as `Engine` takes it.
     """
 
     name: str
     config: "PreTrainedConfig"
     section: "ModelSection | None" = None
+    adapter: dict[str, Any] | None = None
 
     @property
     def quantised(self) -> str | None:
@@ -55,6 +57,7 @@ class NamedModel:
             return structure(open_source(self.config))
         source = open_source(
             self.config,
+            adapter=self.adapter,
             trust_remote_code=section.trust_remote_code,
             attn_implementation=section.attn_implementation,
         )
@@ -62,8 +65,10 @@ class NamedModel:
         return structure(source)
 
 
-def model_of_run(name: str, section: "ModelSection") -> NamedModel:
-    """The model of a run file of this name."""
+def model_of_run(
+    name: str, section: "ModelSection", adapter: dict[str, Any] | None = None
+) -> NamedModel:
+    """The model of a run file of this name, and its adapter."""
     from megatrain.data import load_tokenizer
     from megatrain.train.model_config import model_config
 
@@ -73,7 +78,7 @@ def model_of_run(name: str, section: "ModelSection") -> NamedModel:
     else:
         tokenizer = load_tokenizer(str(section.tokenizer), trust_remote_code=trusted)
         config = model_config(section, tokenizer)
-    return NamedModel(name, config, section)
+    return NamedModel(name, config, section, adapter)
 
 
 def named_config(

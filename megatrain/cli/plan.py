@@ -118,7 +118,7 @@ def _opened(
     from megatrain import config as run_files
 
     loaded = run_files.load(run, overrides)
-    return model_of_run(run.name, loaded.model), loaded
+    return model_of_run(run.name, loaded.model, loaded.adapter.keys), loaded
 
 
 def _all_tokens(run: "Config", workload: Workload) -> int | None:

@@ -79,6 +79,8 @@ _PLACES = {
     "gradient_clipping": "training.max_grad_norm",
 }
 
+_ADAPTER = "an adapter is a section: adapter: {method: lora, r: 16, target_modules: all-linear}"
+
 _REASONS = {
     "gradient_accumulation_steps": "training.batch_size counts the rows of a whole optimizer step",
     "bf16": "write engine.precision: bf16",
@@ -113,9 +115,8 @@ _REASONS = {
     "export_dir": "`megatrain export` writes other folders and formats",
     "plot_loss": "loss.png is always written",
     "stage": "there is the supervised stage alone: of replies, or of text",
-    "finetuning_type": "all parameters are trained; there are no adapters yet",
-    "adapter": "all parameters are trained; there are no adapters yet",
-    "use_peft": "all parameters are trained; there are no adapters yet",
+    "finetuning_type": _ADAPTER,
+    "use_peft": _ADAPTER,
     "load_in_4bit": "weights are not quantised: masters are fp32",
     "load_in_8bit": "weights are not quantised: masters are fp32",
     "quantization_bit": "weights are not quantised: masters are fp32",
@@ -135,5 +136,5 @@ def foreign(name: str) -> str | None:
     if name in _PLACES:
         return f"its name here is {_PLACES[name]}"
     if name.startswith("lora_"):
-        return "all parameters are trained; there are no adapters yet"
+        return _ADAPTER
     return _REASONS.get(name)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self, get_type_hints
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from megatrain.config.adapter import AdapterSection
 from megatrain.config.learning import (
     LossSection,
     OptimizerSection,
@@ -274,6 +275,7 @@ class Config(Section):
     """A whole run."""
 
     model: ModelSection
+    adapter: AdapterSection = AdapterSection()
     data: DataSection
     training: TrainingSection
     optimizer: OptimizerSection = OptimizerSection()
@@ -283,6 +285,16 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     output: OutputSection = OutputSection()
     tracking: TrackingSection = TrackingSection()
+
+    @model_validator(mode="after")
+    def _base_of_an_adapter(self) -> Self:
+        if self.adapter.method is None:
+            return self
+        if self.model.path is None:
+            raise ValueError("adapter needs model.path: a base that can be loaded again")
+        if self.engine.precision == "fp8":
+            raise ValueError("adapter: engine.precision fp8 is not supported with it; take bf16")
+        return self
 
     @model_validator(mode="after")
     def _length_of_a_stream(self) -> Self:

@@ -12,10 +12,11 @@ from megatrain.checkpoint import masters
 from megatrain.compat.torch import buffers_of, parameters_of
 from megatrain.device import Device
 from megatrain.errors import InputError
+from megatrain.model.adapters import plain
 from megatrain.model.build import loaded_types
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.weights import read_weights
-from megatrain.source.source import Source
+from megatrain.source.source import Source, read_adapter
 from megatrain.source.state_io import read_untrained
 from megatrain.telemetry.cores import update_threads
 from megatrain.whole import to_generate
@@ -45,6 +46,7 @@ class Resident:
         values: dict[str, Tensor] = {}
 
         def write(name: str, tensor: Tensor) -> None:
+            name = source.names.get(name, name)
             values[name] = tensor.to(device.torch_device, types[name])
 
         if source.saved is not None:
@@ -52,9 +54,11 @@ class Resident:
                 write(name, read())
             read_untrained(source.saved, source.model)
         elif source.folder is not None:
-            missing = read_weights(source.folder, source.model, write, threads=update_threads())
+            base = plain(source.model)
+            missing = read_weights(source.folder, base, write, threads=update_threads())
             if missing:
                 raise InputError(f"{source.folder}: has no {missing[0]}; it cannot generate")
+        read_adapter(source, write)
         _fill(source.model, values)
         move_buffers(source.model, device.torch_device, types)
 

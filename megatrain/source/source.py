@@ -102,7 +102,7 @@ def open_source(model: Any, *, adapter: Any = None, **how: Any) -> Source:
         inner, configs, active = peft.unwrapped(model)
         source = open_plain(inner, **how)
         noted(source.model, configs, active)
-    elif (folder := _adapter_folder(model)) is not None:
+    elif (folder := adapter_folder(model)) is not None:
         keys = read_json(folder / peft.CONFIG_FILE)
         config = peft.from_json(keys | {"inference_mode": False})  # to be trained
         source = _grown(open_plain(_base_of(config, folder), **how), config)
@@ -118,13 +118,14 @@ def open_source(model: Any, *, adapter: Any = None, **how: Any) -> Source:
         raise InputError("the model has an adapter already; leave adapter out, or merge it first")
     config = peft.lora_config(adapter) if isinstance(adapter, Mapping) else copy.copy(adapter)
     peft.check(config)
-    if isinstance(model, str | Path):
+    if isinstance(model, str | Path | Checkpoint):
+        model = model.folder if isinstance(model, Checkpoint) else model
         there = Path(model).expanduser()
         config.base_model_name_or_path = str(there.absolute() if there.exists() else model)
     return _grown(source, config)
 
 
-def _adapter_folder(model: Any) -> Path | None:
+def adapter_folder(model: Any) -> Path | None:
     """A folder of PEFT's, with an adapter alone; None: it is something else."""
     folder = Path(model).expanduser() if isinstance(model, str | Path) else None
     if folder is None or (folder / "config.json").exists():

@@ -8,11 +8,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatrain.api import Engine
 from megatrain.checkpoint import Checkpoint
 from megatrain.disk import whole_folder
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
+from megatrain.source.source import adapter_folder
 from megatrain.train.card import write_card
 from megatrain.train.finished import model_state
 from megatrain.train.folders import MODEL, require_empty
@@ -22,7 +24,7 @@ from megatrain.train.saved_model import write_saved
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(run: str, out: Path, dtype: str | None = None) -> None:
+def export(run: str, out: Path, dtype: str | None = None, *, merged: bool = False) -> None:
     """Write the model of `run` to `out`, whole or not at all; of a run, with a model card.
 
     Args:
@@ -30,20 +32,24 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
             whole checkpoint. Of a checkpoint, float32 gives the exact masters.
         dtype: float32, bfloat16 or float16 for all floating tensors; None keeps each as it is, and
             those of a checkpoint in the dtype of the model that the run began with.
+        merged: of a model with an adapter the whole, not the adapter alone.
 
     Raises:
-        InputError: `run` holds no model, or `out` is not empty.
+        InputError: `run` holds no model or no adapter, or `out` is not empty.
         RunFailed: the disk is full.
     """
     found = trained_model(run)
     if isinstance(found, Checkpoint):
         require_empty(out)
         with whole_folder(out) as folder:
-            write_saved(found, folder, None if dtype is None else DTYPES[dtype])
+            write_saved(found, folder, None if dtype is None else DTYPES[dtype], merged=merged)
             write_card(folder, found.folder.absolute().parent.parent, found.extra.get("step"))
             return
     source = Path(found)
-    if not (source / "config.json").is_file():
+    if merged:
+        _export_merged(source, out, None if dtype is None else DTYPES[dtype])
+        return
+    if not any((source / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
     require_empty(out)
     if not any(source.glob("*.safetensors")):
@@ -58,11 +64,20 @@ def export(run: str, out: Path, dtype: str | None = None) -> None:
             elif REPLACED.fullmatch(path.name):
                 shutil.copyfile(path, folder / path.name)
         write_companions(folder, companions(source))
-        if dtype is not None:
+        if dtype is not None and (folder / "config.json").is_file():
             _name_dtype(folder / "config.json", dtype)
             _name_size(folder / "model.safetensors.index.json", total_bytes)
         if source.name == MODEL:
             write_card(folder, source.absolute().parent, model_state(source.absolute().parent))
+
+
+def _export_merged(source: Path, out: Path, dtype: torch.dtype | None) -> None:
+    """An adapter's folder and its base as one model; all of it is in host memory, in fp32."""
+    if adapter_folder(source) is None:
+        raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
+    require_empty(out)
+    with Engine(source, precision="fp32", device="cpu") as engine, whole_folder(out) as folder:
+        engine.save_pretrained(folder, dtype=dtype, merged=True)
 
 
 def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:

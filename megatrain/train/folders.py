@@ -113,4 +113,5 @@ def require_empty(path: Path, what: str = "") -> None:
 def model_folder(path: str) -> str:
     """The model of a finished run, when `path` is one; else `path` itself (folder or hub id)."""
     inside = Path(path) / MODEL
-    return str(inside) if (inside / "config.json").is_file() else path
+    there = any((inside / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return str(inside) if there else path

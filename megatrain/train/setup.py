@@ -241,6 +241,7 @@ def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str) -> 
         **Workload.of_run(config).for_engine,
         seed=config.training.seed,
         trained=Trained(config.model.freeze, config.model.train_only),
+        adapter=config.adapter.keys,
         **_settings(config),
     )
 

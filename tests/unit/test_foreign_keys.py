@@ -24,7 +24,7 @@ OURS = {
         ({"learning_rate": 1e-5}, "learning_rate: unknown key; its name here is optimizer.lr"),
         ({"training": {"num_train_epochs": 3}}, "its name here is training.epochs"),
         ({"data": {"cutoff_len": 3}}, "data.cutoff_len: unknown key; its name here is data.seq"),
-        ({"lora_r": 16}, "lora_r: unknown key; all parameters are trained"),
+        ({"lora_r": 16}, "lora_r: unknown key; an adapter is a section: adapter: {method: lora"),
         ({"training": {"gradient_accumulation_steps": 4}}, "training.batch_size counts the rows"),
     ],
 )

@@ -1,0 +1,81 @@
+"""A run that trains an adapter: what it writes, how it goes on, and what is made of it."""
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.cli.cases import sets
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+LORA = {"method": "lora", "r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}
+
+
+@pytest.fixture
+def adapter_file(run_file, base):
+    """The run file, of an adapter on a folder."""
+    tree = yaml.safe_load(run_file.read_text())
+    tree["model"], tree["adapter"] = {"path": str(base)}, LORA
+    run_file.write_text(yaml.safe_dump(tree))
+    return run_file
+
+
+def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base, tmp_path):
+    def trained(folder, *options):
+        result = megatrain("train", adapter_file, *sets(output__folder=str(folder)), *options)
+        assert result.exit_code == 0, result.output
+        return load_file(folder / "model" / "adapter_model.safetensors")
+
+    run, length = tmp_path / "run", sets(training__steps=4)
+    whole = trained(tmp_path / "whole", *length)
+    trained(run, *sets(training__steps=2))
+    parts = trained(run, *length, "--resume")
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    assert any(values.any() for name, values in whole.items() if "lora_B" in name)
+
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "model")
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        wanted = loaded(ids).logits
+    for name, source in {"finished": run, "saved": run / "checkpoints" / "step-00000004"}.items():
+        result = megatrain("export", source, tmp_path / name, "--merged")
+        assert result.exit_code == 0, result.output
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        with torch.no_grad():
+            assert torch.allclose(merged(ids).logits, wanted, atol=1e-5)
+    options = [
+        "--prompt", "cat", "--temperature", "0", "--max-new-tokens", "4", "--device", "cpu",
+        "--precision", "fp32",
+    ]  # fmt: skip
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    said = [megatrain("generate", each, *flags) for each in (run, tmp_path / "finished")]
+    assert [each.exit_code for each in said] == [0, 0], said[0].output
+    assert said[0].stdout == said[1].stdout
+
+
+def test_a_plan_knows_the_adapter(megatrain, adapter_file):
+    options = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--json")
+    chosen = sets(engine__precision="bf16", engine__device="auto")
+    result = megatrain("plan", adapter_file, *chosen, *options)
+    assert result.exit_code == 0, result.output
+    told = yaml.safe_load(result.stdout)
+    layers = next(tile for tile in told["tiles"] if tile["name"].startswith("layer"))
+    assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"adapter__method": None}, "r needs method: lora"),
+        ({"adapter__rank": 4}, "adapter"),
+        ({"adapter__target_modules": ["nope"]}, "nope"),
+        ({"engine__precision": "fp8"}, "fp8 is not supported"),
+    ],
+)
+def test_a_bad_adapter_is_refused_in_a_line(megatrain, adapter_file, changes, said):
+    result = megatrain("train", adapter_file, *sets(**changes))
+    assert result.exit_code == 2
+    assert said in result.stderr and len(result.stderr.strip().splitlines()) == 1
