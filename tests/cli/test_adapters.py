@@ -50,8 +50,7 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
         "--prompt", "cat", "--temperature", "0", "--max-new-tokens", "4", "--device", "cpu",
         "--precision", "fp32",
     ]  # fmt: skip
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    said = [megatrain("generate", each, *flags) for each in (run, tmp_path / "finished")]
+    said = [megatrain("generate", each, *options) for each in (run, tmp_path / "finished")]
     assert [each.exit_code for each in said] == [0, 0], said[0].output
     assert said[0].stdout == said[1].stdout
 
