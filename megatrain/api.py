@@ -12,10 +12,11 @@ from megatrain.autoplace.auto import settle
 from megatrain.autoplace.fits import limits, told_bytes
 from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.device import Device, Recording, open_device
+from megatrain.engine.batch import given_loss
 from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
 from megatrain.engine.opened import DTYPES, Model, Opened
 from megatrain.errors import InputError
-from megatrain.loss import SCORE
+from megatrain.loss import CROSS_ENTROPY, SCORE, Loss
 from megatrain.model.adapters import adapted
 from megatrain.model.neftune import add_noise
 from megatrain.model.rebuilt import difference
@@ -58,6 +59,7 @@ class Engine(PlacedEngine):
         tokens_per_step: int | None = None,
         sequence_length: int | None = None,
         micro_batch: int | None = None,
+        loss: Loss = CROSS_ENTROPY,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         trained: Trained = ALL,
@@ -80,7 +82,7 @@ class Engine(PlacedEngine):
             seed: of weights drawn and of dropout.
             tokens_per_step: of a step at most, for `placement="auto"`; None: 98,304.
             sequence_length: of rows; None: 1,024. Larger steps then keep no graph on the device.
-            micro_batch: rows of the micro-batches to come; None: chosen, see `micro_batch`.
+            micro_batch, loss: rows and loss of steps to come; None: chosen, see `micro_batch`.
             attn_implementation: any that transformers knows; None leaves it the choice.
             trained: which parameters are, by patterns of names; else those that require gradients.
             device_memory, host_memory: all that the process may take (`"10GiB"`, bytes, None: any).
@@ -92,7 +94,7 @@ class Engine(PlacedEngine):
             InputError: a model or argument that cannot be used; the message says why.
             DoesNotFit: not enough host or device memory.
         """
-        _check_arguments(optimizer, max_grad_norm, precision, placement, seed)
+        _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss)
         code = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
         source = open_source(model, adapter=adapter, **code)
         trained.choose(source.model)
@@ -101,7 +103,7 @@ class Engine(PlacedEngine):
         on = _limited(device, device_memory, host_memory, disk_space)
         streamed = None if optimizer is None else StreamedOptimizer(optimizer, source.model)
         opened = Opened(source, Model(found, streamed), max_grad_norm, precision, *on, disk, seed)
-        settled = settle(opened, placement, tokens_per_step, sequence_length, micro_batch)
+        settled = settle(opened, placement, tokens_per_step, sequence_length, micro_batch, loss)
         self.micro_batch = settled.micro_batch
         super().__init__(opened, settled.placement, settled.planned)
 
@@ -249,8 +251,9 @@ def _limited(
 
 
 def _check_arguments(
-    optimizer: Any, max_grad_norm: Any, precision: Any, placement: Any, seed: Any
+    optimizer: Any, max_grad_norm: Any, precision: Any, placement: Any, seed: Any, loss: Any
 ) -> None:
+    given_loss(loss)
     if optimizer is not None and not isinstance(optimizer, Rule):
         kind = "class" if isinstance(optimizer, type) else type(optimizer).__name__
         raise InputError(

@@ -19,6 +19,7 @@ from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Workload
+from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.machine import Machine, present_cpu, present_machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import CPU_PLACEMENT, Placement
@@ -51,6 +52,7 @@ def settle(
     tokens_per_step: int | None,
     sequence_length: int | None,
     micro_batch: int | None,
+    loss: Loss = CROSS_ENTROPY,
 ) -> Settled:
     """The placement of an engine to come, given or chosen; what is None is as `Workload` says.
 
@@ -59,7 +61,8 @@ def settle(
     """
     length = sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, _longest(opened))
     clip = opened.max_grad_norm is not None
-    workload = Workload(tokens_per_step or TOKENS, length, micro_batch, clip, opened.precision)
+    size = tokens_per_step or TOKENS, length, micro_batch
+    workload = Workload(*size, clip, opened.precision, loss=loss)
     if opened.model.rule is not None:
         workload = replace(workload, rule=opened.model.rule)
     settled = (

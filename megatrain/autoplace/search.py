@@ -15,6 +15,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
+from megatrain.loss import JointLoss
 from megatrain.machine import Machine
 from megatrain.placement import Placement
 from megatrain.units import gib, size
@@ -92,8 +93,11 @@ class Search:
         """Ways that take a step of small micro-batches in several passes.
 
         They start from the candidate with most overlap; none, where `best` runs rows in chunks of
-        tokens or the device has no room for the sums of all gradients.
+        tokens, the device has no room for the sums of all gradients, or the loss sees all tokens
+        at once.
         """
+        if isinstance(self._workload.loss, JointLoss):
+            return []
         if best.placement.chunk_tokens is not None or self._tiles.sums_bytes > self._budget.device:
             return []
         found = []

@@ -52,10 +52,11 @@ class WholeHead:
         tokens: int,
         summed: Callable[[Loss], Summed],
         chunked: Callable[..., tuple[Tensor, Tensor]] = chunked_loss_gradients,
+        each: Callable[..., Tensor] = chunked_losses,
     ) -> None:
         """Args: `summed` gives that of a loss, compiled or as it is."""
         self._program, self._tokens, self._summed = program, tokens, summed
-        self._chunked = chunked
+        self._chunked, self._each = chunked, each
 
     def gradients_of(
         self,
@@ -101,7 +102,7 @@ class WholeHead:
         given, each_of = self._chunks(weights, micro, values), micro.loss.each_of
         tokens = -(-self._tokens // 4)  # nothing here is compiled, which takes some times as much
         with torch.no_grad():
-            return chunked_losses(*given, tokens, each_of, _flat(micro.given))
+            return self._each(*given, tokens, each_of, _flat(micro.given))
 
     def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         with torch.no_grad():

@@ -80,6 +80,7 @@ class ForecastCache:
                 rows=workload.rows,
                 micro_batch=micro_batch,
                 clip=workload.clip,
+                loss=workload.loss,
                 steps=steps,
             )
         return replace(self._made[key], machine=machine)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatrain.forecast.op_counter import OpCounter, Work, added
-from megatrain.loss import Summed, chunked_loss_gradients
+from megatrain.loss import JointLoss, Summed, chunked_loss_gradients, chunked_losses
 
 _CHUNKS_RUN = 3
 
@@ -49,7 +49,7 @@ def few_chunks(
 
     All chunks but the first and a shorter last one take the same.
     """
-    skipped = max(0, len(hidden_ND) // tokens - _CHUNKS_RUN) * tokens
+    skipped = _skipped(hidden_ND, tokens)
     done: list[Work] = []
 
     def counted(gradients: list[Tensor | None]) -> None:
@@ -60,9 +60,56 @@ def few_chunks(
     rest = [each[skipped:] for each in given]
     run = hidden_ND[skipped:], targets_N[skipped:], denominator, tokens, summed, parameters
     loss, gradient_ND = chunked_loss_gradients(head, *run, counted, rest)
-    if skipped:
-        _, before, after, *_ = done
-        each = added(after, before.times(-1)).times(skipped // tokens)
-        counter.work = added(counter.work, replace(each, calls=0))
+    _count(counter, done, skipped // tokens)
     del waiting, gradient_ND
     return loss, torch.empty_like(hidden_ND)
+
+
+def few_losses(
+    counter: OpCounter,
+    head: Callable[[Tensor], Tensor],
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+    tokens: int,
+    each_of: Summed,
+    given: Sequence[Tensor] = (),
+) -> Tensor:
+    """As `chunked_losses`, of which as few chunks are run."""
+    skipped = _skipped(hidden_ND, tokens)
+    done: list[Work] = []
+
+    def counted(*chunk: Tensor) -> Tensor:
+        losses = each_of(*chunk)
+        done.append(counter.work)
+        return losses
+
+    rest = [each[skipped:] for each in given]
+    losses_N = chunked_losses(head, hidden_ND[skipped:], targets_N[skipped:], tokens, counted, rest)
+    _count(counter, done, skipped // tokens)
+    return losses_N.new_empty(len(hidden_ND))
+
+
+def _skipped(hidden_ND: Tensor, tokens: int) -> int:
+    """Tokens whose chunks are not run."""
+    return max(0, len(hidden_ND) // tokens - _CHUNKS_RUN) * tokens
+
+
+def _count(counter: OpCounter, done: Sequence[Work], chunks: int) -> None:
+    """Count more chunks; `done` is all work after each that was run."""
+    if chunks:
+        _, before, after, *_ = done
+        each = added(after, before.times(-1)).times(chunks)
+        counter.work = added(counter.work, replace(each, calls=0))
+
+
+class TwoVisits(JointLoss):
+    """Any loss of all tokens together: of what it computes itself only the results count."""
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def weigh(self, log_probs: Sequence[Tensor], *given: Any) -> tuple[list[Tensor], list[Tensor]]:
+        return [each.new_empty(()) for each in log_probs], [*map(torch.empty_like, log_probs)]
+
+
+TWO_VISITS = TwoVisits()

@@ -145,6 +145,9 @@ class MetaVocabSplit(VocabSplit):
     def loss(self, micro: MicroBatch, values: Activations) -> Tensor:
         return torch.empty((), device="meta")
 
+    def losses(self, micro: MicroBatch, values: Activations) -> Tensor:
+        return _of_each_token(micro)
+
     def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
         with self._counter.placing(ACTIVATIONS):
             total = torch.empty_like(values[self.hidden], dtype=torch.float32)
@@ -177,6 +180,7 @@ class MetaHead(WholeHead):
     ) -> None:
         super().__init__(measured.program, tokens, lambda loss: loss.summed)
         self._work = partial(measured.head, layout, head_tokens=tokens)
+        self._losses = partial(measured.head_losses, layout, head_tokens=tokens)
         self._counter = counter
 
     def gradients_of(
@@ -189,12 +193,22 @@ class MetaHead(WholeHead):
         room: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
         number = grouped(micro)
-        self._counter.add(self._work(len(micro.inputs["input_ids"])).times(number))
+        work = self._work(len(micro.inputs["input_ids"]), loss=micro.loss)
+        self._counter.add(work.times(number))
         pulled = {ref: value for ref, value in values.items() if value.is_floating_point()}
         # Of a group, each one's activations are gone when the next one's gradients are made.
         gone = sum(value.nbytes for value in pulled.values()) * (number - 1) // number
         with self._counter.placing(ACTIVATIONS), self._counter.less(ACTIVATIONS, gone):
             return torch.empty((), device="meta"), {ref: _like(v) for ref, v in pulled.items()}
+
+    def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        self._counter.add(self._losses(len(micro.inputs["input_ids"])).times(grouped(micro)))
+        return _of_each_token(micro)
+
+
+def _of_each_token(micro: MicroBatch) -> Tensor:
+    """A number for each token of one micro-batch, in the room of those of a group."""
+    return torch.empty(grouped(micro), micro.inputs["input_ids"].numel(), device="meta")[0]
 
 
 def _results(counter: OpCounter, shapes: Mapping[Ref, Shape]) -> Activations:

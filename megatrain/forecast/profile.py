@@ -25,10 +25,10 @@ from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast.groups import Group, groups
 from megatrain.forecast.inductor_model import Compiled, Recorder, Traced
 from megatrain.forecast.layer_work import LayerWork, Shape
-from megatrain.forecast.meta_loss import cross_entropy, few_chunks
+from megatrain.forecast.meta_loss import TWO_VISITS, cross_entropy, few_chunks, few_losses
 from megatrain.forecast.op_counter import OneAttention, OpCounter, Work, foreseeing
 from megatrain.forecast.profile_chunks import TileWork, foretold, tiled
-from megatrain.loss import CROSS_ENTROPY
+from megatrain.loss import CROSS_ENTROPY, Loss, Summed
 from megatrain.model.capture import Call, Ref, Rows, stand_in
 from megatrain.model.layer_template import KEPT_SHARE, LayerTemplate
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
@@ -135,14 +135,21 @@ class Profile:
 
         return self.once(("layer", id(kind), rows), measure)
 
-    def head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
+    def head(
+        self, layout: TileLayout, rows: int, head_tokens: int, loss: Loss = CROSS_ENTROPY
+    ) -> Work:
         """The work of epilogue, logits, loss and their gradients."""
+        measure = partial(self._head, layout, rows, head_tokens, loss, Head.loss_and_vjp)
+        return self.once(("head", rows, head_tokens, loss), measure)
 
-        def measure() -> Work:
-            with foreseeing("the head"):
-                return self._head(layout, rows, head_tokens)
+    def head_losses(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
+        """The work of the visit that a loss of all tokens together needs first."""
 
-        return self.once(("head", rows, head_tokens), measure)
+        def visit(head: Head, slot: Buffer, batch: Batch, h: Any, room: Any) -> Any:
+            return head.losses(slot, batch, h)
+
+        measure = partial(self._head, layout, rows, head_tokens, TWO_VISITS, visit)
+        return self.once(("head losses", rows, head_tokens), measure)
 
     def shape(self, ref: Ref, rows: int) -> Shape:
         """Of an activation, whatever rows its layer was measured with."""
@@ -193,6 +200,12 @@ class Profile:
         }
         return micro, weights, values
 
+    def _summed(self, loss: Loss) -> Summed:
+        """A compiled loss is one operation, whichever it is."""
+        if not self.compiled:
+            return loss.summed
+        return lambda logits_NV, targets_N, *given: cross_entropy(logits_NV, targets_N)
+
     def _layer(self, visit: int, rows: int, kind: LayerTemplate) -> LayerWork:
         with fakes(), torch.enable_grad(), self.program.eager():
             micro, weights, values = self.called(visit, rows)
@@ -231,26 +244,33 @@ class Profile:
         """Within this context what follows the layers runs over so many tokens at a time."""
         return foretold(self.program.rest, tokens, partial(self._tile, False))
 
-    def _head(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
-        with self.tiles_of_head(head_tokens), fakes(), torch.enable_grad():
+    def _head(
+        self,
+        layout: TileLayout,
+        rows: int,
+        head_tokens: int,
+        loss: Loss,
+        visit: Callable[[Head, Buffer, Batch, Any, GradAccumulator], Any],
+    ) -> Work:
+        tiles = self.tiles_of_head(head_tokens)
+        with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
             counter = OpCounter()
             planes = dict.fromkeys(tile_planes(None, self.dtype), Buffer("", torch.empty(0)))
             tile = Tile(0, layout, planes)
             slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
             views = {entry.name: entry.view(sums.data) for entry in layout.trainable}
-            micro = self.micro_batch(rows)
+            given = [torch.empty(rows, self.tokens) for _ in loss.inputs]
+            micro = replace(self.micro_batch(rows), loss=loss, given=given)
             refs = self.spec.epilogue_inputs
             h = [{ref: self.shape(ref, rows).empty("cpu") for ref in refs}]
             batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)
-            compiled = self.compiled
-            summed = (lambda loss: cross_entropy) if compiled else (lambda loss: loss.summed)
-            few = partial(few_chunks, counter)
-            whole = WholeHead(self.program, head_tokens, summed, few)
+            few = partial(few_chunks, counter), partial(few_losses, counter)
+            whole = WholeHead(self.program, head_tokens, self._summed, *few)
             head = Head(CpuDevice(), self.program, tile, whole)
-            counter.ignore((slot.data, sums.data, h, micro.inputs, micro.targets))
+            counter.ignore((slot.data, sums.data, h, micro.inputs, micro.targets, given))
             with counter:
-                result = head.loss_and_vjp(slot, batch, h, GradAccumulator(tile, sums, views))
+                result = visit(head, slot, batch, h, GradAccumulator(tile, sums, views))
             del result
             return replace(counter.work, peak_bytes=counter.peak_bytes)
 

@@ -5,7 +5,7 @@ The one cost model, of `placement="auto"` (autoplace/auto.py) and of `megatrain 
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -21,6 +21,7 @@ from megatrain.engine.step import TrainingParts, train_step
 from megatrain.forecast.cost_model import CostModel
 from megatrain.forecast.groups import grouped
 from megatrain.forecast.meta_assembly import MetaAssembly
+from megatrain.forecast.meta_loss import TWO_VISITS
 from megatrain.forecast.meta_program import (
     ACTIVATIONS,
     KEPT_ATTENTION,
@@ -30,6 +31,7 @@ from megatrain.forecast.meta_program import (
 )
 from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.profile import Profile
+from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.weights import IN_FLIGHT_BYTES
@@ -188,6 +190,7 @@ def forecast(
     rows: int,
     micro_batch: int,
     clip: bool,
+    loss: Loss = CROSS_ENTROPY,
     steps: int = STEADY,
 ) -> Forecast:
     """One steady step of a model: the engine's own step, on a device that only keeps time.
@@ -199,12 +202,14 @@ def forecast(
         rows: of a step.
         micro_batch: rows of one.
         clip: with exact clipping updates wait for the global norm.
+        loss: counts as cross entropy; a joint one visits the head twice.
         steps: that are followed, at most; one is enough where seconds do not matter.
 
     Raises:
         NotForeseeable: what the model computes depends on its values.
     """
-    run = _run(model, machine, placement, measured, rows, micro_batch, clip=clip, steps=steps)
+    joint, given = isinstance(loss, JointLoss), (measured, rows, micro_batch)
+    run = _run(model, machine, placement, *given, clip=clip, joint=joint, steps=steps)
     device, host = _memory(run, machine, in_tiles=placement.chunk_tokens is not None)
     later = sum(host.values()) - run.planes_bytes - host.get("host_resident_tiles_bytes", 0)
     drawn = measured.once("drawn", partial(most_drawn_at_once, model.spec))
@@ -268,6 +273,7 @@ def _run(
     micro_batch: int,
     *,
     clip: bool,
+    joint: bool,
     steps: int,
 ) -> _Run:
     """The last of a few steps, which is like all that follow."""
@@ -276,11 +282,13 @@ def _run(
     costs = CostModel(machine, counter, model.rule.pace)
     device = ClockDevice(costs)
     most = _followed(model, placement, measured.dtype)
-    batch = measured.batch(rows, micro_batch, most, placement.passes)
+    batch = measured.batch(rows, micro_batch, most, 1 if joint else placement.passes)
+    if joint:
+        batch = replace(batch, micro=[replace(each, loss=TWO_VISITS) for each in batch.micro])
     costs.group = max(map(grouped, batch.micro))
     costs.puts = 3 if placement.layer_inputs == "host" else 2
     with torch.enable_grad():
-        store, parts = _assemble(device, measured, model, placement, counter, clip)
+        store, parts = _assemble(device, measured, model, placement, counter, clip, joint=joint)
         end = device.now
         for step in range(steps):
             begin = end
@@ -333,6 +341,8 @@ def _assemble(
     placement: Placement,
     counter: OpCounter,
     clip: bool,
+    *,
+    joint: bool,
 ) -> tuple[Store, TrainingParts]:
     """The parts of a step as the engine makes them, around a program that computes nothing."""
     joined = [
@@ -348,6 +358,8 @@ def _assemble(
     assembly = MetaAssembly(*given, measured=measured, counter=counter)
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if clip else None)
+    if joint and parts.passes > 1:  # as the engine takes such a step
+        parts = replace(parts.under(assembly.policies(graphs=False)), passes=1)
     return store, parts
 
 

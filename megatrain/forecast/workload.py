@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.errors import InputError
+from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.optim import AdamW, Rule
 from megatrain.placement import Placement, Precision
 from megatrain.plane_file import disk_bytes
@@ -36,6 +37,7 @@ class Workload:
         device_memory, host_memory: bytes that the process may take; None: all that is there.
         disk: folder on a disk that planes may rest on.
         disk_space: bytes that planes may take on a disk; None: what is free in `disk`.
+        loss: of steps; forecasts ask whether it is joint, for which the head is visited twice.
     """
 
     tokens_per_step: int = TOKENS
@@ -50,6 +52,7 @@ class Workload:
     host_memory: int | None = None
     disk: str | None = None
     disk_space: int | None = None
+    loss: Loss = CROSS_ENTROPY
 
     @classmethod
     def of_run(cls, run: "Config") -> "Workload":
@@ -92,6 +95,7 @@ class Workload:
             "tokens_per_step": self.tokens_per_step,
             "sequence_length": self.sequence_length,
             "micro_batch": self.micro_batch,
+            "loss": self.loss,
         }
 
     @property

@@ -11,6 +11,7 @@ from megatrain.autoplace import auto
 from megatrain.device import CpuDevice
 from megatrain.engine.opened import Model, Opened
 from megatrain.forecast.workload import Workload
+from megatrain.loss import CROSS_ENTROPY, DPO, Loss
 from megatrain.model.probe import spec
 from megatrain.placement import Placement
 from megatrain.source.source import open_source
@@ -43,11 +44,12 @@ def settled(
     *,
     machine: Any = None,
     compiler: bool = True,
+    loss: Loss = CROSS_ENTROPY,
 ) -> auto.Settled:
     monkeypatch.setattr(auto, "present_machine", lambda device, precision: machine)
     monkeypatch.setattr(auto, "can_compile", lambda: compiler)
     monkeypatch.setattr(auto, "check_fits", lambda *given, **named: None)
-    return auto.settle(asked, "auto", tokens, length, None)
+    return auto.settle(asked, "auto", tokens, length, None, loss)
 
 
 def test_auto_takes_the_memory_that_is_free_and_says_why(
@@ -69,8 +71,9 @@ def test_sizes_that_nobody_gives_are_stated_ones(
 ) -> None:
     seen: list[Workload] = []
     monkeypatch.setattr(auto, "_foreseen", lambda opened, workload: seen.append(workload))
-    settled(monkeypatch, opened(), tokens, length)
+    settled(monkeypatch, opened(), tokens, length, loss=DPO())
     assert [(each.tokens_per_step, each.sequence_length) for each in seen] == [wanted]
+    assert seen[0].loss == DPO()
 
 
 def test_rows_are_no_longer_than_the_model_allows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "optimizer as text": ({"optimizer": "adamw"}, "optimizer is a str; it must be megatrain.AdamW"),
     "optimizer class": ({"optimizer": AdamW}, "optimizer is a class; it must be megatrain.AdamW"),
+    "loss": ({"loss": "dpo"}, "loss is 'dpo'; it must be one of megatrain.loss, such as DPO()"),
     "seed": ({"seed": "abc"}, "seed is 'abc'; it must be an integer"),
     "attention": ({"attn_implementation": "nope"}, "nope"),
 }

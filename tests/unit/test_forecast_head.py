@@ -1,6 +1,6 @@
 """What is foretold of a head that is streamed in ranges of rows, against the engine's own."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from megatrain.autoplace.search import Search
 from megatrain.device import Buffer
 from megatrain.forecast import op_counter
 from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
+from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss, Loss
 from megatrain.machine import machine_for
 from megatrain.units import GIB, MIB
 from tests.parity.cases import Noting
@@ -21,6 +23,14 @@ from tests.unit.test_forecast_long_rows import tallied
 
 ROWS, TOKENS = 6, 32
 SPLIT = 1_700_000  # bytes: somewhat more than a layer in bf16
+
+
+@dataclass(frozen=True)
+class Together(JointLoss):
+    """Cross entropy, found in two visits of the head."""
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        return -log_prob_N.sum()
 
 
 class Keeping(Noting):
@@ -87,33 +97,69 @@ def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one(
     assert whole.device_bytes["working set"] > split.device_bytes["working set"] * 1.5
 
 
+def head_seconds(found: Forecast) -> float:
+    spans = (span for span in found.spans if span.stream == "compute")
+    return sum(span.seconds for span in spans if span.name.startswith("head"))
+
+
+@pytest.mark.parametrize(("max_stream_bytes", "again"), [(None, 8192), (SPLIT, 8192 - 2 * 2752)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_of_all_tokens_computes_logits_once_more(
+    max_stream_bytes: int | None, again: int, compiled: bool
+) -> None:
+    """All of them, or those of the last range of the table's rows."""
+    machine, forecasts = replace(small_machine(), device_gbps=1e9), ForecastCache(wide_spec())
+    workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", compiled)
+    placement = Placement(slots=3, max_stream_bytes=max_stream_bytes, compile=compiled)
+    one, two = (
+        head_seconds(forecasts.of(machine, placement, replace(workload, loss=loss), 4))
+        for loss in (CROSS_ENTROPY, DPO())
+    )
+    product = 2 * ROWS * TOKENS * 256 * again / (machine.matmul_tflops * 1e12)
+    assert two - one == pytest.approx(product, rel=0.01)
+
+
+def test_a_loss_of_all_tokens_is_foretold_in_one_pass_without_graphs() -> None:
+    """As the engine takes it, whatever the placement says."""
+    workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", True, loss=DPO())
+    kept = Placement(slots=3, passes=3, save_activations=2, compile=True)
+    found, plain = (
+        ForecastCache(wide_spec()).of(small_machine(), each, workload, 2)
+        for each in (kept, replace(kept, passes=1, save_activations=0))
+    )
+    assert found.bounds == pytest.approx(plain.bounds)
+    assert found.device_bytes["gradient sums"] > 0 and "kept graphs" not in found.device_bytes
+
+
 @pytest.mark.parametrize(
-    ("tokens", "max_stream_bytes", "boundaries"),
+    ("tokens", "max_stream_bytes", "boundaries", "loss"),
     [
-        (TOKENS, 2 * SPLIT, "device"),
-        (4 * TOKENS, None, "device"),
-        (4 * TOKENS, 2 * SPLIT, "device"),
-        (4 * TOKENS, 2 * SPLIT, "host"),
+        (TOKENS, 2 * SPLIT, "device", CROSS_ENTROPY),
+        (4 * TOKENS, None, "device", CROSS_ENTROPY),
+        (4 * TOKENS, None, "device", Together()),
+        (4 * TOKENS, 2 * SPLIT, "device", CROSS_ENTROPY),
+        (4 * TOKENS, 2 * SPLIT, "device", Together()),
+        (4 * TOKENS, 2 * SPLIT, "host", CROSS_ENTROPY),
     ],
 )
 def test_what_a_step_works_with_is_foretold(
-    tokens: int, max_stream_bytes: int | None, boundaries: str
+    tokens: int, max_stream_bytes: int | None, boundaries: str, loss: Loss
 ) -> None:
     """All device memory at the peak of a real step, but for its long-lived buffers."""
     placement = Placement(
         max_stream_bytes=max_stream_bytes, layer_inputs=boundaries, head_tokens=100
     )  # type: ignore[arg-type]
-    workload = Workload(ROWS * tokens, tokens, 2, True, "fp32", False)
+    workload = Workload(ROWS * tokens, tokens, 2, True, "fp32", False, loss=loss)
     found = ForecastCache(wide_spec()).of(small_machine(), placement, workload, 2)
     told = sum(found.device_bytes.get(p, 0) for p in ("activations", "working set"))
     told += found.device_bytes["layer arguments"]
     options = {"optimizer": AdamW(), "precision": "fp32", "placement": placement}
     step, device = drawn(tokens, 2), Keeping()
     with Engine(wide_config(), device=device, **options) as engine:  # type: ignore[arg-type]
-        engine.step(step)
+        engine.step(step, loss)
         with tallied(), op_counter.OpCounter() as counts:
             counts.ignore(device.kept)
-            engine.step(step)
+            engine.step(step, loss)
     assert counts.peak_bytes == pytest.approx(told, rel=0.03)
 
 

@@ -20,6 +20,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.workload import Workload
+from megatrain.loss import DPO
 from megatrain.machine import Machine
 from megatrain.model.probe import spec
 from megatrain.source.source import open_source
@@ -99,9 +100,11 @@ def test_a_step_is_taken_in_passes_where_all_its_graphs_do_not_fit(
     machine = small_machine(110)
     found = Search(FORECASTS, machine, STEP).best()
     assert found.placement.passes > 1 and found.device_peak_bytes <= machine.device_memory_bytes
+    joint = Search(FORECASTS, machine, replace(STEP, loss=DPO())).best()  # sees all tokens at once
     monkeypatch.setattr(Search, "_in_passes", lambda *given: [])
     other = Search(FORECASTS, machine, STEP).best()
     assert other.placement.passes == 1 and found.seconds < 0.97 * other.seconds
+    assert joint.placement.passes == 1 and joint.seconds > other.seconds
 
 
 @pytest.mark.parametrize("clip", [True, False])
