@@ -80,8 +80,7 @@ class Engine(PlacedEngine):
             precision: what layers are computed in (fp8: their linear modules); masters are fp32.
             device: `cpu`, `cuda`, `cuda:N`, or a device; None takes the GPU if there is one.
             seed: of weights drawn and of dropout.
-            tokens_per_step: of a step at most, for `placement="auto"`; None: 98,304.
-            sequence_length: of rows; None: 1,024. Larger steps then keep no graph on the device.
+            tokens_per_step, sequence_length: at most, for "auto"; None: 98,304 in rows of 1,024.
             micro_batch, loss: rows and loss of steps to come; None: chosen, see `micro_batch`.
             attn_implementation: any that transformers knows; None leaves it the choice.
             trained: which parameters are, by patterns of names; else those that require gradients.
