@@ -168,12 +168,11 @@ class Candidates:
         """What a layer or the head computes with, and one activation of every token."""
         measured = self.forecasts.measured(self.workload, placement.chunk_tokens)
         layout = next(each for each in self._layouts if each.kind is TileKind.HEAD)
-        chunk = min(rows, -(-placement.head_tokens // self.workload.sequence_length))
         for visit in range(len(self.forecasts.spec.layers)):
             measured.layer(visit, rows)  # whose results the head is given
         works: list[Work] = []
         if placement.max_stream_bytes is None:
-            works.append(measured.head(layout, chunk, placement.head_tokens))
+            works.append(measured.head(layout, rows, placement.head_tokens))
         if self.whole(placement.max_stream_bytes):
             works += measured.layer(0, rows).computed_twice
         working = max((work.peak_bytes for work in works), default=0)

@@ -284,7 +284,7 @@ class MemoryPlans:
         work, seconds = self._work, self._costs.seconds
         saved = sum(map(seconds, work.computed_twice))
         if self._frame.placement.save_attention != "none":
-            saved -= seconds(work.again) - seconds(replace(work.again, attention_flops=0))
+            saved -= seconds(work.again) - seconds(work.again._replace(attention_flops=0))
         halves = seconds(work.keeping) + seconds(work.kept_backward)
         whole = halves - seconds(work.again) - seconds(work.backward)
         late = max(0.0, graphs.offloaded * self._passes * self._leaving() - self._forward())

@@ -68,13 +68,11 @@ class Layer(StreamedModule):
         self.backward_name = Name(backward, f"{self.name} backward")
         self.visit, self.policy, self.offload = visit, policy, offload
         self.inputs = spec.layers[visit].inputs
-        read = {ref for layer in spec.layers for ref in layer.inputs}
         self.grad_inputs = self.inputs
         self.made = spec.outputs[visit]
         made = spec.outputs[visit - 1] if visit else spec.prologue_outputs
-        self.new_inputs = [ref for ref in made if ref in read]
-        later = [layer.inputs for layer in spec.layers[visit + 1 :]]
-        self.live_out = {ref for inputs in [*later, spec.epilogue_inputs] for ref in inputs}
+        self.new_inputs = [ref for ref in made if ref in spec.read]
+        self.live_out = spec.live_after[visit]
         self._waiting: dict[int, Any] = {}
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:

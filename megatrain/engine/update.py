@@ -108,6 +108,7 @@ class Update:
         # What anybody changes in the groups after this is for the next step.
         self._group_of = self._optimizer.group_of()
         self._groups = [dict(group) for group in self._optimizer.param_groups]
+        self._settings = {name: self._groups[index] for name, index in self._group_of.items()}
 
     def ready(self, tile: Tile, host_grad: HostGrad, landed: Any) -> None:
         """A tile's gradient is complete in `host_grad` at `landed`."""
@@ -221,8 +222,7 @@ class Update:
 
     def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
         """It is: the rule's directions take its place, if it has any."""
-        groups = {name: self._groups[index] for name, index in self._group_of.items()}
-        self.directions.turn(tile.whole, sums, groups)
+        self.directions.turn(tile.whole, sums, self._settings)
 
     def _give_way(self, tile: Tile, stream: str) -> None:
         """Wait for a save that still reads the tile's planes before they are overwritten."""

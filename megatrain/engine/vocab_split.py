@@ -208,11 +208,10 @@ class Epilogue(_AfterLayers):
     def __init__(self, device: Device, program: Program, tile_slice: TileSlice) -> None:
         super().__init__(device, program, tile_slice)
         spec = program.spec
-        read = {ref for layer in spec.layers for ref in layer.inputs}
         self.inputs = self.grad_inputs = spec.epilogue_inputs
-        self.new_inputs = [ref for ref in self.inputs if ref not in read]
+        self.new_inputs = [ref for ref in self.inputs if ref not in spec.read]
         self.made = [Ref(self.visit, leaf) for leaf in range(LOGITS)]
-        self.live_out = set()
+        self.live_out = frozenset()
 
     def _call(
         self,

@@ -1,7 +1,6 @@
 """Seconds and bytes of all that a step puts on a device, from a machine's rates."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from enum import Enum
 from typing import Any
 
@@ -149,11 +148,12 @@ class CostModel:
 
     def _compute(self, kind: Enum, work: Callable[[], Any]) -> Cost:
         self.counter.work = Work()
-        forward = kind in (Kind.LAYER, Kind.PART)
-        # Layers count for themselves: a step has thousands of them.
-        counting = nullcontext() if kind in (Kind.LAYER, Kind.LAYER_BACKWARD) else self.counter
-        with self.counter.placing(KEPT_GRAPHS if forward else WORKING_SET), counting:
+        if kind in (Kind.LAYER, Kind.LAYER_BACKWARD):  # they count for themselves: there are many
             result = work()
+        else:
+            place = KEPT_GRAPHS if kind is Kind.PART else WORKING_SET
+            with self.counter.placing(place), self.counter:
+                result = work()
         done = self.counter.work
         calls = max(1, done.calls)
         if kind is Kind.PROLOGUE:
@@ -182,13 +182,8 @@ class CostModel:
         launches = calls * _PER_UNIT + work.kernels * _PER_KERNEL + puts
         return launches * self._machine.launch_seconds
 
-    def slow_down(self, spans: Sequence[Span]) -> float:
-        """Take the rates of the next step from what ran at the same time in this one.
-
-        Returns the seconds that all of it would take more or less with them: no schedule changes by
-        more.
-        """
-        before = dict(self._rate)
+    def slow_down(self, spans: Sequence[Span]) -> None:
+        """Take the rates of the next step from what ran at the same time in this one."""
         there = {
             stream: [s for s in spans if s.stream == stream]
             for stream in (COPY_IN, COPY_OUT, UPDATE)
@@ -204,7 +199,6 @@ class CostModel:
                 for stream in (COPY_IN, COPY_OUT)
             )
             self._rate[UPDATE] = self._alone[UPDATE] - _TAKEN_PER_BUS_BYTE * moved / busy[UPDATE]
-        return sum(busy[s] * abs(before[s] / self._rate[s] - 1) for s in busy)
 
 
 def _disk_gbps(machine: Machine) -> float:

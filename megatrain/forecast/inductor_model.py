@@ -9,7 +9,7 @@ which all else can be computed again.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -143,7 +143,7 @@ class Compiled:
         """A forward that keeps what its backward needs; `share` as in `backward`."""
         held = self._held(share)
         work = self._phase(self._forward, frozenset(), self._t.made | held)
-        return replace(work, kept_bytes=self._size(held - self._t.made))
+        return work._replace(kept_bytes=self._size(held - self._t.made))
 
     def backward(self, share: float | None = None) -> Work:
         """The backward; what was kept counts in its peak.
@@ -154,7 +154,7 @@ class Compiled:
         """
         held = self._held(share)
         work = self._phase(self._with_again(held), frozenset(held), self._t.pulled)
-        return replace(work, touched_bytes=int(_BACKWARD_TOUCHES * work.touched_bytes))
+        return work._replace(touched_bytes=int(_BACKWARD_TOUCHES * work.touched_bytes))
 
     def _held(self, share: float | None) -> set[int]:
         """What waits between the two, arguments left out."""
@@ -240,10 +240,10 @@ class Compiled:
                     alive -= self._overwritten(ops[i], sources[i] & (alive - ends), left)
             alive |= new
             peak = max(peak, self._size(alive) + max(ops[i].scratch_bytes for i in kernel))
-            work = added(work, replace(ops[kernel[0]].work, touched_bytes=touched, kernels=1))
+            work = added(work, ops[kernel[0]].work._replace(touched_bytes=touched, kernels=1))
             left.subtract(n for i in kernel for n in sources[i])
             alive = {n for n in alive if left[n] or n in ends}
-        return replace(work, peak_bytes=peak)
+        return work._replace(peak_bytes=peak)
 
     def _overwritten(self, op: Op, reads: frozenset[int], left: Counter[int]) -> set[int]:
         """What an elementwise operation writes its result over: what nothing else will read."""

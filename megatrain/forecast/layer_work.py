@@ -59,7 +59,7 @@ class LayerWork:
     def in_float8(self) -> "LayerWork":
         """The same where products are taken in float8."""
         faster: dict[str, Any] = {
-            name: replace(each, product_flops=int(each.product_flops / _FLOAT8_SPEED))
+            name: each._replace(product_flops=int(each.product_flops / _FLOAT8_SPEED))
             for name, each in vars(self).items()
             if isinstance(each, Work)
         }

@@ -1,7 +1,6 @@
 """Losses for whoever counts operations: cross entropy is one, and like chunks are counted once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ def _count(counter: OpCounter, done: Sequence[Work], chunks: int) -> None:
     if chunks:
         _, before, after, *_ = done
         each = added(after, before.times(-1)).times(chunks)
-        counter.work = added(counter.work, replace(each, calls=0))
+        counter.work = added(counter.work, each._replace(calls=0))
 
 
 class TwoVisits(JointLoss):

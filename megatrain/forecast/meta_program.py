@@ -4,7 +4,6 @@ without data that gradients flow through.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -198,7 +197,7 @@ class MetaHead(WholeHead):
         pulled = {ref: value for ref, value in values.items() if value.is_floating_point()}
         # Of a group, each one's activations are gone when the next one's gradients are made.
         gone = sum(value.nbytes for value in pulled.values()) * (number - 1) // number
-        with self._counter.placing(ACTIVATIONS), self._counter.less(ACTIVATIONS, gone):
+        with self._counter.placing(ACTIVATIONS), self._counter.more(ACTIVATIONS, -gone):
             return torch.empty((), device="meta"), {ref: _like(v) for ref, v in pulled.items()}
 
     def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
@@ -245,7 +244,7 @@ class _BlackBox(torch.autograd.Function):
             held = torch.empty(first.kept_bytes, dtype=torch.uint8, device="meta")
         # What is held already counts in the backward's peak.
         peak = max(0, second.peak_bytes - first.kept_bytes)
-        ctx.counter, ctx.second = counter, replace(second, peak_bytes=peak)
+        ctx.counter, ctx.second = counter, second._replace(peak_bytes=peak)
         ctx.save_for_backward(held)
         ctx.sources = [Shape(tuple(source.shape), source.dtype) for source in sources]
         return tuple(_results(counter, shapes).values())

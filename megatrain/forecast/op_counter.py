@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, cast
-from weakref import finalize
+from functools import partial
+from typing import Any, NamedTuple, cast
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +43,7 @@ def foreseeing(what: str) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What a piece of device work takes.
 
     Attributes:
@@ -72,8 +71,7 @@ class Work:
         """Of so many micro-batches, one after the other; what is kept adds up."""
         if count == 1:
             return self
-        return replace(
-            self,
+        return self._replace(
             product_flops=count * self.product_flops,
             attention_flops=count * self.attention_flops,
             attention_backward_flops=count * self.attention_backward_flops,
@@ -247,7 +245,7 @@ class OpCounter(TorchDispatchMode):
         self.place: str | None = "other"
         self.live: Counter[str] = Counter()
         self.peak_live: Counter[str] = Counter()
-        self._known: set[int] = set()
+        self._known: dict[int, Any] = {}  # what tells their end, by storage
         self._total = self.peak_bytes = 0
 
     @property
@@ -265,7 +263,7 @@ class OpCounter(TorchDispatchMode):
 
     def ignore(self, values: Any) -> None:
         """Do not count the storages of some tensors."""
-        self._known.update(memory_of(tensor) for tensor in tensors(values))
+        self._known.update((memory_of(tensor), None) for tensor in tensors(values))
 
     def add(self, work: Work) -> None:
         """Count work that was measured before; its peak lies on top of what is alive now."""
@@ -303,19 +301,18 @@ class OpCounter(TorchDispatchMode):
         self._note_peak("working set", num_bytes)
 
     @contextmanager
-    def less(self, place: str, num_bytes: int) -> Iterator[None]:
-        """Within this context so many bytes fewer are alive than are counted."""
-        self._total, self.live[place] = self._total - num_bytes, self.live[place] - num_bytes
+    def more(self, place: str, num_bytes: int) -> Iterator[None]:
+        """Within this context so many bytes more are alive than tensors tell; negative: fewer."""
+        self._total, self.live[place] = self._total + num_bytes, self.live[place] + num_bytes
         try:
             yield
         finally:
-            self._total, self.live[place] = self._total + num_bytes, self.live[place] + num_bytes
+            self._total, self.live[place] = self._total - num_bytes, self.live[place] - num_bytes
 
     def _found(self, tensor: Tensor, num_bytes: int | None = None) -> None:
         storage, key = tensor.untyped_storage(), memory_of(tensor)
         if key in self._known:
             return
-        self._known.add(key)
         if num_bytes is None:
             num_bytes = storage.nbytes()
         if self.place is None:
@@ -323,11 +320,11 @@ class OpCounter(TorchDispatchMode):
         place = self.place or ""
         self.live[place] += num_bytes
         self._total += num_bytes
-        finalize(storage, self._gone, key, place, num_bytes)
+        self._known[key] = ref(storage, partial(self._gone, key, place, num_bytes))
         self._note_peak("working set", 0)
 
-    def _gone(self, key: int, place: str, num_bytes: int) -> None:
-        self._known.discard(key)
+    def _gone(self, key: int, place: str, num_bytes: int, _: Any) -> None:
+        self._known.pop(key, None)
         self.live[place] -= num_bytes
         self._total -= num_bytes
 

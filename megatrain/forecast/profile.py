@@ -272,7 +272,7 @@ class Profile:
             with counter:
                 result = visit(head, slot, batch, h, GradAccumulator(tile, sums, views))
             del result
-            return replace(counter.work, peak_bytes=counter.peak_bytes)
+            return counter.work._replace(peak_bytes=counter.peak_bytes)
 
 
 def _compiled(run: Any, given: list[Any]) -> LayerWork:
@@ -311,7 +311,7 @@ def eager_work(run: Any, given: list[Any]) -> LayerWork:
     with torch.no_grad(), plain:
         plain.ignore(given)
         run()
-    forward = replace(plain.work, peak_bytes=plain.peak_bytes)
+    forward = plain.work._replace(peak_bytes=plain.peak_bytes)
     with graph:
         graph.ignore(given)
         made = run()
@@ -319,11 +319,11 @@ def eager_work(run: Any, given: list[Any]) -> LayerWork:
     graph.ignore(gradients)
     results = sum(value.nbytes for value in made.values())
     kept = graph.total_bytes - results
-    first = replace(graph.work, peak_bytes=graph.peak_bytes, kept_bytes=kept)
+    first = graph.work._replace(peak_bytes=graph.peak_bytes, kept_bytes=kept)
     graph.restart()
     with graph:
         torch.autograd.grad(values, _leaves(given), gradients, allow_unused=True)
-    second = replace(graph.work, peak_bytes=graph.peak_bytes - results)
+    second = graph.work._replace(peak_bytes=graph.peak_bytes - results)
     return LayerWork(forward, first, second, first, second, None, _shapes(made))
 
 

@@ -6,7 +6,7 @@ Legend: as in model/token_chunks.py.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
 
@@ -161,7 +161,7 @@ class _Opaque(torch.autograd.Function):
 def _add(work: Work, peak_bytes: int) -> None:
     counter = current_mode()
     assert isinstance(counter, OpCounter), "parts in tiles are measured under a counter"
-    counter.add(replace(work, peak_bytes=peak_bytes))
+    counter.add(work._replace(peak_bytes=peak_bytes))
 
 
 def _times(count: int, work: Work) -> Work:

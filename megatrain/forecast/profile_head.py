@@ -1,7 +1,5 @@
 """What the stages of a head take that is streamed in ranges of rows (engine/vocab_split.py)."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -101,5 +99,5 @@ def _both(
     with OpCounter() as second:
         second.ignore([*given, values, gradients])
         computed.pull(weights, 0, micro, values, gradients, list(weights), room)
-    one, other = (replace(t.work, peak_bytes=t.peak_bytes) for t in (first, second))
+    one, other = (t.work._replace(peak_bytes=t.peak_bytes) for t in (first, second))
     return one, other

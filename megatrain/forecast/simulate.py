@@ -45,8 +45,7 @@ from megatrain.units import MIB
 # Micro-batches one by one; of more, several as one. Where the head is split they wait longer for
 # each other's boundaries.
 _FOLLOWED, _FOLLOWED_SPLIT = 8, 16
-STEADY = 3  # steps: the first starts without updates, the second with those of the first
-_CHANGE = 0.005  # of a step's seconds: if other rates would change less, it is steady
+STEADY = 2  # steps: the first starts without updates, the second with those of the first
 _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE, DISK_IN, DISK_OUT)
 
 # What torch's allocator takes beyond what is in use, with expandable segments
@@ -203,7 +202,7 @@ def forecast(
         micro_batch: rows of one.
         clip: with exact clipping updates wait for the global norm.
         loss: counts as cross entropy; a joint one visits the head twice.
-        steps: that are followed, at most; one is enough where seconds do not matter.
+        steps: that are followed; one is enough where seconds do not matter.
 
     Raises:
         NotForeseeable: what the model computes depends on its values.
@@ -276,7 +275,7 @@ def _run(
     joint: bool,
     steps: int,
 ) -> _Run:
-    """The last of a few steps, which is like all that follow."""
+    """The last of so many steps."""
     counter = OpCounter()
     assert model.rule is not None
     costs = CostModel(machine, counter, model.rule.pace)
@@ -289,15 +288,15 @@ def _run(
     costs.puts = 3 if placement.layer_inputs == "host" else 2
     with torch.enable_grad():
         store, parts = _assemble(device, measured, model, placement, counter, clip, joint=joint)
+        spans: list[Span] = []
         end = device.now
-        for step in range(steps):
+        for _ in range(steps):
+            costs.slow_down(spans)
+            device.spans = [span for span in device.spans if span.end > end]
             begin = end
             train_step(parts, batch)
             end = device.now
             spans = window(device.spans, begin, end)
-            if costs.slow_down(spans) <= _CHANGE * (end - begin) and step:
-                break
-            device.spans = [span for span in device.spans if span.end > end]
     parameters = sum(tile.layout.num_parameters for tile in store.tiles)
     host, planes = host_bytes(store, parts), sum(store.bytes_by_plane().values())
     # Rooms of graphs on the host are as if all groups were as large as the first.

@@ -94,6 +94,19 @@ class ModelSpec:
         return [*self.gathered, *self.prologue, *own, *self.epilogue]
 
     @cached_property
+    def read(self) -> set[Ref]:
+        """Activations that layers read."""
+        return {ref for layer in self.layers for ref in layer.inputs}
+
+    @cached_property
+    def live_after(self) -> list[frozenset[Ref]]:
+        """Per layer, the activations that anything later reads."""
+        found = [frozenset(self.epilogue_inputs)]
+        for layer in reversed(self.layers):
+            found.append(found[-1].union(layer.inputs))
+        return found[-2::-1]
+
+    @cached_property
     def projection(self) -> Projection:
         """How the head makes logits."""
         return find_projection(self.logits, self.head_shapes, self.num_logits)

@@ -18,7 +18,6 @@ from megatrain.device import CpuDevice
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
 from megatrain.engine import opened
 from megatrain.engine.opened import Model
-from megatrain.engine.step import train_step
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.groups import groups
@@ -410,23 +409,16 @@ def test_chunks_of_a_head_that_are_alike_are_counted_once(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("gbps", "followed"), [(1, 3), (64, 2)])
-def test_a_step_that_is_steady_is_not_followed_again(
-    gbps: float, followed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = replace(small_machine(), update_gbps=gbps)
-    found, steps = [], []
-    monkeypatch.setattr(
-        simulate, "train_step", lambda *given: (steps.append(1), train_step(*given))
-    )
-    for change in (-1.0, simulate._CHANGE):
-        monkeypatch.setattr(simulate, "_CHANGE", change)
-        placement, workload = Placement(compile=True), Workload(8 * TOKENS, TOKENS)
-        found.append(ForecastCache(tiny_spec()).of(machine, placement, workload, 2))
-    every, steady = found
-    assert len(steps) == 3 + followed
-    assert steady.seconds == pytest.approx(every.seconds, rel=simulate._CHANGE)
-    assert steady.device_bytes == every.device_bytes
+@pytest.mark.parametrize("gbps", [1, 64])
+def test_the_second_step_is_like_those_that_follow(gbps: float) -> None:
+    machine, cache = replace(small_machine(), update_gbps=gbps), ForecastCache(tiny_spec())
+    given = machine, Placement(compile=True), Workload(8 * TOKENS, TOKENS), 2
+    first, second, third = (cache.of(*given, steps=steps) for steps in (1, 2, 3))
+    assert cache.of(*given) == second
+    assert second.seconds == pytest.approx(third.seconds, rel=0.002)
+    assert second.device_bytes == third.device_bytes
+    if gbps == 1:  # whose updates the first step does not wait for
+        assert first.seconds < 0.9 * second.seconds
 
 
 @swept(together=1, rows=[26, 53], choices={
