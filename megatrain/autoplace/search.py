@@ -24,9 +24,9 @@ from megatrain.units import gib, size
 # boundaries on the host, and fewer slots and smaller chunks besides.
 _SPARING = (1, 3)
 
-_TRIED = 5  # ways of spending that are forecast in full
+_TRIED = 3  # ways of spending that are forecast in full
 # Numbers of passes that are tried, besides one for each micro-batch; ways forecast in full of them.
-_PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 3
+_PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 2
 _MANY = 12  # micro-batches from which on a forecast takes so long that little is tried
 
 
@@ -63,11 +63,11 @@ class Search:
             best = self._fastest(candidates)
             if best is not None:
                 return best
+            least = self.least()
+            if not self._budget.fits(least):
+                raise DoesNotFit(_lacking(self._budget.machine, least.machine))
             tried = min((candidate.micro_batch for candidate in candidates), default=0)
             sizes = [rows for rows in sizes if rows < tried]
-        least = self.least()
-        if not self._budget.fits(least):
-            raise DoesNotFit(_lacking(self._budget.machine, least.machine))
         return least
 
     def _fastest(self, candidates: list[Forecast]) -> Forecast | None:

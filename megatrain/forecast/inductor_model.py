@@ -9,7 +9,7 @@ which all else can be computed again.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -108,6 +108,7 @@ class Traced:
         given: storages of weights and inputs, and of the gradients that the backward is given.
         made: the forward's results.
         pulled: the backward's.
+        random: whether one of the operations draws random numbers.
     """
 
     ops: list[Op]
@@ -116,6 +117,34 @@ class Traced:
     given: set[int]
     made: set[int]
     pulled: set[int]
+    random: bool
+
+    def between(self, other: "Traced", way: int, whole: int) -> "Traced | None":
+        """What a trace would be that is `way` of the `whole` way from this one to another one.
+
+        All numbers are on a line, as they are by the rows of a micro-batch. None: the two traces
+        are of different operations.
+        """
+        if self._structure != other._structure:
+            return None
+
+        def at(one: int, two: int) -> int:
+            return one + (two - one) * way // whole
+
+        ops = [
+            replace(
+                op,
+                work=Work(*map(at, op.work, like.work)),
+                scratch_bytes=at(op.scratch_bytes, like.scratch_bytes),
+            )
+            for op, like in zip(self.ops, other.ops, strict=True)
+        ]
+        return replace(self, ops=ops, sizes=[*map(at, self.sizes, other.sizes)])
+
+    @property
+    def _structure(self) -> tuple:
+        ops = [(op.reads, op.made, op.extern) for op in self.ops]
+        return ops, self.split, self.given, self.made, self.pulled, self.random
 
 
 class Compiled:

@@ -29,6 +29,11 @@ class Shape:
         first, *others = self.sizes
         return Shape((count * first, *others), self.dtype)
 
+    def of_rows(self, rows: int, measured: int) -> "Shape":
+        """Of other rows than were measured."""
+        first, *others = self.sizes
+        return Shape((first * rows // measured, *others), self.dtype)
+
     def empty(self, device: str) -> Tensor:
         return torch.empty(self.sizes, dtype=self.dtype, device=device)
 

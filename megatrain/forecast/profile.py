@@ -23,14 +23,14 @@ from megatrain.engine.head import WholeHead
 from megatrain.engine.modules import Head
 from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast.groups import Group, groups
-from megatrain.forecast.inductor_model import Compiled, Recorder, Traced
 from megatrain.forecast.layer_work import LayerWork, Shape
 from megatrain.forecast.meta_loss import TWO_VISITS, cross_entropy, few_chunks, few_losses
 from megatrain.forecast.op_counter import OneAttention, OpCounter, Work, foreseeing
 from megatrain.forecast.profile_chunks import TileWork, foretold, tiled
+from megatrain.forecast.profile_layer import Trace, compiled_work, eager_work, traced
 from megatrain.loss import CROSS_ENTROPY, Loss, Summed
 from megatrain.model.capture import Call, Ref, Rows, stand_in
-from megatrain.model.layer_template import KEPT_SHARE, LayerTemplate
+from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import tile_planes
@@ -73,6 +73,7 @@ class Profile:
         self.program.train(True)
         self._known: dict[Hashable, Any] = {}
         self._outputs: dict[int, tuple[int, dict[int, Shape]]] = {}  # of a kind, for so many rows
+        self._traces: dict[int, dict[int, Trace]] = {}  # of a kind, by rows: at most two
         self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}
 
     def once(self, key: Hashable, measure: Callable[[], Found]) -> Found:
@@ -157,8 +158,7 @@ class Profile:
             return self.entering(rows)[ref]
         known = self._outputs.get(id(self.spec.layers[ref.visit].kind))
         measured, outputs = known or (rows, self.layer(ref.visit, rows).outputs)
-        first, *others = outputs[ref.leaf].sizes
-        return Shape((first * rows // measured, *others), outputs[ref.leaf].dtype)
+        return outputs[ref.leaf].of_rows(rows, measured)
 
     def _prologue(self, rows: int) -> tuple[dict[Ref, Shape], list[Call], int]:
         if rows not in self._micro:
@@ -206,16 +206,37 @@ class Profile:
             return loss.summed
         return lambda logits_NV, targets_N, *given: cross_entropy(logits_NV, targets_N)
 
-    def _layer(self, visit: int, rows: int, kind: LayerTemplate) -> LayerWork:
+    def _trace(self, visit: int, rows: int, kind: LayerTemplate) -> Trace:
+        """Of a layer. Two are recorded, others follow from these: all is affine in the rows.
+
+        A single row is a case of its own: what would be copied of several can be looked at.
+        """
+        known = self._traces.setdefault(id(kind), {})
+        if len(known) == 2 and rows > 1:
+            (first, one), (second, two) = known.items()
+            between = one.ops.between(two.ops, rows - first, second - first)
+            if between is not None:
+                outputs = {leaf: s.of_rows(rows, first) for leaf, s in one.outputs.items()}
+                return Trace(between, outputs)
         with fakes(), torch.enable_grad(), self.program.eager():
-            micro, weights, values = self.called(visit, rows)
-            given = [*values.values(), *weights.values(), *micro.calls[visit].leaves]
+            trace = traced(*self._call(visit, rows))
+        if len(known) < 2 and rows > 1:
+            known[rows] = trace
+        return trace
 
-            def run() -> Activations:
-                return self.program.layer(visit, weights, micro, values)
+    def _call(self, visit: int, rows: int) -> tuple[Callable[[], Activations], list[Any]]:
+        """What runs a layer, and all that it is given, within `fakes()`."""
+        micro, weights, values = self.called(visit, rows)
+        given = [*values.values(), *weights.values(), *micro.calls[visit].leaves]
+        return partial(self.program.layer, visit, weights, micro, values), given
 
+    def _layer(self, visit: int, rows: int, kind: LayerTemplate) -> LayerWork:
+        if self.compiled and self.chunk_tokens is None:
+            return compiled_work(self._trace(visit, rows, kind))
+        with fakes(), torch.enable_grad(), self.program.eager():
+            run, given = self._call(visit, rows)
             if self.chunk_tokens is None:
-                return (_compiled if self.compiled else eager_work)(run, given)
+                return eager_work(run, given)
             with tiled(kind, self.chunk_tokens, partial(self._tile, self.compiled)):
                 return eager_work(run, given)
 
@@ -236,7 +257,8 @@ class Profile:
             def run() -> Activations:
                 return {Ref(0, 0): functional_call(part, weights, (x,))}
 
-            work = (_compiled if compiled else eager_work)(run, [x, *weights.values()])
+            given = [x, *weights.values()]
+            work = compiled_work(traced(run, given)) if compiled else eager_work(run, given)
             made = work.outputs[0]
             return TileWork(work.forward, work.again, work.backward, made.sizes, made.dtype)
 
@@ -273,72 +295,6 @@ class Profile:
                 result = visit(head, slot, batch, h, GradAccumulator(tile, sums, views))
             del result
             return counter.work._replace(peak_bytes=counter.peak_bytes)
-
-
-def _compiled(run: Any, given: list[Any]) -> LayerWork:
-    """What a layer takes once it is compiled."""
-    recorder = Recorder()
-    with recorder:
-        made = run()
-        split = len(recorder.ops)
-        values, gradients = _ends(made)
-        pulled = torch.autograd.grad(values, _leaves(given), gradients, allow_unused=True)
-    traced = Traced(
-        recorder.ops,
-        recorder.sizes,
-        split,
-        recorder.numbers((given, gradients)),
-        recorder.numbers(list(made.values())),
-        recorder.numbers(pulled),
-    )
-    works = Compiled(traced)
-    # As model/layer_template.py compiles kept graphs.
-    share = None if recorder.random else KEPT_SHARE
-    return LayerWork(
-        works.forward(),
-        works.forward_keeping(),
-        works.backward(),
-        works.forward_keeping(share),
-        works.backward(share),
-        None if recorder.random else works.backward(0.0),
-        _shapes(made),
-    )
-
-
-def eager_work(run: Any, given: list[Any]) -> LayerWork:
-    """What a layer takes as it is."""
-    plain, graph = OpCounter(), OpCounter()
-    with torch.no_grad(), plain:
-        plain.ignore(given)
-        run()
-    forward = plain.work._replace(peak_bytes=plain.peak_bytes)
-    with graph:
-        graph.ignore(given)
-        made = run()
-    values, gradients = _ends(made)
-    graph.ignore(gradients)
-    results = sum(value.nbytes for value in made.values())
-    kept = graph.total_bytes - results
-    first = graph.work._replace(peak_bytes=graph.peak_bytes, kept_bytes=kept)
-    graph.restart()
-    with graph:
-        torch.autograd.grad(values, _leaves(given), gradients, allow_unused=True)
-    second = graph.work._replace(peak_bytes=graph.peak_bytes - results)
-    return LayerWork(forward, first, second, first, second, None, _shapes(made))
-
-
-def _ends(made: Activations) -> tuple[list[Tensor], list[Tensor]]:
-    """A layer's results that gradients flow through, and such gradients."""
-    values = [value for value in made.values() if value.requires_grad]
-    return values, [torch.empty_like(value) for value in values]
-
-
-def _leaves(given: list[Any]) -> list[Tensor]:
-    return [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def _shapes(made: Activations) -> dict[int, Shape]:
-    return {ref.leaf: Shape(tuple(v.shape), v.dtype) for ref, v in made.items()}
 
 
 def _as_fakes(calls: list[Call]) -> list[Call]:

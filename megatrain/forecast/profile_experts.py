@@ -7,7 +7,8 @@ import torch
 from megatrain.engine.expert_split import GIVEN, RESULT
 from megatrain.forecast.layer_work import LayerWork
 from megatrain.forecast.op_counter import NotForeseeable, foreseeing
-from megatrain.forecast.profile import Profile, eager_work, fakes
+from megatrain.forecast.profile import Profile, fakes
+from megatrain.forecast.profile_layer import eager_work
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, Weights
 

@@ -8,7 +8,8 @@ from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.vocab_split import HIDDEN, VocabSplit
 from megatrain.forecast.layer_work import LayerWork, Shape
 from megatrain.forecast.op_counter import OpCounter, Work, foreseeing
-from megatrain.forecast.profile import Profile, eager_work, fakes
+from megatrain.forecast.profile import Profile, fakes
+from megatrain.forecast.profile_layer import eager_work
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, Weights
 from megatrain.optim import tile_planes

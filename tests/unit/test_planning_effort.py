@@ -1,0 +1,65 @@
+"""What a plan costs: counted in layers that are recorded and steps that are followed."""
+
+import pytest
+import torch
+from transformers import GPT2Config, PreTrainedConfig
+
+from megatrain.autoplace.auto import choose
+from megatrain.cli.shapes import qwen2_config
+from megatrain.forecast import profile, simulate
+from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.profile import Profile
+from megatrain.forecast.workload import Workload
+from megatrain.machine import machine_for
+from megatrain.model.probe import spec
+from megatrain.source.source import open_source
+from megatrain.units import GIB
+from tests.unit.forecast_cases import experts_config, tiny_config
+
+FAMILIES = {
+    "llama": tiny_config(2),
+    "mixtral": experts_config(),
+    "gpt2 with dropout": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4),
+}
+
+
+class Counted:
+    """How often a function of a module is called."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, module: object, name: str) -> None:
+        self.calls, self._function = 0, getattr(module, name)
+        patch.setattr(module, name, self)
+
+    def __call__(self, *given: object) -> object:
+        self.calls += 1
+        return self._function(*given)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_of_other_rows_follow_from_two_that_are_recorded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last byte what is recorded of so many rows."""
+    config: PreTrainedConfig = FAMILIES[name]
+    model = spec(open_source(config).model)
+    measured = Profile(model, torch.bfloat16, 16, compiled=True)
+    recorded = Counted(monkeypatch, profile, "traced")
+    for rows in (6, 4):
+        measured.layer(0, rows)
+    for rows in (2, 40):
+        follows = measured.layer(0, rows)
+        assert recorded.calls == 2
+        assert follows == Profile(model, torch.bfloat16, 16, compiled=True).layer(0, rows)
+        recorded.calls = 2
+
+
+def test_a_plan_follows_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers of 7B, some of which rest on the device or keep graphs; passes are tried."""
+    cache = ForecastCache(spec(open_source(qwen2_config("7b", layers=4)).model))
+    machine = machine_for("H200", 60 * GIB, 16, 48 * GIB)
+    recorded = Counted(monkeypatch, profile, "traced")
+    followed = Counted(monkeypatch, simulate, "train_step")
+    found = choose(cache.spec, machine, Workload(98304, 1024), forecasts=cache)
+    assert found.placement.resident and found.placement.save_all and found.placement.passes > 1
+    assert recorded.calls == 2  # for micro-batches of 48, 32, 16, and 8 rows
+    assert followed.calls <= 22  # in twelve forecasts
