@@ -53,7 +53,9 @@ class MinMemory:
         self._candidates, self._budget = candidates, budget
         self._looks = (candidates.min_bytes, candidates.one_step_bytes)
         self._tiles = FirstTiles(
-            candidates.forecasts.model(candidates.workload).layouts, candidates.workload
+            candidates.forecasts.model(candidates.workload).layouts,
+            candidates.workload,
+            Placement(**candidates.spilled),
         )
 
     def could_fit(self) -> bool:

@@ -52,7 +52,8 @@ class Search:
         self._thorough = thorough
         self._candidates = Candidates(forecasts, machine, workload, spilled or {})
         self._budget = Budget(machine)
-        self._tiles = FirstTiles(forecasts.model(workload).layouts, workload)
+        layouts = forecasts.model(workload).layouts
+        self._tiles = FirstTiles(layouts, workload, Placement(**self._candidates.spilled))
         self._frugal = MinMemory(self._candidates, self._budget)
 
     def best(self) -> Forecast:

@@ -4,7 +4,7 @@ A candidate is a forecast with nothing resident and nothing kept (autoplace/cand
 each way of spending could bring at best is known from it: no resource does less work than it must.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add, mul
@@ -21,6 +21,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
+from megatrain.store import Tier, resting
 from megatrain.tile import TileKind, TileLayout
 
 # Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
@@ -34,7 +35,10 @@ _LIBRARIES = 0.08
 class FirstTiles:
     """A model's tiles from the first one on, in which order they come to rest on the device."""
 
-    def __init__(self, layouts: Sequence[TileLayout], workload: Workload) -> None:
+    def __init__(
+        self, layouts: Sequence[TileLayout], workload: Workload, placement: Placement
+    ) -> None:
+        """Args: `placement` says what rests on a disk."""
         self.tiles = [each for each in layouts if each.kind is not TileKind.UNUSED]
         rule, dtype = workload.rule, workload.dtype
         kept = [sum(p.num_bytes(t) for p in tile_planes(rule, dtype)) for t in self.tiles]
@@ -43,6 +47,13 @@ class FirstTiles:
         held = [workload.clip and not rule.directs(tile) for tile in self.tiles]
         self._on_device = [0, *accumulate(map(add, kept, gradients))]
         self._on_host = [0, *accumulate(map(add, kept, map(mul, gradients, held)))]
+        if placement.disk_moments:  # what leaves the disk for the device spares the host nothing
+            counts = range(len(self.tiles) + 1)
+            moved = [replace(placement, resident=self.names(count)) for count in counts]
+            first, *_ = there = [*disk_bytes(layouts, workload, moved)]
+            self._on_host = [
+                n - (first - left) for n, left in zip(self._on_host, there, strict=True)
+            ]
 
     @property
     def sums_bytes(self) -> int:
@@ -73,6 +84,21 @@ class FirstTiles:
         One more than there are if all together spare less.
         """
         return sum(num_bytes < lacking for num_bytes in self._on_host)
+
+
+def disk_bytes(
+    layouts: Sequence[TileLayout], workload: Workload, placements: Iterable[Placement]
+) -> Iterator[int]:
+    """What each of some placements puts on a disk."""
+    planes = tile_planes(workload.rule, workload.dtype)
+    sizes = [{plane: plane.num_bytes(layout) for plane in planes} for layout in layouts]
+    for placement in placements:
+        yield sum(
+            size
+            for rests, own in zip(resting(placement, layouts), sizes, strict=True)
+            for plane, size in own.items()
+            if rests.tier(plane) is Tier.DISK
+        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +197,8 @@ class MemoryPlans:
         self._at_once = -(-self._micro // passes)
         measured = forecasts.measured(workload, candidate.placement.chunk_tokens)
         self._work = measured.layer(0, candidate.micro_batch)
-        self._first = FirstTiles(forecasts.model(workload).layouts, workload)
+        layouts = forecasts.model(workload).layouts
+        self._first = FirstTiles(layouts, workload, candidate.placement)
         self._tiles = self._first.tiles
         self._costs = CostModel(budget.machine, OpCounter())
 

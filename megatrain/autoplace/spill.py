@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain.autoplace.search import Search
+from megatrain.autoplace.spend import disk_bytes
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
-from megatrain.optim import tile_planes
 from megatrain.placement import Placement
-from megatrain.store import Tier, resting
 from megatrain.tile import TileLayout
 
-_TRIED = 3  # of the ways that likely fit, from the least on
+# Of the ways that likely fit, from the least on; the one before them just may.
+_TRIED = 3
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def fastest(
 
     if len(ways) > 1:
         first = bisect_left(ways, True, key=lambda spill: search(spill).could_fit())
-        for spill in ways[first : first + _TRIED]:
+        for spill in ways[max(0, first - 1) : first + _TRIED]:
             with suppress(DoesNotFit):
                 return search(spill).best()
     return search(ways[0]).best()
@@ -71,17 +71,8 @@ def _ways(forecasts: ForecastCache, machine: Machine, workload: Workload) -> lis
 
 def _spills(layouts: Sequence[TileLayout], workload: Workload) -> Iterator[Spill]:
     """What may be on a disk: the moments of one tile more each time, then the remainders."""
-    planes = tile_planes(workload.rule, workload.dtype)
-    sizes = [{p: p.numel(each) * p.dtype.itemsize for p in planes} for each in layouts]
     tiles = sum(each.trainable_numel > 0 for each in layouts)
     moments: list[dict[str, Any]] = [{"disk_moments": count + 1} for count in range(tiles)]
     remainders = [{"disk_moments": tiles, "disk_remainder": count + 1} for count in range(tiles)]
-    for choices in (*moments, *remainders):
-        there = zip(resting(Placement(**choices), layouts), sizes, strict=True)
-        num_bytes = sum(
-            size
-            for rests, own in there
-            for plane, size in own.items()
-            if rests.tier(plane) is Tier.DISK
-        )
-        yield Spill(choices, num_bytes)
+    ways = [*moments, *remainders]
+    yield from map(Spill, ways, disk_bytes(layouts, workload, (Placement(**way) for way in ways)))

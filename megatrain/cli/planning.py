@@ -76,6 +76,7 @@ def plan(
     gc.disable()  # it takes a fifth of the time to import torch and transformers, and frees nothing
     from megatrain.cli.plan import Where, run_plan
 
+    gc.freeze()  # nor are they looked through when the interpreter ends, for half a second
     run_plan(
         run,
         overrides or [],

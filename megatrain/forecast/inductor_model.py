@@ -134,7 +134,7 @@ class Traced:
         ops = [
             replace(
                 op,
-                work=Work(*map(at, op.work, like.work)),
+                work=op.work.between(like.work, way, whole),
                 scratch_bytes=at(op.scratch_bytes, like.scratch_bytes),
             )
             for op, like in zip(self.ops, other.ops, strict=True)

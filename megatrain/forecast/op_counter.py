@@ -67,6 +67,11 @@ class Work(NamedTuple):
     kept_bytes: int = 0
     calls: int = 0
 
+    def between(self, other: "Work", way: int, whole: int) -> "Work":
+        """The work that is `way` of the `whole` way from this one to another one, or beyond it."""
+        pairs = zip(self, other, strict=True)
+        return Work(*(one + (two - one) * way // whole for one, two in pairs))
+
     def times(self, count: int) -> "Work":
         """Of so many micro-batches, one after the other; what is kept adds up."""
         if count == 1:

@@ -177,9 +177,9 @@ class Profile:
                 self._micro[rows] = shapes, micro.calls, num_bytes
         return self._micro[rows]
 
-    def micro_batch(self, rows: int) -> MicroBatch:
-        """One without data, within `fakes()`."""
-        ids = torch.zeros(rows, self.tokens, dtype=torch.long)
+    def micro_batch(self, rows: int, tokens: int | None = None) -> MicroBatch:
+        """One without data, within `fakes()`; of `tokens` a row."""
+        ids = torch.zeros(rows, tokens or self.tokens, dtype=torch.long)
         widths = dict(self.spec.capture.model.named_parameters())
         tables = {
             name: torch.empty(1, *widths[name].shape[1:], dtype=self.dtype).requires_grad_()

@@ -6,7 +6,7 @@ from torch import Tensor
 from megatrain.device import Buffer
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.vocab_split import HIDDEN, VocabSplit
-from megatrain.forecast.layer_work import LayerWork, Shape
+from megatrain.forecast.layer_work import LayerWork
 from megatrain.forecast.op_counter import OpCounter, Work, foreseeing
 from megatrain.forecast.profile import Profile, fakes
 from megatrain.forecast.profile_layer import eager_work
@@ -15,6 +15,8 @@ from megatrain.model.program import Activations, Weights
 from megatrain.optim import tile_planes
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
+
+_CHUNKS_RUN = 3  # whose logits take more memory than what is known of all tokens
 
 
 @torch.library.custom_op("megatrain::range_statistics", mutates_args=())
@@ -67,23 +69,38 @@ def projected(measured: Profile, rows: int, head_tokens: int) -> LayerWork:
 def some_rows(
     measured: Profile, weights: Weights, rows: int, head_tokens: int
 ) -> tuple[Work, Work]:
-    """The work of as many rows of the table as `weights` has: of `Rows.see`, and of `Rows.pull`."""
-    shapes = {name: weight.shape for name, weight in weights.items()}
+    """The work of as many rows of the table as `weights` has: of `Rows.see`, and of `Rows.pull`.
 
-    def measure() -> tuple[Work, Work]:
-        hidden = projected(measured, rows, head_tokens).outputs[HIDDEN]
+    Of many chunks a few are run, and one more: each that is left out takes as much as that one.
+    """
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    tokens = rows * measured.tokens
+    left_out = max(0, tokens // head_tokens - _CHUNKS_RUN)
+
+    def run(chunks: int) -> tuple[Work, Work]:
+        """The work without so many chunks."""
+        *_, width = projected(measured, rows, head_tokens).outputs[HIDDEN].sizes
         with foreseeing("the head"), fakes():
             kernels = (_statistics, _gradient) if measured.compiled else ()
             computed = VocabSplit(measured.program, head_tokens, *kernels)
-            return _both(measured, computed, shapes, rows, hidden)
+            hidden = torch.empty(1, tokens - chunks * head_tokens, width, dtype=measured.dtype)
+            return _both(measured, computed, shapes, hidden)
+
+    def measure() -> tuple[Work, Work]:
+        few = run(left_out)
+        if not left_out:
+            return few
+        see, pull = map(Work.between, few, run(left_out - 1), (left_out,) * 2, (1, 1))
+        return see, pull
 
     return measured.once(("rows", *shapes.values(), rows, head_tokens), measure)
 
 
 def _both(
-    measured: Profile, computed: VocabSplit, shapes: dict[str, torch.Size], rows: int, hidden: Shape
+    measured: Profile, computed: VocabSplit, shapes: dict[str, torch.Size], hidden_BTD: Tensor
 ) -> tuple[Work, Work]:
-    micro, values = measured.micro_batch(rows), {computed.hidden: hidden.empty("cpu")}
+    micro = measured.micro_batch(1, hidden_BTD.shape[1])
+    values = {computed.hidden: hidden_BTD}
     weights = {
         name: torch.empty(shape, dtype=measured.dtype).requires_grad_()
         for name, shape in shapes.items()

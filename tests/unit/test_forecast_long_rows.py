@@ -18,8 +18,8 @@ from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast import op_counter
 from megatrain.forecast.layer_work import LayerWork
 from megatrain.forecast.profile import Profile
-from megatrain.forecast.profile_layer import eager_work
 from megatrain.forecast.profile_chunks import acts_alone
+from megatrain.forecast.profile_layer import eager_work
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.model import token_chunks

@@ -8,6 +8,7 @@ import pytest
 
 from megatrain.autoplace import candidates
 from megatrain.autoplace.search import Search
+from megatrain.autoplace.spend import FirstTiles
 from megatrain.errors import DoesNotFit
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
@@ -15,6 +16,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.spec import ModelSpec
+from megatrain.placement import Placement
 from tests.unit.forecast_cases import experts_spec, small_machine, tiny_spec, wide_spec
 
 MIB = 2**20
@@ -134,3 +136,20 @@ def test_long_rows_in_tiles_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> 
     forecasts = ForecastCache(tiny_spec(2))
     for device, host in ((8, PLENTY), (40, 30)):
         checked(forecasts, machine(device, host), long)
+
+
+@pytest.mark.parametrize("spilled", [(0, 0), (3, 0), (8, 2), (8, 8)])
+def test_what_tiles_spare_the_host_is_what_a_forecast_says(spilled: tuple[int, int]) -> None:
+    """What a tile has on a disk spares the host nothing, and others may go there in its place."""
+    forecasts, there = forecasts_of(tiny_spec), machine(PLENTY, PLENTY)
+    moments, remainder = spilled
+    placement = Placement(compile=True, disk_moments=moments, disk_remainder=remainder)
+    tiles = FirstTiles(forecasts.model(WORKLOAD).layouts, WORKLOAD, placement)
+
+    def on_host(count: int) -> int:
+        resident = replace(placement, resident=tiles.names(count))
+        found = forecasts.of(there, resident, WORKLOAD, 8, steps=1).host_parts
+        return sum(found[part] for part in ("weights", "remainder", "moments", "gradients"))
+
+    for count in (1, 4, 7):
+        assert on_host(0) - on_host(count) == tiles.host_bytes(count)

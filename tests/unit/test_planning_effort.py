@@ -6,15 +6,16 @@ from transformers import GPT2Config, PreTrainedConfig
 
 from megatrain.autoplace.auto import choose
 from megatrain.cli.shapes import qwen2_config
-from megatrain.forecast import profile, simulate
+from megatrain.forecast import profile, profile_head, simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.profile import Profile
+from megatrain.forecast.profile_head import some_rows
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.model.probe import spec
 from megatrain.source.source import open_source
 from megatrain.units import GIB
-from tests.unit.forecast_cases import experts_config, tiny_config
+from tests.unit.forecast_cases import experts_config, tiny_config, wide_config, wide_spec
 
 FAMILIES = {
     "llama": tiny_config(2),
@@ -51,6 +52,21 @@ def test_layers_of_other_rows_follow_from_two_that_are_recorded(
         assert recorded.calls == 2
         assert follows == Profile(model, torch.bfloat16, 16, compiled=True).layer(0, rows)
         recorded.calls = 2
+
+
+@pytest.mark.parametrize("rows", [2, 8, 9])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_chunks_of_some_of_a_head_s_rows_that_are_alike_are_run_once(
+    rows: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = {"lm_head.weight": torch.empty(1024, wide_config().hidden_size, device="meta")}
+    found = []
+    for run in (3, 1000):
+        monkeypatch.setattr(profile_head, "_CHUNKS_RUN", run)
+        measured = Profile(wide_spec(), torch.bfloat16, 16, compiled=compiled)
+        measured.layer(0, 4)  # shapes of other rows follow from it
+        found.append(some_rows(measured, some, rows, 5))
+    assert found[0] == found[1]
 
 
 def test_a_plan_follows_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
