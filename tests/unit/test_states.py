@@ -245,17 +245,21 @@ def test_what_rounds_to_24_bits_differs_by_element_and_step() -> None:
     assert torch.equal(random8((1 << 33) + 640, 640, 7, one.device), one[640:1280])
 
 
-def longest_steps(gradients: Iterable[Tensor], kind: str) -> Tensor:
-    """Of each element over these updates with a learning rate of 1."""
+def steps_of(gradients: Iterable[Tensor], kind: str) -> Tensor:
+    """Each update [steps, GROUP] with a learning rate of 1."""
     state = whole_state(GROUP, kind)
-    state["weights"].zero_()  # so that no step is too small for them
     hyper = {"lr": 1.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
-    longest = torch.zeros(GROUP)
+    steps = []
     for number, grad in enumerate(gradients, 1):
-        before = state["weights"].clone()
+        state["weights"].zero_()  # so that no step is too small for them
         reference.adamw(**state, grad=grad, **hyper, step=number)
-        longest = torch.maximum(longest, (state["weights"] - before).abs())
-    return longest
+        steps.append(state["weights"].clone())
+    return torch.stack(steps)
+
+
+def longest_steps(gradients: Iterable[Tensor], kind: str) -> Tensor:
+    """Of each element over these updates."""
+    return steps_of(gradients, kind).abs().amax(0)
 
 
 def test_no_step_grows_beside_a_spike_when_a_gradient_ends() -> None:
@@ -274,3 +278,14 @@ def test_tiny_gradients_and_rare_ones_move_what_they_move_in_fp32() -> None:
         found, wanted = (longest_steps(gradients, kind) for kind in ("int8", "fp32"))
         assert (wanted > 0).all()
         assert torch.allclose(found, wanted, rtol=0.1)
+
+
+def test_a_warm_restart_steps_as_in_fp32() -> None:
+    """Gradients that have become small, together or all but some, before the rate rises again."""
+    noise = randn(150 * GROUP, 1).view(150, GROUP)
+    noise[50:] *= 0.01
+    beside = noise.clone()
+    beside[50:, ::16] *= 10  # which leave the others few of the codes
+    for gradients, most in ((noise, 0.02), (beside, 0.05)):
+        found, wanted = (steps_of(gradients, kind)[-20:] for kind in ("int8", "fp32"))
+        assert (found - wanted).norm() < most * wanted.norm()
