@@ -1,11 +1,13 @@
-"""AdamW with moments of fp32, bf16 and int8 on the demo's model and text: where the losses end.
+"""Optimizers on the demo's model and text, AdamW's kinds of states first: where the losses end.
 
-    python -m benchmarks.optimizer_states [--steps 400] [--seeds 3] [--states fp32 bf16 int8]
-        [--set optimizer.lr=1e-3 ...] [--run examples/demo.yaml]
+    python -m benchmarks.optimizer_states [--steps 400] [--seeds 3]
+        [--case adamw] [--case muon optimizer.name=muon optimizer.lr=2e-2 ...]
+        [--set training.batch_size=4 ...] [--run examples/demo.yaml] [--name optimizer-states]
 
-Every seed trains each kind of states on the same batches from the same weights. Prints the
-differences from fp32 at the end beside the spread of fp32's seeds, and writes all curves to
-benchmarks/results/optimizer-states-<machine>.json, with a picture of them beside.
+Every seed trains each case on the same batches from the same weights. Prints the differences from
+the first case at the end, the step at which a case has come as far as that, and the spread of the
+first case's seeds. Writes all curves to benchmarks/results/<name>-<machine>.json, with a picture of
+them beside.
 """
 
 import argparse
@@ -24,23 +26,24 @@ from megatrain.train.folders import METRICS
 from megatrain.train.loop import train
 
 ROOT = Path(__file__).parents[1]
+STATES = [[states, f"optimizer.states={states}"] for states in ("fp32", "bf16", "int8")]
 
 
-def curves(options: argparse.Namespace, states: str, seed: int) -> dict[str, Any]:
+def curves(options: argparse.Namespace, case: list[str], seed: int) -> dict[str, Any]:
     """Losses of all steps and of all evaluations of one run."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             *options.set,
-            f"optimizer.states={states}",
+            *case[1:],
             f"training.steps={options.steps}",
             f"training.eval_every={options.steps}",
             f"training.seed={seed}",
             f"output.folder={folder}/run",
         ]
-        outcome = train(config.load(options.run, overrides), "states")
+        outcome = train(config.load(options.run, overrides), "compare")
         records = list(read_metrics(outcome.folder / METRICS))
     return {
-        "states": states,
+        "states": case[0],
         "seed": seed,
         "losses": [each["loss"] for each in records if "loss" in each],
         "eval_losses": [each["eval_loss"] for each in records if "eval_loss" in each],
@@ -53,16 +56,26 @@ def end_of(run: dict[str, Any]) -> float:
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
+def steps_to(run: dict[str, Any], loss: float) -> int | None:
+    """The first step whose tenth of a run before it has a mean loss as low."""
+    losses, tenth = run["losses"], max(1, len(run["losses"]) // 10)
+    means = (statistics.fmean(losses[end - tenth : end]) for end in range(tenth, len(losses) + 1))
+    return next((tenth + after for after, mean in enumerate(means) if mean <= loss), None)
+
+
 def table(runs: list[dict[str, Any]]) -> str:
-    """Differences from fp32 of the same seed, in percent, and the spread of fp32's seeds."""
-    plain = {run["seed"]: end_of(run) for run in runs if run["states"] == "fp32"}
+    """Differences from the first case, seed by seed, and the spread of its seeds."""
+    first = runs[0]["states"]
+    plain = {run["seed"]: end_of(run) for run in runs if run["states"] == first}
     mean = statistics.fmean(plain.values())
     spread = (max(plain.values()) - min(plain.values())) / mean
-    lines = [f"fp32   {mean:.4f} in the last tenth, seeds within {spread:.2%}"]
-    for states in dict.fromkeys(run["states"] for run in runs if run["states"] != "fp32"):
-        ends = [end_of(run) / plain[run["seed"]] - 1 for run in runs if run["states"] == states]
+    lines = [f"{first:<9}{mean:.4f} in the last tenth, seeds within {spread:.2%}"]
+    for case in dict.fromkeys(run["states"] for run in runs if run["states"] != first):
+        own = [run for run in runs if run["states"] == case]
+        ends = [end_of(run) / plain[run["seed"]] - 1 for run in own]
         told = ", ".join(f"{end:+.2%}" for end in ends)
-        lines.append(f"{states:<7}{statistics.fmean(ends):+.2%} on average ({told})")
+        reached = ", ".join(str(steps_to(run, plain[run["seed"]])) for run in own)
+        lines.append(f"{case:<9}{statistics.fmean(ends):+.2%} on average ({told}), at {reached}")
     return "\n".join(lines)
 
 
@@ -86,23 +99,24 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Train, print, write."""
-    parser = argparse.ArgumentParser(description="Compare kinds of AdamW's states.")
+    parser = argparse.ArgumentParser(description="Compare optimizers.")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--states", nargs="+", default=["fp32", "bf16", "int8"])
+    parser.add_argument("--case", nargs="+", action="append", help="a name, and keys of its own")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the run file")
     parser.add_argument("--run", type=Path, default=ROOT / "examples" / "demo.yaml")
+    parser.add_argument("--name", default="optimizer-states")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     write_corpus_and_tokenizer()
     runs: list[dict[str, Any]] = []
     for seed in range(options.seeds):
-        runs += [curves(options, states, seed) for states in options.states]
+        runs += [curves(options, case, seed) for case in options.case or STATES]
         print(table(runs), flush=True)
     machine = environment("cpu")
     case = {"run": options.run.name, "steps": options.steps, "set": options.set}
     record = {"case": case, "commit": commit(), "machine": machine, "runs": runs}
-    path = options.out / f"optimizer-states-{machine_name(machine)}.json"
+    path = options.out / f"{options.name}-{machine_name(machine)}.json"
     path.write_text(json.dumps(record) + "\n", encoding="utf-8")
     draw(runs, path.with_suffix(".png"))
     print(f"written: {path.name}")
