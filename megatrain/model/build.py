@@ -150,25 +150,33 @@ def _is_downloaded(implementation: str) -> bool:
     return missing or implementation in ("deepgemm", "sonicmoe")
 
 
-def loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def loaded_types(
+    model: PreTrainedModel, dtype: torch.dtype, made: PreTrainedModel | None = None
+) -> dict[str, torch.dtype]:
     """The dtype of each parameter and buffer that `from_pretrained(folder, dtype=dtype)` makes.
 
     Mostly `dtype`, but classes make some in fp32 (rotary tables, decay rates) and have transformers
     load others so (`_keep_in_fp32_modules_strict`: routers and their biases).
+
+    Args:
+        made: what the class makes of the configuration in `dtype`, where that is at hand.
     """
     known = _loaded.setdefault(model, {})
     if dtype not in known:
-        known[dtype] = _loaded_types(model, dtype)
+        known[dtype] = _loaded_types(model, dtype, made)
     return known[dtype]
 
 
-def _loaded_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _loaded_types(
+    model: PreTrainedModel, dtype: torch.dtype, twin: PreTrainedModel | None
+) -> dict[str, torch.dtype]:
     if (found := adapted(model)) is not None:
         types, names = loaded_types(found.base, dtype), {**found.held, **found.copies}
         every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
         return {name: types[names[name]] if name in names else dtype for name, _ in every}
-    with weightless():
-        twin = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
+    if twin is None:
+        with weightless():
+            twin = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
     plan = [re.compile(pattern.replace("*", ".*")) for pattern in in_fp32(model, dtype)]
     stored = twin.state_dict().keys()
     tensors = chain(twin.named_parameters(remove_duplicate=False), twin.named_buffers())

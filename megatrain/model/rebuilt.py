@@ -66,6 +66,7 @@ _OF_CONFIG_LEFT_OUT = (
     "transformers_version",
     "use_cache",
 )
+_BUILT_IN = torch.float32
 _UNDO = "set it in the model's configuration, or undo it"
 
 
@@ -116,14 +117,15 @@ def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTr
         set_attention(part, attention_of(given))
         set_experts(part, experts_of(given))
     make = partial(model_of, type(model)) if of_folder else model_class(config)
-    return build(config, make, dtype=torch.float32)
+    return build(config, make, dtype=_BUILT_IN)
 
 
 def _differences(
-    model: PreTrainedModel, again: nn.Module, computed: torch.dtype
+    model: PreTrainedModel, again: PreTrainedModel, computed: torch.dtype
 ) -> Iterator[tuple[str, str]]:
     yield from _unlike(model, again)
-    yield from _buffers(model, again, loaded_types(model, computed))
+    made = again if computed == _BUILT_IN else None
+    yield from _buffers(model, again, loaded_types(model, computed, made))
 
 
 def _unlike(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
