@@ -110,8 +110,9 @@ def _bounds(
         COPY_IN: machine.to_device_gbps,
         COPY_OUT: machine.from_device_gbps,
         UPDATE: machine.update_gbps,
-        DISK_IN: machine.disk_read_gbps,
-        DISK_OUT: machine.disk_write_gbps,
+        # A step reads and writes as much at the same time.
+        DISK_IN: machine.disk_both_gbps or machine.disk_read_gbps,
+        DISK_OUT: machine.disk_both_gbps or machine.disk_write_gbps,
     }
     for stream, gbps in rates.items():
         if gbps is not None and num_bytes.get(stream):

@@ -115,6 +115,8 @@ def test_a_disk_is_shown_with_what_is_written_to_it(tmp_path):
     assert "9.3 GiB each step; 864.0 TB written a day" in made(run).text  # steps of a second
     disk = find_roofs(read_source(run, None), replace(MACHINE, disk_read_gbps=4.0)).resources[4]
     assert (disk.name, disk.busy, disk.bound) == ("disk, read", 0.5, 0.25)
+    both = replace(MACHINE, disk_read_gbps=4.0, disk_both_gbps=2.0)
+    assert find_roofs(read_source(run, None), both).resources[4].bound == 0.5
     unmeasured = find_roofs(read_source(run, None), MACHINE).resources[4]
     assert unmeasured.bound is None
 
