@@ -43,7 +43,8 @@ def few_rows() -> list[str]:
     best: dict[tuple, dict[str, Any]] = {}
     for result in steps():
         case = result["case"]
-        if not case["placement"] and case["max_grad_norm"] and not case.get("documents"):
+        special = case["placement"] or case.get("documents") or case.get("lora_r")
+        if case["max_grad_norm"] and not special:
             limit = case.get("device_memory")
             key = case["shape"], limit, None if limit else case.get("states", "fp32")
             best[key] = max(best.get(key, result), result, key=lambda r: r["model_tflops"])
@@ -81,6 +82,7 @@ def _row(result: dict[str, Any]) -> str:
     limit += "" if case["precision"] == "bf16" else f", {case['precision']}"
     master = case.get("master", 32)
     limit += "" if master == 32 else f", {master}-bit master"
+    limit += f", LoRA of rank {case['lora_r']}" if case.get("lora_r") else ""
     documents = case.get("documents")
     limit += f", {documents} documents a row" if documents else ""
     by_hand = ", placed by hand" if case["placement"] else ""

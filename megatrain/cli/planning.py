@@ -58,9 +58,7 @@ def plan(
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows at once; chosen.")] = None,
     total_tokens: TotalTokens = None,
     gpus: Annotated[int, typer.Option(min=1, max=64, help="GPUs of one host: an estimate.")] = 1,
-    clip: Annotated[
-        bool | None, typer.Option("--clip/--no-clip", help="Exact clipping; on.")
-    ] = None,
+    clip: Annotated[bool | None, typer.Option("--clip/--no-clip", help="Exactly; on.")] = None,
     precision: ComputeDtype = None,
     states: States = None,
     master: Master = None,
