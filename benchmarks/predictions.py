@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatrain.cli.bench_step import lora_adapter
 from megatrain.cli.shapes import qwen2_config
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
@@ -67,6 +68,12 @@ class Prediction:
             yield "no clipping"
         if (states := case.get("states", "fp32")) != "fp32":
             yield f"{states} states"
+        if (master := case.get("master", 32)) != 32:
+            yield f"{master}-bit master"
+        if case.get("lora_r"):
+            yield f"LoRA of rank {case['lora_r']}"
+        if documents := case.get("documents"):
+            yield f"{documents} documents a row"
         if placement.passes > 1:
             yield f"{placement.passes} passes"
         if placement.resident:
@@ -91,7 +98,8 @@ def predict(result: dict[str, Any]) -> Prediction:
     """What is foretold of a measured step, by the rates of its machine."""
     case = result["case"]
     placement = placement_of(result)
-    forecasts = model_forecasts(case["shape"], case["layers"], case["sequence_length"])
+    model = case["shape"], case["layers"], case["sequence_length"], case.get("lora_r", 0)
+    forecasts = model_forecasts(*model)
     workload = Workload(
         result["tokens_per_step"],
         case["sequence_length"],
@@ -99,7 +107,7 @@ def predict(result: dict[str, Any]) -> Prediction:
         case["max_grad_norm"] is not None,
         case["precision"],
         placement.compile,
-        AdamW(states=case.get("states", "fp32")),
+        AdamW(states=case.get("states", "fp32"), master=case.get("master", 32)),
     )
     return Prediction(
         result, forecasts.of(machine_of(result), placement, workload, case["micro_batch"])
@@ -129,9 +137,10 @@ def machine_of(result: dict[str, Any]) -> Machine:
 
 
 @cache
-def model_forecasts(shape: str, layers: int | None, tokens: int) -> ForecastCache:
+def model_forecasts(shape: str, layers: int | None, tokens: int, lora_r: int) -> ForecastCache:
     """Of a benchmark's model; no weights are made."""
-    return ForecastCache(spec(open_source(qwen2_config(shape, tokens, layers)).model))
+    source = open_source(qwen2_config(shape, tokens, layers), adapter=lora_adapter(lora_r))
+    return ForecastCache(spec(source.model))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -96,8 +96,13 @@ def build_engine(case: StepCase) -> Engine:
         max_grad_norm=case.max_grad_norm,
         device=None if case.device == "auto" else case.device,
         seed=case.seed,
-        adapter=None if not case.lora_r else {"r": case.lora_r, "target_modules": "all-linear"},
+        adapter=lora_adapter(case.lora_r),
     )
+
+
+def lora_adapter(rank: int) -> dict[str, Any] | None:
+    """PEFT's keys of LoRA on all linear layers; 0: none."""
+    return {"r": rank, "target_modules": "all-linear"} if rank else None
 
 
 def random_step(case: StepCase, vocab_size: int, seed: int) -> list[dict[str, Tensor]]:
