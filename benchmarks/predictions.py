@@ -137,7 +137,7 @@ def machine_of(result: dict[str, Any]) -> Machine:
 
 
 @cache
-def model_forecasts(shape: str, layers: int | None, tokens: int, lora_r: int) -> ForecastCache:
+def model_forecasts(shape: str, layers: int | None, tokens: int, lora_r: int = 0) -> ForecastCache:
     """Of a benchmark's model; no weights are made."""
     source = open_source(qwen2_config(shape, tokens, layers), adapter=lora_adapter(lora_r))
     return ForecastCache(spec(source.model))
