@@ -180,8 +180,7 @@ def python_beside(threads: int) -> Iterator[None]:
     try:
         yield
     finally:
-        going.clear()
-        going.append(False)
+        going[0] = False
         for thread in spinning:
             thread.join()
 
@@ -202,7 +201,7 @@ class Engine:
 
     def step(self, seconds: float, *, updates: bool) -> tuple[int, int]:
         """As many tiles as the time is for."""
-        staging, moved, until = DiskStaging(self.device, self._tiles), 0, 0.0
+        staging, moved = DiskStaging(self.device, self._tiles), 0
         until, before = time.perf_counter() + seconds, None
         for tile in itertools.cycle(self._tiles):
             if time.perf_counter() > until:

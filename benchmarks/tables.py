@@ -9,15 +9,23 @@ With `--check` nothing is written; the exit status says whether both are in step
 
 import json
 import sys
+from dataclasses import MISSING, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from benchmarks.rivals import rows as rival_rows
+from megatrain.cli.bench_step import StepCase
 from megatrain.placement import renamed
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+OPTIONS: dict[str, Any] = {
+    "precision": "bf16",
+    **{field.name: field.default for field in fields(StepCase) if field.default is not MISSING},
+}
+"""Options of `bench step` that a case need not have, and what they are then."""
+
 HEAD = [
     "| shape, step | machine | seconds a step (spread) | model TFLOPS | device | host |",
     "|---|---|---|---|---|---|",
@@ -100,27 +108,27 @@ def _row(result: dict[str, Any]) -> str:
 def commands() -> list[str]:
     """The commands behind the rows, then those behind the tables of rivals."""
     rivals = {each for table in rival_rows.tables(RESULTS) for each in rival_rows.commands(table)}
-    return [*sorted({_command(result) for result in steps()}), *sorted(rivals)]
+    return [*sorted({command(result) for result in steps()}), *sorted(rivals)]
 
 
-def _command(result: dict[str, Any]) -> str:
+def command(result: dict[str, Any]) -> str:
+    """The command that measures a step again."""
     case = result["case"]
     if "attention_tflops" in result:
         resident = len(case["placement"].get("resident", ()))
         rests = f" --resident {resident}" if resident else ""
         return f"python -m benchmarks.long_context --shape {case['shape']}{rests} --output OUT"
-    limit = f" --device-memory {case['device_memory']}" if case.get("device_memory") else ""
-    limit += f" --host-memory {case['host_memory']}" if case.get("host_memory") else ""
-    limit += "" if case["max_grad_norm"] else " --max-grad-norm 0"
-    states = case.get("states", "fp32")
-    limit += "" if states == "fp32" else f" --states {states}"
+    options = "" if case["max_grad_norm"] else " --max-grad-norm 0"
+    for name, usual in OPTIONS.items():
+        if (value := case.get(name, usual)) != usual:
+            options += f" --{name.replace('_', '-')} {value}"
     chosen = "".join(
         f" --placement {_choice(k, v)}" for k, v in renamed(case["placement"] or {}).items()
     )
     return (
         f"megatrain bench step --shape {case['shape']} --sequences {case['sequences']} "
         f"--sequence-length {case['sequence_length']} --micro-batch {case['micro_batch']}"
-        f"{limit}{chosen}"
+        f"{options}{chosen}"
     )
 
 

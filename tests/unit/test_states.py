@@ -289,3 +289,13 @@ def test_a_warm_restart_steps_as_in_fp32() -> None:
     for gradients, most in ((noise, 0.02), (beside, 0.05)):
         found, wanted = (steps_of(gradients, kind)[-20:] for kind in ("int8", "fp32"))
         assert (found - wanted).norm() < most * wanted.norm()
+
+
+@pytest.mark.parametrize(("times", "off"), [(30, 0.17), (100, 0.57), (300, 0.99)])
+def test_what_is_lost_beside_gradients_that_stay_large(times: int, off: float) -> None:
+    """How far the steps of the rest are off, as docs/optimizers.md says."""
+    gradients = randn(150 * GROUP, 1).view(150, GROUP)
+    gradients[:, ::16] *= times
+    rest = torch.arange(GROUP) % 16 != 0
+    found, wanted = (steps_of(gradients, kind)[50:, rest] for kind in ("int8", "fp32"))
+    assert float((found - wanted).norm() / wanted.norm()) == pytest.approx(off, abs=0.01)
