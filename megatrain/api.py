@@ -74,7 +74,7 @@ class Engine(PlacedEngine):
 
         Args:
             model: a transformers model or PeftModel (copied; on the meta device: drawn), a
-                configuration, a folder, a hub id, or the weights of a checkpoint (see `load`).
+                configuration (drawn), a folder, a hub id, or a checkpoint, for its weights alone.
             optimizer: None leaves out all that only training needs (2 bytes per parameter).
             max_grad_norm: exact clipping of the global norm; None for none.
             precision: what layers are computed in (fp8: their linear modules); masters are fp32.
@@ -218,8 +218,7 @@ def _learn(source: Source, *, must_save: bool) -> ModelSpec:
         InputError: the model cannot be streamed, or not be saved.
     """
     if source.saved is None:
-        made_here = source.given is None or next(source.given.parameters()).is_meta
-        computed = torch.float32 if made_here else source.dtype
+        computed = torch.float32 if source.copied is None else source.dtype
         with_code = source.folder is not None
         source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
     found = structure(source)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from megatrain.autoplace.spend import FirstTiles
 from megatrain.engine.tile_slice import least_split
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.needs import UNSUMMED
@@ -123,6 +124,11 @@ class Candidates:
         least = least_split(self.forecasts.spec, layouts, itemsize)
         slice_bytes = max(least, min(_SLICE_BYTES, self._layer_bytes))
         return slice_bytes if slice_bytes < max(self._layer_bytes, head) else None
+
+    @cached_property
+    def tiles(self) -> FirstTiles:
+        """The tiles in the order in which they come to rest on the device."""
+        return FirstTiles(self._layouts, self.workload, Placement(**self.spilled))
 
     @property
     def _layouts(self) -> list[TileLayout]:

@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 from megatrain.autoplace.candidates import MOST_SLOTS, Candidates
-from megatrain.autoplace.spend import Budget, FirstTiles
+from megatrain.autoplace.spend import Budget
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
 from megatrain.placement import Placement
@@ -52,11 +52,7 @@ class MinMemory:
     def __init__(self, candidates: Candidates, budget: Budget) -> None:
         self._candidates, self._budget = candidates, budget
         self._looks = (candidates.min_bytes, candidates.one_step_bytes)
-        self._tiles = FirstTiles(
-            candidates.forecasts.model(candidates.workload).layouts,
-            candidates.workload,
-            Placement(**candidates.spilled),
-        )
+        self._tiles = candidates.tiles
 
     def could_fit(self) -> bool:
         """Whether there likely is a way; quicker to tell than what is fastest.

@@ -10,7 +10,7 @@ from itertools import islice
 
 from megatrain.autoplace.candidates import MOST_SLOTS, Candidates
 from megatrain.autoplace.min_memory import MinMemory
-from megatrain.autoplace.spend import Budget, FirstTiles, MemoryPlans
+from megatrain.autoplace.spend import Budget, MemoryPlans
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
@@ -52,24 +52,23 @@ class Search:
         self._thorough = thorough
         self._candidates = Candidates(forecasts, machine, workload, spilled or {})
         self._budget = Budget(machine)
-        layouts = forecasts.model(workload).layouts
-        self._tiles = FirstTiles(layouts, workload, Placement(**self._candidates.spilled))
+        self._tiles = self._candidates.tiles
         self._frugal = MinMemory(self._candidates, self._budget)
 
     def best(self) -> Forecast:
         """The fastest forecast that fits. Raises DoesNotFit."""
-        sizes = self._candidates.sizes()
+        sizes, least = self._candidates.sizes(), None
         while sizes:
             candidates = self._fitting_frames(sizes)
             best = self._fastest(candidates)
             if best is not None:
                 return best
-            least = self.least()
+            least = least or self.least()
             if not self._budget.fits(least):
                 raise DoesNotFit(_lacking(self._budget.machine, least.machine))
             tried = min((candidate.micro_batch for candidate in candidates), default=0)
             sizes = [rows for rows in sizes if rows < tried]
-        return least
+        return least or self.least()
 
     def _fastest(self, candidates: list[Forecast]) -> Forecast | None:
         """The fastest forecast of a way to spend what the candidates leave; None: nothing fits."""

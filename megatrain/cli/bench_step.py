@@ -60,7 +60,8 @@ class StepCase:
         size = (self.sequences * self.sequence_length, self.sequence_length, self.micro_batch)
         names = ("precision", "states", "master", "device_memory", "host_memory", "disk")
         options = {name: getattr(self, name) for name in names}
-        return changed(Workload(*size, placement=placement), options)
+        clip = self.max_grad_norm is not None
+        return changed(Workload(*size, clip, placement=placement), options)
 
 
 def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def _positions(shape: tuple[int, int], documents: int, generator: torch.Generato
 def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
     """Time the warm-up and the steps of `case` on an engine that is there."""
     times, losses, compilations = _timed_steps(engine, case)
-    tokens = case.sequences * case.sequence_length
+    tokens, trained = case.sequences * case.sequence_length, trained_parameters(engine)
     return {
         "benchmark": "step",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -136,13 +137,11 @@ def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
         "case": asdict(case),
         "placement": engine.placement.as_dict(),
         "parameters": engine.num_parameters,
-        "trained_parameters": trained_parameters(engine),
+        "trained_parameters": trained,
         "tokens_per_step": tokens,
         "step_seconds": times,
         "losses": losses,
-        **statistics_of(
-            times[case.warmup :], tokens, engine.num_parameters, trained_parameters(engine)
-        ),
+        **statistics_of(times[case.warmup :], tokens, engine.num_parameters, trained),
         **_utilisation(engine, case),
         "compilations": sum(compilations),
         "recompilations_after_warmup": compilations[1],

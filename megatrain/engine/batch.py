@@ -56,6 +56,7 @@ def prepare(
     label_shift: int = 1,
     constants: Sequence[int] = (),
     max_tokens: int | None = None,
+    by_lengths: bool = False,
 ) -> Batch:
     """Check CPU micro-batches and move them to `device`.
 
@@ -65,6 +66,7 @@ def prepare(
         label_shift: how many tokens a label is after what predicts it.
         constants: token ids whose rows are needed besides the batch's own.
         max_tokens: positions that the model has; None: any number.
+        by_lengths: whether attention may be told the lengths of packed documents.
 
     Raises:
         InputError: no micro-batch, unknown keys, wrong shapes or types, ids outside the
@@ -90,6 +92,10 @@ def prepare(
         _moved(micro, takes, part.view(micro["input_ids"].shape), unique_U, device)
         for micro, part in zip(micro_batches, parts, strict=True)
     ]
+    if by_lengths:
+        for made, micro in zip(moved, micro_batches, strict=True):
+            if is_packed(micro):
+                made.documents = told_by_lengths(micro["position_ids"], device)
     if loss is not None:
         for made, (targets, beside) in zip(moved, losses, strict=True):
             made.targets, made.loss = targets.to(device), loss
@@ -143,8 +149,7 @@ def _moved(
         and not (key == "attention_mask" and bool(micro[key].all()))
     }
     rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
-    documents = told_by_lengths(micro["position_ids"], device) if is_packed(micro) else {}
-    return MicroBatch(inputs, None, rows, documents=documents)
+    return MicroBatch(inputs, None, rows)
 
 
 def _check(
@@ -177,8 +182,9 @@ def _check(
     for key, value in micro.items():
         numbers, sized = key in taken, [*shape]
         if loss is not None and key in loss.choices:
+            ids = micro[loss.choices[0]]  # whose K all of them have
             numbers = key != loss.choices[0]
-            sized.append(max([1, *micro[loss.choices[0]].shape[2:3]]))
+            sized.append(max([1, *ids.shape[2:3]]))
         typed = value.is_floating_point() if numbers else value.dtype == torch.int64
         if [*value.shape] != sized or not typed or value.device.type != "cpu":
             wanted = "of floating-point numbers" if numbers else "torch.int64"

@@ -226,6 +226,7 @@ class PlacedEngine:
             seed=derived_seed(self._opened.seed, self._steps),
             constants=self._spec.constants,
             max_tokens=most_tokens(self.config),
+            by_lengths=self._program.may_attend_by_lengths,
         )
 
     @contextmanager

@@ -60,7 +60,7 @@ class Packing:
         self._program, self._check_masks = program, check_masks
         powers = (1 << exponent for exponent in range(1, 31))
         self._limits = sorted({*powers, *_whole_numbers(config.to_dict())})
-        self._apart: set[tuple[bool, int, bool]] = set()
+        self._apart: set[tuple[bool, int]] = set()
 
     def check(self, micro_batches: Sequence[Micro]) -> None:
         """Try packed rows of a kind that has not come before.
@@ -79,23 +79,26 @@ class Packing:
                 "attention_mask, where transformers ignores that documents begin; fill such rows "
                 "up with labels of -100 instead"
             )
-        if packed and self._program.may_attend_by_lengths:
-            self._program.attend_by_lengths(True)
+        new = {k: m for m in reversed(packed) if (k := self._kind(m)) not in self._apart}
+        if self._program.may_attend_by_lengths and not all(map(self._lengths_do, new.values())):
+            self._program.may_attend_by_lengths = False
+            self._apart.clear()  # that was told by lengths
         self._check_masks(micro_batches)
         for micro in packed:
-            rows, tokens = micro["position_ids"].shape
-            kind = rows > 1, bisect(self._limits, tokens), self._program.attends_by_lengths
-            if kind not in self._apart:
-                if self._program.attends_by_lengths and not self._lengths_do(micro):
-                    self._program.attend_by_lengths(False)
-                    self._program.may_attend_by_lengths = False
-                    self.check(micro_batches)
-                    return
-                if self._keeps_apart(micro, len(micro_batches)):
-                    self._apart.add(kind)
+            kind = self._kind(micro)
+            if kind not in self._apart and self._keeps_apart(micro, len(micro_batches)):
+                self._apart.add(kind)
+
+    def _kind(self, micro: Micro) -> tuple[bool, int]:
+        rows, tokens = micro["position_ids"].shape
+        return rows > 1, bisect(self._limits, tokens)
 
     def _lengths_do(self, micro: Micro) -> bool:
-        """Whether attention that is told the documents' lengths gives what it gives with masks."""
+        """Whether attention that is told the documents' lengths gives what it gives with masks.
+
+        If so the program attends by lengths from then on, else by masks.
+        """
+        self._program.attend_by_lengths(True)
         [*_, last] = comparisons(micro)
         row = {name: value[:1, :_COMPARED] for name, value in last.micro_batches[0].items()}
         try:
@@ -104,13 +107,15 @@ class Packing:
             raise
         except Exception as error:  # of the model's own code, which need not take them
             _log.info("documents are kept apart by masks, not by their lengths: %s", error)
+            self._program.attend_by_lengths(False)
             return False
         self._program.attend_by_lengths(False)
         [masked] = self._losses([row])
-        self._program.attend_by_lengths(True)
         spread = masked[masked != 0].std(correction=0)
         change = (told - masked).square().mean().sqrt() / spread
-        return bool(change <= MOST_NOISE[self._dtype])
+        equal = bool(change <= MOST_NOISE[self._dtype])
+        self._program.attend_by_lengths(equal)
+        return equal
 
     def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
         """False if what is before a token hardly changes its loss: then nothing has been tried."""

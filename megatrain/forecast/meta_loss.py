@@ -9,7 +9,7 @@ from torch import Tensor
 from megatrain.forecast.op_counter import OpCounter, Work, added
 from megatrain.loss import JointLoss, Summed, chunked_loss_gradients, chunked_losses
 
-_CHUNKS_RUN = 3
+_CHUNKS_RUN = 3  # of a head's; the logits of so many take more memory than what is of all tokens
 
 
 @torch.library.custom_op("megatrain::cross_entropy", mutates_args=())
@@ -48,7 +48,7 @@ def few_chunks(
 
     All chunks but the first and a shorter last one take the same.
     """
-    skipped = _skipped(hidden_ND, tokens)
+    skipped = chunks_left_out(len(hidden_ND), tokens) * tokens
     done: list[Work] = []
 
     def counted(gradients: list[Tensor | None]) -> None:
@@ -74,7 +74,7 @@ def few_losses(
     given: Sequence[Tensor] = (),
 ) -> Tensor:
     """As `chunked_losses`, of which as few chunks are run."""
-    skipped = _skipped(hidden_ND, tokens)
+    skipped = chunks_left_out(len(hidden_ND), tokens) * tokens
     done: list[Work] = []
 
     def counted(*chunk: Tensor) -> Tensor:
@@ -88,9 +88,9 @@ def few_losses(
     return losses_N.new_empty(len(hidden_ND))
 
 
-def _skipped(hidden_ND: Tensor, tokens: int) -> int:
-    """Tokens whose chunks are not run."""
-    return max(0, len(hidden_ND) // tokens - _CHUNKS_RUN) * tokens
+def chunks_left_out(num_tokens: int, tokens: int) -> int:
+    """Chunks of `tokens` that need not be run: they take what others take."""
+    return max(0, num_tokens // tokens - _CHUNKS_RUN)
 
 
 def _count(counter: OpCounter, done: Sequence[Work], chunks: int) -> None:

@@ -7,6 +7,7 @@ from megatrain.device import Buffer
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.vocab_split import HIDDEN, VocabSplit
 from megatrain.forecast.layer_work import LayerWork
+from megatrain.forecast.meta_loss import chunks_left_out
 from megatrain.forecast.op_counter import OpCounter, Work, foreseeing
 from megatrain.forecast.profile import Profile, fakes
 from megatrain.forecast.profile_layer import eager_work
@@ -15,8 +16,6 @@ from megatrain.model.program import Activations, Weights
 from megatrain.optim import tile_planes
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
-
-_CHUNKS_RUN = 3  # whose logits take more memory than what is known of all tokens
 
 
 @torch.library.custom_op("megatrain::range_statistics", mutates_args=())
@@ -75,7 +74,7 @@ def some_rows(
     """
     shapes = {name: weight.shape for name, weight in weights.items()}
     tokens = rows * measured.tokens
-    left_out = max(0, tokens // head_tokens - _CHUNKS_RUN)
+    left_out = chunks_left_out(tokens, head_tokens)
 
     def run(chunks: int) -> tuple[Work, Work]:
         """The work without so many chunks."""

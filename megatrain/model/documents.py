@@ -73,13 +73,13 @@ def told_by_lengths(position_ids: Tensor, device: torch.device) -> dict[str, Any
     }
 
 
-def possible(model: PreTrainedModel) -> bool:
+def takes_lengths(model: PreTrainedModel) -> bool:
     """Whether a model says that it tells flash attention all that its masks do."""
     return takes_flash_attention(model) and attention_of(model.config) == _REPLACED
 
 
-def use(modules: list[nn.Module], *, by_lengths: bool) -> None:
-    """Have modules attend so, or by masks again, in place."""
+def attend(modules: list[nn.Module], *, by_lengths: bool) -> None:
+    """Have modules attend by the lengths of documents, or by masks, in place."""
     name = BY_LENGTHS if by_lengths else _REPLACED
     for config in {id(c): c for root in modules for m in root.modules()
                    if (c := getattr(m, "config", None)) is not None}.values():  # fmt: skip
@@ -89,7 +89,7 @@ def use(modules: list[nn.Module], *, by_lengths: bool) -> None:
 
 @contextmanager
 def without_masks() -> Iterator[None]:
-    """Within this context models that attend so make no masks of positions."""
+    """Within this context models that attend by lengths make no masks of positions."""
     token = _told.set(True)
     try:
         yield

@@ -66,9 +66,7 @@ def write_weights(
         RunFailed: not enough disk space, or the disk cannot be written; nothing is left behind.
         ValueError: `tensors` lacks a name, or has one that the model does not know.
     """
-    folder = Path(folder).resolve()
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: is a file; give a folder to export to")
+    folder = _folder(folder)
     saved = _saved_names(model, tensors)
     metas = _metas(model, saved, dtype, as_came or {})
     batches = _in_file_order(plan_export(model, metas), metas)
@@ -98,10 +96,8 @@ def write_adapter(
         InputError: `folder` is a file.
         RunFailed: not enough disk space, or the disk cannot be written; nothing is left behind.
     """
-    folder, whole = Path(folder).resolve(), adapted(model)
+    folder, whole = _folder(folder), adapted(model)
     assert whole is not None
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: is a file; give a folder to export to")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     names = peft.file_names(model, whole.active)
     described = [Described(name, dtype, shapes[own]) for name, own in names.items()]
@@ -112,6 +108,13 @@ def write_adapter(
         peft.write_config(whole.configs[whole.active], partial)
         _keep_other_files(folder, partial)
         _add(partial, {n: d for n, d in (beside or {}).items() if not REPLACED.fullmatch(n)})
+
+
+def _folder(folder: Path) -> Path:
+    folder = Path(folder).resolve()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file; give a folder to export to")
+    return folder
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from megatrain.model.capture import (
     stand_in,
     with_hidden,
 )
-from megatrain.model.documents import possible, use, without_masks
+from megatrain.model.documents import attend, takes_lengths, without_masks
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.float8 import convert as float8_linears
 from megatrain.model.layer_template import Arguments, move_buffers
@@ -150,7 +150,7 @@ class ModelProgram:
             )
         self.buffers = [_own_buffers(layer, types) for layer in spec.layers]
         may = device.type == "cpu" or dtype != torch.float32  # kernels for documents are of bf16
-        self.may_attend_by_lengths = may and self.capture.takes_any and possible(model)
+        self.may_attend_by_lengths = may and self.capture.takes_any and takes_lengths(model)
         self.attends_by_lengths = False
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
         self._layers_follow = any(numbered)
@@ -178,7 +178,7 @@ class ModelProgram:
 
     def attend_by_lengths(self, on: bool) -> None:
         """Tell attention where the documents of packed rows end, instead of making masks."""
-        use([self.capture.model, *(kind.module for kind in self.kinds)], by_lengths=on)
+        attend([self.capture.model, *(kind.module for kind in self.kinds)], by_lengths=on)
         self.attends_by_lengths = on
 
     def tile_epilogue(self, tokens: int) -> None:

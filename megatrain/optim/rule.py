@@ -46,8 +46,7 @@ class Plane:
     Attributes:
         name: unlike that of any other plane of the tile; a key of checkpoints.
         per: elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT.
-        frozen: whether parameters that are not trained have it, too. (A remainder: those of them
-            whose source has bits that bf16 does not hold.)
+        frozen: whether parameters that are not trained have it, too.
         only: which parameters have it; None: all.
         on_device: nothing touches it but `Rule.direct`, on the device.
     """
@@ -70,8 +69,8 @@ class Plane:
 
     def has(self, entry: Entry) -> bool:
         """Whether a parameter has a part in it."""
-        frozen = entry.wide if self.kind is PlaneKind.REMAINDER else self.frozen
-        return (frozen or entry.group is not None) and (self.only is None or self.only(entry))
+        trained = self.frozen or entry.group is not None
+        return trained and (self.only is None or self.only(entry))
 
     def numel(self, layout: TileLayout) -> int:
         """Its values for a tile: up to the last parameter that has it."""
@@ -166,6 +165,7 @@ class Rule(ABC):
         """Put what `update` is given in the place of a gradient, in place, on the device.
 
         Args:
+            entry: the parameter.
             gradient: of the parameter's shape, float32, summed over the step; not clipped.
             state: of the same shape, of the one plane that is `on_device`.
             group: the settings.
@@ -252,8 +252,14 @@ def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
         if rule.remainder != torch.int16:
             raise InputError("master is 24, but layers in fp32 keep all 32 bits; leave it out")
         return (weights, *rule.state_planes)
-    remainder = Plane("remainder", rule.remainder, kind=PlaneKind.REMAINDER)
+    bits, kind = rule.remainder, PlaneKind.REMAINDER
+    remainder = Plane("remainder", bits, frozen=True, only=_has_more_bits, kind=kind)
     return (weights, remainder, *rule.state_planes)
+
+
+def _has_more_bits(entry: Entry) -> bool:
+    """Whether a parameter's master has bits that its bf16 weights do not hold."""
+    return entry.group is not None or entry.wide
 
 
 def gradient_plane(dtype: torch.dtype) -> Plane:

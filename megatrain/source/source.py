@@ -76,6 +76,12 @@ class Source:
     adapter_folder: Path | None = None
 
     @property
+    def copied(self) -> PreTrainedModel | None:
+        """The given model, if it has weights; None: they are read, or drawn."""
+        real = self.given is not None and not next(self.given.parameters()).is_meta
+        return self.given if real else None
+
+    @property
     def names(self) -> Mapping[str, str]:
         """The model's names of what the source calls otherwise."""
         found = adapted(self.model)
@@ -110,8 +116,6 @@ def open_source(model: Any, *, adapter: Any = None, **how: Any) -> Source:
         source.companions = {**source.companions, **companions(folder)}
     else:
         source = open_plain(model, **how)
-        if adapter is None:
-            return source
     if adapter is None:
         return source
     if adapted(source.model) is not None or source.resumes:
@@ -145,24 +149,22 @@ def _base_of(config: Any, folder: Path) -> str:
 def _grown(source: Source, config: Any) -> Source:
     """The source with an adapter put on its model."""
     source.model, source.grows = with_adapters(source.model, {"default": config}), True
-    buffers = source.untrained.buffers
-    source.untrained.buffers = {source.names.get(n, n): b for n, b in buffers.items()}
+    names, buffers = source.names, source.untrained.buffers
+    source.untrained.buffers = {names.get(n, n): b for n, b in buffers.items()}
     return source
 
 
 def read_adapter(source: Source, write: Write) -> None:
     """Read the adapter of the source's folder, if it has one. Raises InputError: another's."""
-    if source.adapter_folder is None:
+    found = adapted(source.model)
+    if source.adapter_folder is None or found is None:
         return
-    path, names = (
-        source.adapter_folder / peft.WEIGHTS_FILE,
-        peft.file_names(source.model, "default"),
-    )
+    path = source.adapter_folder / peft.WEIGHTS_FILE
+    names = peft.file_names(source.model, found.active)
     shapes = {name: tuple(p.shape) for name, p in source.model.named_parameters()}
     stored = {each.name: each for each in read_header(path)}
-    if {n: each.shape for n, each in stored.items()} != {
-        n: shapes[own] for n, own in names.items()
-    }:
+    wanted = {name: shapes[own] for name, own in names.items()}
+    if {name: each.shape for name, each in stored.items()} != wanted:
         raise InputError(f"{path}: its tensors are not those that {peft.CONFIG_FILE} makes")
     for name, mine in names.items():
         write(mine, stored[name].read())
@@ -238,9 +240,9 @@ def _types(source: Source) -> dict[str, torch.dtype]:
     if source.folder is not None:
         stored = stored_types(source.folder, plain(source.model))
         return {names.get(name, name): dtype for name, dtype in stored.items()}
-    if source.given is None or next(source.given.parameters()).is_meta:
+    if source.copied is None:
         return {}
-    return {names.get(n, n): p.dtype for n, p in source.given.named_parameters()}
+    return {names.get(n, n): p.dtype for n, p in source.copied.named_parameters()}
 
 
 def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
@@ -255,10 +257,7 @@ def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
     dtype = store.tiles[0].weights.data.dtype
     refuse_rounding(loaded_types(source.model, dtype), found.computed, dtype)
     write = _writer(store, source, threads=1)  # one of many readers at a time
-    given = (
-        None if source.given is None or next(source.given.parameters()).is_meta else source.given
-    )
-    drawn = source.saved is None and source.folder is None and given is None
+    drawn = source.saved is None and source.folder is None and source.copied is None
     whole = adapted(source.model)
     base = None if whole is None else set(whole.held)
 
@@ -282,21 +281,20 @@ def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
             source.untrained = read_untrained(source.saved, source.model)
             source.untrained.rounded = rounded
     elif source.folder is not None:
-        plain_model = plain(source.model)
-        missing = read_weights(source.folder, plain_model, write, threads=update_threads())
+        model = plain(source.model)
+        missing = read_weights(source.folder, model, write, threads=update_threads())
         if missing:
             draw({source.names.get(name, name) for name in missing})
-    elif given is None:
+    elif source.copied is None:
         draw()
     else:
-        for name, parameter in given.named_parameters():
+        for name, parameter in source.copied.named_parameters():
             write(name, parameter.detach().cpu())
-        for name, buffer in persistent_buffers(given).items():
+        for name, buffer in persistent_buffers(source.copied).items():
             if not buffer.is_meta:
                 write(name, buffer.detach().cpu().clone())
-    if source.adapter_folder is not None:
-        read_adapter(source, write)
-    elif whole is not None and (source.grows or drawn):
+    read_adapter(source, write)
+    if source.adapter_folder is None and whole is not None and (source.grows or drawn):
         read = {e.name: partial(tile.read_master, e) for tile, e in store.entries()}
         draw_adapters(source.model, read, write, seed)
     source.untrained.computed = computed_buffers(source.model)

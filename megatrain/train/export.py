@@ -17,7 +17,7 @@ from megatrain.model.export import REPLACED
 from megatrain.source.source import adapter_folder
 from megatrain.train.card import write_card
 from megatrain.train.finished import model_state
-from megatrain.train.folders import MODEL, require_empty
+from megatrain.train.folders import MODEL, holds_model, require_empty
 from megatrain.train.resolve_model import trained_model
 from megatrain.train.saved_model import write_saved
 
@@ -49,7 +49,7 @@ def export(run: str, out: Path, dtype: str | None = None, *, merged: bool = Fals
     if merged:
         _export_merged(source, out, None if dtype is None else DTYPES[dtype])
         return
-    if not any((source / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if not holds_model(source):
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
     require_empty(out)
     if not any(source.glob("*.safetensors")):

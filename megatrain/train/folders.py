@@ -113,5 +113,9 @@ def require_empty(path: Path, what: str = "") -> None:
 def model_folder(path: str) -> str:
     """The model of a finished run, when `path` is one; else `path` itself (folder or hub id)."""
     inside = Path(path) / MODEL
-    there = any((inside / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return str(inside) if there else path
+    return str(inside) if holds_model(inside) else path
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder has a model's configuration, or that of an adapter alone."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))

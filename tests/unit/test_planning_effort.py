@@ -6,7 +6,7 @@ from transformers import GPT2Config, PreTrainedConfig
 
 from megatrain.autoplace.auto import choose
 from megatrain.cli.shapes import qwen2_config
-from megatrain.forecast import profile, profile_head, simulate
+from megatrain.forecast import meta_loss, profile, simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.profile_head import some_rows
@@ -62,7 +62,7 @@ def test_chunks_of_some_of_a_head_s_rows_that_are_alike_are_run_once(
     some = {"lm_head.weight": torch.empty(1024, wide_config().hidden_size, device="meta")}
     found = []
     for run in (3, 1000):
-        monkeypatch.setattr(profile_head, "_CHUNKS_RUN", run)
+        monkeypatch.setattr(meta_loss, "_CHUNKS_RUN", run)
         measured = Profile(wide_spec(), torch.bfloat16, 16, compiled=compiled)
         measured.layer(0, 4)  # shapes of other rows follow from it
         found.append(some_rows(measured, some, rows, 5))
