@@ -89,13 +89,9 @@ def prepare(
     lengths = [m["input_ids"].numel() for m in micro_batches]
     parts = index[: len(ids)].split(lengths)
     moved = [
-        _moved(micro, takes, part.view(micro["input_ids"].shape), unique_U, device)
+        _moved(micro, takes, part.view(micro["input_ids"].shape), unique_U, device, by_lengths)
         for micro, part in zip(micro_batches, parts, strict=True)
     ]
-    if by_lengths:
-        for made, micro in zip(moved, micro_batches, strict=True):
-            if is_packed(micro):
-                made.documents = told_by_lengths(micro["position_ids"], device)
     if loss is not None:
         for made, (targets, beside) in zip(moved, losses, strict=True):
             made.targets, made.loss = targets.to(device), loss
@@ -140,6 +136,7 @@ def _moved(
     index_BT: Tensor,
     unique_U: Tensor,
     device: torch.device,
+    by_lengths: bool,
 ) -> MicroBatch:
     # A mask of ones says nothing, and lets transformers take the fast causal path.
     inputs = {
@@ -149,7 +146,9 @@ def _moved(
         and not (key == "attention_mask" and bool(micro[key].all()))
     }
     rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
-    return MicroBatch(inputs, None, rows)
+    told = by_lengths and is_packed(micro)
+    documents = told_by_lengths(micro["position_ids"], device) if told else {}
+    return MicroBatch(inputs, None, rows, documents=documents)
 
 
 def _check(
@@ -182,9 +181,8 @@ def _check(
     for key, value in micro.items():
         numbers, sized = key in taken, [*shape]
         if loss is not None and key in loss.choices:
-            ids = micro[loss.choices[0]]  # whose K all of them have
-            numbers = key != loss.choices[0]
-            sized.append(max([1, *ids.shape[2:3]]))
+            numbers = key != (ids := loss.choices[0])
+            sized.append(max([1, *micro[ids].shape[2:3]]))  # K, which all of them have
         typed = value.is_floating_point() if numbers else value.dtype == torch.int64
         if [*value.shape] != sized or not typed or value.device.type != "cpu":
             wanted = "of floating-point numbers" if numbers else "torch.int64"

@@ -51,10 +51,8 @@ class Packing:
         losses: Callable[[list[Micro]], list[Tensor]],
         check_masks: Callable[[Sequence[Micro]], None],
     ) -> None:
-        """Args: what a trial takes.
-
-        losses: gives the tokens' losses of micro-batches, `[B, T]`.
-        check_masks: raises DoesNotFit, as the program attends now.
+        """Args: `losses` gives the tokens' losses of micro-batches, `[B, T]`; `check_masks` raises
+        DoesNotFit, as the program attends now.
         """
         self._model_type, self._dtype, self._losses = config.model_type, program.dtype, losses
         self._program, self._check_masks = program, check_masks
