@@ -14,7 +14,6 @@ from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.device import Device, Recording, open_device
 from megatrain.engine.batch import given_loss
 from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
-from megatrain.engine.opened import DTYPES, Model, Opened
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, SCORE, Loss
 from megatrain.model.adapters import adapted
@@ -24,6 +23,7 @@ from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, StreamedOptimizer, is_number
 from megatrain.placement import Placement, Precision
+from megatrain.source.opened import DTYPES, Model, Opened
 from megatrain.source.source import Resumed, Source, open_source, structure
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.whole import is_whole, whole_model

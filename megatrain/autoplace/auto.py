@@ -14,7 +14,6 @@ from megatrain.autoplace.fits import check_fits
 from megatrain.autoplace.spill import fastest
 from megatrain.device import available_bytes
 from megatrain.engine.host_memory_guard import Planned
-from megatrain.engine.opened import Opened
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
@@ -23,6 +22,7 @@ from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.machine import Machine, present_cpu, present_machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import CPU_PLACEMENT, Placement
+from megatrain.source.opened import Opened
 from megatrain.tile import TileKind
 from megatrain.units import gib
 

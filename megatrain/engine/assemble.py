@@ -31,38 +31,15 @@ from megatrain.errors import InputError
 from megatrain.loss import Loss, Summed, range_gradient, range_statistics
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import ModelProgram, Program
-from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement
 from megatrain.store import Store, Tier, Tile
 from megatrain.telemetry.cores import update_threads
-from megatrain.tile import TileKind, TileLayout
+from megatrain.tile import TileKind
 
 # Of a micro-batch's graph or attention on its way to the host and back, at once. Two leave: a graph
 # takes up to twice as long over the bus as its layer's forward.
 LEAVING, RETURNING = 2, 2
-
-
-def tile_layouts(spec: ModelSpec, groups: dict[str, int]) -> list[TileLayout]:
-    """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
-
-    `groups` gives each trainable parameter's optimizer group; all others are frozen.
-    """
-    shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
-    unmoved = {*spec.unused, *spec.fixed}
-
-    def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
-        parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
-        return TileLayout(kind.value + visit, parameters, kind, spec.wide)
-
-    tiles = [
-        layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
-        layout(TileKind.PROLOGUE, spec.prologue),
-    ]
-    for visit, layer in enumerate(spec.layers):
-        own = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
-        tiles.append(layout(TileKind.LAYER, own, f" {visit}"))
-    return [*tiles, layout(TileKind.HEAD, spec.epilogue), layout(TileKind.UNUSED, spec.unused)]
 
 
 @dataclass

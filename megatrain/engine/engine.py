@@ -18,18 +18,18 @@ from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.batch import Batch, given_loss, most_tokens, prepare
 from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
-from megatrain.engine.masks import check_masks
 from megatrain.engine.modules import Head, State
-from megatrain.engine.opened import Opened
-from megatrain.engine.packing import Packing
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
+from megatrain.model.masks import check_masks
+from megatrain.model.packing import Packing
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.seeds import derived_seed
 from megatrain.source.exported import write_model
+from megatrain.source.opened import Opened
 from megatrain.source.source import fill
 from megatrain.source.state_io import describe_optimizer, documents, settings_of
 from megatrain.store import Store

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from megatrain.engine.opened import Model
 from megatrain.forecast.needs import Needs, needs_of
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.simulate import STEADY, Forecast, forecast
@@ -11,6 +10,7 @@ from megatrain.machine import Machine
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule
 from megatrain.placement import Placement
+from megatrain.source.opened import Model
 
 
 class ForecastCache:

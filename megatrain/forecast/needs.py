@@ -15,12 +15,12 @@ from torch import Tensor
 from megatrain.device import Buffer, TraceDevice
 from megatrain.device.base import Memory, kind_of
 from megatrain.engine.assemble import Assembly
-from megatrain.engine.opened import Model
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import PROBE_SHAPE, ModelSpec
 from megatrain.placement import Placement
+from megatrain.source.opened import Model
 from megatrain.store import Store, Tile
 from megatrain.tile import TileKind
 

@@ -15,7 +15,6 @@ import torch
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_IN, DISK_OUT, UPDATE
 from megatrain.device.clock import ClockDevice
 from megatrain.engine.assemble import host_bytes
-from megatrain.engine.opened import Model
 from megatrain.engine.sink import PIECE
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.forecast.cost_model import CostModel
@@ -36,6 +35,7 @@ from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.weights import IN_FLIGHT_BYTES
 from megatrain.placement import Placement
+from megatrain.source.opened import Model
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
 from megatrain.tile import Entry, TileKind, TileLayout

@@ -6,11 +6,11 @@ from megatrain.api import Engine
 from megatrain.autoplace.fits import limits
 from megatrain.checkpoint import Checkpoint
 from megatrain.device import open_device
-from megatrain.engine.opened import DTYPES
 from megatrain.generate.cache import free_bytes
 from megatrain.generate.resident import Resident
 from megatrain.model.build import loaded_types
 from megatrain.placement import Precision
+from megatrain.source.opened import DTYPES
 from megatrain.source.source import open_source
 from megatrain.units import gib
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.engine.opened import Model
 from megatrain.forecast.workload import Workload
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import PlaneKind, gradient_plane, tile_planes
 from megatrain.placement import Placement
+from megatrain.source.opened import Model
 from megatrain.store import Tier, resting
 from megatrain.tile import TileKind
 

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import Buffer, CpuDevice
-from megatrain.engine import opened
 from megatrain.optim import parameter_bytes
+from megatrain.source import opened
 from megatrain.units import MIB
 from tests.parity.cases import frozen, in_dtype, llama, make_batches, make_engine
 from tests.rules import SWEPT

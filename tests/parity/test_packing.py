@@ -11,8 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from megatrain import InputError
-from megatrain.engine.packing import comparisons
 from megatrain.model.documents import is_packed
+from megatrain.model.packing import comparisons
 from tests.families.tiny import tiny_model
 from tests.parity.cases import gradients, llama, make_engine, masters, relative_error, same
 

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from megatrain import AdamW, Engine, InputError, Placement
-from megatrain.engine.assemble import Assembly, tile_layouts
+from megatrain.engine.assemble import Assembly
 from megatrain.engine.layer import Layer
 from megatrain.engine.tile_slice import least_split
 from megatrain.engine.vocab_split import LastRows
@@ -33,6 +33,7 @@ from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import ActivationPolicy
+from megatrain.source.opened import tile_layouts
 from megatrain.units import align
 from tests.families.examine import PASSES
 from tests.families.parity import compare

@@ -16,13 +16,14 @@ from megatrain.checkpoint.snapshot import Snapshot, tile_file
 from megatrain.checkpoint.staging_blocks import StagingBlocks
 from megatrain.device import TraceDevice, disk
 from megatrain.engine import sink
-from megatrain.engine.assemble import Assembly, tile_layouts
+from megatrain.engine.assemble import Assembly
 from megatrain.engine.batch import prepare
 from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
+from megatrain.source.opened import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.store import Store
 from tests.rules import SWEPT, possible

@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 from megatrain import AdamW
 from megatrain.autoplace import auto
 from megatrain.device import CpuDevice
-from megatrain.engine.opened import Model, Opened
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO, Loss
 from megatrain.model.probe import spec
 from megatrain.placement import Placement
+from megatrain.source.opened import Model, Opened
 from megatrain.source.source import open_source
 from tests.unit.forecast_cases import small_machine, tiny_config
 

@@ -12,13 +12,13 @@ from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
 from megatrain.autoplace import fits
 from megatrain.autoplace.fits import check_fits, smallest
 from megatrain.device import Buffer, CpuDevice
-from megatrain.engine.opened import Model
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.needs import UNSUMMED, Needs, needs_of
 from megatrain.forecast.workload import Workload
 from megatrain.machine import mapping_bytes
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
+from megatrain.source.opened import Model
 from megatrain.source.source import open_source
 from megatrain.telemetry import memory
 from megatrain.telemetry.memory import process_bytes

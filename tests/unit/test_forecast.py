@@ -16,8 +16,6 @@ from benchmarks.predictions import RESULTS, Prediction, predict
 from megatrain import AdamW, Engine, Muon, Placement
 from megatrain.device import CpuDevice
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
-from megatrain.engine import opened
-from megatrain.engine.opened import Model
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.groups import groups
@@ -31,6 +29,8 @@ from megatrain.optim import Rule
 from megatrain.optim.muon import is_matrix
 from megatrain.plan.tiles import tile_bytes
 from megatrain.plan.wear import disk_use
+from megatrain.source import opened
+from megatrain.source.opened import Model
 from megatrain.source.source import open_source
 from megatrain.units import MIB
 from tests.parity.cases import Noting

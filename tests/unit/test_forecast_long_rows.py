@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatrain import AdamW, Placement
 from megatrain.device import Buffer, CpuDevice
-from megatrain.engine.assemble import tile_layouts
 from megatrain.engine.batch import Batch
 from megatrain.engine.head import WholeHead
 from megatrain.engine.modules import Head
@@ -28,6 +27,7 @@ from megatrain.model.probe import spec
 from megatrain.model.program import MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer, tile_planes
+from megatrain.source.opened import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.store import Tile
 from megatrain.tile import TileLayout

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatrain import DoesNotFit, Placement
-from megatrain.engine.masks import check_masks
+from megatrain.model.masks import check_masks
 from megatrain.units import GIB
 from tests.parity.cases import llama, make_engine
 

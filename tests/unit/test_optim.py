@@ -13,7 +13,6 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from megatrain import SGD, AdamW, InputError, Lion
 from megatrain.device import CpuDevice
-from megatrain.engine.opened import DTYPES
 from megatrain.kernels import reference
 from megatrain.kernels.states import load_moments
 from megatrain.optim import (
@@ -25,6 +24,7 @@ from megatrain.optim import (
     moved_bytes,
     parameter_bytes,
 )
+from megatrain.source.opened import DTYPES
 from megatrain.store import Store
 from megatrain.tile import TileLayout
 from tests.families.plain import PlainLion, PlainSGD, RoundedAdamW

@@ -7,17 +7,38 @@ from pathlib import Path
 import torch
 
 from megatrain.device import Recording
-from megatrain.engine.assemble import tile_layouts
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.placement import Precision
 from megatrain.plane_file import PlaneFile, disk_bytes
 from megatrain.source.source import Source
-from megatrain.tile import TileLayout
+from megatrain.tile import TileKind, TileLayout
 from megatrain.units import size
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
+
+
+def tile_layouts(spec: ModelSpec, groups: dict[str, int]) -> list[TileLayout]:
+    """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
+
+    `groups` gives each trainable parameter's optimizer group; all others are frozen.
+    """
+    shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
+    unmoved = {*spec.unused, *spec.fixed}
+
+    def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
+        parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
+        return TileLayout(kind.value + visit, parameters, kind, spec.wide)
+
+    tiles = [
+        layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
+        layout(TileKind.PROLOGUE, spec.prologue),
+    ]
+    for visit, layer in enumerate(spec.layers):
+        own = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
+        tiles.append(layout(TileKind.LAYER, own, f" {visit}"))
+    return [*tiles, layout(TileKind.HEAD, spec.epilogue), layout(TileKind.UNUSED, spec.unused)]
 
 
 @dataclass(frozen=True)
