@@ -44,17 +44,19 @@ def rows() -> list[str]:
 
 
 def few_rows() -> list[str]:
-    """A line for each shape and limit that `auto` has placed, with clipping: its fastest step.
+    """A line for each shape of a billion and limit that `auto` placed, with clipping: its fastest.
 
-    Of states one line each where nothing is limited.
+    Where nothing is limited, one line for each kind of states and each precision.
     """
     best: dict[tuple, dict[str, Any]] = {}
     for result in steps():
         case = result["case"]
         special = case["placement"] or case.get("documents") or case.get("lora_r")
+        special = special or result["parameters"] < 1e9
         if case["max_grad_norm"] and not special:
             limit = case.get("device_memory")
-            key = case["shape"], limit, None if limit else case.get("states", "fp32")
+            kind = case.get("states", "fp32"), case["precision"]
+            key = case["shape"], limit, None if limit else kind
             best[key] = max(best.get(key, result), result, key=lambda r: r["model_tflops"])
     return [_row(result) for result in best.values()]
 
