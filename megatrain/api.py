@@ -24,7 +24,7 @@ from megatrain.model.trained import Trained
 from megatrain.optim import Rule, StreamedOptimizer, is_number
 from megatrain.placement import Placement, Precision
 from megatrain.source.opened import DTYPES, Model, Opened
-from megatrain.source.source import Resumed, Source, open_source, structure
+from megatrain.source.source import Alike, Resumed, Source, open_source, structure
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.whole import is_whole, whole_model
 
@@ -48,7 +48,7 @@ class Engine(PlacedEngine):
 
     def __init__(
         self,
-        model: PreTrainedModel | PreTrainedConfig | Checkpoint | Resumed | str | Path,
+        model: PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Resumed | str | Path,
         *,
         optimizer: Rule | None = None,
         max_grad_norm: float | None = 1.0,

@@ -33,11 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         steps=options.steps,
         device=options.device,
         device_memory_bytes=options.device_memory,
+        lora_r=options.lora_r,
     )
     done = []
     with only(case.device_memory_bytes, case.device):
         for who in RIVALS:
-            if who.name not in options.rivals:
+            if who.name not in options.rivals or not who.takes_part(case):
                 continue
             print(f"{who.name}: {case.name}", flush=True)
             row = row_of(who, task_of(who, case, options), options.run)
@@ -69,7 +70,8 @@ def row_of(who: Rival, task: Task, run: str) -> dict[str, Any]:
     outcome = run_fitting(task)
     if outcome["status"] == MEASURED:
         times = outcome["step_seconds"][task.warmup :]
-        outcome |= statistics_of(times, task.case.tokens_per_step, outcome["parameters"])
+        size = outcome["parameters"], outcome["trained_parameters"]
+        outcome |= statistics_of(times, task.case.tokens_per_step, *size)
     return {
         "benchmark": "rivals",
         "run": run,
@@ -91,6 +93,8 @@ def command(options: argparse.Namespace) -> str:
     words = ["python -m benchmarks.rivals", f"--shape {options.shape}"]
     words += [f"--sequences {options.sequences}", f"--sequence-length {options.sequence_length}"]
     optional = {"layers": options.layers, "warmup": options.warmup}
+    if options.lora_r:
+        optional["lora-r"] = options.lora_r
     if options.device_memory:
         optional["device-memory"] = gib(options.device_memory).replace(" ", "")
     words += [f"--{name} {value}" for name, value in optional.items() if value is not None]
@@ -109,6 +113,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--sequence-length", type=int, default=1024, help="tokens of a row")
     add("--steps", type=int, default=STEPS, help="measured steps")
     add("--warmup", type=int, help="steps before those, in place of each rival's own number")
+    add("--lora-r", type=int, default=0, help="train LoRA of this rank alone; 0: all")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--device-memory", type=_size, help="leave so much of the device free, say 12GiB")
     add("--limit", type=float, default=240.0, help="seconds for one process")

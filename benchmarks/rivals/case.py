@@ -22,6 +22,7 @@ class Case:
 
     Attributes:
         device_memory_bytes: what may be used of the device, CUDA's context included; None: all.
+        lora_r: LoRA of this rank on all linear layers is trained, and nothing else; 0: all is.
     """
 
     shape: str
@@ -32,6 +33,7 @@ class Case:
     device: str
     device_memory_bytes: int | None
     seed: int = 0
+    lora_r: int = 0
 
     @property
     def name(self) -> str:
@@ -39,7 +41,8 @@ class Case:
         layers = f"-{self.layers}layers" if self.layers else ""
         memory = self.device_memory_bytes
         budget = f"-{memory / GIB:g}gib" if memory else ""
-        return f"{self.shape}{layers}-{self.sequences}x{self.sequence_length}{budget}"
+        lora = f"-lora{self.lora_r}" if self.lora_r else ""
+        return f"{self.shape}{layers}-{self.sequences}x{self.sequence_length}{lora}{budget}"
 
     @property
     def tokens_per_step(self) -> int:
@@ -60,6 +63,7 @@ class Rival:
         micro_batches: rows of a micro-batch for each shape; halved while the device's memory is
             too small, and never more than a step has.
         chooses: it chooses micro-batches by itself; there are none here.
+        adapters: it takes part where an adapter is trained, and only there.
     """
 
     name: str
@@ -70,6 +74,10 @@ class Rival:
     warmup: int
     micro_batches: dict[str, int]
     chooses: bool = False
+    adapters: bool = False
+
+    def takes_part(self, case: Case) -> bool:
+        return self.name == "megatrain" or self.adapters == bool(case.lora_r)
 
     def micro_batch(self, case: Case) -> int | None:
         if self.chooses:
@@ -107,6 +115,22 @@ class Task:
 
 
 _OFFLOADING = {"1.5b": 32, "3b": 32, "7b": 16, "14b": 16, "32b": 8, "72b": 4}
+
+
+def _peft(
+    name: str, words: str, rows_7b: int, *, compiled: bool, checkpointing: bool = True
+) -> Rival:
+    return Rival(
+        name,
+        "PEFT {version} on the GPU" + words,
+        "adapters",
+        {"compiled": compiled, "checkpointing": checkpointing},
+        "peft",
+        warmup=3,
+        micro_batches={"3b": 2 * rows_7b, "7b": rows_7b},
+        adapters=True,
+    )
+
 
 RIVALS = (
     Rival(
@@ -164,6 +188,9 @@ RIVALS = (
         warmup=5,
         micro_batches=_OFFLOADING,
     ),
+    _peft("peft-compiled", ", compiled", 8, compiled=True, checkpointing=False),
+    _peft("peft-compiled-recomputed", ", compiled, layers recomputed", 16, compiled=True),
+    _peft("peft-recomputed", ", layers recomputed", 16, compiled=False),
 )
 
 

@@ -22,12 +22,14 @@ class Runner:
             the mean loss.
         settings: everything that was chosen for this rival, for the result.
         report: called after the last step: what the rival says about itself.
+        num_trained: parameters that are; None: all.
     """
 
     num_parameters: int
     step: Callable[[list[Tensor]], float]
     settings: dict[str, Any]
     report: Callable[[], dict[str, Any]] = field(default=dict)
+    num_trained: int | None = None
 
 
 def torch_device(case: Case) -> torch.device:

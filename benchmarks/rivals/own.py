@@ -23,12 +23,20 @@ def measure(task: Task) -> dict[str, Any]:
             warmup=task.warmup,
             steps=case.steps,
             seed=case.seed,
+            lora_r=case.lora_r,
             device_memory=None
             if case.device_memory_bytes is None
             else str(case.device_memory_bytes),
         )
     )
-    taken = ("parameters", "build_seconds", "step_seconds", "losses", "memory")
+    taken = (
+        "parameters",
+        "trained_parameters",
+        "build_seconds",
+        "step_seconds",
+        "losses",
+        "memory",
+    )
     return {
         **{name: result[name] for name in taken},
         "device_peak_bytes": result["memory"].get("device_peak_bytes"),

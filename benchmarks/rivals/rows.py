@@ -48,6 +48,8 @@ def caption(rows: Sequence[dict[str, Any]]) -> str:
     row = rows[0]
     case, machine = Case(**row["case"]), row.get("environment")
     words = f"Qwen2.5-{case.shape.upper()}, {case.sequences} x {case.sequence_length} tokens a step"
+    if case.lora_r:
+        words += f", LoRA of rank {case.lora_r}"
     if case.device_memory_bytes:
         words += f", {gib(case.device_memory_bytes)} of device memory"
     return words + (f"; {_where(machine)}, commit {row['commit']}" if machine else "")

@@ -19,6 +19,7 @@ from megatrain.compat.torch import num_compilations
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
 from megatrain.placement import Placement, Precision
+from megatrain.source.source import Alike
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import peak_process_bytes
@@ -90,9 +91,9 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
 
 
 def build_engine(case: StepCase) -> Engine:
-    """An engine with random weights, as `case` says."""
+    """An engine with random weights, the same in all layers, as `case` says."""
     return Engine(
-        qwen2_config(case.shape, case.sequence_length, case.layers),
+        Alike(qwen2_config(case.shape, case.sequence_length, case.layers)),
         **case.workload.for_engine,
         max_grad_norm=case.max_grad_norm,
         device=None if case.device == "auto" else case.device,

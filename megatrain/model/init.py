@@ -36,6 +36,8 @@ def initialise(
     only: Iterable[str] | None = None,
     *,
     threads: int,
+    kept: Callable[[str, Tensor], Tensor] = lambda _, values: values,
+    alike: bool = False,
 ) -> None:
     """Draw every parameter by the class's own `_init_weights` and hand it to `write`.
 
@@ -47,6 +49,9 @@ def initialise(
     Args:
         write: takes each parameter's Hugging Face name and its values, once.
         only: names to write; None for all.
+        kept: makes what `write` gets of a parameter's name and values.
+        alike: layers that follow one of the same modules and shapes get its values, and are not
+            drawn: for measurements, where values have no say.
     """
     model = spec.capture.model
     paths = {id(module): path for path, module in model.named_modules()}
@@ -54,6 +59,8 @@ def initialise(
     wanted &= wanted if only is None else set(only)
     owners, parts = _owners(model), list(_parts(model, spec))
     left: dict[str, Place] = {}
+    made_of: list[Any] = []
+    values: list[Tensor | None] = []
     for index, part in enumerate(parts):
         # A tied parameter belongs to the module that has it under its first name.
         shells = [
@@ -63,21 +70,33 @@ def initialise(
         ]
         if wanted.isdisjoint(full for *_, full in shells):
             continue
-        with _seeded(seed, index, threads):
-            _draw(part, owners)
-        for module, name, parameter, full in shells:
-            values, parameters_of(module)[name] = parameters_of(module)[name], parameter
-            assert values is not None
-            # A minimum is NaN if anything is; `isnan` would take a byte for each value.
-            if full in wanted and values.numel() and values.amin().isnan():
-                left[full] = (type(module), name)
+        before, made_of = made_of, [(type(m), name, p.shape) for m, name, p, _ in shells]
+        if not alike or made_of != before:
+            values.clear()
+            with _seeded(seed, index, threads):
+                _draw(part, owners)
+            values += (_taken(module, name, p, full, kept) for module, name, p, full in shells)
+        for (module, name, _, full), each in zip(shells, values, strict=True):
+            if full in wanted and each is not None:
+                write(full, each)
             elif full in wanted:
-                write(full, values.detach())
+                left[full] = (type(module), name)
     if left:
         with _seeded(seed, len(parts), threads):
             made = dict(_constructed(model, set(left.values())).named_parameters())
         for full in left:
-            write(full, made[full].detach())
+            write(full, kept(full, made[full].detach()))
+
+
+def _taken(
+    module: nn.Module, name: str, shell: nn.Parameter, full: str, kept: Callable[..., Tensor]
+) -> Tensor | None:
+    """What is kept of the values that were drawn in the place of `shell`; None: none were."""
+    values, parameters_of(module)[name] = parameters_of(module)[name], shell
+    assert values is not None
+    # A minimum is NaN if anything is; `isnan` would take a byte for each value.
+    unset = values.numel() and values.amin().isnan()
+    return None if unset else kept(full, values.detach())
 
 
 def most_drawn_at_once(spec: ModelSpec) -> int:

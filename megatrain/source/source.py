@@ -59,6 +59,7 @@ class Source:
         untrained: see there; `fill` puts in what comes from the source.
         companions: files of the folder or checkpoint that exports and checkpoints have as well.
         lost: what neither a checkpoint nor an export would have of the model; None: nothing.
+        alike: what is drawn is drawn once for all layers that are alike.
         grows: adapters are put on a source that has none: they are drawn, or those of
             `adapter_folder`.
     """
@@ -72,6 +73,7 @@ class Source:
     untrained: Untrained = field(default_factory=Untrained)
     companions: Companions = field(default_factory=dict)
     lost: str | None = None
+    alike: bool = False
     grows: bool = False
     adapter_folder: Path | None = None
 
@@ -93,6 +95,13 @@ class Resumed:
     """A checkpoint whose optimizer state is taken, too, so that training goes on from it."""
 
     checkpoint: Checkpoint
+
+
+@dataclass(frozen=True)
+class Alike:
+    """A configuration whose layers may all be drawn the same: for measurements of large shapes."""
+
+    config: PreTrainedConfig
 
 
 def open_source(model: Any, *, adapter: Any = None, **how: Any) -> Source:
@@ -171,7 +180,7 @@ def read_adapter(source: Source, write: Write) -> None:
 
 
 def open_plain(
-    model: PreTrainedModel | PreTrainedConfig | Checkpoint | Resumed | str | Path,
+    model: PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Resumed | str | Path,
     *,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
@@ -181,7 +190,8 @@ def open_plain(
     Raises:
         InputError: it cannot be read or is not a causal language model.
     """
-    resumes = isinstance(model, Resumed)
+    resumes, alike = isinstance(model, Resumed), isinstance(model, Alike)
+    model = model.config if isinstance(model, Alike) else model
     if isinstance(model, str | Path) and is_checkpoint(Path(model).expanduser()):
         model = open_checkpoint(Path(model).expanduser())
     if isinstance(model, Checkpoint | Resumed):
@@ -212,7 +222,8 @@ def open_plain(
         config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
     )
     set_generation(empty, beside)
-    return Source(empty, dtype, folder, untrained=_drawn_buffers(empty, dtype), companions=beside)
+    untrained = _drawn_buffers(empty, dtype)
+    return Source(empty, dtype, folder, untrained=untrained, companions=beside, alike=alike)
 
 
 def structure(source: Source) -> ModelSpec:
@@ -266,10 +277,11 @@ def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
         write = _writer(store, source, threads=threads)
         frozen = {entry.name for _, entry in store.entries() if entry.group is None}
 
-        def as_source(name: str, values: Tensor) -> None:
-            write(name, values.to(source.dtype) if name in frozen else values)
+        def as_source(name: str, values: Tensor) -> Tensor:
+            return values.to(source.dtype) if name in frozen else values
 
-        initialise(found, seed, as_source, base if only is None else only, threads=threads)
+        named, alike = base if only is None else only, source.alike
+        initialise(found, seed, write, named, threads=threads, kept=as_source, alike=alike)
 
     if source.saved is not None:
         with offering_another(source.saved.folder):

@@ -212,6 +212,26 @@ def test_rivals_do_the_same_work(tmp_path, monkeypatch):
     ]
 
 
+def test_adapters_are_measured_beside_peft_alone(tmp_path, monkeypatch):
+    """All of PEFT's rows train the same adapter on the same base."""
+    monkeypatch.setattr(supervise, "_run_limited", lambda command, *_: (forked_module(command), 1))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)  # takes a minute
+    command_line.main(
+        [
+            *["--shape", "toy", "--layers", "1", "--sequences", "4", "--sequence-length", "8"],
+            *["--steps", "1", "--warmup", "1", "--device", "cpu", "--output", str(tmp_path)],
+            *["--lora-r", "2", "--run", "one"],
+        ]
+    )
+    (table,) = rows.tables(tmp_path)
+    own, *peft = table
+    assert [row["rival"].partition("-")[0] for row in table] == ["megatrain", *["peft"] * 3], table
+    assert len({row["trained_parameters"] for row in table}) == 1
+    assert 0 < own["trained_parameters"] < own["parameters"] / 10
+    assert len({row["losses"][0] for row in peft}) == 1 < len(peft[0]["losses"])
+    assert rows.commands(table)[0].endswith("--lora-r 2 --steps 1 --output benchmarks/results")
+
+
 def row(rival: str, run: str, **others: object) -> dict[str, object]:
     gpu = {"name": "NVIDIA H200"}
     known = {"environment": {"gpu": gpu, "cores": 16}, "title": rival, "time": run, "run": run}
