@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.autoplace.auto import settle
 from megatrain.autoplace.fits import limits, told_bytes
 from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.device import Device, Recording, open_device
-from megatrain.engine.batch import given_loss
 from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
 from megatrain.errors import InputError
-from megatrain.loss import CROSS_ENTROPY, SCORE, Loss
+from megatrain.loss import CROSS_ENTROPY, SCORE, Loss, given_loss
 from megatrain.model.adapters import adapted
 from megatrain.model.neftune import add_noise
 from megatrain.model.rebuilt import difference
@@ -126,6 +126,16 @@ class Engine(PlacedEngine):
         found = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
         loss, accuracy = torch.stack(found).sum(0).tolist()
         return loss, accuracy
+
+    def logprobs(self, micro_batches: MicroBatches) -> list[Tensor]:
+        """The log-probability of each label `[B, T]` in its place, fp32 on the CPU; 0 without one.
+
+        Micro-batches as for `evaluate`; logits never exist as a whole.
+        """
+        batch = self._prepare(micro_batches, CROSS_ENTROPY)
+        found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
+        shift = self.label_shift
+        return [-each.cpu().roll(shift, 1) for each in found]
 
     @contextmanager
     def whole_model(self) -> Iterator[PreTrainedModel]:

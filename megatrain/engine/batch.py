@@ -1,7 +1,7 @@
 """The micro-batches of one optimizer step, checked and brought to the device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -26,6 +26,7 @@ class Batch:
         unique_U: the token ids whose rows are gathered (CPU); `micro[i].rows.index` points into it.
         seed: makes the random numbers of this step.
         first: number of `micro[0]` in the step; random numbers follow it.
+        measured: what a joint loss measures, on the device, once the head has been visited.
     """
 
     micro: list[MicroBatch]
@@ -34,6 +35,7 @@ class Batch:
     unique_U: Tensor
     seed: int
     first: int = 0
+    measured: dict[str, Tensor] = field(default_factory=dict)
 
     def passes(self, count: int) -> list["Batch"]:
         """The micro-batches in at most `count` groups, in order, as even as can be."""
@@ -97,17 +99,6 @@ def prepare(
             made.targets, made.loss = targets.to(device), loss
             made.given = [each.to(device) for each in beside]
     return Batch(moved, normaliser, len(ids), unique_U, seed)
-
-
-def given_loss(loss: object) -> Loss:
-    """What a caller gave as the loss of a step.
-
-    Raises:
-        InputError: it is none.
-    """
-    if not isinstance(loss, Loss):
-        raise InputError(f"loss is {loss!r}; it must be one of megatrain.loss, such as DPO()")
-    return loss
 
 
 def _losses(

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Self
@@ -16,12 +16,12 @@ from transformers import PreTrainedConfig
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
 from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, host_bytes
-from megatrain.engine.batch import Batch, given_loss, most_tokens, prepare
+from megatrain.engine.batch import Batch, most_tokens, prepare
 from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
 from megatrain.engine.modules import Head, State
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import DoesNotFit, InputError, RunFailed
-from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
+from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, as_numbers, given_loss
 from megatrain.model.masks import check_masks
 from megatrain.model.packing import Packing
 from megatrain.model.program import ModelProgram
@@ -47,12 +47,14 @@ class StepResult:
         grad_norm: global 2-norm of the gradient, before clipping.
         tokens: positions computed, padding included.
         seconds: from the call to the end of the backward (the update may still be running).
+        measures: what the loss measures besides (rewards of replies), by name.
     """
 
     loss: float
     grad_norm: float
     tokens: int
     seconds: float
+    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 class PlacedEngine:
@@ -160,8 +162,8 @@ class PlacedEngine:
             report = train_step(replace(parts, passes=1) if joint else parts, batch)
         self._steps += 1
         self.optimizer.took_step()
-        seconds = time.perf_counter() - start
-        return StepResult(report.loss, report.grad_norm, batch.num_tokens, seconds)
+        seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
+        return StepResult(report.loss, report.grad_norm, batch.num_tokens, seconds, measures)
 
     def evaluate(self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY) -> float:
         """The loss of a step, of cross entropy the mean; changes no state, dropout is off."""

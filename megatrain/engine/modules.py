@@ -194,8 +194,9 @@ class Head(StreamedModule):
         targets = [micro.targets for micro in batch.micro if micro.targets is not None]
         given = [micro.given for micro in batch.micro]
         work = partial(loss.weigh, found, targets, given, batch.normaliser)
-        nothing = [[None] * len(found)] * 2
-        losses, weights = self.device.run(COMPUTE, HEAD_NAME, work) or nothing
+        nothing: Any = [None] * len(found), [None] * len(found), {}
+        losses, weights, measured = self.device.run(COMPUTE, HEAD_NAME, work) or nothing
+        batch.measured |= measured
         micro = [
             replace(each, loss=TOKEN_WEIGHTS, given=[own])
             for each, own in zip(batch.micro, weights, strict=True)

@@ -1,6 +1,6 @@
 """Losses: functions of what the head says of each token, never of all logits at once."""
 
-from megatrain.loss.base import IGNORED, Loss, Statistics, num_labelled, targets_of
+from megatrain.loss.base import IGNORED, Loss, Statistics, given_loss, num_labelled, targets_of
 from megatrain.loss.chunks import (
     Summed,
     chunked_loss,
@@ -13,15 +13,20 @@ from megatrain.loss.chunks import (
 from megatrain.loss.cross_entropy import CROSS_ENTROPY, CrossEntropy, cross_entropy_sum
 from megatrain.loss.distill import Distillation
 from megatrain.loss.dpo import DPO
-from megatrain.loss.joint import JointLoss
+from megatrain.loss.joint import JointLoss, as_numbers
+from megatrain.loss.kto import KTO
 from megatrain.loss.label_smoothing import LabelSmoothing
+from megatrain.loss.replies import PairLoss
 from megatrain.loss.score import SCORE, Score
 from megatrain.loss.token_weights import TOKEN_WEIGHTS, TokenWeights
+from megatrain.loss.unreferenced import ORPO, SimPO
 
 __all__ = [
     "CROSS_ENTROPY",
     "DPO",
     "IGNORED",
+    "KTO",
+    "ORPO",
     "SCORE",
     "TOKEN_WEIGHTS",
     "CrossEntropy",
@@ -29,14 +34,18 @@ __all__ = [
     "JointLoss",
     "LabelSmoothing",
     "Loss",
+    "PairLoss",
     "Score",
+    "SimPO",
     "Statistics",
     "Summed",
     "TokenWeights",
+    "as_numbers",
     "chunked_loss",
     "chunked_loss_gradients",
     "chunked_losses",
     "cross_entropy_sum",
+    "given_loss",
     "num_labelled",
     "range_gradient",
     "range_logits",

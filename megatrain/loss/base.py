@@ -17,6 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from megatrain.errors import InputError
+
 IGNORED = -100
 
 
@@ -130,3 +132,14 @@ class Loss(ABC):
             share = self.each(Statistics(**leaves), targets_N, *given).sum() / normaliser
         grads = torch.autograd.grad(share, [*leaves.values()], allow_unused=True)
         return Statistics(**{"log_prob": None, **dict(zip(leaves, grads, strict=True))})
+
+
+def given_loss(loss: object) -> Loss:
+    """What a caller gave as the loss of a step.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(loss, Loss):
+        raise InputError(f"loss is {loss!r}; it must be one of megatrain.loss, such as DPO()")
+    return loss

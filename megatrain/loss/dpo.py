@@ -1,78 +1,65 @@
 """Direct preference optimisation: a chosen reply becomes likelier than a rejected one."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED
-from megatrain.loss.joint import JointLoss
+from megatrain.loss.replies import PairLoss, Replies, check_settings
 
-_MOST_PAIRS = 1 << 24  # numbers that fp32 tells apart
+Variant = Literal["sigmoid", "sigmoid_norm", "robust", "ipo", "hinge"]
 
 
 @dataclass(frozen=True)
-class DPO(JointLoss):
+class DPO(PairLoss):
     """The mean over pairs of `-log sigmoid(beta * (gain of the chosen - gain of the rejected))`.
 
     A gain is the sum, over the labels of a reply, of how much likelier each is than in a reference
     model (Rafailov et al., 2023, https://arxiv.org/abs/2305.18290, equation 7). With smoothing that
     share of the pairs counts the other way round, as if it were labelled wrongly.
 
-    A micro-batch has for each label, as floating-point numbers `[B, T]`:
-        pair: the number of its pair in the step, whose two replies may be in any micro-batches.
-        chosen: 1 in the chosen reply, 0 in the rejected one.
+    `loss_type`, by TRL's names: `sigmoid_norm` takes the mean of a reply's labels in place of their
+    sum; `robust` makes the smoothed loss unbiased (Chowdhury et al., 2024,
+    https://arxiv.org/abs/2403.00409); `ipo` is `(difference of means - 1 / (2 * beta)) ** 2` (Azar
+    et al., 2023, https://arxiv.org/abs/2310.12036, equation 17); `hinge` is
+    `max(0, 1 - beta * difference)` (Zhao et al., 2023, https://arxiv.org/abs/2305.10425).
+
+    A micro-batch has for each label, as floating-point numbers `[B, T]`, `pair` and `chosen` (see
+    `PairLoss`) and
         reference_logp: its log-probability in the reference model; of a reply whose sum alone is
             known, that at one label and 0 at the others.
 
     Raises:
-        InputError: `beta` is not above 0, or `label_smoothing` not at least 0 and below 0.5.
+        InputError: `beta` is not above 0, `label_smoothing` not at least 0 and below 0.5 (0 with
+            ipo and hinge), or the type unknown.
     """
 
     beta: float = 0.1
     label_smoothing: float = 0.0
+    loss_type: Variant = "sigmoid"
     inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen", "reference_logp")
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise InputError(f"DPO's beta is {self.beta!r}; it must be a number above 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise InputError(
-                f"DPO's label smoothing is {self.label_smoothing!r}; it must be from 0 to below 0.5"
-            )
+        check_settings("DPO", self.beta, self.label_smoothing)
+        if self.loss_type not in get_args(Variant):
+            known = ", ".join(get_args(Variant))
+            raise InputError(f"DPO's loss_type is {self.loss_type!r}; it must be one of {known}")
+        if self.label_smoothing and self.loss_type in ("ipo", "hinge"):
+            raise InputError(f"DPO's {self.loss_type} has no label smoothing; leave it out")
 
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
-        used = targets_N != IGNORED
-        pair, chosen, reference = (each[used] for each in given)
-        numbers, index = pair.unique(return_inverse=True)
-        # In fp64 the sums, which a GPU takes in any order, are the same in fp32.
-        gains = (2 * chosen - 1) * (log_prob_N[used].double() - reference)
-        margins = torch.zeros(len(numbers), dtype=gains.dtype, device=gains.device)
-        margins = self.beta * margins.index_add(0, index, gains)
-        wrong = self.label_smoothing
-        return -((1 - wrong) * F.logsigmoid(margins) + wrong * F.logsigmoid(-margins)).sum()
-
-    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
-        """The number of pairs. Raises InputError: a label is of none, or a reply is missing."""
-        used = [each != IGNORED for each in targets]
-        pair, chosen = (
-            torch.cat([beside[name][mask] for beside, mask in zip(given, used, strict=True)])
-            for name in (0, 1)
-        )
-        if not ((pair == pair.round()) & (pair >= 0) & (pair < _MOST_PAIRS)).all():
-            raise InputError(f"pair must hold whole numbers from 0 to below {_MOST_PAIRS:,}")
-        if not ((chosen == 0) | (chosen == 1)).all():
-            raise InputError("chosen must be 1 at labels of chosen replies, 0 at those of rejected")
-        both = [set(pair[chosen == which].tolist()) for which in (1, 0)]
-        if alone := both[0] ^ both[1]:
-            which = "rejected" if min(alone) in both[0] else "chosen"
-            raise InputError(
-                f"pair {min(alone):.0f} has no label of a {which} reply in this step; a step takes "
-                "whole pairs"
-            )
-        return len(both[0])
+    def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
+        gains = [each.gain for each in (chosen, rejected)]
+        if self.loss_type in ("ipo", "sigmoid_norm"):
+            lengths = chosen.length, rejected.length
+            gains = [gain / length for gain, length in zip(gains, lengths, strict=True)]
+        difference, wrong = gains[0] - gains[1], self.label_smoothing
+        if self.loss_type == "ipo":
+            return (difference - 1 / (2 * self.beta)).square()
+        margin = self.beta * difference
+        if self.loss_type == "hinge":
+            return F.relu(1 - margin)
+        sign = -1 if self.loss_type == "robust" else 1
+        both = (1 - wrong) * F.logsigmoid(margin) + sign * wrong * F.logsigmoid(-margin)
+        return -both / (1 - 2 * wrong) if self.loss_type == "robust" else -both

@@ -1,7 +1,7 @@
 """Losses of all tokens of a step together, as of pairs of rows in different micro-batches."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,14 +31,18 @@ class JointLoss(Loss):
         assert found.log_prob is not None
         return found.log_prob
 
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
+        """What a user wants to know beside the loss: scalars by name; NaN for nothing to say."""
+        return {}
+
     def weigh(
         self,
         log_probs: Sequence[Tensor],
         targets: Sequence[Tensor],
         given: Sequence[Sequence[Tensor]],
         normaliser: float,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each micro-batch a share of the step's loss, and its labels' weights.
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        """Of each micro-batch a share of the step's loss, and its labels' weights; the measures.
 
         Args:
             log_probs: `[B, T]` of each micro-batch, 0 where there is no target.
@@ -56,7 +60,14 @@ class JointLoss(Loss):
             together = torch.cat([each.reshape(-1) for each in targets])
             loss = self.joint(every_N, together, *flat) / normaliser
         [slopes_N] = torch.autograd.grad(loss, [every_N])
+        measured = self.measures(every_N.detach(), together, *flat)
         parts = (-slopes_N).split([each.numel() for each in targets])
         weights = [part.view_as(each) for part, each in zip(parts, targets, strict=True)]
         total = loss.detach().float()
-        return [total, *[total * 0] * (len(weights) - 1)], weights
+        return [total, *[total * 0] * (len(weights) - 1)], weights, measured
+
+
+def as_numbers(measured: Mapping[str, Tensor]) -> dict[str, float]:
+    """Measures on the host, without those that say nothing."""
+    numbers = {name: float(value) for name, value in measured.items()}
+    return {name: number for name, number in numbers.items() if number == number}

@@ -19,6 +19,7 @@ from megatrain.loss import (
     JointLoss,
     LabelSmoothing,
     Loss,
+    PairLoss,
     Score,
     Statistics,
     TokenWeights,
@@ -33,6 +34,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
+from tests.parity.test_preferences import LOSSES as PREFERENCES
 from tests.race.schedule import Together
 from tests.sweeps import swept
 
@@ -139,8 +141,9 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
 
 def test_every_loss_of_the_package_is_tried() -> None:
     kinds = {v for v in vars(loss_package).values() if isinstance(v, type) and issubclass(v, Loss)}
-    others = {Loss, JointLoss, CrossEntropy, Score}  # abstract ones, and those tried below
-    assert kinds - others == {type(loss) for loss, _ in LOSSES.values()} - {Curved}
+    others = {Loss, JointLoss, PairLoss, CrossEntropy, Score}  # abstract, or tried below
+    tried = {type(loss) for loss, _ in LOSSES.values()} | {*map(type, PREFERENCES.values())}
+    assert kinds - others == tried - {Curved}
 
 
 def taken(step: list[dict[str, Tensor]], loss: Loss) -> list[dict[str, Tensor]]:

@@ -1,0 +1,137 @@
+"""Losses of replies: of two which is the better, or of one whether it is good."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.loss.base import IGNORED
+from megatrain.loss.joint import JointLoss
+
+MOST_NUMBERS = 1 << 24  # that fp32 tells apart
+
+
+class Replies(NamedTuple):
+    """Sums over the labels of each reply `[R]`, fp64: an order that a GPU chooses is not seen.
+
+    Attributes:
+        log_prob: of the model; reference: of a reference model, 0 without one.
+        length: number of labels.
+    """
+
+    log_prob: Tensor
+    reference: Tensor
+    length: Tensor
+
+    @property
+    def gain(self) -> Tensor:
+        """How much likelier a reply is than in the reference model."""
+        return self.log_prob - self.reference
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean log-probability of a reply's labels."""
+        return self.log_prob / self.length
+
+
+def summed(places_N: Tensor, count: int, *values: Tensor) -> Replies:
+    """The replies of labels: `places_N` has the number of each label's, below `count`.
+
+    Args: `values` `[N]`: log-probabilities, those of the reference or 0, and 1 for a label.
+    """
+    zeros = torch.zeros(count, dtype=torch.float64, device=places_N.device)
+    return Replies(*(zeros.index_add(0, places_N, each.double()) for each in values))
+
+
+def check_numbers(name: str, numbers: Tensor) -> None:
+    """Raises InputError: they cannot be those of pairs or rows."""
+    if not ((numbers == numbers.round()) & (numbers >= 0) & (numbers < MOST_NUMBERS)).all():
+        raise InputError(f"{name} must hold whole numbers from 0 to below {MOST_NUMBERS:,}")
+
+
+def check_settings(loss: str, beta: float, label_smoothing: float = 0.0) -> None:
+    """Raises InputError: `beta` is not above 0, or the smoothing not from 0 to below 0.5."""
+    if not 0 < beta < math.inf:
+        raise InputError(f"{loss}'s beta is {beta!r}; it must be a number above 0")
+    if not 0 <= label_smoothing < 0.5:
+        raise InputError(
+            f"{loss}'s label smoothing is {label_smoothing!r}; it must be from 0 to below 0.5"
+        )
+
+
+def labels_of(name: int, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> Tensor:
+    """What a loss is given as its tensor of that number, of all labels of a step."""
+    pairs = zip(targets, given, strict=True)
+    return torch.cat([beside[name][each != IGNORED] for each, beside in pairs])
+
+
+@dataclass(frozen=True)
+class PairLoss(JointLoss):
+    """A loss of pairs, the mean over all of a step.
+
+    A micro-batch has for each label, as floating-point numbers `[B, T]`:
+        pair: the number of its pair in the step, whose two replies may be in any micro-batches.
+        chosen: 1 in the chosen reply, 0 in the rejected one.
+    """
+
+    beta: float
+
+    @abstractmethod
+    def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
+        """The loss of each pair `[P]`."""
+
+    def rewards(self, replies: Replies) -> Tensor:
+        """What each reply is worth to the model `[P]`, as TRL's trainers log it."""
+        return self.beta * replies.gain
+
+    def replies(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> list[Replies]:
+        """Chosen and rejected ones, pair by pair."""
+        used = targets_N != IGNORED
+        values = dict(zip(self.inputs, (each[used] for each in given), strict=True))
+        log_prob, chosen = log_prob_N[used], values["chosen"]
+        counts = values.get("reply", torch.ones_like(chosen))
+        reference = values.get("reference_logp", torch.zeros_like(chosen))
+        numbers, index = values["pair"].unique(return_inverse=True)
+        places = index + len(numbers) * (chosen != 1)
+        both = summed(places, 2 * len(numbers), log_prob * counts, reference * counts, counts)
+        parts = (each.chunk(2) for each in both)
+        return [Replies(*each) for each in zip(*parts, strict=True)]
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        return self.pairs(*self.replies(log_prob_N, targets_N, *given)).sum()
+
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
+        """Means over pairs, by TRL's names."""
+        replies = self.replies(log_prob_N, targets_N, *given)
+        chosen, rejected = map(self.rewards, replies)
+        return {
+            "rewards/chosen": chosen.mean(),
+            "rewards/rejected": rejected.mean(),
+            "rewards/accuracies": (chosen > rejected).double().mean(),
+            "rewards/margins": (chosen - rejected).mean(),
+            "logps/chosen": replies[0].log_prob.mean(),
+            "logps/rejected": replies[1].log_prob.mean(),
+        }
+
+    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+        """The number of pairs. Raises InputError: a label is of none, or a reply is missing."""
+        pair, chosen = (labels_of(number, targets, given) for number in (0, 1))
+        check_numbers("pair", pair)
+        if not ((chosen == 0) | (chosen == 1)).all():
+            raise InputError("chosen must be 1 at labels of chosen replies, 0 at those of rejected")
+        if "reply" in self.inputs:
+            reply = labels_of(self.inputs.index("reply"), targets, given)
+            pair, chosen = pair[reply == 1], chosen[reply == 1]
+        both = [set(pair[chosen == which].tolist()) for which in (1, 0)]
+        if alone := both[0] ^ both[1]:
+            which = "rejected" if min(alone) in both[0] else "chosen"
+            raise InputError(
+                f"pair {min(alone):.0f} has no label of a {which} reply in this step; a step takes "
+                "whole pairs"
+            )
+        return len(both[0])
