@@ -57,30 +57,21 @@ class ChatEncoder:
             return np.zeros(0, np.int32), np.zeros(0, bool)
         replies = Replies(self._template, self._names, talk, where)
         encoded, ids = self._tokens(replies.text, where)
-        marked = np.zeros(len(ids), bool)
+        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        marked, targets = np.zeros((2, len(ids)), bool)
         for begin, end in replies.marks:
-            first, last = encoded.char_to_token(begin), encoded.char_to_token(end - 1)
-            if first is not None:
-                marked[first : None if last is None else last + 1] = True
+            marked[np.searchsorted(ends, begin, "right") : np.searchsorted(starts, end)] = True
         if self._template.is_marked(talk) and _all_learnt(talk):
             return ids, marked
-        targets = self._in_spans(encoded, ids, replies, talk.learnt)
-        return ids, targets & marked if self._template.is_marked(talk) else targets
-
-    def _in_spans(
-        self, encoded: Any, ids: NDArray[np.int32], replies: Replies, learnt: list[bool]
-    ) -> NDArray[np.bool_]:
-        starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
-        targets = np.zeros(len(ids), bool)
-        for turn in np.flatnonzero(learnt).tolist():
+        for turn in np.flatnonzero(talk.learnt).tolist():
             for begin, end in replies.spans(turn):
-                first, last = np.searchsorted(starts, (begin, end))
+                first = np.searchsorted(ends, begin, "right")
                 # What follows the closing special token is white space between two turns.
-                closing = np.searchsorted(starts, len(replies.text[:end].rstrip()))
-                if closing > first and int(ids[closing - 1]) in self._added:
-                    last = closing
-                targets[first:last] = True
-        return targets
+                visible = begin + len(replies.text[begin:end].rstrip())
+                last, closing = np.searchsorted(starts, (end, visible))
+                closed = closing > first and int(ids[closing - 1]) in self._added
+                targets[first : closing if closed else last] = True
+        return ids, targets & marked if self._template.is_marked(talk) else targets
 
     def _tokens(self, whole: str, where: str) -> tuple[Any, NDArray[np.int32]]:
         check_encodable(whole, where)

@@ -55,5 +55,5 @@ def end_of_turn(tokenizer: Any) -> int | None:
     except InputError:  # it takes other conversations only
         return None
     _, _, closing = replies.text[begin:end].rpartition(_ANSWERED)
-    places = {closing.find(token): token for token in added if token and token in closing}
-    return added[places[min(places)]] if places else None
+    places = {closing.rfind(token): token for token in added if token and token in closing}
+    return added[places[max(places)]] if places else None

@@ -17,13 +17,15 @@ from megatrain.errors import InputError
 
 _WORD = re.compile(r"[A-Za-z0-9]+")  # which no way of writing a string changes
 # What replies begin with and end with where a template always asks for another reply (Command R7B),
-# ends calls with the next header (Command R+), or writes them otherwise at the end (Apriel).
+# ends calls with the next header (Command R+), writes them otherwise at the end (Apriel), or has
+# the tokens that begin and end a turn within it, too (Kimi K3).
 _HEADERS = {
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>": (
         r"<\|END_OF_TURN_TOKEN\|>|(?=<\|START_OF_TURN_TOKEN\|>)"
     ),
     "<|assistant|>\n": r"\n<\|end\|>",
     "<|begin_assistant|>\n": r"\n<\|end\|>|\Z",
+    '<|open|>message role="assistant"<|sep|>': r"<\|end_of_msg\|>",
 }
 _PRIVATE = range(0xE000, 0xF900)  # characters that Unicode leaves to private use
 Span = tuple[int, int]
@@ -108,8 +110,11 @@ class Replies:
                 f"{self._where}: the conversation starts with the assistant: drop that turn"
             )
         asked = self._render(turn, asking=True)
-        ways = (self._by_headers, self._by_prefixes, self._by_signs)
-        found = next(filter(None, (way(turn, asked) for way in ways)), None)
+        if found := self._by_headers(turn, asked):
+            return found
+        found = self._by_prefixes(turn, asked) or self._by_signs(turn, asked)
+        if found is not None:
+            found = self._unheaded(turn, asked, *found), found[1]
         if found is None or self._opens_another(turn, asked, *found):
             if not any(self._talk.messages[turn].get(n) for n in SAID):
                 raise InputError(
@@ -174,9 +179,8 @@ class Replies:
 
     def _by_headers(self, turn: int, asked: str) -> Span | None:
         """Between the header and the end that a family is known for."""
-        source = self._template.source(self._talk)
-        header = next((each for each in _HEADERS if each.rstrip() in source), None)
-        if header is None or header not in asked:
+        header = next((each for each in _HEADERS if each in asked), None)
+        if header is None:
             return None
         pattern = f"{re.escape(header)}(.*?(?:{_HEADERS[header]}))"
         spans = [found.span(1) for found in re.finditer(pattern, self.text, re.DOTALL)]
@@ -211,6 +215,16 @@ class Replies:
         if header:
             return header[0] in introduction + conclusion
         return len(closing) > 1 and closing[-1:] == self._token.findall(asked)[-1:]
+
+    def _unheaded(self, turn: int, asked: str, begin: int, end: int) -> int:
+        """Where a reply begins that follows a reply or a result, for which templates do not ask."""
+        first = next(i for i, m in enumerate(self._talk.messages) if i and m["role"] == "assistant")
+        header = self._header(first, self._render(first, asking=True))
+        if turn == first or not header.strip() or self._header(turn, asked):
+            return begin
+        content = self._start(turn)
+        place = self.text.find(header, begin, end if content is None else content)
+        return begin if place < 0 else place + len(header)
 
     def _header(self, turn: int, asked: str) -> str:
         """What the template writes to ask for a reply."""
@@ -331,7 +345,8 @@ class Replies:
         contents = [message.get("content", "").strip() for message in messages]
         missing = any(content not in self.text for content in contents)
         shown = self._shown(len(messages)) if missing else ""
-        reasoning = next(filter(None, map(messages[-1].get, REASONING)), "").strip()
+        inline = contents[-1].rpartition("</think>")[0].removeprefix("<think>")
+        reasoning = next(filter(None, map(messages[-1].get, REASONING)), inline).strip()
         for turn, (content, (message, sign, _)) in enumerate(
             zip(contents, self._signs, strict=True)
         ):

@@ -11,6 +11,7 @@ from data_cases import encode_row, make_tokenizer, talk
 from megatrain.data.chat import ChatEncoder
 from megatrain.data.examples import Found
 from megatrain.data.formats import Reading
+from megatrain.data.prompts import end_of_turn
 from megatrain.errors import InputError
 
 READING = Reading("auto", {})
@@ -94,7 +95,8 @@ def test_reasoning_is_learnt_under_whatever_name_the_template_has_for_it():
             _, runs = spoken(template.replace("reasoning_content", theirs), {"messages": turns})
             assert runs == ["tell 2<|end|>", "<think>hm</think>tell 4<|end|>"]
     turns[-1]["content"], turns[-1]["thinking"] = "<think>hm</think>tell 4", None
-    assert "tell 4<|end|>" in spoken(template, {"messages": turns})[1][1]
+    with pytest.raises(InputError, match="leaves out message 5"):  # as DeepSeek R1's does
+        spoken(template, {"messages": turns})
 
 
 def test_reasoning_that_a_template_only_names_is_refused():
@@ -249,6 +251,58 @@ def test_a_reply_that_goes_on_after_the_result_of_a_tool_is_learnt_from_there():
     text, runs = spoken(template, {"messages": with_calls(city="a")})
     assert "[warm]tell 2<|end|>" in text
     assert runs[1:] == ["tell 2<|end|>", "tell 4<|end|>"]
+
+
+def test_the_header_of_a_reply_for_which_a_template_does_not_ask_is_not_learnt():
+    """As after results in DiffusionGemma's, and after replies in GigaChat's."""
+    end = END.replace(
+        "if add_generation_prompt",
+        "if add_generation_prompt and messages[-1].role in ('user', 'system')",
+    )
+    reply = REPLY.replace("m.content", "(m.content or '') + calls(m)")
+    turns = [*with_calls(city="a"), {"role": "assistant", "content": "tell <|a|> 5"}]
+    text, runs = spoken(MACRO + FOR + OTHERS + reply + end, {"messages": turns})
+    assert "<|a|>tell 4<|end|><|a|>tell <|a|> 5<|end|>" in text
+    assert runs[1:] == ["tell 2<|end|>", "tell 4<|end|>", "tell <|a|> 5<|end|>"]
+
+
+def test_a_family_that_begins_and_ends_parts_of_a_reply_as_it_does_turns_is_learnt_to_its_end():
+    """As Kimi K3's, whose last token alone ends a turn."""
+    special = ("<s>", "</s>", "<pad>", "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+    macros = (
+        "{%- macro o(tag) %}{{- '<|open|>' + tag + '<|sep|>' }}{%- endmacro %}"
+        "{%- macro c(tag) %}{{- '<|close|>' + tag + '<|sep|>' }}{%- endmacro %}"
+    )
+    header = "{{- o('message role=\"assistant\"') + o('think') }}"
+    template = macros + FOR + (
+        "{%- if m.role != 'assistant' %}{{- o('message role=' + m.role) + m.content }}{%- else %}"
+    ) + header + (
+        "{{- (m.reasoning or '') + c('think') + o('say') + m.content + c('say') }}{%- endif %}"
+        "{{- c('message') + '<|end_of_msg|>' }}{%- endfor %}{%- if add_generation_prompt %}"
+    ) + header + "{%- endif %}"  # fmt: skip
+    tokenizer = make_tokenizer(template, special=special)
+    turns = [*TURNS[:-1], {**TURNS[-1], "reasoning": "hm"}]
+    _, runs = spoken(template, {"messages": turns}, tokenizer)
+    said = "<|close|>think<|sep|><|open|>say<|sep|>{}<|close|>say<|sep|><|close|>message<|sep|>"
+    assert runs == [
+        said.format("tell 2") + "<|end_of_msg|>", "hm" + said.format("tell 4") + "<|end_of_msg|>",
+    ]  # fmt: skip
+    assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids("<|end_of_msg|>")
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_tokens_that_hold_a_part_of_a_reply_are_learnt(marked):
+    """All bytes of its last character, and a first word with the space that ends the header."""
+    reply = "m.content + ' 漢'"
+    said = "{%- generation %}{{- " + reply + " }}{%- endgeneration %}" if marked else (
+        "{{- " + reply + " }}"
+    )  # fmt: skip
+    template = FOR + OTHERS.replace("<|u|>", "ask:") + (
+        "{%- else %}{{- 'say: ' }}" + said + "{{- '<|end|>' }}{%- endif %}"
+    ) + END.replace("<|a|>", "say: ")  # fmt: skip
+    _, runs = spoken(template, {"messages": talk("a", "the story", "b", "the sea")})
+    end = "" if marked else "<|end|>"
+    assert [run.lstrip() for run in runs] == [f"the story 漢{end}", f"the sea 漢{end}"]
 
 
 def test_a_call_whose_end_is_spaced_otherwise_later_is_learnt_to_its_end():
