@@ -7,23 +7,26 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.autoplace.auto import settle
 from megatrain.autoplace.fits import limits, told_bytes
 from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.device import Device, Recording, open_device
+from megatrain.distributed import Ranks, local_rank, open_ranks
 from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, SCORE, Loss, given_loss
 from megatrain.model.adapters import adapted
 from megatrain.model.neftune import add_noise
 from megatrain.model.rebuilt import difference
-from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
-from megatrain.optim import Rule, StreamedOptimizer, is_number
+from megatrain.optim import Rule, is_number
 from megatrain.placement import Placement, Precision
 from megatrain.source.opened import DTYPES, Model, Opened
+from megatrain.source.sharing import require_alone
 from megatrain.source.source import Alike, Resumed, Source, open_source, structure
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.whole import is_whole, whole_model
@@ -69,6 +72,7 @@ class Engine(PlacedEngine):
         disk_space: str | int | None = None,
         saveable: bool = True,
         adapter: Any = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         """Open a model and bring its weights to host memory.
 
@@ -88,6 +92,7 @@ class Engine(PlacedEngine):
             disk, disk_space: a folder on a fast disk where planes may rest, and how many bytes.
             saveable: False also trains a model that was changed by hand, which saves then refuse.
             adapter: a `peft.LoraConfig`, or its keys, for a model that has none.
+            group: of torch.distributed, whose ranks share the model (docs/distributed.md).
 
         Raises:
             InputError: a model or argument that cannot be used; the message says why.
@@ -96,12 +101,10 @@ class Engine(PlacedEngine):
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss)
         code = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
         source = open_source(model, adapter=adapter, **code)
-        trained.choose(source.model)
-        _check_adapter(source, optimizer, precision)
-        found = _learn(source, must_save=optimizer is not None and saveable)
-        on = _limited(device, device_memory, host_memory, disk_space)
-        streamed = None if optimizer is None else StreamedOptimizer(optimizer, source.model)
-        opened = Opened(source, Model(found, streamed), max_grad_norm, precision, *on, disk, seed)
+        _choose(source, trained, optimizer, precision)
+        on, ranks = _limited(device, group, device_memory, host_memory, disk_space)
+        shared = _learn(source, optimizer, ranks, saveable=saveable)
+        opened = Opened(source, shared, max_grad_norm, precision, *on, disk, seed, ranks)
         settled = settle(opened, placement, tokens_per_step, sequence_length, micro_batch, loss)
         self.micro_batch = settled.micro_batch
         super().__init__(opened, settled.placement, settled.planned)
@@ -124,7 +127,8 @@ class Engine(PlacedEngine):
         """
         batch = self._prepare(micro_batches, SCORE)
         found = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
-        loss, accuracy = torch.stack(found).sum(0).tolist()
+        parts = self._ranks.exchange(torch.stack(found).sum(0).cpu())
+        loss, accuracy = torch.stack(parts).sum(0).tolist()
         return loss, accuracy
 
     def logprobs(self, micro_batches: MicroBatches) -> list[Tensor]:
@@ -144,8 +148,10 @@ class Engine(PlacedEngine):
         In evaluation mode, without gradients. No other method may be called within.
 
         Raises:
-            InputError: layers or the head are streamed in slices (`is_whole` says so before).
+            InputError: layers or the head are streamed in slices (`is_whole` says so before), or
+                there are several ranks.
         """
+        require_alone(self._ranks, "generating")
         self.flush()
         self._program.train(False)
         with (
@@ -221,8 +227,8 @@ class Engine(PlacedEngine):
         return engine
 
 
-def _learn(source: Source, *, must_save: bool) -> ModelSpec:
-    """The model's structure; notes what a checkpoint would not have of it.
+def _learn(source: Source, optimizer: Rule | None, ranks: Ranks, *, saveable: bool) -> Model:
+    """The model's structure and tiles; notes what a checkpoint would not have of it.
 
     Raises:
         InputError: the model cannot be streamed, or not be saved.
@@ -232,12 +238,14 @@ def _learn(source: Source, *, must_save: bool) -> ModelSpec:
         with_code = source.folder is not None
         source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
     found = structure(source)
-    if must_save and source.lost is not None:
+    if optimizer is not None and saveable and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
-    return found
+    return Model.trained(found, optimizer, ranks.size)
 
 
-def _check_adapter(source: Source, optimizer: Rule | None, precision: Precision) -> None:
+def _choose(source: Source, trained: Trained, optimizer: Rule | None, precision: Precision) -> None:
+    """Which parameters are trained. Raises InputError."""
+    trained.choose(source.model)
     if adapted(source.model) is None:
         return
     if precision == "fp8":
@@ -249,13 +257,16 @@ def _check_adapter(source: Source, optimizer: Rule | None, precision: Precision)
 
 
 def _limited(
-    device: Any, device_memory: Any, host_memory: Any, disk_space: Any
-) -> tuple[Recording, int | None, int | None]:
-    """The device, with its limits set, the host's and the disk's."""
-    opened = Recording(device if isinstance(device, Device) else open_device(device))
+    device: Any, group: Any, device_memory: Any, host_memory: Any, disk_space: Any
+) -> tuple[tuple[Recording, int | None, int | None], Ranks]:
+    """The device, with its limits set, the host's and the disk's; the ranks that have others."""
+    if not isinstance(device, Device):
+        device = open_device(device, local_rank(group))
+    opened = Recording(device)
     device_limit, host_limit = limits(device_memory, host_memory)
     opened.limit(device_limit, host_limit)
-    return opened, host_limit, told_bytes("disk_space", disk_space)
+    on = opened, host_limit, told_bytes("disk_space", disk_space)
+    return on, open_ranks(group, opened.torch_device)
 
 
 def _check_arguments(

@@ -104,6 +104,7 @@ class Tile:
         updated: event of the newest update; None when there is nothing to wait for.
         written: event of that update's planes having reached the disk that they rest on.
         readers: whom the next update has to give way to.
+        rank: whose block of each part of the layout this is; planes hold this block alone.
     """
 
     index: int
@@ -114,6 +115,7 @@ class Tile:
     updated: Any = None
     written: Any = None
     readers: tuple[Reader, ...] = ()
+    rank: int = 0
     begins = ends = True  # as a slice of itself (engine/tile_slice.py)
 
     def __post_init__(self) -> None:
@@ -132,8 +134,32 @@ class Tile:
 
     @property
     def spans(self) -> list[Span]:
-        """What of the planes is streamed together: all."""
-        return [Span(0, 0, self.layout.numel)]
+        """What of the planes is streamed together: all, each block to its place."""
+        ranks = self.layout.ranks
+        if ranks == 1:
+            return [Span(0, 0, self.layout.numel)]
+        spans, start = [], 0
+        for first, stop in self.layout.parts:
+            own = (stop - first) // ranks
+            spans.append(Span(start, first + self.rank * own, own))
+            start += own
+        return spans
+
+    @property
+    def trained(self) -> slice:
+        """The elements of the tile whose gradient and states are this rank's."""
+        own = self.layout.trainable_numel // self.layout.ranks
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+    def place(self, entry: Entry) -> tuple[slice, slice]:
+        """Where a parameter lies in the planes, and which of its elements that are."""
+        first, last = entry.offset, entry.offset + entry.numel
+        for span in self.spans:
+            start, stop = max(first, span.at), min(last, span.at + span.numel)
+            if start < stop:
+                moved = span.start - span.at
+                return slice(start + moved, stop + moved), slice(start - first, stop - first)
+        return slice(0, 0), slice(0, 0)
 
     @property
     def state(self) -> list[Buffer]:
@@ -147,8 +173,8 @@ class Tile:
 
     def write_master(self, entry: Entry, values: Tensor, threads: int = 1) -> None:
         """Set one parameter's master from CPU `values` of its shape, any float dtype."""
-        flat = values.detach().contiguous().view(-1)
-        place = slice(entry.offset, entry.offset + entry.numel)
+        place, own = self.place(entry)
+        flat = values.detach().contiguous().view(-1)[own]
         weights, rest = self.weights.data[place], self.remainder_of(entry)
         if rest is None or flat.dtype == torch.bfloat16:
             weights.copy_(flat)  # a bf16 value is its own master: the remainder is zero
@@ -164,16 +190,16 @@ class Tile:
             remainder.copy_(low)
 
     def read_master(self, entry: Entry, threads: int = 1) -> Tensor:
-        """A copy of a parameter's fp32 master, on the CPU."""
-        place = slice(entry.offset, entry.offset + entry.numel)
-        rest = self.remainder_of(entry)
+        """A copy of a parameter's fp32 master, on the CPU; of several ranks, the flat part here."""
+        (place, own), rest = self.place(entry), self.remainder_of(entry)
+        shape = entry.shape if self.layout.ranks == 1 else (own.stop - own.start,)
         if rest is None:
-            return self.weights.data[place].to("cpu", torch.float32, copy=True).view(entry.shape)
+            return self.weights.data[place].to("cpu", torch.float32, copy=True).view(shape)
         weights = self.weights.data[place].cpu()
-        master = torch.empty(entry.numel, dtype=torch.float32)
+        master = torch.empty(len(weights), dtype=torch.float32)
         remainder = rest.values(place).cpu()
         kernels.join(weights, remainder, master, threads=threads)
-        return master.view(entry.shape)
+        return master.view(shape)
 
 
 class Store:
@@ -188,6 +214,7 @@ class Store:
         rule: Rule | None,
         placement: Placement = CPU_PLACEMENT,
         open_file: Callable[[int], PlaneFile] | None = None,
+        rank: int = 0,
     ) -> None:
         """Allocate zeroed planes.
 
@@ -196,6 +223,7 @@ class Store:
             placement: says where each plane rests.
             open_file: makes a file of so many bytes for what rests on a disk; None where nothing is
                 computed.
+            rank: whose blocks of the tiles are kept, if `layouts` are cut for several ranks.
 
         Raises:
             DoesNotFit: the memory is not to be had.
@@ -213,7 +241,8 @@ class Store:
             self.disk.file = open_file(self.disk.num_bytes)
         self.rule = rule
         self.tiles = [
-            Tile(i, *each) for i, each in enumerate(zip(layouts, found, rests, strict=True))
+            Tile(i, *each, rank=rank)
+            for i, each in enumerate(zip(layouts, found, rests, strict=True))
         ]
 
     def of(self, kind: TileKind) -> list[Tile]:
@@ -288,7 +317,8 @@ def planes(
 
     The sink makes its host gradients the same way.
     """
-    step, lengths = _PAGE // plane.dtype.itemsize, [plane.numel(layout) for layout in layouts]
+    step = _PAGE // plane.dtype.itemsize
+    lengths = [plane.numel(layout) // layout.ranks for layout in layouts]
     each = zip(lengths, tiers, strict=True)
     on_host = sum(align(numel, step) for numel, tier in each if tier is Tier.HOST)
     name, pinned = Name(plane.kind, plane.name), plane.kind in _PINNED or plane.on_device

@@ -14,6 +14,7 @@ from megatrain.autoplace.fits import check_fits
 from megatrain.autoplace.spill import fastest
 from megatrain.device import available_bytes
 from megatrain.engine.host_memory_guard import Planned
+from megatrain.errors import InputError
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
@@ -73,7 +74,7 @@ def settle(
     known = tokens_per_step is not None and sequence_length is not None
     trained = opened.model.optimizer is not None
     told = None
-    if known and trained and opened.device.kind == "cpu":
+    if known and trained and opened.device.kind == "cpu" and opened.ranks.size == 1:
         told = foretold_on_cpu(opened.model.spec, settled.placement, workload)
     check_fits(
         opened.device,
@@ -95,6 +96,11 @@ def _longest(opened: Opened) -> int:
 
 
 def _chosen(opened: Opened, workload: Workload) -> Settled:
+    if opened.ranks.size > 1 and opened.device.kind == "cuda":
+        raise InputError(
+            'placement="auto" does not know of several ranks yet; give a megatrain.Placement(...), '
+            "such as Placement(slots=3, head_tokens=8192)"
+        )
     if opened.device.kind != "cuda":
         return Settled(CPU_PLACEMENT, workload.micro_batch)
     if opened.model.optimizer is None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -30,6 +31,10 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 without_modes = _disable_current_modes
 current_mode = _get_current_dispatch_mode
 add_each = torch._foreach_add_
+
+# torch 2.13 renames these.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def memory_of(tensor: Tensor) -> int:

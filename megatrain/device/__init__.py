@@ -19,8 +19,10 @@ __all__ = [
 ]
 
 
-def open_device(name: str | None = None) -> Device:
+def open_device(name: str | None = None, local_rank: int | None = None) -> Device:
     """The device called `cpu`, `cuda` or `cuda:N`; None takes the GPU if there is one.
+
+    `local_rank` is the number of a rank among those on this machine: which GPU `cuda` is.
 
     Raises:
         InputError: no such device, or a GPU was demanded and there is none.
@@ -42,4 +44,10 @@ def open_device(name: str | None = None) -> Device:
             f"device {name!r} was asked for, but torch sees no GPU here; install a CUDA build of "
             "torch and check nvidia-smi, or take device cpu"
         )
-    return cuda.CudaDevice(parsed.index or 0)
+    index = parsed.index if parsed.index is not None else local_rank or 0
+    if index >= cuda.count():
+        raise InputError(
+            f"device cuda:{index} was asked for, but torch sees {cuda.count()} GPUs here; start "
+            "one rank for each, or take another number"
+        )
+    return cuda.CudaDevice(index, shared=local_rank is not None)

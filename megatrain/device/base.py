@@ -18,6 +18,9 @@ from torch import Tensor
 COMPUTE = "compute"  # layers, in order
 COPY_IN = "copy in"  # host to device
 COPY_OUT = "copy out"  # device to host
+GATHER = "gather"  # between devices: the ranks' shards of what comes in
+REDUCE = "reduce"  # between devices: sums over the ranks
+DEVICE_STREAMS = (COMPUTE, COPY_IN, COPY_OUT, GATHER, REDUCE)
 UPDATE = "update"  # a host thread: optimizer
 ROWS = "rows"  # a host thread: embedding rows in and out of the host planes
 SAVE = "save"  # a host thread: gives a save's writers what they write
@@ -37,6 +40,7 @@ class Kind(Enum):
     PROLOGUE = auto()  # the model's own forward around the layers, or its backward
     UPDATE = auto()
     ROUND = auto()  # a gradient, to the type in which it leaves
+    COLLECTIVE = auto()  # of all ranks together
     PLAIN = auto()  # of the same buffers it always takes the same
     NOTE = auto()  # nothing of the device
     OTHER = auto()

@@ -6,6 +6,7 @@ Host streams are threads. A device stream waits for one through a counter in pin
 
 import ctypes
 import logging
+import os
 import weakref
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ def available() -> bool:
     return torch.cuda.is_available()
 
 
+def count() -> int:
+    """How many GPUs torch sees."""
+    return torch.cuda.device_count()
+
+
 @dataclass(frozen=True)
 class HostEvent:
     """A host stream's counter has reached `count`."""
@@ -60,7 +66,10 @@ class CudaDevice:
 
     kind = "cuda"
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, *, shared: bool = False) -> None:
+        """Args: `shared`: with other ranks, so that there are streams for collectives, too."""
+        if shared:  # what waits on one stream holds up those that have its connection
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         # What an earlier engine has left in torch's cache is not this one's.

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from megatrain.device.base import HOST_STREAMS, UPDATE, Buffer, Buffers, Device, Work
+from megatrain.device.base import (
+    DEVICE_STREAMS,
+    HOST_STREAMS,
+    UPDATE,
+    Buffer,
+    Buffers,
+    Device,
+    Work,
+)
 from megatrain.device.disk import move
 from megatrain.errors import RunFailed
 from megatrain.telemetry.timeline import Span
@@ -37,7 +45,7 @@ class Recording:
     def stop(self) -> list[Span]:
         """Everything since `start`; waits until it is done."""
         self._on = False
-        for stream in ("compute", "copy in", "copy out", *HOST_STREAMS):
+        for stream in (*DEVICE_STREAMS, *HOST_STREAMS):
             self._device.synchronize(self._device.record(stream), "recording stops")
         seconds = self._device.seconds
         spans = [

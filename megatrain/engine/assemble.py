@@ -6,6 +6,8 @@ from functools import cache, cached_property
 import torch
 
 from megatrain.device import Device
+from megatrain.device.collectives import Collectives
+from megatrain.distributed import ALONE, Ranks
 from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.disk_staging import DiskStaging
 from megatrain.engine.embedding import Embedding
@@ -55,6 +57,7 @@ class Assembly:
     dtype: torch.dtype
     placement: Placement
     piece: int | None = None
+    ranks: Ranks = ALONE
 
     @cached_property
     def expert_slices(self) -> dict[int, ExpertSlices]:
@@ -100,6 +103,7 @@ class Assembly:
         return [self.prologue, *self._layer_slices, *head]
 
     def __post_init__(self) -> None:
+        self.collectives = Collectives(self.device, self.ranks)
         self.layers = self.store.of(TileKind.LAYER)
         [self.prologue], [self.head] = map(self.store.of, (TileKind.PROLOGUE, TileKind.HEAD))
         tokens, compiled = self.placement.chunk_tokens, self.placement.compile
@@ -109,7 +113,7 @@ class Assembly:
             self.program.compile()
 
     def threads(self) -> int:
-        return self.placement.update_threads or update_threads()
+        return self.placement.update_threads or max(1, update_threads() // self.ranks.on_host)
 
     def stream(self) -> Stream:
         streamed = [tile.layout for tile in self.visited if tile.rests.streamed]
@@ -117,7 +121,8 @@ class Assembly:
         layers = (each.numel for each in streamed if each.kind is TileKind.LAYER)
         layer = max(layers, default=largest)
         slots, distance = self.placement.slots, self.placement.prefetch_distance
-        return Stream(self.device, slots, distance, layer, largest, self.dtype)
+        given = slots, distance, layer, largest, self.dtype, self.collectives
+        return Stream(self.device, *given)
 
     def scratch(self, *, train: bool) -> ScratchArena:
         shared = train and self.placement.passes == 1  # else all sums have rooms of their own
@@ -175,6 +180,7 @@ class Assembly:
             self.dtype,
             sink,
             work,
+            self.collectives,
             self.threads(),
             keep_rows=self.placement.keep_rows,
         )
@@ -189,7 +195,8 @@ class Assembly:
         """Parts of a training step."""
         device, placement, tiles = self.device, self.placement, self.store.tiles
         disk = DiskStaging(device, tiles)
-        update = Update(device, optimizer, max_grad_norm, self.threads(), tiles, disk)
+        given_to_update = max_grad_norm, self.threads(), tiles, disk, self.collectives
+        update = Update(device, optimizer, *given_to_update)
         if self.expert_slices and update.directions:
             raise InputError(
                 f"{type(optimizer.rule).__name__} needs the whole gradient of a layer on the "
@@ -207,9 +214,9 @@ class Assembly:
         waiting = sorted(set(waiting), key=lambda tile: tile.index)
         work = self.scratch(train=True)
         lanes, shared = placement.gradient_lanes, placement.host_grad_buffers
-        given = self.dtype, shared, waiting, update.ready, update, work, lanes, self.piece
+        given = self.dtype, shared, waiting, update.ready, update, work, self.collectives, lanes
         passes = placement.passes
-        sink = Sink(device, tiles, self.visited, *given, passes=passes > 1)
+        sink = Sink(device, tiles, self.visited, *given, self.piece, passes=passes > 1)
         embedding = self.embedding(sink, work)
         trunk, head = self.units(embedding)
         saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries(device)

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from megatrain.distributed import ALONE, Ranks, by_owner
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, Loss, targets_of
 from megatrain.model.capture import Rows
@@ -17,15 +19,21 @@ from megatrain.model.program import MicroBatch
 
 @dataclass
 class Batch:
-    """One step's micro-batches.
+    """One step's micro-batches; of several ranks, those of this one.
 
     Attributes:
         micro: on the device.
-        normaliser: what the loss is divided by, over all micro-batches.
+        normaliser: what the loss is divided by, over all micro-batches of all ranks.
         num_tokens: all positions, padding included.
         unique_U: the token ids whose rows are gathered (CPU); `micro[i].rows.index` points into it.
+            Of several ranks: of all their tokens, in an equal block for each rank that keeps such
+            rows in its part of the table, filled up with ids that occur before.
         seed: makes the random numbers of this step.
-        first: number of `micro[0]` in the step; random numbers follow it.
+        first: number of `micro[0]` in the step.
+        before: how many micro-batches the ranks before this one have; random numbers follow
+            the place among those of all ranks.
+        own: where in `unique_U` the rows are that this rank keeps.
+        all_tokens: positions of all ranks.
         measured: what a joint loss measures, on the device, once the head has been visited.
     """
 
@@ -36,6 +44,14 @@ class Batch:
     seed: int
     first: int = 0
     measured: dict[str, Tensor] = field(default_factory=dict)
+    before: int = 0
+    own: slice = field(default_factory=lambda: slice(None))
+    all_tokens: int = 0
+
+    @property
+    def own_U(self) -> Tensor:
+        """The ids of the rows that this rank keeps."""
+        return self.unique_U[self.own]
 
     def passes(self, count: int) -> list["Batch"]:
         """The micro-batches in at most `count` groups, in order, as even as can be."""
@@ -59,6 +75,8 @@ def prepare(
     constants: Sequence[int] = (),
     max_tokens: int | None = None,
     by_lengths: bool = False,
+    ranks: Ranks = ALONE,
+    rows_each: int = 1,
 ) -> Batch:
     """Check CPU micro-batches and move them to `device`.
 
@@ -69,36 +87,50 @@ def prepare(
         constants: token ids whose rows are needed besides the batch's own.
         max_tokens: positions that the model has; None: any number.
         by_lengths: whether attention may be told the lengths of packed documents.
+        ranks: who take the step together, each with micro-batches of its own; all call this.
+        rows_each: rows of the table that each rank keeps, if there are several.
 
     Raises:
-        InputError: no micro-batch, unknown keys, wrong shapes or types, ids outside the
-            vocabulary, positions that the model does not have, or (with a loss) no position that
-            has a target.
+        InputError: of any rank: no micro-batch, unknown keys, wrong shapes or types, ids outside
+            the vocabulary, positions that the model does not have, or (with a loss) no position
+            that has a target.
     """
-    if not isinstance(micro_batches, list | tuple) or not micro_batches:
-        given = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
-        raise InputError(f"a step needs a list of at least one micro-batch; it got {given}")
-    for index, micro in enumerate(micro_batches):
-        _check(index, micro, vocab_size, takes, loss)
-        _check_positions(f"micro-batch {index}", micro, max_tokens)
-    losses = _losses(micro_batches, loss, label_shift)
+
+    def part() -> _Part:
+        _check_all(micro_batches, vocab_size, takes, loss, max_tokens)
+        losses = _losses(micro_batches, loss, label_shift)
+        ids = torch.cat([m["input_ids"].reshape(-1) for m in micro_batches])
+        every = torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)])
+        return _Part(losses, torch.unique(every), len(micro_batches), len(ids))
+
+    parts = ranks.agree(part)
+    losses = [each for part in parts for each in part.losses]
     normaliser = 0.0 if loss is None else loss.normaliser(*zip(*losses, strict=True))
     if loss is not None and normaliser == 0:
         raise InputError("no token of this step has a label; check the data's labels (all -100)")
-    ids = torch.cat([m["input_ids"].reshape(-1) for m in micro_batches])
-    every = torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)])
-    unique_U, index = torch.unique(every, return_inverse=True)
-    lengths = [m["input_ids"].numel() for m in micro_batches]
-    parts = index[: len(ids)].split(lengths)
-    moved = [
-        _moved(micro, takes, part.view(micro["input_ids"].shape), unique_U, device, by_lengths)
-        for micro, part in zip(micro_batches, parts, strict=True)
-    ]
+    unique_U, own = parts[0].unique, slice(None)
+    if ranks.size > 1:
+        unique_U, own = by_owner([part.unique for part in parts], ranks, rows_each)
+    mine = parts[ranks.rank]
+    moved = [_moved(micro, takes, unique_U, device, by_lengths) for micro in micro_batches]
     if loss is not None:
-        for made, (targets, beside) in zip(moved, losses, strict=True):
+        for made, (targets, beside) in zip(moved, mine.losses, strict=True):
             made.targets, made.loss = targets.to(device), loss
             made.given = [each.to(device) for each in beside]
-    return Batch(moved, normaliser, len(ids), unique_U, seed)
+    before = sum(part.num for part in parts[: ranks.rank])
+    every = sum(part.num_tokens for part in parts)
+    return Batch(
+        moved, normaliser, mine.num_tokens, unique_U, seed, before=before, own=own, all_tokens=every
+    )
+
+
+class _Part(NamedTuple):
+    """What all ranks have to know of one rank's share of a step."""
+
+    losses: list[tuple[Tensor, list[Tensor]]]
+    unique: Tensor
+    num: int
+    num_tokens: int
 
 
 def _losses(
@@ -124,7 +156,6 @@ def _losses(
 def _moved(
     micro: Mapping[str, Tensor],
     takes: Callable[[str], bool],
-    index_BT: Tensor,
     unique_U: Tensor,
     device: torch.device,
     by_lengths: bool,
@@ -136,10 +167,26 @@ def _moved(
         if (key == "input_ids" or takes(key))
         and not (key == "attention_mask" and bool(micro[key].all()))
     }
+    index_BT = torch.searchsorted(unique_U, micro["input_ids"].contiguous())
     rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
     told = by_lengths and is_packed(micro)
     documents = told_by_lengths(micro["position_ids"], device) if told else {}
     return MicroBatch(inputs, None, rows, documents=documents)
+
+
+def _check_all(
+    micro_batches: Sequence[Mapping[str, Tensor]],
+    vocab_size: int,
+    takes: Callable[[str], bool],
+    loss: Loss | None,
+    max_tokens: int | None,
+) -> None:
+    if not isinstance(micro_batches, list | tuple) or not micro_batches:
+        given = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
+        raise InputError(f"a step needs a list of at least one micro-batch; it got {given}")
+    for index, micro in enumerate(micro_batches):
+        _check(index, micro, vocab_size, takes, loss)
+        _check_positions(f"micro-batch {index}", micro, max_tokens)
 
 
 def _check(

@@ -64,7 +64,7 @@ class DiskStaging:
         device, planes = self._device, self._on_disk[tile.index]
         numel = tile.layout.trainable_numel
         if not planes:
-            yield 0, numel, tile
+            yield tile.trained.start, tile.trained.stop, tile
             return
         device.wait(DISK_IN, tile.written, "disk version due")
         for start in range(0, numel, self._piece):

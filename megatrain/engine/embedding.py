@@ -5,7 +5,11 @@ again unless they were kept; their gradients, summed in fp32 on the device, are 
 scattered into the host gradient. A table tied to the head already has a dense gradient there; its
 rows come in, are added to, and go back, so that the norm is that of the sum.
 
-Legend: U distinct tokens of the step, D width of a table.
+Several ranks each keep a range of a table's rows, and every rank has the rows of all tokens of the
+step on its device: each brings its own rows, which are gathered. The sums of the rows' gradients
+are summed over the ranks to the rows' owners, who take them out.
+
+Legend: U distinct tokens of the step, V rows of a table, D width of a table.
 """
 
 from collections.abc import Sequence
@@ -19,6 +23,7 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, Memory, Name
+from megatrain.device.collectives import Collectives
 from megatrain.engine.batch import Batch
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.sink import HostGrad, Sink
@@ -30,7 +35,7 @@ _NOWHERE = Buffer("nowhere", torch.empty(0))
 
 @dataclass(eq=False)
 class _Table:
-    """One gathered table, and its rows of a step.
+    """One gathered table, of which this rank keeps some rows or all, and its rows of a step.
 
     Attributes:
         tied: the head streams it as well.
@@ -51,8 +56,22 @@ class _Table:
     def width(self) -> int:
         return prod(self.entry.shape[1:])
 
+    @property
+    def rows_each(self) -> int:
+        """Rows that each rank keeps, but for those at the end."""
+        ranks = self.tile.layout.ranks
+        if ranks == 1:
+            return self.entry.shape[0]
+        [block] = [e - at for at, e in self.tile.layout.parts if at == self.entry.offset]
+        return block // ranks // self.width
+
     def of(self, plane: Buffer) -> Tensor:
-        return self.entry.view(plane.data)
+        """The rows of a plane that are here, `[rows, D]`."""
+        return plane.data[self.tile.place(self.entry)[0]].view(-1, self.width)
+
+    def ids(self, batch: Batch) -> Tensor:
+        """Which rows of `of` a step needs."""
+        return batch.own_U - self.tile.place(self.entry)[1].start // self.width
 
     def first(self, buffer: Buffer, unique_U: Tensor) -> Tensor:
         """The beginning of `rows`, `sums` or `staging` as `[U, D]`.
@@ -61,6 +80,11 @@ class _Table:
         next step may have replaced the buffer by a larger one.
         """
         return buffer.data[: len(unique_U) * self.width].view(-1, self.width)
+
+    def own(self, buffer: Buffer, batch: Batch) -> Buffer:
+        """The rows of this rank in `rows` or `sums`."""
+        start, stop, _ = batch.own.indices(len(batch.unique_U))
+        return buffer.piece(start * self.width, stop * self.width)
 
 
 class Embedding:
@@ -75,13 +99,14 @@ class Embedding:
         dtype: torch.dtype,
         sink: Sink | None,
         work: ScratchArena,
+        collectives: Collectives,
         threads: int,
         *,
         keep_rows: bool,
     ) -> None:
         """Args: `names` of the gathered tables; `tied` the head's tile."""
         self._device, self._sink, self._threads, self._dtype = device, sink, threads, dtype
-        self._work, self._keep_rows = work, keep_rows
+        self._work, self._keep_rows, self._collectives = work, keep_rows, collectives
         self._tables = [
             _Table(tile, tile.layout.by_name[name], tile is tied)
             for name in names
@@ -99,6 +124,11 @@ class Embedding:
         return self._sink
 
     @property
+    def rows_each(self) -> int:
+        """Rows of the tables that each rank keeps; there is one table where ranks are several."""
+        return max((table.rows_each for table in self._tables), default=1)
+
+    @property
     def host_bytes(self) -> int:
         """Pinned host memory held for rows on their way."""
         return sum(table.staging.data.nbytes for table in self._tables)
@@ -108,7 +138,7 @@ class Embedding:
         self._lay_out(len(batch.unique_U))
         for table in self._tables:
             if table.tile.rests.streamed:
-                self._gather(table, table.tile.weights, table.tile.updated, batch.unique_U)
+                self._gather(table, table.tile.weights, table.tile.updated, batch)
             self._bring(table, batch)
             rows_UD = table.first(table.rows, batch.unique_U)
             for micro in batch.micro:
@@ -123,7 +153,9 @@ class Embedding:
         grows = num_rows > self._capacity
         if grows:
             self._capacity = max(num_rows, self._capacity * 3 // 2)
-        lengths = [min(self._capacity, t.entry.shape[0]) * t.width for t in self._tables]
+        lengths = [
+            min(self._capacity, t.rows_each * t.tile.layout.ranks) * t.width for t in self._tables
+        ]
         for table in self._tables:
             table.rows = table.sums = _NOWHERE  # they would hold on to a range that is replaced
         names = [table.entry.name for table in self._tables]
@@ -144,7 +176,10 @@ class Embedding:
         if not table.tile.rests.streamed:
             self._gather_there(table, batch)
         else:
-            self._arrive(table, batch.unique_U)
+            self._arrive(table, batch)
+            arrived = table.rows.piece(0, len(batch.unique_U) * table.width)
+            ready = self._collectives.gather([arrived], table.entry.name)
+            self._device.wait(COMPUTE, ready, "rows arrived")
 
     @property
     def trained(self) -> list[str]:
@@ -191,15 +226,17 @@ class Embedding:
             if table.tile.rests.gradient is Tier.DEVICE:
                 given[table.tile.index] = self._add_there(table, batch)
                 continue
+            sums = table.sums.piece(0, len(batch.unique_U) * table.width)
+            self._collectives.scatter_sum(sums, table.entry.name)
             if table.tied:
                 host_grad, landed = self.sink.landed[table.tile.index]
-                self._add_dense(table, host_grad, landed, batch.unique_U)
+                self._add_dense(table, host_grad, landed, batch)
             elif table.tile.index in given:
                 host_grad = given[table.tile.index][1]
             else:
                 host_grad = self._cleared(table)
-            self._measure(table, batch.unique_U)
-            landed = self._scatter(table, host_grad, batch.unique_U)
+            self._measure(table, batch)
+            landed = self._scatter(table, host_grad, batch)
             given[table.tile.index] = (table.tile, host_grad, landed)
         for tile, host_grad, landed in given.values():
             self.sink.ready(tile, host_grad, landed)
@@ -235,29 +272,30 @@ class Embedding:
         self._device.run(COMPUTE, "add rows", work, [table.sums], writes)
         return table.tile, host_grad, self._device.record(COMPUTE)
 
-    def _gather(self, table: _Table, plane: Buffer, after: Any, unique_U: Tensor) -> None:
+    def _gather(self, table: _Table, plane: Buffer, after: Any, batch: Batch) -> None:
         """Rows of a host plane into the staging room, by a host thread."""
-        out_UD = table.first(table.staging, unique_U)
+        ids_U = table.ids(batch)
+        out_UD = table.first(table.staging, ids_U)
 
         def work() -> None:
-            kernels.gather_rows(table.of(plane), unique_U, out_UD, threads=self._threads)
+            kernels.gather_rows(table.of(plane), ids_U, out_UD, threads=self._threads)
 
         self._device.wait(ROWS, after, "rows due")
         self._device.wait(ROWS, table.free, "staging free")
         self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [table.staging])
 
-    def _arrive(self, table: _Table, unique_U: Tensor) -> None:
-        """Copy staged rows to the device; compute work that is put on later may read them."""
-        device = self._device
+    def _arrive(self, table: _Table, batch: Batch) -> None:
+        """Copy staged rows to the device, by COPY_IN."""
+        device, own = self._device, table.own(table.rows, batch)
         device.wait(COPY_IN, device.record(ROWS), "rows gathered")
         device.wait(COPY_IN, device.record(COMPUTE), "row room free")
-        device.copy(COPY_IN, table.rows, table.staging, len(unique_U) * table.width)
+        device.copy(COPY_IN, own, table.staging, len(own.data))
         table.free = device.record(COPY_IN)
-        device.wait(COMPUTE, table.free, "rows arrived")
 
     def _cleared(self, table: _Table) -> HostGrad:
         host_grad = self.sink.claim(table.tile, ROWS)
-        plane = host_grad.buffer.data[: table.tile.layout.trainable_numel]
+        kept = table.tile.trained
+        plane = host_grad.buffer.data[: kept.stop - kept.start]
         self._device.run(
             ROWS,
             f"clear {host_grad.buffer.name}",
@@ -266,41 +304,43 @@ class Embedding:
         )
         return host_grad
 
-    def _add_dense(self, table: _Table, host_grad: HostGrad, landed: Any, unique_U: Tensor) -> None:
+    def _add_dense(self, table: _Table, host_grad: HostGrad, landed: Any, batch: Batch) -> None:
         """Add the head's gradient of these rows to the sums, correcting the measured square."""
-        self._gather(table, host_grad.buffer, landed, unique_U)
-        self._arrive(table, unique_U)
+        self._gather(table, host_grad.buffer, landed, batch)
+        self._arrive(table, batch)
+        self._device.wait(COMPUTE, table.free, "rows arrived")
+        rows, sums = table.own(table.rows, batch).data, table.own(table.sums, batch).data
 
         def work() -> None:
-            rows_UD = table.first(table.rows, unique_U).float()
-            sums_UD = table.first(table.sums, unique_U)
+            rows_UD, sums_UD = rows.view(-1, table.width).float(), sums.view(-1, table.width)
             self.sink.measure_rows(sums_UD, rows_UD)
             sums_UD.add_(rows_UD)
 
         writes = [table.sums, self.sink.squares]
         self._device.run(COMPUTE, "add tied rows", work, [table.rows], writes)
 
-    def _measure(self, table: _Table, unique_U: Tensor) -> None:
+    def _measure(self, table: _Table, batch: Batch) -> None:
         """Round the sums for their way out; an untied table's square is taken here."""
+        rows, sums = table.own(table.rows, batch).data, table.own(table.sums, batch).data
 
         def work() -> None:
-            sums_UD = table.first(table.sums, unique_U)
             if not table.tied:
-                self.sink.measure_rows(sums_UD)
-            table.first(table.rows, unique_U).copy_(sums_UD)
+                self.sink.measure_rows(sums)
+            rows.copy_(sums)
 
         writes = [table.rows, self.sink.squares]
         self._device.run(COMPUTE, "measure rows", work, [table.sums], writes)
 
-    def _scatter(self, table: _Table, host_grad: HostGrad, unique_U: Tensor) -> Any:
-        device, rows_UD = self._device, table.first(table.staging, unique_U)
+    def _scatter(self, table: _Table, host_grad: HostGrad, batch: Batch) -> Any:
+        device, ids_U, own = self._device, table.ids(batch), table.own(table.rows, batch)
+        rows_UD = table.first(table.staging, ids_U)
 
         def work() -> None:
             plane = table.of(host_grad.buffer)
-            kernels.scatter_rows(plane, unique_U, rows_UD, threads=self._threads)
+            kernels.scatter_rows(plane, ids_U, rows_UD, threads=self._threads)
 
         device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")
-        device.copy(COPY_OUT, table.staging, table.rows, rows_UD.numel())
+        device.copy(COPY_OUT, table.staging, own, rows_UD.numel())
         device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")
         device.run(ROWS, f"scatter {table.entry.name}", work, [table.staging], [host_grad.buffer])
         return device.record(ROWS)

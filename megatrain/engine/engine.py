@@ -21,7 +21,7 @@ from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
 from megatrain.engine.modules import Head, State
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import DoesNotFit, InputError, RunFailed
-from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, as_numbers, given_loss
+from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, as_numbers
 from megatrain.model.masks import check_masks
 from megatrain.model.packing import Packing
 from megatrain.model.program import ModelProgram
@@ -30,6 +30,7 @@ from megatrain.placement import Placement
 from megatrain.seeds import derived_seed
 from megatrain.source.exported import write_model
 from megatrain.source.opened import Opened
+from megatrain.source.sharing import NO_LABELS, check_call, check_rows, check_shared, require_alone
 from megatrain.source.source import fill
 from megatrain.source.state_io import describe_optimizer, documents, settings_of
 from megatrain.store import Store
@@ -45,7 +46,7 @@ class StepResult:
     Attributes:
         loss: of the step, before the update; mean cross entropy of its labels, if no other.
         grad_norm: global 2-norm of the gradient, before clipping.
-        tokens: positions computed, padding included.
+        tokens: positions computed, padding included, by all ranks.
         seconds: from the call to the end of the backward (the update may still be running).
         measures: what the loss measures besides (rewards of replies), by name.
     """
@@ -83,7 +84,8 @@ class PlacedEngine:
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._spec.label_shift
-        layouts, rule = opened.model.layouts, opened.model.rule
+        layouts, rule, self._ranks = opened.model.layouts, opened.model.rule, opened.ranks
+        check_shared(opened, placement)
         self._store = Store(
             self.device,
             layouts,
@@ -91,6 +93,7 @@ class PlacedEngine:
             rule=rule,
             placement=placement,
             open_file=opened.open_file,
+            rank=self._ranks.rank,
         )
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
         # Without clipping, updates follow the backward: the last tile is the first.
@@ -106,13 +109,11 @@ class PlacedEngine:
         # What the weights came from is not held.
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
         self._program = ModelProgram(
-            self._spec,
-            self.device.torch_device,
-            self._dtype,
-            float8=opened.precision == "fp8",
+            self._spec, self.device.torch_device, self._dtype, float8=opened.precision == "fp8"
         )
         self._program.tile_epilogue(placement.head_tokens)
-        assembly = Assembly(self.device, self._program, self._store, self._dtype, placement)
+        given = self.device, self._program, self._store, self._dtype, placement
+        assembly = Assembly(*given, ranks=self._ranks)
         self._parts: Parts = (
             assembly.inference()
             if self.optimizer is None
@@ -130,7 +131,7 @@ class PlacedEngine:
     def step(
         self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY, *, norm_limit: float = inf
     ) -> StepResult:
-        """One optimizer step over all of `micro_batches`.
+        """One optimizer step over all of `micro_batches`; of several ranks, over those of all.
 
         Args:
             micro_batches: dictionaries of CPU int64 tensors `[B, T]`: `input_ids`, `labels` (-100:
@@ -148,9 +149,8 @@ class PlacedEngine:
         """
         if not isinstance(self._parts, TrainingParts) or self.optimizer is None:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
-        self.optimizer.check()
         start = time.perf_counter()
-        batch = self._prepare(micro_batches, given_loss(loss), train=True)
+        batch = self._prepare(micro_batches, loss, norm_limit)
         self._parts.update.norm_limit = norm_limit
         # In a batch larger than the placement was chosen for, layers save no graphs on the device.
         graphs = self._planned is None or self._planned.holds(batch)
@@ -163,17 +163,17 @@ class PlacedEngine:
         self._steps += 1
         self.optimizer.took_step()
         seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
-        return StepResult(report.loss, report.grad_norm, batch.num_tokens, seconds, measures)
+        return StepResult(report.loss, report.grad_norm, batch.all_tokens, seconds, measures)
 
     def evaluate(self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY) -> float:
         """The loss of a step, of cross entropy the mean; changes no state, dropout is off."""
-        batch = self._prepare(micro_batches, given_loss(loss))
+        batch = self._prepare(micro_batches, loss)
         losses = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
-        return float(torch.stack(losses).sum())
+        return sum(self._ranks.exchange(float(torch.stack(losses).sum())))
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""
-        prepared = self._prepare([batch], None)
+        prepared = self._prepare([batch], NO_LABELS)
         made = self._forward_only(prepared, lambda head, slot, h: head.logits(slot, prepared, h))
         return made[0]
 
@@ -197,13 +197,14 @@ class PlacedEngine:
                 f"{unchanged}"
             ) from error
 
-    def _prepare(
-        self, micro_batches: MicroBatches, loss: Loss | None, *, train: bool = False
-    ) -> Batch:
+    def _prepare(self, micro_batches: MicroBatches, loss: Any, limit: float | None = None) -> Batch:
+        """Args: `limit`: of the gradient's norm, in a step; None: nothing is trained."""
+        trained = None if limit is None else self.optimizer
+        check_call(self._ranks, self._steps, trained, loss, limit)
         with torch.inference_mode(False):
-            batch = self._checked(micro_batches, loss)
-            self._packing.check(micro_batches)
-        self._program.train(train)
+            batch = self._checked(micro_batches, None if loss is NO_LABELS else loss)
+            check_rows(self._ranks, self._packing, micro_batches)
+        self._program.train(limit is not None)
         return batch
 
     def _check_masks(self, micro_batches: MicroBatches) -> None:
@@ -229,6 +230,8 @@ class PlacedEngine:
             constants=self._spec.constants,
             max_tokens=most_tokens(self.config),
             by_lengths=self._program.may_attend_by_lengths,
+            ranks=self._ranks,
+            rows_each=self._parts.embedding.rows_each,
         )
 
     @contextmanager
@@ -248,10 +251,11 @@ class PlacedEngine:
             self.device.synchronize(tile.written, "version complete on disk")
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every distinct parameter: Hugging Face name and a copy of its fp32 master, on the CPU."""
+        """Every distinct parameter: name and a copy of its fp32 master on the CPU; by all ranks."""
         self.flush()
         for tile, entry in self._store.entries():
-            yield entry.name, tile.read_master(entry)
+            part, place = tile.read_master(entry), tile.place(entry)[1]
+            yield entry.name, self._ranks.join(part, place, entry.shape)
 
     def save_pretrained(
         self, folder: str | Path, *, dtype: torch.dtype | None = None, merged: bool = False
@@ -271,6 +275,7 @@ class PlacedEngine:
             RunFailed: it cannot be written; nothing is left behind.
         """
         source = self._opened.source
+        require_alone(self._ranks, "save_pretrained")
         self._require_whole()
         source.untrained.check_export(dtype)
         self.flush()
@@ -317,6 +322,7 @@ class PlacedEngine:
             RunFailed: it could not be written (with `wait`; else the Saving says so), or a step
                 was broken off when updates had begun. Older checkpoints stay as they are.
         """
+        require_alone(self._ranks, "save")
         self._require_whole()
         folder = Path(os.path.abspath(folder))
         require_replaceable(folder)

@@ -71,7 +71,7 @@ class StreamedModule:
 
     def seed(self, batch: Batch, index: int) -> None:
         """Random numbers that depend on the place alone: a recomputed dropout is the same."""
-        self.device.seed(derived_seed(batch.seed, self.visit, batch.first + index))
+        self.device.seed(derived_seed(batch.seed, self.visit, batch.before + batch.first + index))
 
     def each(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatrain.compat.torch import add_each
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, Kind, Memory, Name
+from megatrain.device.collectives import Collectives
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.optim import gradient_plane
@@ -85,6 +86,7 @@ class Sink:
         ready: Callable[[Tile, HostGrad, Any], None],
         directs: "Directs",
         work: ScratchArena,
+        collectives: Collectives,
         lanes: int | None,
         piece: int | None = None,
         *,
@@ -100,7 +102,7 @@ class Sink:
         the largest slice of one.
         """
         self._device, self.ready, self._work, self._directs = device, ready, work, directs
-        numel = max(tile.layout.trainable_numel for tile in tiles)
+        numel = max(tile.trained.stop - tile.trained.start for tile in tiles)
         largest = max([1, *(t.layout.trainable_numel for t in visited)])
         self._piece = min(piece or PIECE, largest)
         self._lanes = [
@@ -115,8 +117,7 @@ class Sink:
             )
             for each in (visited if passes else ())
         }
-        self._first = self._last = True
-        self._turn = 0
+        self._first, self._last, self._turn, self._collectives = True, True, 0, collectives
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
         layouts, tiers = [tile.layout for tile in own], [tile.rests.gradient for tile in own]
@@ -165,9 +166,10 @@ class Sink:
         tile, sums, device = room.tile, room.sums, self._device
         if not self._last or not tile.whole.layout.trainable_numel:
             return
+        self._collectives.scatter_sum(sums, tile.name)
 
         def measure() -> None:
-            square = torch.linalg.vector_norm(sums.data) ** 2
+            square = torch.linalg.vector_norm(sums.data[tile.trained]) ** 2
             if tile.begins:
                 self.squares.data[tile.index] = square
             else:

@@ -11,6 +11,7 @@ import torch
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, Memory, Name
+from megatrain.device.collectives import Collectives
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.store import Tile
@@ -44,12 +45,14 @@ class Stream:
         numel: int,
         largest: int,
         dtype: torch.dtype,
+        collectives: Collectives,
     ) -> None:
         """Args: `numel` elements of a slot, `largest` of the largest tile.
 
         There are as many slots as the largest tile takes, if `slots` are fewer.
         """
         self._device, self._distance, self._numel = device, distance, numel
+        self._collectives = collectives
         count = max(slots, _slots_of(largest, numel))
         self._memory = device.empty(Name(Memory.SLOTS, "slots"), count * numel, dtype)
         pieces = [
@@ -125,7 +128,8 @@ class Stream:
             to = place.buffer.piece(span.at, span.at + span.numel)
             source = tile.weights.piece(span.start, span.start + span.numel)
             self._device.copy(COPY_IN, to, source)
-        place.ready = self._device.record(COPY_IN)
+        parts = [place.buffer.piece(*part) for part in tile.layout.parts]
+        place.ready = self._collectives.gather(parts, tile.name)
 
 
 def _slots_of(tile_numel: int, slot_numel: int) -> int:

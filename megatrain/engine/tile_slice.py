@@ -56,6 +56,11 @@ class TileSlice:
         return self.whole.weights
 
     @property
+    def trained(self) -> slice:
+        """What of its gradient is this rank's: slices are never cut between ranks."""
+        return slice(0, self.layout.trainable_numel)
+
+    @property
     def updated(self) -> object:
         return self.whole.updated
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
+from megatrain.device.collectives import Collectives
 from megatrain.engine.directions import Directions
 from megatrain.engine.disk_staging import DiskStaging
 from megatrain.engine.sink import HostGrad
@@ -72,9 +73,11 @@ class Update:
         threads: int,
         tiles: Sequence[Tile],
         disk: DiskStaging,
+        collectives: Collectives,
     ) -> None:
         self._device, self._optimizer, self._threads = device, optimizer, threads
         self._max_grad_norm, self.disk = max_grad_norm, disk
+        self._collectives = collectives
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self._pending: list[tuple[Tile, HostGrad, Any]] = []
         self._started: list[Tile] = []  # of the step that is going on
@@ -126,9 +129,10 @@ class Update:
             numbers.data[0] = torch.stack(losses).sum()
 
         device.run(COMPUTE, "note loss", note, writes=[numbers])
+        ready = self._collectives.sum(numbers.piece(0, 1), "loss")
         if self.deferred:
             return
-        device.wait(COPY_OUT, device.record(COMPUTE), "loss ready")
+        device.wait(COPY_OUT, ready, "loss ready")
         device.copy(COPY_OUT, self._landed, numbers, 1)
         device.wait(UPDATE, device.record(COPY_OUT), "loss landed")
 
@@ -151,7 +155,8 @@ class Update:
         device.run(
             COMPUTE, "note norm", lambda: numbers.data[1:].copy_(squares.data), [squares], [numbers]
         )
-        device.wait(COPY_OUT, device.record(COMPUTE), "report ready")
+        ready = self._collectives.sum(numbers.piece(1, len(numbers.data)), "norm")
+        device.wait(COPY_OUT, ready, "report ready")
         device.wait(COPY_OUT, self._checked, "loss checked")
         device.copy(COPY_OUT, self._landed, numbers)
         device.synchronize(device.record(COPY_OUT), "report landed")
@@ -172,7 +177,9 @@ class Update:
                 tile.version -= 1
             self._started = []
             bad = [i for i, loss in enumerate(self._losses) if not math.isfinite(loss)]
-            what = f"the loss is {report.loss} (micro-batches {bad})"
+            ranks = self._collectives.ranks
+            whose = "" if ranks.size == 1 else f" of rank {ranks.rank}"
+            what = f"the loss is {report.loss} (micro-batches {bad}{whose})"
             raise StepRefused(f"{what}: {_INTACT}", intact=True)
         if math.isfinite(report.grad_norm) and report.grad_norm <= self.norm_limit:
             return
@@ -244,6 +251,7 @@ class Update:
         """Update a tile whose planes begin with its element `first`, and their runs with others."""
         if self._refused:
             return
+        own = tile.trained.start
         for run in runs:
             here, shape, remainder = slice(run.start - first, run.stop - first), run.shape, None
             if tile.remainder is not None:
@@ -252,7 +260,7 @@ class Update:
                 tile.weights.data[here].view(shape),
                 remainder,
                 [tile.states[p].data[p.place(here.start, here.stop)] for p in run.states],
-                host_grad.buffer.data[run.start : run.stop].view(shape),
+                host_grad.buffer.data[run.start - own : run.stop - own].view(shape),
                 run.group,
                 at=tile.index * MOST_ELEMENTS + run.start,
                 step=version,

@@ -73,9 +73,9 @@ class Plane:
         return trained and (self.only is None or self.only(entry))
 
     def numel(self, layout: TileLayout) -> int:
-        """Its values for a tile: up to the last parameter that has it."""
+        """Its values for a tile: up to the last part, or parameter, that has it."""
         ends = [entry.offset + entry.numel for entry in layout.entries if self.has(entry)]
-        return align(max(ends, default=0), ALIGNMENT) // self.per
+        return layout.whole_parts(align(max(ends, default=0), ALIGNMENT)) // self.per
 
     def place(self, start: int, stop: int) -> slice:
         """The values of elements `start` to `stop` of a tile; `start` is that of a parameter."""

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm, prod
 from pathlib import Path
 
 import torch
 
 from megatrain.device import Recording
+from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
@@ -19,17 +21,19 @@ from megatrain.units import size
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 
 
-def tile_layouts(spec: ModelSpec, groups: dict[str, int]) -> list[TileLayout]:
+def tile_layouts(spec: ModelSpec, groups: dict[str, int], ranks: int = 1) -> list[TileLayout]:
     """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
 
-    `groups` gives each trainable parameter's optimizer group; all others are frozen.
+    `groups` gives each trainable parameter's optimizer group; all others are frozen. Between
+    `ranks` no row of a table that is gathered is cut.
     """
     shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
     unmoved = {*spec.unused, *spec.fixed}
 
     def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
         parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
-        return TileLayout(kind.value + visit, parameters, kind, spec.wide)
+        rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
+        return TileLayout(kind.value + visit, parameters, kind, spec.wide, ranks=ranks, row=rows)
 
     tiles = [
         layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
@@ -47,15 +51,18 @@ class Model:
 
     Attributes:
         optimizer: None: it is only run.
+        ranks: how many share its tiles.
     """
 
     spec: ModelSpec
     optimizer: StreamedOptimizer | None
+    ranks: int = 1
 
     @classmethod
-    def trained(cls, spec: ModelSpec, rule: Rule) -> "Model":
-        """A model that is trained with an optimizer of this rule."""
-        return cls(spec, StreamedOptimizer(rule, spec.capture.model))
+    def trained(cls, spec: ModelSpec, rule: Rule | None, ranks: int = 1) -> "Model":
+        """A model that so many ranks train with an optimizer of this rule; None: run."""
+        optimizer = None if rule is None else StreamedOptimizer(rule, spec.capture.model)
+        return cls(spec, optimizer, ranks)
 
     @property
     def rule(self) -> Rule | None:
@@ -66,7 +73,7 @@ class Model:
     def layouts(self) -> list[TileLayout]:
         """The model's tiles, in the order in which a forward needs them."""
         groups = {} if self.optimizer is None else self.optimizer.group_of()
-        return tile_layouts(self.spec, groups)
+        return tile_layouts(self.spec, groups, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Opened:
         disk_space: bytes that planes may take on the disk; None: what is free.
         disk: folder on the disk that planes may rest on; None: none may.
         seed: of weights that are drawn, and of dropout.
+        ranks: who share the model.
     """
 
     source: Source
@@ -90,6 +98,7 @@ class Opened:
     disk_space: int | None
     disk: str | Path | None
     seed: int
+    ranks: Ranks = ALONE
 
     @property
     def disk_bytes(self) -> int:

@@ -10,7 +10,10 @@ from typing import Any
 from megatrain.telemetry.timeline import Span
 from megatrain.units import GIB, gib
 
-LANES = ("compute", "copy in", "copy out", "update", "rows", "disk in", "disk out")
+LANES = (
+    *("compute", "copy in", "gather", "reduce", "copy out"),
+    *("update", "rows", "disk in", "disk out"),
+)
 OTHER = "other"
 # Words of a piece of work's name; the first that fits gives its colour.
 COLOURS = {

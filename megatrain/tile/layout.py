@@ -9,7 +9,8 @@ so that the rest of the masters is a prefix, too.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from math import prod
+from itertools import groupby
+from math import lcm, prod
 
 import torch
 from torch import Tensor
@@ -67,6 +68,9 @@ class TileLayout:
         entries: the parameters in storage order.
         numel: length of the weights plane, in elements.
         trainable_numel: length of the gradient and moment planes; a prefix of `numel`.
+        parts: `(start, stop)` of what is trained, and of what is frozen with and without bits that
+            bf16 does not hold.
+        ranks: into how many equal blocks each of these is cut.
     """
 
     def __init__(
@@ -75,24 +79,38 @@ class TileLayout:
         parameters: Iterable[tuple[str, torch.Size, int | None]],
         kind: TileKind = TileKind.LAYER,
         wide: Collection[str] = (),
+        *,
+        ranks: int = 1,
+        row: int = 1,
     ) -> None:
-        """Args: `parameters` as `(name, shape, group)`; group None means frozen.
-
-        `wide`: names of those whose source has bits that bf16 does not hold.
+        """Args:
+        parameters: as `(name, shape, group)`; group None means frozen.
+        wide: names of those whose source has bits that bf16 does not hold.
+        row: elements that no cut between ranks divides, counted from each part's beginning.
         """
-        self.name, self.kind = name, kind
+        self.name, self.kind, self.ranks = name, kind, ranks
+        cut = ranks * lcm(ALIGNMENT, row) if ranks > 1 else ALIGNMENT
         entries: list[Entry] = []
         offset = 0
         given = [(n, shape, group, group is None and n in wide) for n, shape, group in parameters]
         order = sorted(given, key=lambda p: (p[2] is None, not p[3], p[2] or 0))
-        for parameter, shape, group, is_wide in order:
-            entries.append(Entry(parameter, tuple(shape), offset, group, is_wide))
-            offset = align(offset + entries[-1].numel, ALIGNMENT)
-        self.entries = tuple(entries)
-        self.numel = offset
-        runs = self.runs({entry.name: 0 for entry in self.trainable})
-        self.trainable_numel = runs[-1][2] if runs else 0
+        self.parts: list[tuple[int, int]] = []
+        for _, members in groupby(order, key=lambda p: (p[2] is None, p[3])):
+            start = offset
+            for parameter, shape, group, is_wide in members:
+                entries.append(Entry(parameter, tuple(shape), offset, group, is_wide))
+                offset = align(offset + entries[-1].numel, ALIGNMENT)
+            offset = align(offset, cut)
+            self.parts.append((start, offset))
+        self.entries, self.numel = tuple(entries), offset
+        self.trainable_numel = self.parts[0][1] if self.trainable else 0
         self.by_name = {entry.name: entry for entry in entries}
+
+    def whole_parts(self, stop: int) -> int:
+        """Of several ranks, the end of the part that element `stop - 1` is of; else `stop`."""
+        if self.ranks == 1:
+            return stop
+        return min((end for _, end in self.parts if end >= stop), default=0) if stop else 0
 
     def runs(self, group_of: Mapping[str, int]) -> list[tuple[int, int, int]]:
         """`(group, start, stop)` of each contiguous run of trainable parameters of one group."""

@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeVar
 from unittest import mock
 
 import torch
@@ -15,6 +16,7 @@ from megatrain.checkpoint.release import Release
 from megatrain.checkpoint.snapshot import Snapshot, tile_file
 from megatrain.checkpoint.staging_blocks import StagingBlocks
 from megatrain.device import TraceDevice, disk
+from megatrain.distributed import ALONE, Ranks
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.batch import prepare
@@ -27,6 +29,8 @@ from megatrain.source.opened import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.store import Store
 from tests.rules import SWEPT, possible
+
+T = TypeVar("T")
 
 # Nothing; the ends of the stack and the table; one layer among streamed ones.
 RESIDENT = ((), ("embedding", "layer 0", "head"), ("layer 2",))
@@ -140,6 +144,7 @@ def schedules() -> Iterator[dict]:
                     "loss": next(losses),
                 }
     yield from split_schedules()
+    yield from shared_schedules()
 
 
 def split_schedules() -> Iterator[dict]:
@@ -167,6 +172,26 @@ def split_schedules() -> Iterator[dict]:
         }
 
 
+class Alike(Ranks):
+    """A rank whose others have the same micro-batches."""
+
+    together = True
+
+    def exchange(self, value: T) -> list[T]:
+        return [value] * self.size
+
+
+def shared_schedules() -> Iterator[dict]:
+    """Those of the second of three ranks."""
+    rest = itertools.cycle(itertools.product((False, True), (False, True)))
+    for slots, boundaries, clip in itertools.product((1, 3), ("device", "host"), (1.0, None)):
+        tied, keep_rows = next(rest)
+        placement = Placement(
+            slots=slots, layer_inputs=boundaries, layer_input_lanes=1, keep_rows=keep_rows
+        )
+        yield {"placement": placement, "max_grad_norm": clip, "tied": tied, "ranks": Alike(1, 3)}
+
+
 def trace(
     placement: Placement,
     max_grad_norm: float | None,
@@ -177,6 +202,7 @@ def trace(
     experts: bool = False,
     rule: str = "adamw",
     loss: Loss = CROSS_ENTROPY,
+    ranks: Ranks = ALONE,
     without: frozenset[str] = frozenset(),
 ) -> TraceDevice:
     """The device after a few steps and an evaluation of uneven micro-batches.
@@ -193,16 +219,18 @@ def trace(
     if rule != optimizer.rule.name:
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
     placement = possible(rule, placement)
-    layouts = tile_layouts(program.spec, optimizer.group_of())
+    layouts = tile_layouts(program.spec, optimizer.group_of(), ranks.size)
     with mock.patch.object(sink, "PIECE", PIECE), mock.patch.object(disk, "PIECE", 2 * PIECE):
-        store = Store(device, layouts, dtype, rule=optimizer.rule, placement=placement)
-        assembly = Assembly(device, program, store, dtype, placement)
+        given = {"rule": optimizer.rule, "placement": placement, "rank": ranks.rank}
+        store = Store(device, layouts, dtype, **given)
+        assembly = Assembly(device, program, store, dtype, placement, ranks=ranks)
         parts = assembly.training(optimizer, max_grad_norm)
     micro_batches = [
         {"input_ids": torch.ones(rows, 4).long(), "labels": torch.ones(rows, 4).long()}
         for rows in (2, 1, 3)
     ]
-    batch = prepare(micro_batches, torch.device("cpu"), VOCAB, takes=str, loss=loss, seed=0)
+    how = {"ranks": ranks, "rows_each": parts.embedding.rows_each}
+    batch = prepare(micro_batches, torch.device("cpu"), VOCAB, takes=str, loss=loss, seed=0, **how)
     for step in range(STEPS):
         taken = parts.under(assembly.policies(host=step not in closed))
         # As the engine does: a joint loss sees all micro-batches at once.

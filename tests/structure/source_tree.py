@@ -11,10 +11,10 @@ PACKAGE = ROOT / "megatrain"
 LEVELS = (
     {"errors", "huge_pages", "seeds", "units"},
     {"compat", "disk", "json_yaml"},
-    {"loss", "placement", "tile", "telemetry", "kernels"},
+    {"loss", "placement", "tile", "telemetry", "kernels", "distributed"},
     {"machine", "optim", "plane_file"},
     {"config", "device"},
-    {"store", "model", "data", "distributed"},
+    {"store", "model", "data"},
     {"checkpoint"},  # knows tiles and files, no steps: the engine saves itself through it
     {"source"},
     {"engine"},

@@ -1,0 +1,236 @@
+"""Ranks: the processes that train one model together, each with a device of its own.
+
+The collectives are torch.distributed's. Launch and rendezvous are, too (`torchrun`).
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from math import prod
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatrain.compat.torch import all_gather_single, reduce_scatter_single
+from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed, first_line
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that share a model; as it is here: alone.
+
+    Attributes:
+        rank: its number.
+        size: how many there are.
+        on_host: how many of them share this machine's memory and cores.
+        together: whether there are collectives.
+    """
+
+    together: ClassVar[bool] = False
+    rank: int = 0
+    size: int = 1
+    on_host: int = 1
+
+    def exchange(self, value: T) -> list[T]:
+        """What every rank gives here, in their order; pickled."""
+        return [value]
+
+    def gather(self, whole: Tensor) -> None:
+        """Fill a tensor of `size` equal blocks, of which each rank has its own in place."""
+
+    def scatter_sum(self, whole: Tensor) -> None:
+        """Put the sum over all ranks into this rank's block of a tensor; the rest is undefined."""
+
+    def sum(self, values: Tensor) -> None:
+        """Put the sum over all ranks in the place of a tensor; every rank has the same bits."""
+
+    def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
+        """An fp32 CPU tensor, of whose flat elements each rank has a part; alone: all, shaped."""
+        return part
+
+    def agree(self, make: Callable[[], T]) -> list[T]:
+        """What `make` gives on every rank.
+
+        Raises:
+            MegatrainError: `make` raises it on some rank; then all ranks raise.
+        """
+        if self.size == 1:
+            return [make()]
+        found: list[tuple[list[T], Any]]
+        try:
+            made = [make()]
+        except BaseException as error:
+            self.exchange(([], _as_seen(error)))
+            raise
+        found = self.exchange((made, None))
+        for rank, (_, seen) in enumerate(found):
+            if seen is not None:
+                raise seen[0](f"rank {rank}: {seen[1]}")
+        return [value for values, _ in found for value in values]
+
+
+def require_same(values: Sequence[Mapping[str, str]]) -> None:
+    """Raises InputError if a rank has another value than rank 0; each value has a name."""
+    first, *others = values
+    for rank, found in enumerate(others, 1):
+        for name, value in found.items():
+            if value != first.get(name):
+                raise InputError(
+                    f"rank {rank} has another {name} than rank 0: {value[:200]} instead of "
+                    f"{str(first.get(name))[:200]}; start all ranks alike"
+                )
+
+
+ALONE = Ranks()
+
+
+def _as_seen(error: BaseException) -> tuple[type[MegatrainError], str]:
+    """An error as the other ranks raise it."""
+    kind = next((k for k in (InputError, DoesNotFit) if isinstance(error, k)), RunFailed)
+    return kind, str(error) if isinstance(error, MegatrainError) else repr(error)
+
+
+@dataclass(frozen=True)
+class ProcessGroups(Ranks):
+    """Ranks of an initialised torch.distributed.
+
+    Attributes:
+        host: of CPU tensors and objects.
+        incoming, outgoing: of the device's gathers and sums, which run at the same time.
+    """
+
+    together = True
+    host: ProcessGroup | None = None
+    incoming: ProcessGroup | None = None
+    outgoing: ProcessGroup | None = None
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RunFailed(
+                f"rank {self.rank} of {self.size} has lost the others: one of them has ended or "
+                f"does not answer ({first_line(error)}); see what it says, and go on from the last "
+                "checkpoint"
+            ) from error
+
+    def exchange(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        with self._told():
+            dist.all_gather_object(found, value, group=self.host)
+        return found
+
+    def gather(self, whole: Tensor) -> None:
+        flat = whole.view(torch.uint8)
+        with self._told():
+            all_gather_single(flat, self._own(flat), group=self.incoming)
+
+    def scatter_sum(self, whole: Tensor) -> None:
+        with self._told():
+            if whole.is_cpu:  # gloo sums all of it in any case
+                dist.all_reduce(whole, group=self.outgoing)
+            else:
+                reduce_scatter_single(self._own(whole), whole, group=self.outgoing)
+
+    def sum(self, values: Tensor) -> None:
+        with self._told():
+            dist.all_reduce(values, group=self.outgoing)
+
+    def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
+        whole = torch.zeros(prod(shape))
+        whole[place] = part
+        with self._told():  # as integers: a sum with zeros keeps every bit
+            dist.all_reduce(whole.view(torch.int32), group=self.host)
+        return whole.view(tuple(shape))
+
+    def _own(self, whole: Tensor) -> Tensor:
+        block = len(whole) // self.size
+        return whole[self.rank * block : (self.rank + 1) * block]
+
+
+def local_rank(group: object) -> int | None:
+    """The number of this process among those of its machine; None: it is alone."""
+    if group is None:
+        return None
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
+
+
+def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) -> Ranks:
+    """The ranks of a group, with communicators of their own: NCCL's for a GPU, gloo's for a CPU.
+
+    All ranks of the group have to call this. The communicators live as long as torch.distributed.
+
+    Raises:
+        InputError: torch.distributed is not initialised, or this process is not in the group.
+    """
+    if group is None:
+        return ALONE
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError(
+            "group is given, but torch.distributed is not initialised; start with torchrun and "
+            "call torch.distributed.init_process_group() first"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise InputError(f"group is a mesh of {group.ndim} dimensions; give one of them")
+        group = group.get_group()
+    if not isinstance(group, ProcessGroup):
+        raise InputError(f"group is {group!r}; it must be a ProcessGroup or a DeviceMesh")
+    if dist.get_rank(group) < 0:
+        raise InputError("this process is not in the group that it gives")
+    if dist.get_world_size(group) == 1:
+        return ALONE
+    return _opened(group, device)
+
+
+@cache  # a new group takes the name of one that was destroyed, and with it what that one left
+def _opened(group: ProcessGroup, device: torch.device) -> Ranks:
+    members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+
+    def made(backend: str) -> Any:
+        return dist.new_group(members, backend=backend, use_local_synchronization=True)
+
+    host = made("gloo")
+    names: list[Any] = [None] * len(members)
+    dist.all_gather_object(names, socket.gethostname(), group=host)
+    on_host = names.count(names[rank])
+    if device.type == "cpu":
+        return ProcessGroups(rank, len(members), on_host, host, host, host)
+    ranks = ProcessGroups(rank, len(members), on_host, host, made("nccl"), made("nccl"))
+    _connect(ranks, device)
+    return ranks
+
+
+def _connect(ranks: Ranks, device: torch.device) -> None:
+    """Let NCCL take its memory now: in a step that would wait for the device, which may wait."""
+    values = torch.ones(ranks.size << 20, device=device)
+    ranks.gather(values)
+    ranks.scatter_sum(values)
+    ranks.sum(values[:1])
+    assert float(values[0]) > 0  # waits for the device
+
+
+def by_owner(found: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
+    """The ids of all ranks in a block for each that keeps them, ascending; where one's own are."""
+    every_U = torch.unique(torch.cat(list(found)))
+    bounds = torch.arange(ranks.size + 1) * rows_each
+    places = torch.searchsorted(every_U, bounds).tolist()
+    block = max(stop - start for start, stop in pairwise(places))
+    kept = [
+        torch.cat([every_U[start:stop], last.expand(block - (stop - start))])
+        for start, stop in pairwise(places)
+        for last in [every_U[stop - 1] if stop else torch.tensor(-1)]
+    ]
+    start, stop = places[ranks.rank : ranks.rank + 2]
+    return torch.cat(kept), slice(ranks.rank * block, ranks.rank * block + stop - start)

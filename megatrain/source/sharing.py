@@ -1,0 +1,191 @@
+"""What several ranks cannot do together yet, refused by name, and what they have to have alike."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from megatrain.distributed import Ranks, require_same
+from megatrain.errors import InputError
+from megatrain.loss import JointLoss, given_loss
+from megatrain.model.adapters import adapted
+from megatrain.model.documents import is_packed
+from megatrain.model.packing import Packing
+from megatrain.optim import Rule, StreamedOptimizer
+from megatrain.placement import Placement
+from megatrain.source.opened import Opened
+from megatrain.source.source import Source
+from megatrain.tile import TileLayout
+
+# Choices of a placement whose work no other rank may have to wait for, and how they are undone.
+_ALONE = {
+    "passes": 1,
+    "max_stream_bytes": None,
+    "resident": (),
+    "disk_moments": 0,
+    "disk_remainder": 0,
+}
+
+
+NO_LABELS = "no labels"  # in the place of a loss
+
+
+def check_shared(opened: Opened, placement: Placement) -> None:
+    """Whether all ranks can, and want to, train the same model in this placement.
+
+    Raises:
+        InputError: they cannot, or a rank has another model, setting or version.
+    """
+    ranks = opened.ranks
+    if ranks.size == 1:
+        return
+    ranks.agree(lambda: _refuse(opened, placement))
+    require_same(ranks.exchange(_described(opened, placement)))
+
+
+def check_call(
+    ranks: Ranks,
+    steps: int,
+    optimizer: StreamedOptimizer | None,
+    loss: object,
+    limit: float | None,
+) -> None:
+    """Whether all ranks can, and want to, do the same.
+
+    Args:
+        steps: that have been taken.
+        optimizer: None: nothing is trained.
+        loss: or NO_LABELS.
+        limit: of the gradient's norm.
+
+    Raises:
+        InputError: of any rank: the optimizer's settings cannot be, the loss is none, or not for
+            these ranks, or a rank does something else.
+    """
+
+    def wanted() -> dict[str, str]:
+        if optimizer is not None:
+            optimizer.check()
+        given = loss if loss is NO_LABELS else given_loss(loss)
+        if ranks.size > 1 and isinstance(given, JointLoss):
+            raise InputError(
+                f"{type(given).__name__} compares rows of all micro-batches, which several ranks "
+                "cannot do yet; train with one"
+            )
+        return {
+            "call": f"{'an evaluation' if optimizer is None else 'a step'} after {steps} steps",
+            "loss": str(given),
+            "norm_limit": str(limit),
+            "settings of the optimizer": "" if optimizer is None else str(_settings(optimizer)),
+        }
+
+    require_same(ranks.agree(wanted))
+
+
+def _settings(optimizer: StreamedOptimizer) -> list[tuple[list[str], dict[str, Any]]]:
+    names = optimizer.rule.settings
+    return [
+        (group["param_names"], {name: group[name] for name in names})
+        for group in optimizer.param_groups
+    ]
+
+
+def check_rows(
+    ranks: Ranks, packing: Packing, micro_batches: Sequence[Mapping[str, Tensor]]
+) -> None:
+    """Whether a model takes packed rows, which is tried by passes of its own, of one rank.
+
+    Raises:
+        InputError: of any rank: it does not, or there are several ranks.
+    """
+
+    def check() -> None:
+        if ranks.size > 1 and any(is_packed(micro) for micro in micro_batches):
+            raise InputError(
+                "rows of several documents (position_ids that start anew) cannot be trained by "
+                "several ranks yet; turn packing off (data.packing: false), or train with one"
+            )
+        packing.check(micro_batches)
+
+    ranks.agree(check)
+
+
+def require_alone(ranks: Ranks, what: str) -> None:
+    """Raises InputError if there are several ranks."""
+    if ranks.size > 1:
+        raise InputError(f"{what} is not for several ranks yet; take engine.named_masters()")
+
+
+def _refuse(opened: Opened, placement: Placement) -> None:
+    for name, alone in _ALONE.items():
+        if getattr(placement, name) != alone:
+            raise InputError(f"placement.{name} is not for several ranks yet; leave it out")
+    if opened.source.resumes:
+        raise InputError("a checkpoint cannot be gone on from by several ranks yet; use one")
+    if adapted(opened.source.model) is not None:
+        raise InputError("adapters are not for several ranks yet; train them with one")
+    if (rule := opened.model.rule) is not None:
+        _check_rule(rule)
+    spec = opened.model.spec
+    if len(spec.gathered) > 1:
+        raise InputError(
+            f"several ranks cannot share a model with {len(spec.gathered)} tables of tokens yet "
+            f"({', '.join(spec.gathered)}); train it with one"
+        )
+    for name in spec.gathered:
+        [layout] = [layout for layout in opened.model.layouts if name in layout.by_name]
+        _check_table(name, layout)
+
+
+def _check_rule(rule: Rule) -> None:
+    of_some = any(plane.only is not None or plane.on_device for plane in rule.state_planes)
+    if rule.needs_matrices or of_some:
+        raise InputError(
+            f"{type(rule).__name__} needs whole matrices, which are cut between ranks; choose "
+            "another optimizer, or train with one rank"
+        )
+
+
+def _check_table(name: str, layout: TileLayout) -> None:
+    if layout.by_name[name].offset not in [start for start, _ in layout.parts]:
+        raise InputError(
+            f"{name!r} does not come first of what is trained, or frozen, with it, so several "
+            "ranks cannot share its rows; put it into the first group of the optimizer that decays"
+        )
+
+
+def _described(opened: Opened, placement: Placement) -> dict[str, str]:
+    from megatrain import __version__
+
+    model = opened.model
+    tiles = [(t.name, t.numel, t.trainable_numel, t.entries) for t in model.layouts]
+    found = {
+        "version of megatrain": __version__,
+        "version of torch": torch.__version__,
+        "version of transformers": transformers.__version__,
+        "kind of device": opened.device.kind,
+        "model": opened.source.model.config.to_json_string(use_diff=False),
+        "layout of tiles": zlib.crc32(repr(tiles).encode()),
+        "model in memory": _checksum(opened.source),
+        "optimizer": model.rule,
+        "max_grad_norm": opened.max_grad_norm,
+        "precision": opened.precision,
+        "placement": placement.as_dict(),
+        "seed": opened.seed,
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+def _checksum(source: Source) -> int:
+    """Of the weights of a model that was given: each rank takes its part of its own."""
+    if source.given is None:
+        return 0
+    found = 0
+    for each in (*source.given.parameters(), *source.given.buffers()):
+        if not each.is_meta:
+            flat = each.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            found = zlib.crc32(flat.numpy().data, found)
+    return found

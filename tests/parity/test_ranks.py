@@ -1,0 +1,239 @@
+"""Several ranks train as one does on the micro-batches of all of them."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatrain import Engine, Placement
+from megatrain.errors import InputError, RunFailed, StepRefused
+from megatrain.loss import DPO, TOKEN_WEIGHTS, LabelSmoothing
+from megatrain.model.trained import Trained
+from tests.families.plain import Step
+from tests.families.tiny import tiny_model
+from tests.parity.cases import llama, make_batches, make_engine, masters, qwen2
+from tests.parity.ranks import run_ranks
+from tests.race.schedule import Alike
+
+SHAPES = ((2, 12), (1, 7), (3, 5), (2, 9))
+RATES = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+
+
+def part_of(step: Step, group: Any) -> Step:
+    """The first micro-batch for rank 0, the others for the rest as evenly as can be."""
+    if group is None:
+        return step
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rest = step[1:]
+    edges = [len(rest) * each // (size - 1) for each in range(size)]
+    return step[:1] if rank == 0 else rest[edges[rank - 1] : edges[rank]]
+
+
+def weighed(steps: list[Step]) -> list[Step]:
+    """With weights for each token; only the first micro-batch counts."""
+    return [
+        [
+            micro | {"token_weights": torch.full(micro["labels"].shape, float(index == 0))}
+            for index, micro in enumerate(step)
+        ]
+        for step in steps
+    ]
+
+
+def train(group: Any, model: Any, loss: Any = None, steps: int = 2, **options: Any) -> dict:
+    """What training leaves, and says."""
+    engine = make_engine(model, group=group, **options)
+    batches, how = make_batches(steps, SHAPES), {} if loss is None else {"loss": loss}
+    said = [engine.step(part_of(s, group), **how) for s in weighed(batches) if loss] or [
+        engine.step(part_of(step, group)) for step in batches
+    ]
+    last = part_of(batches[-1], group)
+    found = {
+        "losses": torch.tensor([each.loss for each in said]),
+        "norms": torch.tensor([each.grad_norm for each in said]),
+        "tokens": torch.tensor([float(each.tokens) for each in said]),
+        "evaluated": torch.tensor([engine.evaluate(last), *engine.score(last)]),
+        **masters(engine),
+    }
+    engine.close()
+    return found
+
+
+CLOSE: dict[str, Callable[[Any], dict]] = {
+    "untied, clipped": lambda group: train(group, llama(), clip=0.5),
+    "tied, not clipped": lambda group: train(group, llama(tie_word_embeddings=True), clip=None),
+    "dropout, boundaries on the host": lambda group: train(
+        group,
+        tiny_model("gpt2", changes=RATES),
+        placement=Placement(slots=1, layer_inputs="host", keep_rows=False),
+    ),
+    "tied, rows that are not kept, graphs that are": lambda group: train(
+        group,
+        qwen2(tie_word_embeddings=True),
+        placement=Placement(slots=3, keep_rows=False, save_activations=2),
+    ),
+    "frozen in part": lambda group: train(
+        group, llama(), trained=Trained(freeze=("embed_tokens", "q_proj", "norm"))
+    ),
+    "experts": lambda group: train(group, tiny_model("mixtral"), rule="sgd", clip=None),
+}
+
+EXACT: dict[str, Callable[[Any], dict]] = {
+    f"{precision}, {rule}": lambda group, precision=precision, rule=rule: train(
+        group,
+        llama(tie_word_embeddings=rule == "lion"),
+        TOKEN_WEIGHTS,
+        clip=1e9,
+        precision=precision,
+        rule=rule,
+    )
+    for precision, rule in (("fp32", "adamw"), ("bf16", "adamw bf16"), ("bf16", "lion"))
+}
+
+
+USUAL = ("tied, rows that are not kept, graphs that are", "frozen in part", "bf16, lion")
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(2, USUAL), *(pytest.param(n, CLOSE | EXACT, marks=pytest.mark.exhaustive) for n in (3, 4))],
+    ids=["2", "3 exhaustive", "4 exhaustive"],
+)
+def test_ranks_train_as_one(size: int, names: Sequence[str], tmp_path: Path) -> None:
+    """To the order of sums; and to the bit where all ranks but one have gradients of zero."""
+
+    def work(group: Any) -> dict[str, dict]:
+        return {name: (CLOSE | EXACT)[name](group) for name in names}
+
+    alone = work(None)
+    for rank, found in enumerate(run_ranks(size, tmp_path, work)):
+        for name in found:
+            for what, value in alone[name].items():
+                mine = found[name][what]
+                if name in EXACT and what not in ("norms", "evaluated"):
+                    assert torch.equal(mine, value), (rank, name, what)
+                close = torch.allclose(mine, value, rtol=2e-6, atol=1e-6)
+                assert close, (rank, name, what, float((mine - value).abs().max()))
+
+
+def refused(
+    kind: type[Exception], wanted: str, call: Callable[..., Any], *given: Any, **options: Any
+) -> None:
+    """That `call` is refused in words that hold `wanted`."""
+    with pytest.raises(kind) as caught:
+        call(*given, **options)
+    assert wanted in str(caught.value), str(caught.value)
+
+
+def other_weights() -> Any:
+    """A model of the same structure."""
+    model = llama()
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-3
+    return model
+
+
+# What rank 1 does otherwise than rank 0, and what all ranks say of it.
+OTHERWISE: dict[str, tuple[dict, str]] = {
+    "seed": ({"seed": 1}, "rank 1 has another seed"),
+    "optimizer": ({"lr": 0.3}, "rank 1 has another optimizer"),
+    "model": ({"model": qwen2}, "rank 1 has another model"),
+    "weights": ({"model": other_weights}, "rank 1 has another model in memory"),
+}
+
+IMPOSSIBLE: dict[str, tuple[dict, str]] = {
+    "passes": ({"placement": Placement(passes=2)}, "placement.passes"),
+    "slices": ({"placement": Placement(max_stream_bytes=1 << 20)}, "placement.max_stream_bytes"),
+    "resident": ({"placement": Placement(resident=("layer 0",))}, "placement.resident"),
+    "disk": ({"placement": Placement(disk_moments=1)}, "placement.disk_moments"),
+    "remainder": ({"placement": Placement(disk_remainder=1)}, "placement.disk_remainder"),
+    "muon": ({"rule": "muon"}, "Muon needs whole matrices"),
+}
+
+
+def test_what_ranks_cannot_do_is_refused_by_name() -> None:
+    with mock.patch("megatrain.api.open_ranks", lambda *_: Alike(0, 2)):
+        for options, words in IMPOSSIBLE.values():
+            refused(InputError, words, make_engine, llama(), **options)
+
+
+def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path: Path) -> None:
+    [step] = make_batches(1, SHAPES)
+
+    def work(group: Any) -> None:
+        rank = dist.get_rank(group)
+        for own, words in OTHERWISE.values():
+            options = {"model": llama, **(own if rank else {})}
+            model = options.pop("model")()
+            refused(InputError, words, make_engine, model, group=group, **options)
+        engine = make_engine(llama(), group=group)
+        before = masters(engine)
+        for call, words in bad_calls(engine, step, rank).values():
+            refused(InputError, words, call)
+        good = part_of(step, group)
+        refused(StepRefused, "above 0", lambda: engine.step(good, norm_limit=0.0))
+        assert engine.steps == 0
+        after = masters(engine)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert engine.step(good).loss > 0
+        mesh = init_device_mesh("cpu", (2,))
+        only_run = Engine(llama(), group=mesh, device="cpu", precision="fp32")
+        alone = Engine(llama(), device="cpu", precision="fp32")
+        assert only_run.evaluate(good) == pytest.approx(alone.evaluate(step), abs=1e-6)
+        assert torch.equal(only_run.logits(good[0]), alone.logits(good[0]))
+
+    run_ranks(2, tmp_path, work)
+
+
+def bad_calls(engine: Engine, step: Step, rank: int) -> dict[str, tuple[Callable[[], Any], str]]:
+    """Calls that rank 1, or both, get wrong, and what both say."""
+    own = step[rank : rank + 1]
+    broken = [{"input_ids": own[0]["input_ids"] + 1000 * rank, "labels": own[0]["labels"]}]
+    packed = [own[0] | {"position_ids": torch.zeros_like(own[0]["input_ids"])}]
+
+    def scheduled() -> None:
+        assert engine.optimizer is not None
+        group = engine.optimizer.param_groups[0]
+        kept, group["lr"] = group["lr"], group["lr"] * (1 + rank)
+        try:
+            engine.step(own)
+        finally:
+            group["lr"] = kept
+
+    return {
+        "tokens": (lambda: engine.step(broken), "outside the model's vocabulary"),
+        "nothing": (lambda: engine.step(own[: 1 - rank]), "at least one micro-batch"),
+        "packed": (lambda: engine.step(packed if rank else own), "several documents"),
+        "joint": (lambda: engine.step(own, DPO()), "DPO compares rows"),
+        "schedule": (scheduled, "another settings of the optimizer"),
+        "loss": (
+            lambda: engine.step(own, LabelSmoothing(0.1 + rank / 10)),
+            "rank 1 has another loss",
+        ),
+        "calls": (
+            lambda: engine.evaluate(own) if rank else engine.step(own),
+            "rank 1 has another call",
+        ),
+        "save": (lambda: engine.save("nowhere"), "save is not for several ranks"),
+        "export": (lambda: engine.save_pretrained("nowhere"), "save_pretrained is not for several"),
+    }
+
+
+def test_a_rank_that_ends_ends_the_others(tmp_path: Path) -> None:
+    [step] = make_batches(1, SHAPES)
+
+    def work(group: Any) -> None:
+        engine = make_engine(llama(), group=group)
+        engine.step(part_of(step, group))
+        if dist.get_rank(group) == 1:
+            return
+        refused(RunFailed, "rank 0 of 2 has lost the others", lambda: engine.step(step))
+        os._exit(0)
+
+    run_ranks(2, tmp_path, work, whole=False)
