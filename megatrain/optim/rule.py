@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from megatrain import kernels
-from megatrain.compat.transformers import get_parameter_names
 from megatrain.errors import InputError
 from megatrain.kernels.reference import join_block, split_block
 from megatrain.tile import Entry, TileLayout
@@ -218,6 +217,8 @@ class Rule(ABC):
 
         Which do is as in transformers.Trainer (`get_decay_parameter_names`).
         """
+        from megatrain.compat.transformers import get_parameter_names  # seconds to import
+
         decaying = set(get_parameter_names(model, [nn.LayerNorm], list(self.no_decay)))
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [

@@ -1,6 +1,7 @@
 """What the kernel tests share: implementations to try, bit comparison, one AdamW problem."""
 
 import platform
+from functools import cache
 from typing import Any
 
 import pytest
@@ -74,6 +75,11 @@ def randn(size: int, seed: int) -> Tensor:
 
 def gradient(size: int, step: int) -> Tensor:
     """Gradients over seven orders of magnitude, as training has them."""
+    return _gradient(size, step).clone()
+
+
+@cache
+def _gradient(size: int, step: int) -> Tensor:
     exponent = randn(size, 1000 + step).clamp(-3, 3)
     return randn(size, step) * 10**exponent
 
