@@ -149,7 +149,7 @@ class ProcessGroups(Ranks):
 
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
         whole = torch.zeros(prod(shape))
-        whole[place] = part
+        whole[place] = part.view(-1)
         with self._told():  # as integers: a sum with zeros keeps every bit
             dist.all_reduce(whole.view(torch.int32), group=self.host)
         return whole.view(tuple(shape))
@@ -191,11 +191,12 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
         raise InputError("this process is not in the group that it gives")
     if dist.get_world_size(group) == 1:
         return ALONE
-    return _opened(group, device)
+    return connected(group, device)
 
 
 @cache  # a new group takes the name of one that was destroyed, and with it what that one left
-def _opened(group: ProcessGroup, device: torch.device) -> Ranks:
+def connected(group: ProcessGroup, device: torch.device) -> Ranks:
+    """The ranks of a group, also of a single one."""
     members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
 
     def made(backend: str) -> Any:

@@ -90,7 +90,7 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
         engine.close()
 
 
-def build_engine(case: StepCase) -> Engine:
+def build_engine(case: StepCase, group: Any = None) -> Engine:
     """An engine with random weights, the same in all layers, as `case` says."""
     return Engine(
         Alike(qwen2_config(case.shape, case.sequence_length, case.layers)),
@@ -99,6 +99,7 @@ def build_engine(case: StepCase) -> Engine:
         device=None if case.device == "auto" else case.device,
         seed=case.seed,
         adapter=lora_adapter(case.lora_r),
+        group=group,
     )
 
 
