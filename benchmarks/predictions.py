@@ -78,6 +78,8 @@ class Prediction:
             yield f"{placement.passes} passes"
         if placement.resident:
             yield f"{len(placement.resident)} resident"
+        if placement.keep_weights:
+            yield f"weights of {placement.keep_weights} stay"
         if placement.save_activations:
             whole = " whole" * (placement.save_all == placement.save_activations)
             yield f"{placement.save_activations} kept{whole}"

@@ -23,6 +23,7 @@ _LEAST = {
     "prefetch": 0,
     "save_bytes": 0,
     "passes": 1,
+    "keep_weights": 0,
     "save_all": 0,
     "disk_moments": 0,
     "disk_remainder": 0,
@@ -101,6 +102,9 @@ class Placement:
         layer_input_lanes: copies of layer inputs in flight at once, when they go to the host.
         resident: tiles that rest on the device with all their state, and are updated there
             (`embedding`, `prologue`, `layer 0`, ..., `head`).
+        keep_weights: tiles, of those that do not rest on the device, whose weights stay there from
+            one update to the next, so that they cross the bus once a step: layers, evenly spread,
+            and then the head.
         save_activations: layers whose graph is saved on the device, not recomputed: the last ones
             but for those of `offload_activations`.
         offload_activations: layers whose graph is saved in pinned host memory, evenly spread over
@@ -151,6 +155,7 @@ class Placement:
     update_threads: int | None = None
     save_bytes: int | None = None
     passes: int = 1
+    keep_weights: int = 0
     disk_moments: int = 0
     disk_remainder: int = 0
 

@@ -48,12 +48,17 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class Rests:
-    """Where the planes of a tile rest, by their kinds; how a step goes about it follows."""
+    """Where the planes of a tile rest, by their kinds; how a step goes about it follows.
+
+    Attributes:
+        stays: whether the device keeps a copy of weights that rest elsewhere.
+    """
 
     weights: Tier = Tier.HOST
     remainder: Tier = Tier.HOST
     moments: Tier = Tier.HOST
     gradient: Tier = Tier.HOST
+    stays: bool = False
 
     def tier(self, plane: Plane) -> Tier:
         """Where a plane rests."""
@@ -63,7 +68,7 @@ class Rests:
     @property
     def streamed(self) -> bool:
         """Whether weights are copied to the device for each use."""
-        return self.weights is not Tier.DEVICE
+        return self.weights is not Tier.DEVICE and not self.stays
 
     @property
     def updates(self) -> str:
@@ -71,7 +76,7 @@ class Rests:
         return COMPUTE if self.moments is Tier.DEVICE else UPDATE
 
 
-_RESIDENT = Rests(*[Tier.DEVICE] * 4)  # all of the tile
+_RESIDENT = Rests(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)  # all of the tile
 
 
 @dataclass(frozen=True)
@@ -282,15 +287,19 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
             f"placement.resident: the model has no tile {min(unknown)!r}; it has "
             f"{', '.join(layout.name for layout in layouts)}"
         )
-    others = [t for t in layouts if t.trainable_numel and t.name not in placement.resident]
+    elsewhere = [t for t in layouts if t.name not in placement.resident]
+    others = [t for t in elsewhere if t.trainable_numel]
     moments = _spread(others, placement.disk_moments)
     remainder = _spread(others, placement.disk_remainder)
+    visited = [t for t in elsewhere if t.kind in (TileKind.LAYER, TileKind.HEAD)]
+    staying = _spread(visited, placement.keep_weights)
     return [
         _RESIDENT
         if layout.name in placement.resident
         else Rests(
             moments=Tier.DISK if layout.name in moments else Tier.HOST,
             remainder=Tier.DISK if layout.name in remainder else Tier.HOST,
+            stays=layout.name in staying,
         )
         for layout in layouts
     ]

@@ -183,11 +183,12 @@ def reasons(found: Forecast) -> list[str]:
     graphs += f" ({placement.save_all} of them whole)" * bool(placement.save_all)
     graphs += f" and {offloaded} on the host" * bool(offloaded)
     graphs += f" in {placement.passes} passes" * (placement.passes > 1)
-    tiles = ""
+    count = placement.keep_weights
+    tiles = f", weights of {count} tile{'s' * (count > 1)} stay on the device" * bool(count)
     if placement.chunk_tokens is not None:
         where = placement.save_attention
         kept = "attention computed twice" if where == "none" else f"attention kept on the {where}"
-        tiles = f", tiles of {placement.chunk_tokens} tokens, {kept}"
+        tiles += f", tiles of {placement.chunk_tokens} tokens, {kept}"
     if placement.max_stream_bytes is not None:
         tiles += f", layers and head in slices of at most {gib(placement.max_stream_bytes)}"
     for planes in ("moments", "remainder"):

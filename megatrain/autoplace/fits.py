@@ -46,6 +46,7 @@ def smallest(placement: Placement) -> Placement:
         layer_inputs="host",
         layer_input_lanes=1,
         resident=(),
+        keep_weights=0,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a candidate's spare memory can buy: resident tiles, kept graphs on device and host, passes.
+"""What a candidate's spare memory can buy: resident tiles, weights that stay, kept graphs, passes.
 
 A candidate is a forecast with nothing resident and nothing kept (autoplace/candidates.py). What
 each way of spending could bring at best is known from it: no resource does less work than it must.
@@ -61,6 +61,11 @@ class FirstTiles:
         tiles = [each for each in self.tiles if each.kind is not TileKind.EMBEDDING]
         summed = [each.trainable_numel for each in tiles]
         return 4 * (sum(summed) - max(summed))
+
+    def rest(self, count: int) -> list[TileLayout]:
+        """The tiles after the first `count` whose weights could stay on the device."""
+        others = (TileKind.LAYER, TileKind.HEAD)
+        return [each for each in self.tiles[count:] if each.kind in others]
 
     def names(self, count: int) -> tuple[str, ...]:
         """Of the first `count`."""
@@ -154,6 +159,7 @@ class MemoryPlan:
 
     candidate: Forecast
     resident: tuple[str, ...]
+    staying: int
     passes: int
     graphs: "Graphs"
     seconds: float
@@ -164,6 +170,7 @@ class MemoryPlan:
         return replace(
             self.candidate.placement,
             resident=self.resident,
+            keep_weights=self.staying,
             passes=self.passes,
             save_activations=graphs.kept,
             save_all=graphs.whole,
@@ -247,10 +254,16 @@ class MemoryPlans:
             if not least <= count <= fitting or (count and not self._tiles[count - 1].numel):
                 continue  # too few, too many, or one that brings nothing
             left, left_on_host = first.device_bytes(count), first.host_bytes(count)
-            yield from self._graphs(count, spare - left, host_spare + left_on_host)
+            yield from self._graphs(count, 0, spare - left, host_spare + left_on_host)
+            rest = first.rest(count)
+            left += self._workload.dtype.itemsize * sum(each.numel for each in rest)
+            if rest and self._passes > 1 and left <= spare:
+                yield from self._graphs(count, len(rest), spare - left, host_spare + left_on_host)
 
-    def _graphs(self, count: int, spare: int, host_spare: int) -> Iterator[MemoryPlan]:
-        """With `count` resident tiles."""
+    def _graphs(
+        self, count: int, staying: int, spare: int, host_spare: int
+    ) -> Iterator[MemoryPlan]:
+        """With `count` resident tiles, and the weights of so many others."""
         resident = self._first.names(count)
         told = set()
         for offload in self._offloads(host_spare):
@@ -261,8 +274,8 @@ class MemoryPlans:
             if graphs in told:
                 continue  # as many are left by those that stay on the device
             told.add(graphs)
-            times = self._times(count, graphs)
-            yield MemoryPlan(self._frame, resident, self._passes, graphs, *times)
+            times = self._times(count, staying, graphs)
+            yield MemoryPlan(self._frame, resident, staying, self._passes, graphs, *times)
 
     def _offloads(self, host_spare: int) -> list[int]:
         """Numbers of graphs on the host: none, all that it holds, those that leave unnoticed."""
@@ -281,12 +294,12 @@ class MemoryPlans:
         """Seconds that a graph takes to the host."""
         return self._costs.copy(COPY_OUT, self._graph)
 
-    def _times(self, count: int, graphs: Graphs) -> tuple[float, float]:
+    def _times(self, count: int, staying: int, graphs: Graphs) -> tuple[float, float]:
         """Seconds that the busiest resource takes at least, and those that the step likely takes.
 
         What compute waits for in the candidate are tiles on their way or in their updates, which no
         bound tells; it waits less as fewer are streamed. With clipping, updates run beside the
-        first pass's forward alone.
+        first pass's forward alone. In a forward weights cross twice as fast as in a backward.
         """
         all_tiles, gone = self._tiles, self._tiles[:count]
         left = 1 - sum(t.numel for t in gone) / sum(t.numel for t in all_tiles)
@@ -294,17 +307,19 @@ class MemoryPlans:
         bounds, compute = self._frame.bounds, self._compute(graphs)
         crossed = graphs.offloaded * self._passes  # a graph of a pass each
         returning = self._costs.copy(COPY_IN, self._graph)
+        arriving = bounds[COPY_IN] * crossing * (0.5 if staying else self._passes)
+        late = max(0.0, arriving / 2 - self._forward()) if self._passes > 1 else 0.0
         alone = 0.0
         if self._passes > 1 and self._workload.clip:
             alone = max(0.0, bounds[UPDATE] * left - self._forward() / self._passes)
         least = max(
             compute + alone,
             bounds[UPDATE] * left,
-            bounds[COPY_IN] * self._passes * crossing + crossed * returning,
+            arriving + crossed * returning,
             bounds[COPY_OUT] * crossing + crossed * self._leaving(),
         )
         waited = self._frame.seconds - bounds[COMPUTE]
-        return least, max(least, compute + max(waited * left, alone))
+        return least, max(least, compute + late + max(waited * left, alone))
 
     def _compute(self, graphs: Graphs) -> float:
         """Seconds of computing, and of waiting for lanes to the host."""

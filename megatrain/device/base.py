@@ -52,6 +52,7 @@ class Memory(Enum):
     SLOTS = "slots"
     SUMS = "sums and rows"
     KEPT_SUMS = "gradient sums"
+    KEPT_WEIGHTS = "kept weights"
     GRADIENTS = "gradients on their way"
     ROWS = "rows on their way"
     LANES = "lanes of the host"

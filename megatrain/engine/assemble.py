@@ -121,7 +121,8 @@ class Assembly:
         layers = (each.numel for each in streamed if each.kind is TileKind.LAYER)
         layer = max(layers, default=largest)
         slots, distance = self.placement.slots, self.placement.prefetch_distance
-        given = slots, distance, layer, largest, self.dtype, self.collectives
+        staying = [tile for tile in self.store.tiles if tile.rests.stays]
+        given = slots, distance, layer, largest, self.dtype, self.collectives, staying
         return Stream(self.device, *given)
 
     def scratch(self, *, train: bool) -> ScratchArena:

@@ -137,7 +137,7 @@ class Embedding:
         """Start the rows' way to the device and hand them to every micro-batch."""
         self._lay_out(len(batch.unique_U))
         for table in self._tables:
-            if table.tile.rests.streamed:
+            if table.tile.rests.weights is Tier.HOST:
                 self._gather(table, table.tile.weights, table.tile.updated, batch)
             self._bring(table, batch)
             rows_UD = table.first(table.rows, batch.unique_U)
@@ -173,7 +173,7 @@ class Embedding:
 
     def _bring(self, table: _Table, batch: Batch) -> None:
         """Bring a table's rows to the device, from the table or from where they were gathered."""
-        if not table.tile.rests.streamed:
+        if table.tile.rests.weights is Tier.DEVICE:
             self._gather_there(table, batch)
         else:
             self._arrive(table, batch)

@@ -1,6 +1,7 @@
 """Weights in: tiles are copied into a few slots ahead of their use.
 
-A slot is as large as the largest layer. A larger tile (the head) takes several neighbours.
+A slot is as large as the largest layer. A larger tile (the head) takes several neighbours. Weights
+that stay on the device have a place of their own, into which each version of them is copied once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from megatrain.device.base import COMPUTE, COPY_IN, Memory, Name
 from megatrain.device.collectives import Collectives
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.tile_slice import TileSlice
-from megatrain.store import Tile
+from megatrain.store import Tier, Tile
 
 Unit = TypeVar("Unit", bound=StreamedModule)
 
@@ -27,11 +28,12 @@ class _Slot:
 
 @dataclass
 class _Place:
-    """Where one visit of the itinerary finds its weights."""
+    """Where a visit finds its weights."""
 
     slots: list[_Slot]
     buffer: Buffer
     ready: Any = None  # they have arrived
+    version: int | None = None  # of weights that stay
 
 
 class Stream:
@@ -46,8 +48,9 @@ class Stream:
         largest: int,
         dtype: torch.dtype,
         collectives: Collectives,
+        staying: Sequence[Tile] = (),
     ) -> None:
-        """Args: `numel` elements of a slot, `largest` of the largest tile.
+        """Args: `numel` elements of a slot, `largest` of the largest tile that takes slots.
 
         There are as many slots as the largest tile takes, if `slots` are fewer.
         """
@@ -59,16 +62,32 @@ class Stream:
             Buffer(f"slot {i}", self._memory.data[i * numel : (i + 1) * numel])
             for i in range(count)
         ]
+        kept = [
+            device.empty(
+                Name(Memory.KEPT_WEIGHTS, f"{tile.name} kept weights"), tile.layout.numel, dtype
+            )
+            for tile in staying
+        ]
         # Device memory is free to use only in the order of COMPUTE, where it was given.
         device.run(COMPUTE, "allocate slots", lambda: None, writes=pieces)
-        self._slots = [_Slot(piece, device.record(COMPUTE)) for piece in pieces]
+        given = device.record(COMPUTE)
+        self._slots = [_Slot(piece, given) for piece in pieces]
+        self._staying = {
+            tile.index: _Place([_Slot(buffer, given)], buffer)
+            for tile, buffer in zip(staying, kept, strict=True)
+        }
         self._itinerary: list[StreamedModule] = []
         self._places: list[_Place] = []
         self._loaded = self._visited = 0
 
     def begin(self, itinerary: Sequence[StreamedModule]) -> None:
         """Set all visits of a step, both sweeps, and start the first loads."""
-        self._itinerary = [unit for unit in itinerary if unit.tile.rests.streamed]
+        self._itinerary, due = [], {i: place.version for i, place in self._staying.items()}
+        for unit in itinerary:
+            tile = unit.tile.whole
+            if tile.rests.streamed or due.get(tile.index, tile.version) != tile.version:
+                self._itinerary.append(unit)
+                due[tile.index] = tile.version
         self._places = list(self._plan())
         self._loaded = self._visited = 0
         self._load_until(self._distance)
@@ -77,6 +96,9 @@ class Stream:
         """Each visit's slots, in turn; a tile too large for the last ones takes the first."""
         start = 0
         for unit in self._itinerary:
+            if (own := self._staying.get(unit.tile.index)) is not None:
+                yield own
+                continue
             count = _slots_of(unit.tile.layout.numel, self._numel)
             if start + count > len(self._slots):
                 start = 0
@@ -95,19 +117,21 @@ class Stream:
     def visit(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, Buffer]]:
         """Each unit with its weights, which hold until the next one is asked for."""
         for unit in units:
-            if not unit.tile.rests.streamed:
+            if unit.tile.rests.weights is Tier.DEVICE:
                 yield unit, unit.tile.weights
                 continue
-            position = self._visited
-            assert self._itinerary[position] is unit, "visits must follow the itinerary"
-            self._load_until(position + self._distance)
-            place = self._places[position]
+            place, position = self._staying.get(unit.tile.index), self._visited
+            due = self._itinerary[position : position + 1] == [unit]
+            if due:
+                self._load_until(position + self._distance)
+                place = self._places[position]
+            assert place is not None, "visits must follow the itinerary"
             self._device.wait(COMPUTE, place.ready, "weights arrived")
             yield unit, place.buffer
             done = self._device.record(COMPUTE)
             for slot in place.slots:
                 slot.free = done
-            self._visited += 1
+            self._visited += due
 
     def _load_until(self, position: int) -> None:
         last = min(position, len(self._itinerary) - 1)
@@ -130,6 +154,7 @@ class Stream:
             self._device.copy(COPY_IN, to, source)
         parts = [place.buffer.piece(*part) for part in tile.layout.parts]
         place.ready = self._collectives.gather(parts, tile.name)
+        place.version = tile.whole.version
 
 
 def _slots_of(tile_numel: int, slot_numel: int) -> int:

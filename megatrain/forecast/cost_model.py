@@ -59,6 +59,7 @@ _PLACES: dict[Enum, str] = {
     Memory.SLOTS: "slots",
     Memory.SUMS: "gradients and rows",
     Memory.KEPT_SUMS: "gradient sums",
+    Memory.KEPT_WEIGHTS: "kept weights",
     Memory.GRADIENTS: "gradients and rows",
     Memory.LANES: LANES,
     Memory.OTHER: "small buffers",

@@ -92,10 +92,11 @@ class Forecast:
         bounds: seconds that each resource is busy; no schedule can be faster than the largest.
         binds: the name of the largest.
         device_bytes: at the step's peak, by part: `slots`, `gradients and rows`, `gradient sums`
-            (of several passes), `resident tiles`, `activations`, `kept graphs`, `kept attention`,
-            `working set` (of one layer or the head), `lanes of the host`, `layer arguments`, `small
-            buffers`, `libraries` (their workspaces), `allocator` (taken beyond what is in use),
-            `context` (of the process; everything else is what `Engine.memory()` counts).
+            (of several passes), `kept weights`, `resident tiles`, `activations`, `kept graphs`,
+            `kept attention`, `working set` (of one layer or the head), `lanes of the host`, `layer
+            arguments`, `small buffers`, `libraries` (their workspaces), `allocator` (taken beyond
+            what is in use), `context` (of the process; everything else is what `Engine.memory()`
+            counts).
         host_bytes: as `Engine.memory()` names them (`host_weights_bytes`, ...), and
             `host_process_bytes` for the process itself. Where the device is the CPU what would be
             in `device_bytes` is here (`host_working_set_bytes`, ...).

@@ -25,6 +25,7 @@ class TileBytes:
         parameters: of one.
         tier: `device` or `host`.
         disk: planes that rest on the disk instead.
+        stays: whether the device keeps a copy of the weights.
         planes: bytes of one, by plane. Gradients that share room (no clipping) are in no tile.
         saved: bytes of each plane that a checkpoint holds of one.
     """
@@ -36,6 +37,7 @@ class TileBytes:
     planes: dict[str, int]
     saved: list[int]
     disk: tuple[str, ...] = ()
+    stays: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -57,7 +59,7 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
         for plane, num_bytes in zip(kept, saved, strict=True):
             planes[plane.kind.value] += num_bytes
         held = workload.clip and not workload.rule.directs(layout)
-        if held or not rests.streamed:
+        if held or rests.gradient is Tier.DEVICE:
             planes[gradient.kind.value] = gradient.num_bytes(layout)
         own = "" if layout.kind is TileKind.LAYER else layout.name
         if layout.numel:
@@ -71,6 +73,7 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
             planes=dict(planes),
             saved=list(saved),
             disk=tuple(name for name in PLANES if getattr(rests, name) is Tier.DISK),
+            stays=rests.stays,
         )
         for (_, rests, planes, saved), same in groups.items()
     ]

@@ -29,6 +29,7 @@ PLACEMENTS = {
     "streamed": Placement(slots=1),
     "resident": Placement(resident=("embedding", "layer 1", "head"), save_activations=1),
     "host boundaries": Placement(slots=2, layer_inputs="host", host_grad_buffers=3),
+    "kept weights": Placement(slots=1, passes=2, keep_weights=2),
     "disk": Placement(slots=1, disk_moments=3, disk_remainder=9, resident=("layer 0",)),
 }
 # Precision, clipping, tied, dropout; each placement in turn.

@@ -78,6 +78,8 @@ def placements() -> list[Placement]:
         Placement(passes=2, layer_inputs="host", slots=3),
         Placement(passes=3, save_activations=3, save_all=2, offload_activations=1),
         Placement(passes=2, resident=("embedding", "layer 1", "head"), save_attention="host"),
+        Placement(keep_weights=2, slots=1),
+        Placement(keep_weights=9, passes=2, resident=("layer 1",), save_activations=2),
         Placement(disk_moments=2),
         Placement(disk_moments=99, disk_remainder=99, resident=("layer 1",)),
         Placement(disk_remainder=3, host_grad_buffers=1),
@@ -117,6 +119,19 @@ def check_placements(
     for placement in placements()[number % every :: every]:
         got = train(steps, precision, tied, clip, placement=placement, rule=rule)
         assert identical(got, wanted), placement
+
+
+@pytest.mark.parametrize(("clip", "tied"), [(0.5, True), (None, False)])
+def test_levels_of_tiles_change_no_bit_in_any_number_of_passes(
+    clip: float | None, tied: bool
+) -> None:
+    """Weights of two or all tiles stay, these beside a tile that rests on the device."""
+    steps = make_batches(2)
+    wanted = train(steps, "bf16", tied, clip, placement=Placement(slots=1))
+    for passes, kept in itertools.product((1, 2, 3), (2, 9)):
+        resident = ("layer 1",) * (kept == 9)
+        placement = Placement(passes=passes, keep_weights=kept, resident=resident)
+        assert identical(train(steps, "bf16", tied, clip, placement=placement), wanted), placement
 
 
 @pytest.mark.parametrize("tied", [False, True])

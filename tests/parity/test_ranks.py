@@ -76,7 +76,7 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
     "tied, rows that are not kept, graphs that are": lambda group: train(
         group,
         qwen2(tie_word_embeddings=True),
-        placement=Placement(slots=3, keep_rows=False, save_activations=2),
+        placement=Placement(slots=3, keep_rows=False, save_activations=2, keep_weights=2),
     ),
     "frozen in part": lambda group: train(
         group, llama(), trained=Trained(freeze=("embed_tokens", "q_proj", "norm"))

@@ -53,6 +53,9 @@ DISKS: tuple[dict, ...] = (
     *({}, {"disk_remainder": 3}),
 )
 
+# Tiles whose weights stay: every other layer, of which one rests there; all.
+STAYING = (0, 3, 9)
+
 SLICE = 3000  # bytes: a layer of the model with experts has three slices of experts
 
 WIDE = 500  # tokens: with so many the head of the model without experts has four ranges
@@ -112,7 +115,7 @@ def schedules() -> Iterator[dict]:
         itertools.product((1, 3, None), KEPT_ROWS, RESIDENT, ((), (0, 1)), WAITING, CLOSED)
     )
     rules, disks = itertools.cycle(SWEPT), itertools.cycle(DISKS)
-    losses = itertools.cycle(LOSSES)
+    losses, staying = itertools.cycle(LOSSES), itertools.cycle(STAYING)
     for slots, boundaries, clip, tied, precision in itertools.product(
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
@@ -132,6 +135,7 @@ def schedules() -> Iterator[dict]:
                     **rows,
                     **waiting,
                     **next(disks),
+                    keep_weights=next(staying),
                 )
                 yield {
                     "placement": placement,
@@ -183,11 +187,15 @@ class Alike(Ranks):
 
 def shared_schedules() -> Iterator[dict]:
     """Those of the second of three ranks."""
-    rest = itertools.cycle(itertools.product((False, True), (False, True)))
+    rest = itertools.cycle(itertools.product((False, True), (False, True), STAYING))
     for slots, boundaries, clip in itertools.product((1, 3), ("device", "host"), (1.0, None)):
-        tied, keep_rows = next(rest)
+        tied, keep_rows, staying = next(rest)
         placement = Placement(
-            slots=slots, layer_inputs=boundaries, layer_input_lanes=1, keep_rows=keep_rows
+            slots=slots,
+            layer_inputs=boundaries,
+            layer_input_lanes=1,
+            keep_rows=keep_rows,
+            keep_weights=staying,
         )
         yield {"placement": placement, "max_grad_norm": clip, "tied": tied, "ranks": Alike(1, 3)}
 

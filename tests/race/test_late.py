@@ -29,6 +29,8 @@ PLACEMENTS = {
     "attention on the host": Placement(save_attention="host", offload_activations=1, slots=3),
     "passes": Placement(passes=2, slots=3, save_activations=1, resident=("layer 1",)),
     "passes, all leaves": Placement(passes=3, layer_inputs="host", offload_activations=2),
+    "weights that stay": Placement(keep_weights=2, slots=3),
+    "all weights stay": Placement(keep_weights=9, passes=2, resident=("layer 1",)),
     "small": Placement(slots=1, gradient_lanes=1, keep_rows=False, layer_inputs="host"),
     "states on a disk": Placement(disk_moments=2, host_grad_buffers=1),
     "all that can be on a disk": Placement(disk_moments=9, disk_remainder=9, resident=("layer 1",)),

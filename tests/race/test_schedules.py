@@ -1,10 +1,12 @@
 """Every schedule is ordered by events alone, and each wait in it is needed."""
 
 import functools
+from collections import Counter
 from dataclasses import fields
 
 from megatrain import Placement
-from tests.race.schedule import schedules, trace
+from megatrain.device.base import COPY_IN
+from tests.race.schedule import STEPS, schedules, trace
 
 
 @functools.cache
@@ -42,3 +44,16 @@ def test_removing_a_wait_is_noticed() -> None:
         )
     ]
     assert not idle, f"nothing depends on the waits {idle}: they are not needed, or not checked"
+
+
+def test_weights_that_stay_cross_the_bus_once_a_version_and_need_each_wait() -> None:
+    """An evaluation after each step brings the new version, which the next step finds there."""
+    placement = Placement(keep_weights=9, passes=3)
+    schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
+    device = trace(**schedule)
+    arrivals = Counter(name for stream, name in device.operations if stream == COPY_IN)
+    kept = {name: count for name, count in arrivals.items() if name.endswith("kept weights")}
+    assert len(kept) == 6 and set(kept.values()) == {STEPS + 1}
+    for why in ("version due", "weights arrived", "slot free"):
+        races = trace(**schedule, without=frozenset({why})).races
+        assert any("kept weights" in race or "weights ->" in race for race in races), why

@@ -32,6 +32,7 @@ from megatrain.plan.wear import disk_use
 from megatrain.source import opened
 from megatrain.source.opened import Model
 from megatrain.source.source import open_source
+from megatrain.tile import TileKind
 from megatrain.units import MIB
 from tests.parity.cases import Noting
 from tests.rules import SWEPT, with_rules
@@ -262,6 +263,16 @@ def test_passes_hold_their_own_graphs_and_all_sums() -> None:
         taken = sum(v for name, v in device.taken.items() if name.endswith(" sums"))
     assert "gradient sums" not in one.device_bytes
     assert more.device_bytes["gradient sums"] == taken <= 4 * numel
+
+
+def test_weights_that_stay_cross_the_bus_once_a_step() -> None:
+    """Of layers and head; where none stays, layers cross it four times in two passes."""
+    layouts = forecasts().model(Workload()).layouts
+    numel = sum(t.numel for t in layouts if t.kind in (TileKind.LAYER, TileKind.HEAD))
+    kept, none = (told(Placement(slots=3, passes=2, keep_weights=n)) for n in (99, 0))
+    assert kept.device_bytes["kept weights"] == 2 * numel
+    assert "kept weights" not in none.device_bytes and "slots" not in kept.device_bytes
+    assert kept.bounds["copy in"] < 0.4 * none.bounds["copy in"]
 
 
 @pytest.mark.parametrize(("rows", "passes"), [(64, 4), (61, 4), (7, 3), (30, 7)])

@@ -107,6 +107,14 @@ def test_a_step_is_taken_in_passes_where_all_its_graphs_do_not_fit(
     assert joint.placement.passes == 1 and joint.seconds > other.seconds
 
 
+def test_weights_stay_where_the_bus_is_slow() -> None:
+    machine = small_machine(70)
+    slow = replace(machine, to_device_gbps=0.1 * machine.to_device_gbps)
+    found = Search(FORECASTS, slow, STEP).best()
+    assert found.placement.passes > 1 and found.placement.keep_weights == 4
+    assert found.binds == "compute" and found.device_peak_bytes <= 0.95 * 70 * 2**20
+
+
 @pytest.mark.parametrize("clip", [True, False])
 def test_what_passes_leave_and_bring_is_known(clip: bool) -> None:
     """By hand: the graphs of a pass, all sums, and the compute of the step."""
@@ -115,8 +123,10 @@ def test_what_passes_leave_and_bring_is_known(clip: bool) -> None:
     by_hand = replace(candidate.placement, passes=4, save_activations=4, save_all=4)
     told = asked._candidates.of(by_hand, 8)
     ways = asked._plans(candidate, 4)
-    seconds, _ = ways._times(0, Graphs(4, 4, 0))
-    assert seconds <= 1.001 * told.seconds
+    staying = replace(by_hand, keep_weights=5)
+    for count, found in ((0, told), (5, asked._candidates.of(staying, 8))):
+        seconds, _ = ways._times(0, count, Graphs(4, 4, 0))
+        assert seconds <= 1.001 * found.seconds
     assert ways._compute(Graphs(4, 4, 0)) == pytest.approx(told.bounds["compute"], rel=0.02)
     graphs = 4 * (ways._more("device") + ways._rest)
     left = asked._budget.spare(told) + told.device_bytes["kept graphs"]
