@@ -10,7 +10,7 @@ from megatrain.json_yaml import parse_json
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# ShareGPT's and LLaMA-Factory's names of the roles, where messages have `from` and `value`.
+# ShareGPT's and LLaMA-Factory's names of the roles, which some write into `role`, too.
 _SPEAKERS = {
     **{role: role for role in ROLES}, "human": "user", "gpt": "assistant", "chatgpt": "assistant",
     "model": "assistant", "bot": "assistant", "function_call": "assistant", "observation": "tool",
@@ -85,9 +85,20 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
     # Tables fill absent keys with null.
     kept = {key: value for key, value in message.items() if value is not None}
     if "role" not in kept and isinstance(kept.get("from"), str):
-        kept = _shared(kept, where)
+        kept["role"] = kept.pop("from")
+        if kept["role"] not in _SPEAKERS:
+            known = ", ".join(_SPEAKERS)
+            raise InputError(f"{where}: 'from' is {kept['role']!r:.40}, none of these: {known}")
+        if "value" in kept and "content" in kept:
+            raise InputError(f"{where} has both 'value' and 'content': keep one")
+        if "value" in kept:
+            kept["content"] = kept.pop("value")
     if not isinstance(kept.get("role"), str):
         raise InputError(f"{where} has no 'role' (system, user, assistant or tool)")
+    if kept["role"] == "function_call" and "content" in kept:
+        calls = from_json(kept.pop("content"), "value", where)
+        kept["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    kept["role"] = _SPEAKERS.get(kept["role"], kept["role"])
     learnt = _learnt(kept, where)
     refuse_unheeded_of_message(kept, where)
     if isinstance(kept.get("content"), Sequence) and not isinstance(kept["content"], str):
@@ -101,23 +112,6 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
     if "content" in kept:
         kept["content"] = _content(kept["content"], where)
     return kept, learnt
-
-
-def _shared(message: Message, where: str) -> Message:
-    """A message of `from` and `value` as one of `role` and `content`."""
-    speaker = message.pop("from")
-    if speaker not in _SPEAKERS:
-        known = ", ".join(_SPEAKERS)
-        raise InputError(f"{where}: 'from' is {speaker!r:.40}, none of these: {known}")
-    message["role"] = _SPEAKERS[speaker]
-    if "value" in message:
-        if "content" in message:
-            raise InputError(f"{where} has both 'value' and 'content': keep one")
-        message["content"] = message.pop("value")
-    if speaker == "function_call" and "content" in message:
-        calls = from_json(message.pop("content"), "value", where)
-        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
-    return message
 
 
 def _learnt(message: Message, where: str) -> bool:

@@ -6,13 +6,17 @@ from typing import Any
 from megatrain.data.conversation import Conversation, messages
 from megatrain.data.replies import Replies
 from megatrain.data.template import Template
-from megatrain.data.text import surroundings
+from megatrain.data.text import absent, surroundings
 from megatrain.data.tokenizer import check_encodable, token_ids, tokenising
 from megatrain.errors import InputError
 
 Prompt = str | Sequence[Mapping[str, Any]]  # a text to continue, or messages to reply to
 
 _ASKED, _ANSWERED = "some words", "an answer"
+_TALK = Conversation(
+    [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}],
+    [False, True],
+)
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: str) -> list[int]:
@@ -34,7 +38,7 @@ def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: st
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise InputError(f"{where}: holds no token; give some text")
-    return token_ids([*lead, *ids], vocab_size, where).tolist()
+    return token_ids([*absent(lead, ids[: len(lead)]), *ids], vocab_size, where).tolist()
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
@@ -45,15 +49,25 @@ def end_of_turn(tokenizer: Any) -> int | None:
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
     added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
-    talk = Conversation(
-        [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}],
-        [False, True],
-    )
     try:
-        replies = Replies(Template(tokenizer), list(added), talk, "the chat template")
+        replies = Replies(Template(tokenizer), list(added), _TALK, "the chat template")
         begin, end = replies.span(1)
     except InputError:  # it takes other conversations only
         return None
     _, _, closing = replies.text[begin:end].rpartition(_ANSWERED)
     places = {closing.rfind(token): token for token in added if token and token in closing}
     return added[places[max(places)]] if places else None
+
+
+def unmet_opening(tokenizer: Any) -> str:
+    """What the chat template asks for a reply with, where it writes plain replies after another.
+
+    Such as `<think>`, which it leaves out before replies without reasoning.
+    """
+    template, where = Template(tokenizer), "the chat template"
+    try:
+        whole, _ = template.render(_TALK, where, add_generation_prompt=False)
+        asked, _ = template.render(_TALK.upto(1), where, add_generation_prompt=True)
+    except InputError:  # it takes other conversations only
+        return ""
+    return "" if whole.startswith(asked) else asked.rpartition(_ASKED)[2]

@@ -29,7 +29,8 @@ class TextEncoder:
     """Tokenises pieces of text in batches, which the tokenizer spreads over all cores.
 
     The tokenizer's own special tokens go around each document, and its end-of-sequence token after
-    it. A long document becomes several pieces, of which only the last has the end token.
+    it, but where the text has them already. A long document becomes several pieces, of which only
+    the last has the end token.
 
     Raises:
         InputError: the tokenizer has no end-of-sequence token.
@@ -60,8 +61,8 @@ class TextEncoder:
             )["input_ids"]
         for (place, piece), ids in zip(found, encoded, strict=True):
             if ids:
-                ids = [*(self._lead if piece.first else []), *ids]
-                ids += self._tail if piece.last else []
+                lead = absent(self._lead, ids[: len(self._lead)]) if piece.first else []
+                ids = [*lead, *ids, *(self._absent_tail(ids) if piece.last else [])]
             tokens = token_ids(ids, self._vocab_size, place.where)
             yield Document(place.source, place.number, tokens, np.ones(len(tokens), dtype=bool))
 
@@ -86,14 +87,24 @@ class TextEncoder:
                 prompt + completion, add_special_tokens=False, return_offsets_mapping=True,
                 verbose=False,
             )  # fmt: skip
-        ids = [*self._lead, *encoded["input_ids"], *self._tail]
+        ids = encoded["input_ids"]
+        lead = absent(self._lead, ids[: len(self._lead)])
+        ids = [*lead, *ids, *self._absent_tail(ids)]
         ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 1]
         targets = np.ones(len(ids), bool)
-        targets[: len(self._lead) + int(np.searchsorted(ends, len(prompt), side="right"))] = False
+        targets[: len(lead) + int(np.searchsorted(ends, len(prompt), side="right"))] = False
         if not completion:
             targets[:] = False
         tokens = token_ids(ids, self._vocab_size, found.where)
         return Document(found.source, found.number, tokens, targets)
+
+    def _absent_tail(self, ids: list[int]) -> list[int]:
+        return absent(self._tail, ids[-len(self._tail) :])
+
+
+def absent(special: list[int], there: list[int]) -> list[int]:
+    """The special tokens to put where a text has `there`: none where these are the same."""
+    return [] if there == special else special
 
 
 def surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:

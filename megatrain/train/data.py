@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.config import Config, DataSection, ModelSection, nearest
 from megatrain.data import PackedDataset, Stream, load_tokenizer, open_dataset, open_stream
-from megatrain.data.prompts import end_of_turn, prompt_ids
+from megatrain.data.prompts import end_of_turn, prompt_ids, unmet_opening
 from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
 from megatrain.model.build import load_config
@@ -42,6 +42,11 @@ def open_data(
         training = open_stream(data.path, block_tokens=data.shuffle_buffer, **_reading(*given))
     else:
         training = _open(data.path, *given, weights=data.weights, repeat=data.repeat)
+    if training.kind == "chat" and tokenizer.chat_template and (asked := unmet_opening(tokenizer)):
+        log.info(
+            f"the chat template asks for replies with {asked!r:.80}, but begins those without "
+            "reasoning otherwise: give them some, or name another model.chat_template"
+        )
     if sets:
         return training, sets
     if not data.eval_fraction:

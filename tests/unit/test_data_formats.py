@@ -73,6 +73,10 @@ SAME = {
         talk(ASK, TELL, system="sea"),
     ),
     "ShareGPT with tools": (SHARED_WITH_TOOLS, WITH_TOOLS),
+    "roles of ShareGPT": (
+        {"messages": [{"role": "human", "content": ASK}, {"role": "model", "content": TELL}]},
+        talk(ASK, TELL),
+    ),
     "conversation": ({"conversation": talk(ASK, TELL)}, talk(ASK, TELL)),
     "messages as JSON": ({"messages": json.dumps(talk(ASK, TELL))}, talk(ASK, TELL)),
     "messages beside what they are made of": (
@@ -149,6 +153,17 @@ def test_completions_of_strings_are_learnt_with_their_end_and_no_template(tmp_pa
             assert ids.tolist() == [*whole, tokenizer.eos_token_id]
         texts.add(tokenizer.decode(ids[labels != -100]).strip())
     assert texts == {"calm.</s>", "42</s>"}
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": "The sea"}, {"text": "<s>The sea</s>"}, {"prompt": "<s>The", "completion":
+            " sea</s>"}, {"prompt": "The", "completion": " sea"}],
+)  # fmt: skip
+def test_special_tokens_that_rows_have_written_are_not_doubled(tmp_path, row):
+    tokenizer = make_tokenizer(bos_first=True)
+    batch = opened(write_jsonl(tmp_path / "a.jsonl", [row]), tmp_path, tokenizer).batch([0])
+    ids, labels = batch["input_ids"][0], batch["labels"][0]
+    assert tokenizer.decode(ids[: (labels != -100).nonzero().max() + 1]) == "<s>The sea</s>"
 
 
 def test_a_token_over_the_end_of_a_prompt_is_learnt(tmp_path):

@@ -5,7 +5,7 @@ from data_cases import chat_tokenizer, encode_row, make_tokenizer, talk
 from transformers import GenerationConfig
 
 from megatrain import InputError
-from megatrain.data.prompts import end_of_turn, prompt_ids
+from megatrain.data.prompts import end_of_turn, prompt_ids, unmet_opening
 from megatrain.generate import Sampling
 
 
@@ -36,6 +36,23 @@ ENDS = {"qwen": "<|im_end|>", "marked": "<|im_end|>", "llama3": "<|eot_id|>", "m
 def test_the_token_that_ends_a_reply_is_found_in_the_template(name):
     tokenizer = chat_tokenizer(name)
     assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(ENDS[name])
+
+
+def test_a_template_that_asks_with_what_it_does_not_write_before_replies_is_told():
+    """As DeepSeek R1's and QwQ's, whose tuned models are asked for a thought they never had."""
+    tokenizer = chat_tokenizer("qwen")
+    assert unmet_opening(tokenizer) == ""
+    header = "<|im_start|>assistant\\n"
+    before, _, after = tokenizer.chat_template.rpartition(header)
+    tokenizer.chat_template = f"{before}{header}<think>{after}"
+    assert unmet_opening(tokenizer) == "<|im_end|>\n<|im_start|>assistant\n<think>"
+
+
+def test_a_text_that_begins_as_the_tokenizer_would_begin_it_gets_no_second_beginning():
+    tokenizer = make_tokenizer(bos_first=True)
+    once = prompt_ids(tokenizer, "The sea", None, "p")
+    assert once[0] == tokenizer.bos_token_id
+    assert prompt_ids(tokenizer, "<s>The sea", None, "p") == once
 
 
 def test_without_a_token_at_its_end_a_reply_ends_with_none():
