@@ -1,7 +1,9 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import takewhile
 
 import torch
 
@@ -143,10 +145,12 @@ class Assembly:
                 trunk += staged(device, program, self.expert_slices[visit], visit)
             else:
                 trunk.append(self.layer(visit, policy, offload))
+        head = Head(device, program, self.head, self.whole_head())
         if self.vocab_slices is not None:
-            shards, last = in_shards(device, program, self.vocab_slices, self.vocab_split())
-            return [*trunk, *shards], last
-        return trunk, Head(device, program, self.head, self.whole_head())
+            shards, head = in_shards(device, program, self.vocab_slices, self.vocab_split())
+            trunk += shards
+        _end_backward(trunk)
+        return trunk, head
 
     def layer(self, visit: int, policy: ActivationPolicy, offload: HostOffload | None) -> Layer:
         """A layer that is streamed as a whole."""
@@ -244,3 +248,14 @@ def kept_offload(parts: Parts) -> HostOffload | None:
     """What takes graphs and attention results to the host; None: nothing waits there."""
     offloads = (unit.offload for unit in parts.trunk if isinstance(unit, Layer))
     return next((offload for offload in offloads if offload is not None), None)
+
+
+def _end_backward(trunk: Sequence[Prologue | Layer]) -> None:
+    """Let the backward end at the first unit that is trained, which keeps all that it reads."""
+    frozen = [*takewhile(lambda unit: not unit.trained, trunk)]
+    for unit in frozen:
+        unit.pulls = False
+    pulled = trunk[len(frozen) :]
+    if frozen and pulled:
+        later = {ref for unit in pulled[1:] for ref in unit.new_inputs}
+        pulled[0].new_inputs = sorted({ref for unit in pulled for ref in unit.inputs} - later)

@@ -97,7 +97,7 @@ class Layer(StreamedModule):
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The activations after this layer, of every micro-batch."""
-        out = []
+        out, train = [], train and self.pulls
         for index, micro in enumerate(batch.micro):
             self.seed(batch, index)
             leaving = OffloadPlan() if train and self._offloads else None

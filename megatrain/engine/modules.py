@@ -38,9 +38,11 @@ class StreamedModule:
         tile: where its weights rest.
         prefix: what the tile's parameter names have before the names that the function knows.
         visit: its place among the layers, from 0.
+        pulls: it or a unit before it is trained, so that the backward comes here.
     """
 
     visit: int
+    pulls = True
 
     def __init__(
         self, device: Device, program: Program, tile: Tile | TileSlice, prefix: str = ""
@@ -49,6 +51,11 @@ class StreamedModule:
 
     def begin(self) -> None:
         """A step begins: drop what one that was broken off has left."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether any of its weights are."""
+        return bool(self.tile.whole.layout.trainable_numel)
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
         """The unit as it is where layers save what `policies` say; most units save nothing."""
@@ -102,6 +109,10 @@ class Prologue(StreamedModule):
         self.inputs: list[Ref] = []
         self.new_inputs: list[Ref] = []
 
+    @property
+    def trained(self) -> bool:
+        return super().trained or bool(self.embedding.trained)
+
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The first activations of every micro-batch (`h` is not read: there are none)."""
 
@@ -118,8 +129,6 @@ class Prologue(StreamedModule):
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
     ) -> State:
         """Gradients of the prologue's weights into `room`, of the rows into `embedding`."""
-        if not (self.tile.layout.trainable or self.embedding.trained):
-            return [{} for _ in batch.micro]
         if not batch.first:
             self.embedding.prepare_gradients(batch)
         reads, writes = [slot, *self.embedding.rows], [room.sums, *self.embedding.sums]

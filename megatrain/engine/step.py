@@ -53,8 +53,9 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
     """Loss, gradients and the start of all updates of one optimizer step."""
     stream, saved, sink, update = parts.stream, parts.saved, parts.sink, parts.update
     groups = batch.passes(parts.passes)
+    pulled = [unit for unit in reversed(parts.trunk) if unit.pulls]  # nothing below is trained
     parts.embedding.fetch(batch)
-    stream.begin([*parts.trunk, parts.head, *reversed(parts.trunk)] * len(groups))
+    stream.begin([*parts.trunk, parts.head, *pulled] * len(groups))
     update.begin()
 
     losses: list[Tensor] = []
@@ -74,7 +75,7 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
                 update.guard(losses)
             sink.put(room)
 
-        for unit, weights in stream.visit(reversed(parts.trunk)):
+        for unit, weights in stream.visit(pulled):
             room = sink.room(unit.tile)
             dh = unit.vjp(weights, group, saved.take(unit), dh, room)
             sink.put(room)
@@ -86,10 +87,11 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
 def forward(
     parts: Parts, batch: Batch, keep: Callable[[Prologue | Layer, State], None], *, train: bool
 ) -> State:
-    """All micro-batches through prologue and layers; `keep` sees each unit's input."""
+    """All micro-batches through prologue and layers; `keep` sees what the backward reads."""
     h: State = [{} for _ in batch.micro]
     for unit, weights in parts.stream.visit(parts.trunk):
-        keep(unit, h)
+        if unit.pulls:
+            keep(unit, h)
         h = unit.run(weights, batch, h, train=train)
     return h
 

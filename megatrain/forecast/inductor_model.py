@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor
 
@@ -161,8 +162,8 @@ class Compiled:
         by_library = {n for op in self._backward if op.extern for n in op.reads} & inside
         # All that any product or attention would have to be run again for.
         self._least = {base for n in read for base in self._base(n)} - traced.given
-        bases = {base for n in read - by_library for base in self._base(n)}
-        self._saved = (by_library | bases) - traced.given
+        rest = self._least_cut(read - by_library, by_library | traced.given)
+        self._saved = by_library - traced.given | rest
 
     def forward(self) -> Work:
         """A forward of which nothing is kept."""
@@ -244,6 +245,30 @@ class Compiled:
             else:
                 self._bases[storage] = frozenset(b for n in op.reads for b in self._base(n))
         return self._bases[storage]
+
+    def _least_cut(self, wanted: set[int], kept: set[int]) -> set[int]:
+        """The fewest bytes from which, beside `kept`, elementwise work computes what is wanted.
+
+        As torch's partitioner cuts a graph: of two products whose sum is wanted the sum is held.
+        """
+        graph = nx.DiGraph()
+        graph.add_nodes_from(("forward", "backward"))
+        asked = [*(wanted - kept)]
+        graph.add_edges_from(((n, "held"), "backward") for n in asked)
+        while asked:
+            n = asked.pop()
+            if graph.has_edge((n, "made"), (n, "held")):
+                continue
+            graph.add_edge((n, "made"), (n, "held"), capacity=self._t.sizes[n])
+            op = self._producer.get(n)
+            if op is None or op.extern or self._small(n, op):
+                graph.add_edge("forward", (n, "made"))
+                continue
+            reads = [each for each in op.reads if each not in kept]
+            graph.add_edges_from(((each, "held"), (n, "made")) for each in reads)
+            asked += reads
+        _, (before, after) = nx.minimum_cut(graph, "forward", "backward")
+        return {n for n, side in before - {"forward"} if side == "made" and (n, "held") in after}
 
     def _small(self, storage: int, op: Op) -> bool:
         largest = max((self._t.sizes[n] for n in op.reads), default=0)

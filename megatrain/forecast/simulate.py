@@ -322,13 +322,14 @@ def _process_bytes(
 
     Then `later` bytes are still to come. On their way to the planes are a layer or a table that is
     drawn, in fp32 (of what rests on the device a parameter goes by way of two more of half its
-    size), or as much as is read at once.
+    size, a frozen one of one), or as much as is read at once.
     """
     resident = [layout for layout in model.layouts if layout.name in placement.resident]
-    split = max((prod(e.shape) for layout in resident for e in layout.entries), default=0)
-    drawn = 4 * most_drawn
+    parameters = [e for layout in resident for e in layout.entries]
+    ways = (2 * prod(e.shape) * (1 if e.group is None else 2) for e in parameters)
+    split, drawn = max(ways, default=0), 4 * most_drawn
     read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
-    arriving = max(drawn + 4 * split, read)
+    arriving = max(drawn + split, read)
     if machine.unified:
         return CPU_PROCESS_BYTES + max(0, arriving - later)
     return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + arriving - later)

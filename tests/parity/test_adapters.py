@@ -1,6 +1,7 @@
 """Adapters of PEFT, trained as plain torch trains a PeftModel, and written as PEFT writes them."""
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,29 @@ def test_a_tied_table_is_not_merged(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="embed_tokens is tied"):
             engine.save_pretrained(tmp_path / "merged", merged=True)
         engine.save_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("family", "placement"),
+    [
+        ("llama", Placement()),
+        ("gemma3n_text", Placement(layer_inputs="host")),  # layers hand on more than one activation
+        ("gemma3n_text", Placement(save_activations=1)),
+        ("llama", Placement(save_activations=3, save_all=3)),
+        ("llama", Placement(save_attention="host", passes=2)),
+    ],
+)
+def test_nothing_below_the_lowest_adapter_is_kept_or_has_a_backward(
+    family: str, placement: Placement
+) -> None:
+    keys = {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]}
+    model, [step] = adapted(family, **keys), make_batches(1)
+    loss, wanted = plain_gradients(model.get_base_model(), step)
+    engine = make_engine(model, clip=1e9, placement=placement)
+    with engine.recording() as spans:
+        assert engine.step(step).loss == pytest.approx(loss, rel=1e-6)
+    assert relative_error(gradients(engine), wanted) < 1e-30
+    work = Counter(span.name for span in spans)
+    assert work["layer 0"] == work["layer 1 backward"] == len(step)
+    assert {"layer 0 backward", "prologue backward"}.isdisjoint(work)
+    assert not any(getattr(engine._parts.saved, "_kept", ()))

@@ -68,19 +68,25 @@ class Together(JointLoss):
         return -log_prob_N.sum()
 
 
+LOWEST = (0, 0, 2)  # the first layer that is trained; above 0 nothing before it is
+
 LOSSES = (CROSS_ENTROPY, Together(), CROSS_ENTROPY)
 
 STEPS = 3  # enough for every slot, lane and host gradient to be used again
 
 
-def _program(config: PreTrainedConfig) -> tuple[ModelProgram, StreamedOptimizer]:
+def _program(config: PreTrainedConfig, lowest: int = 0) -> tuple[ModelProgram, StreamedOptimizer]:
     model = open_source(config, trust_remote_code=False).model
+    for frozen in (model.get_input_embeddings(), *model.model.layers[:lowest]):
+        frozen.requires_grad_(not lowest)
     program = ModelProgram(spec(model), torch.device("cpu"), torch.bfloat16)
     return program, StreamedOptimizer(AdamW(), model)
 
 
 @functools.cache
-def tiny_program(tied: bool, vocab_size: int = VOCAB) -> tuple[ModelProgram, StreamedOptimizer]:
+def tiny_program(
+    tied: bool, vocab_size: int = VOCAB, lowest: int = 0
+) -> tuple[ModelProgram, StreamedOptimizer]:
     """Five layers: more than any number of slots tried."""
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -90,7 +96,7 @@ def tiny_program(tied: bool, vocab_size: int = VOCAB) -> tuple[ModelProgram, Str
         num_attention_heads=2,
         tie_word_embeddings=tied,
     )
-    return _program(config)
+    return _program(config, lowest)
 
 
 @functools.cache
@@ -116,6 +122,7 @@ def schedules() -> Iterator[dict]:
     )
     rules, disks = itertools.cycle(SWEPT), itertools.cycle(DISKS)
     losses, staying = itertools.cycle(LOSSES), itertools.cycle(STAYING)
+    lowest = itertools.cycle(LOWEST)
     for slots, boundaries, clip, tied, precision in itertools.product(
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
@@ -146,6 +153,7 @@ def schedules() -> Iterator[dict]:
                     "closed": closed,
                     "rule": next(rules),
                     "loss": next(losses),
+                    "lowest": next(lowest),
                 }
     yield from split_schedules()
     yield from shared_schedules()
@@ -211,6 +219,7 @@ def trace(
     rule: str = "adamw",
     loss: Loss = CROSS_ENTROPY,
     ranks: Ranks = ALONE,
+    lowest: int = 0,
     without: frozenset[str] = frozenset(),
 ) -> TraceDevice:
     """The device after a few steps and an evaluation of uneven micro-batches.
@@ -223,7 +232,9 @@ def trace(
     if experts:
         program, optimizer = tiny_program_with_experts(tied)
     else:
-        program, optimizer = tiny_program(tied, WIDE if placement.max_stream_bytes else VOCAB)
+        program, optimizer = tiny_program(
+            tied, WIDE if placement.max_stream_bytes else VOCAB, lowest
+        )
     if rule != optimizer.rule.name:
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
     placement = possible(rule, placement)

@@ -129,6 +129,8 @@ def layer_call(program: Program, visit: int, shape: tuple[int, int]) -> LayerCal
     numel = sum(p.numel() for p in layer.module.parameters())
     flat, weights, start = torch.randn(numel).to(dtype) / 50, {}, 0
     for name, p in layer.module.named_parameters():
-        weights[name] = flat[start : start + p.numel()].view(p.shape).detach().requires_grad_()
+        weights[name] = (
+            flat[start : start + p.numel()].view(p.shape).detach().requires_grad_(p.requires_grad)
+        )
         start += p.numel()
     return LayerCall(flat, weights, micro, values)

@@ -16,6 +16,7 @@ from megatrain.forecast.profile import Profile
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
+from megatrain.placement import Saves
 from megatrain.source.source import open_source
 from tests.unit.forecast_cases import layer_call
 
@@ -45,7 +46,10 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
 
 
-def model_of(intermediate: int, kv_heads: int) -> ModelSpec:
+LORA = {"r": 4, "target_modules": "all-linear"}
+
+
+def model_of(intermediate: int, kv_heads: int, adapter: Any) -> ModelSpec:
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=WIDTH,
@@ -54,10 +58,10 @@ def model_of(intermediate: int, kv_heads: int) -> ModelSpec:
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
     )
-    return spec(open_source(config).model)
+    return spec(open_source(config, adapter=adapter).model)
 
 
-def held_bytes(model: ModelSpec) -> int:
+def held_bytes(model: ModelSpec, saves: Saves) -> int:
     """What the compiled graph of a layer saves besides its weights and arguments."""
     program = ModelProgram(model, torch.device("cpu"), torch.float32)
     program.train(True)
@@ -66,13 +70,19 @@ def held_bytes(model: ModelSpec) -> int:
     leaving = OffloadPlan()
     held = SavedTensors(flat, values, micro.calls[1].leaves, leaving)
     with torch.enable_grad(), held.saving():
-        made = program.layer(1, weights, micro, values, "graph")
+        made = program.layer(1, weights, micro, values, saves)
     assert all(value.requires_grad for value in made.values())
     return sum(memory.nbytes for memory in leaving.memory)
 
 
-@pytest.mark.parametrize(("intermediate", "kv_heads"), [(768, 2), (1408, 1)])
-def test_kept_graphs_hold_what_is_foretold(quickly: None, intermediate: int, kv_heads: int) -> None:
-    model = model_of(intermediate, kv_heads)
+@pytest.mark.parametrize(
+    ("intermediate", "kv_heads", "saves", "adapter"),
+    [(768, 2, "graph", None), (1408, 1, "graph", None), (768, 2, "all", LORA)],
+)
+def test_kept_graphs_hold_what_is_foretold(
+    quickly: None, intermediate: int, kv_heads: int, saves: Saves, adapter: Any
+) -> None:
+    model = model_of(intermediate, kv_heads, adapter)
     work = Profile(model, torch.float32, TOKENS, compiled=True).layer(1, ROWS)
-    assert held_bytes(model) == pytest.approx(work.keeping.kept_bytes, rel=0.01)
+    foretold = work.keeping if saves == "graph" else work.again
+    assert held_bytes(model, saves) == pytest.approx(foretold.kept_bytes, rel=0.01)
