@@ -95,6 +95,8 @@ def test_the_schedule_changes_no_bit(clip: float | None, tied: bool) -> None:
         Placement(slots=2, resident=(*tables, "layer 0", "layer 3")),
         Placement(slots=3, resident=("layer 1",), save_activations=2, layer_inputs="host"),
         Placement(resident=(*tables, *(f"layer {i}" for i in range(6))), save_activations=6),
+        Placement(slots=2, keep_weights=4),
+        Placement(slots=2, keep_weights=4, passes=2, save_all=2, resident=("layer 2",)),
     ]
     for placement in placements:
         losses, norms, masters = train("cuda", batches, placement=placement, **options)
