@@ -187,6 +187,7 @@ class Engine(PlacedEngine):
         host_memory: str | int | None = None,
         disk: str | Path | None = None,
         disk_space: str | int | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Self:
         """An engine that goes on where `save` was called.
 
@@ -198,7 +199,8 @@ class Engine(PlacedEngine):
             states, master: of the optimizer from now on; other ones than the saved are converted,
                 after which the run does not go on exactly as it would have.
             attn_implementation: None takes the saved one.
-            device_memory, host_memory, disk, disk_space: as `Engine` takes them.
+            device_memory, host_memory, disk, disk_space, group: as `Engine` takes them; there may
+                be other ranks than those that saved.
 
         Raises:
             InputError: the checkpoint is damaged or cannot be used as wanted; the message names
@@ -207,7 +209,7 @@ class Engine(PlacedEngine):
         """
         checkpoint = open_checkpoint(folder)
         settings = checkpoint.settings
-        opened = device if isinstance(device, Device) else open_device(device)
+        opened = device if isinstance(device, Device) else open_device(device, local_rank(group))
         engine = cls(
             Resumed(checkpoint),
             optimizer=saved_optimizer(checkpoint, states=states, master=master),
@@ -222,6 +224,7 @@ class Engine(PlacedEngine):
             host_memory=host_memory,
             disk=disk,
             disk_space=disk_space,
+            group=group,
         )
         engine._resume(settings)
         return engine

@@ -5,10 +5,11 @@ The collectives are torch.distributed's. Launch and rendezvous are, too (`torchr
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar, TypeVar
@@ -45,6 +46,11 @@ class Ranks:
         """What every rank gives here, in their order; pickled."""
         return [value]
 
+    @property
+    def beside(self) -> "Ranks":
+        """The same ranks, for a thread that exchanges what it has beside the others'."""
+        return self
+
     def gather(self, whole: Tensor) -> None:
         """Fill a tensor of `size` equal blocks, of which each rank has its own in place."""
 
@@ -70,13 +76,46 @@ class Ranks:
         try:
             made = [make()]
         except BaseException as error:
-            self.exchange(([], _as_seen(error)))
+            with suppress(RunFailed):  # where the others are lost, this is why
+                self.exchange(([], _as_seen(error)))
             raise
         found = self.exchange((made, None))
         for rank, (_, seen) in enumerate(found):
             if seen is not None:
                 raise seen[0](f"rank {rank}: {seen[1]}")
         return [value for values, _ in found for value in values]
+
+    def serve(
+        self,
+        read: Mapping[str, Callable[[], Tensor]],
+        work: Callable[[Mapping[str, Callable[[], Tensor]]], None],
+    ) -> None:
+        """Let rank 0 do `work` with what all ranks read together, whenever and wherever it asks.
+
+        Raises:
+            MegatrainError: `work` raises it; then all ranks raise.
+        """
+        if self.size == 1:
+            return work(read)
+        lock = threading.Lock()
+
+        def asked(name: str) -> Tensor:
+            with lock:
+                self.exchange(name)
+                return read[name]()
+
+        def first() -> None:
+            try:
+                work({name: partial(asked, name) for name in read})
+            finally:
+                self.exchange(None)
+
+        def follow() -> None:
+            while (name := self.exchange("")[0]) is not None:
+                read[name]()
+
+        self.agree(follow if self.rank else first)
+        return None
 
 
 def require_same(values: Sequence[Mapping[str, str]]) -> None:
@@ -106,11 +145,13 @@ class ProcessGroups(Ranks):
 
     Attributes:
         host: of CPU tensors and objects.
+        saves: the same for a thread beside.
         incoming, outgoing: of the device's gathers and sums, which run at the same time.
     """
 
     together = True
     host: ProcessGroup | None = None
+    saves: ProcessGroup | None = None
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None
 
@@ -130,6 +171,10 @@ class ProcessGroups(Ranks):
         with self._told():
             dist.all_gather_object(found, value, group=self.host)
         return found
+
+    @property
+    def beside(self) -> Ranks:
+        return replace(self, host=self.saves)
 
     def gather(self, whole: Tensor) -> None:
         flat = whole.view(torch.uint8)
@@ -202,13 +247,13 @@ def connected(group: ProcessGroup, device: torch.device) -> Ranks:
     def made(backend: str) -> Any:
         return dist.new_group(members, backend=backend, use_local_synchronization=True)
 
-    host = made("gloo")
+    host, saves = made("gloo"), made("gloo")
     names: list[Any] = [None] * len(members)
     dist.all_gather_object(names, socket.gethostname(), group=host)
     on_host = names.count(names[rank])
     if device.type == "cpu":
-        return ProcessGroups(rank, len(members), on_host, host, host, host)
-    ranks = ProcessGroups(rank, len(members), on_host, host, made("nccl"), made("nccl"))
+        return ProcessGroups(rank, len(members), on_host, host, saves, host, host)
+    ranks = ProcessGroups(rank, len(members), on_host, host, saves, made("nccl"), made("nccl"))
     _connect(ranks, device)
     return ranks
 

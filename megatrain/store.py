@@ -150,6 +150,13 @@ class Tile:
             start += own
         return spans
 
+    def shards(self, plane: Plane) -> Iterator[Span]:
+        """What of a plane's values is here: from `start` on, and at `at` in the whole plane."""
+        size = plane.numel(self.layout) * plane.per
+        for span in self.spans:
+            if (numel := min(span.numel, size - span.at)) > 0:
+                yield Span(span.start // plane.per, span.at // plane.per, numel // plane.per)
+
     @property
     def trained(self) -> slice:
         """The elements of the tile whose gradient and states are this rank's."""

@@ -54,8 +54,10 @@ class NewFile:
     that take them eight times faster than dirty pages, and these would take memory.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    def __init__(self, path: Path, *, there: bool = False) -> None:
+        """Args: `there`: it has been made, and other processes write other bytes of it."""
+        new = 0 if there else os.O_CREAT | os.O_EXCL
+        self._handle = os.open(path, os.O_WRONLY | new, 0o666)
         self._direct = open_direct(path, os.O_WRONLY)
         # Whole pages, as direct access demands.
         self._room = np.frombuffer(huge_pages.mapping(_DIRECT_BYTES), np.uint8)

@@ -124,6 +124,8 @@ def _jobs(
         ranges = list(_ranges(record, stored, places))
         for offset, num_bytes, checksum in checkpoint.manifest.files[record.file].spans():
             inside = [r for r in ranges if r.start < offset + num_bytes and offset < r.stop]
+            if not inside and any(tile.layout.ranks > 1 for tile in tiles):
+                continue  # another rank reads, and checks, it
             yield _Job(checkpoint, record.file, offset, num_bytes, checksum, inside)
 
 
@@ -165,11 +167,13 @@ def _ranges(
             kind = planes_of(there).get(name)
             if kind is None or not kind.has(entry):
                 continue
-            at = kind.place(parameter.offset, parameter.offset + parameter.numel)
-            to = kind.place(entry.offset, entry.offset + entry.numel)
+            here, own = there.place(entry)
+            at = kind.place(parameter.offset + own.start, parameter.offset + own.stop)
+            to = kind.place(here.start, here.stop)
             start = plane.start + at.start * size
             target = there.planes[kind].piece(to.start, to.stop).as_bytes()
-            yield _Range(start, start + len(target.data), target)
+            if len(target.data):
+                yield _Range(start, start + len(target.data), target)
 
 
 def _same_layout(record: TileRecord, tile: Tile) -> bool:

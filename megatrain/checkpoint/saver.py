@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -22,17 +22,15 @@ from megatrain.checkpoint.manifest import (
     VERSION,
     FileRecord,
     Manifest,
-    Parameter,
-    Plane,
     Settings,
-    TileRecord,
     check_name,
 )
 from megatrain.checkpoint.release import Release
-from megatrain.checkpoint.snapshot import Snapshot, TileFile, dtype_name, planes_of, tile_file
+from megatrain.checkpoint.snapshot import Snapshot, TileFile, tile_file, tile_record
 from megatrain.checkpoint.staging_blocks import AT_ONCE, StagingBlocks
 from megatrain.device import Device
 from megatrain.device.base import SAVE
+from megatrain.distributed import ALONE, Ranks, require_same
 from megatrain.errors import MegatrainError, RunFailed
 from megatrain.store import Tile
 from megatrain.units import gib
@@ -40,6 +38,7 @@ from megatrain.units import gib
 _log = logging.getLogger(__name__)
 
 WRITERS = AT_ONCE  # each writes a tile's file: one file takes no two writes at once
+Sums = list[tuple[int, int, str]]  # of pieces: where they begin, their bytes, the checksum
 _HEALTH_SECONDS = 0.5  # between two looks at the device's host threads while writers write
 
 
@@ -80,7 +79,10 @@ class Saving:
         contents: Contents,
         jobs: list[TileFile],
         spare: StagingBlocks,
+        ranks: Ranks = ALONE,
     ) -> None:
+        """Begin; of several `ranks`, each writes its pieces, and the first one all else."""
+        self._ranks = ranks
         self.folder, self.step = folder, contents.settings.steps
         self.num_bytes = sum(job.num_bytes for job in jobs)
         self.error: RunFailed | None = None
@@ -144,7 +146,8 @@ class Saving:
         if isinstance(error, MegatrainError):
             reason = str(error)
         try:
-            files.remove_partial(self.folder)
+            if self._ranks.rank == 0:
+                files.remove_partial(self.folder)
             left = "nothing of it is left"
         except OSError as other:
             left = f"what it has written could not be removed ({other.strerror or other})"
@@ -158,32 +161,51 @@ class Saving:
         self._untold.append(str(self.error))
 
     def _write(self, partial: Path) -> None:
+        ranks = self._ranks
+        with ExitStack() as held:
+            ranks.agree(lambda: None if ranks.rank else self._make(partial, held))
+            found = ranks.agree(lambda: self._fill(partial))
+            ranks.agree(lambda: None if ranks.rank else self._publish(partial, found))
+
+    def _make(self, partial: Path, held: ExitStack) -> None:
         parent = self.folder.parent
         parent.mkdir(parents=True, exist_ok=True)
         files.sync_folder(parent.parent)
         files.put_right(parent)
         self._check_space(parent)
         files.make_folder(partial)
-        with files.claimed(partial):
-            self._fill(partial)
-            files.publish(partial, self.folder)
-            self._named = True
-        files.sync_folder(parent)
-        with suppress(OSError):  # the next save tries again
-            files.put_right(parent)
-
-    def _fill(self, partial: Path) -> None:
-        """Write all files and flush them to the disk."""
+        held.enter_context(files.claimed(partial))
         for folder in (partial / TILES, partial / MODEL):
             files.make_folder(folder)
+        for job in self._jobs if self._ranks.size > 1 else ():
+            with files.NewFile(partial / job.name):
+                pass
+
+    def _fill(self, partial: Path) -> tuple[dict[str, Sums], dict[str, FileRecord]]:
+        """Write this rank's part of all files and flush them to the disk."""
         with self._writers(partial) as tiles:
-            documents = self._write_documents(partial)
-        records = {job.name: tiles[job.name] for job in self._jobs} | documents
+            documents = {} if self._ranks.rank else self._write_documents(partial)
+        return tiles, documents
+
+    def _publish(
+        self, partial: Path, found: Sequence[tuple[dict[str, Sums], dict[str, FileRecord]]]
+    ) -> None:
+        """Write the manifest of what all ranks have written, and give the folder its name."""
+        records = dict(found[0][1])
+        for job in self._jobs:
+            every = sorted(each for tiles, _ in found for each in tiles[job.name])
+            pieces = tuple((size, checksum) for _, size, checksum in every)
+            records[job.name] = FileRecord(job.num_bytes, pieces)
         manifest = self._manifest(records)
         for folder in [path for path in partial.rglob("*") if path.is_dir()]:
             files.sync_folder(folder)
         files.write_text(partial / MANIFEST, manifest.as_text())
         files.sync_folder(partial)
+        files.publish(partial, self.folder)
+        self._named = True
+        files.sync_folder(self.folder.parent)
+        with suppress(OSError):  # the next save tries again
+            files.put_right(self.folder.parent)
 
     def _check_space(self, parent: Path) -> None:
         free = shutil.disk_usage(parent).free
@@ -191,12 +213,12 @@ class Saving:
             raise RunFailed(f"it takes {gib(self.num_bytes)} and the disk has {gib(free)} left")
 
     @contextmanager
-    def _writers(self, partial: Path) -> Iterator[dict[str, FileRecord]]:
+    def _writers(self, partial: Path) -> Iterator[dict[str, Sums]]:
         """Write all tiles while the body runs; the records are there when the block has ended.
 
         No pool: an interpreter that has come to its end gives no work to pools any more.
         """
-        records: dict[str, FileRecord] = {}
+        records: dict[str, Sums] = {}
         failures: list[BaseException] = []
         waiting: SimpleQueue[TileFile] = SimpleQueue()
 
@@ -233,19 +255,20 @@ class Saving:
         if failures:
             raise failures[0]
 
-    def _write_tile(self, partial: Path, job: TileFile) -> FileRecord:
-        summed = files.ALGORITHMS[files.ALGORITHM]
-        pieces = [(len(job.header), summed(job.header))]
-        with files.NewFile(partial / job.name) as file:
-            file.write(job.header, 0)
+    def _write_tile(self, partial: Path, job: TileFile) -> Sums:
+        summed, pieces = files.ALGORITHMS[files.ALGORITHM], list[tuple[int, int, str]]()
+        with files.NewFile(partial / job.name, there=self._ranks.size > 1) as file:
+            if self._ranks.rank == 0:
+                pieces.append((0, len(job.header), summed(job.header)))
+                file.write(job.header, 0)
             for piece in job.pieces:
                 data = self.snapshot.take(piece)
                 try:
-                    pieces.append((len(data), summed(data)))
+                    pieces.append((piece.offset, len(data), summed(data)))
                     file.write(data, piece.offset)
                 finally:
                     self.snapshot.give(piece)
-        return FileRecord(job.num_bytes, tuple(pieces))
+        return pieces
 
     def _write_documents(self, partial: Path) -> dict[str, FileRecord]:
         """Everything but tiles and manifest."""
@@ -265,7 +288,7 @@ class Saving:
         return {name: FileRecord(*record) for name, record in records.items()}
 
     def _manifest(self, records: dict[str, FileRecord]) -> Manifest:
-        tiles = [_tile_record(job) for job in self._jobs]
+        tiles = [tile_record(job) for job in self._jobs]
         tiles.sort(key=lambda tile: tile.file)
         settings = self._contents.settings
         return Manifest(FORMAT, VERSION, files.ALGORITHM, settings, records, tuple(tiles))
@@ -286,13 +309,14 @@ class Saver:
         host_limit: int | None,
         *,
         reverse: bool,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Args:
         spare_bytes: of host memory, at most; None: half of what is free at the first save.
         host_limit: bytes that the process may have; None: what the machine allows.
         reverse: the last tile is the first to be updated.
         """
-        self._device, self._tiles = device, tiles
+        self._device, self._tiles, self._ranks = device, tiles, ranks
         self._reverse = reverse
         self._spare = StagingBlocks(device, spare_bytes, host_limit)
         self.last: Saving | None = None
@@ -312,13 +336,19 @@ class Saver:
             RunFailed: a step that was broken off has left tiles of different versions.
             DoesNotFit: no host memory through which tiles could leave the device.
         """
-        self._check_versions()
         self.close()
         jobs = self._jobs()
         planes = [plane.data.nbytes for tile in self._tiles for plane in tile.planes.values()]
         leaving = any(job.leaving for job in jobs)
-        self._spare.prepare(planes, leaving=leaving, background=background)
-        self.last = Saving(self._device, folder, contents, jobs, self._spare)
+
+        def prepare() -> str:
+            self._check_versions()
+            self._spare.prepare(planes, leaving=leaving, background=background)
+            return str(folder)
+
+        require_same([{"folder to save to": each} for each in self._ranks.agree(prepare)])
+        given = contents, jobs, self._spare, self._ranks.beside
+        self.last = Saving(self._device, folder, *given)
         try:
             Release(self._device, self.last.snapshot).start(jobs)
         except BaseException:
@@ -361,15 +391,3 @@ def _tell(failures: list[str]) -> None:
 
 def _file_name(tile: Tile) -> str:
     return f"{TILES}/{tile.index:04d}-{tile.name.replace(' ', '-')}.safetensors"
-
-
-def _tile_record(job: TileFile) -> TileRecord:
-    tile = job.tile
-    planes = {
-        name: Plane(dtype_name(plane), tile.planes[plane].data.numel())
-        for name, plane in planes_of(tile).items()
-    }
-    parameters = tuple(
-        Parameter(each.name, each.shape, each.offset, each.group) for each in tile.layout.entries
-    )
-    return TileRecord(tile.name, job.name, job.version, planes, parameters)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from megatrain import kernels
-from megatrain.checkpoint import files
+from megatrain.checkpoint import files, manifest
 from megatrain.checkpoint.staging_blocks import StagingBlocks
 from megatrain.device import Buffer
 from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
@@ -64,9 +64,10 @@ class Piece:
 
 @dataclass(eq=False)
 class TileFile:
-    """A tile's file: header, then each plane, cut into pieces.
+    """A tile's file: header, then each plane, cut into pieces; of several ranks, those of this one.
 
     Attributes:
+        num_bytes: of the whole file.
         released: pieces that are written from host memory, where they rest.
         leaving: all others, which are copied there first.
     """
@@ -74,17 +75,13 @@ class TileFile:
     tile: Tile
     name: str
     version: int
+    num_bytes: int
     header: bytes
     pieces: list[Piece]
 
     def __post_init__(self) -> None:
         self.released = [piece for piece in self.pieces if piece.tier is Tier.HOST]
         self.leaving = [piece for piece in self.pieces if piece.tier is not Tier.HOST]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole file."""
-        return len(self.header) + sum(piece.num_bytes for piece in self.pieces)
 
 
 def planes_of(tile: Tile) -> dict[str, Plane]:
@@ -101,19 +98,36 @@ def file_name(plane: Plane) -> str:
 
 def tile_file(tile: Tile, name: str) -> TileFile:
     """The file `name` of a tile, no byte of it written."""
-    planes = {name: tile.planes[plane] for name, plane in planes_of(tile).items()}
-    described = [Described(n, b.data.dtype, tuple(b.data.shape)) for n, b in planes.items()]
+    planes = planes_of(tile)
+    described = [Described(n, p.dtype, (p.numel(tile.layout),)) for n, p in planes.items()]
     metadata = {"tile": tile.name, "version": str(tile.version)}
     header = header_bytes(described, metadata, boundary=_PAGE)
-    offset, pieces = len(header), []
-    for plane in planes_of(tile).values():
-        buffer, tier = tile.planes[plane], tile.rests.tier(plane)
+    end, pieces = len(header), []
+    for plane, each in zip(planes.values(), described, strict=True):
+        buffer, tier, size = tile.planes[plane], tile.rests.tier(plane), plane.dtype.itemsize
         flat = buffer.as_bytes()
-        for start in range(0, flat.data.numel(), files.PIECE_BYTES):
-            part = flat.piece(start, start + files.PIECE_BYTES)
-            pieces.append(Piece(buffer, part, offset, tier))
-            offset += part.data.numel()
-    return TileFile(tile, name, tile.version, header, pieces)
+        for shard in tile.shards(plane):
+            first, stop = shard.start * size, (shard.start + shard.numel) * size
+            for start in range(first, stop, files.PIECE_BYTES):
+                part = flat.piece(start, min(start + files.PIECE_BYTES, stop))
+                offset = end + shard.at * size + start - first
+                pieces.append(Piece(buffer, part, offset, tier))
+        end += each.num_bytes
+    return TileFile(tile, name, tile.version, end, header, pieces)
+
+
+def tile_record(job: TileFile) -> manifest.TileRecord:
+    """What the manifest says of a tile."""
+    tile = job.tile
+    planes = {
+        name: manifest.Plane(dtype_name(plane), plane.numel(tile.layout))
+        for name, plane in planes_of(tile).items()
+    }
+    parameters = tuple(
+        manifest.Parameter(each.name, each.shape, each.offset, each.group)
+        for each in tile.layout.entries
+    )
+    return manifest.TileRecord(tile.name, job.name, job.version, planes, parameters)
 
 
 def dtype_name(plane: Plane) -> str:

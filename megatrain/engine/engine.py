@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +23,7 @@ from megatrain.engine.modules import Head, State
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, as_numbers
+from megatrain.model.adapters import Values
 from megatrain.model.masks import check_masks
 from megatrain.model.packing import Packing
 from megatrain.model.program import ModelProgram
@@ -30,11 +32,12 @@ from megatrain.placement import Placement
 from megatrain.seeds import derived_seed
 from megatrain.source.exported import write_model
 from megatrain.source.opened import Opened
-from megatrain.source.sharing import NO_LABELS, check_call, check_rows, check_shared, require_alone
+from megatrain.source.sharing import NO_LABELS, check_call, check_rows, check_shared
 from megatrain.source.source import fill
 from megatrain.source.state_io import describe_optimizer, documents, settings_of
-from megatrain.store import Store
+from megatrain.store import Store, Tile
 from megatrain.telemetry.timeline import Span
+from megatrain.tile import Entry
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
 
@@ -97,15 +100,12 @@ class PlacedEngine:
         )
         self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
         # Without clipping, updates follow the backward: the last tile is the first.
-        self._saver = Saver(
-            self.device,
-            self._store.tiles,
-            placement.save_bytes,
-            opened.host_limit,
-            reverse=opened.max_grad_norm is None,
-        )
+        rest = self._store.tiles, placement.save_bytes, opened.host_limit
+        reverse = opened.max_grad_norm is None
+        self._saver = Saver(self.device, *rest, reverse=reverse, ranks=self._ranks)
         with self._undisturbed():
-            fill(opened.source, self._spec, self._store, opened.seed)
+            source = opened.source
+            self._ranks.agree(lambda: fill(source, self._spec, self._store, opened.seed))
         # What the weights came from is not held.
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
         self._program = ModelProgram(
@@ -254,8 +254,10 @@ class PlacedEngine:
         """Every distinct parameter: name and a copy of its fp32 master on the CPU; by all ranks."""
         self.flush()
         for tile, entry in self._store.entries():
-            part, place = tile.read_master(entry), tile.place(entry)[1]
-            yield entry.name, self._ranks.join(part, place, entry.shape)
+            yield entry.name, self._master(tile, entry)
+
+    def _master(self, tile: Tile, entry: Entry) -> Tensor:
+        return self._ranks.join(tile.read_master(entry), tile.place(entry)[1], entry.shape)
 
     def save_pretrained(
         self, folder: str | Path, *, dtype: torch.dtype | None = None, merged: bool = False
@@ -275,24 +277,17 @@ class PlacedEngine:
             RunFailed: it cannot be written; nothing is left behind.
         """
         source = self._opened.source
-        require_alone(self._ranks, "save_pretrained")
         self._require_whole()
         source.untrained.check_export(dtype)
         self.flush()
-        masters = {
-            entry.name: (lambda tile=tile, entry=entry: tile.read_master(entry))
-            for tile, entry in self._store.entries()
-        }
-        write_model(
-            Path(folder),
-            source.model,
-            masters,
-            source.untrained,
-            dtype=dtype,
-            source_dtype=source.dtype,
-            beside=source.companions,
-            merged=merged,
-        )
+        told: dict[str, Any] = {"dtype": dtype, "source_dtype": source.dtype, "merged": merged}
+
+        def write(masters: Values) -> None:
+            beside, untrained = source.companions, source.untrained
+            write_model(Path(folder), source.model, masters, untrained, beside=beside, **told)
+
+        masters = {e.name: partial(self._master, tile, e) for tile, e in self._store.entries()}
+        self._ranks.serve(masters, write)
 
     def save(
         self,
@@ -322,7 +317,6 @@ class PlacedEngine:
             RunFailed: it could not be written (with `wait`; else the Saving says so), or a step
                 was broken off when updates had begun. Older checkpoints stay as they are.
         """
-        require_alone(self._ranks, "save")
         self._require_whole()
         folder = Path(os.path.abspath(folder))
         require_replaceable(folder)

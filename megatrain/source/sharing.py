@@ -17,7 +17,8 @@ from megatrain.model.packing import Packing
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.source.opened import Opened
-from megatrain.source.source import Source
+from megatrain.source.source import Source, kept
+from megatrain.source.state_io import saved_optimizer
 from megatrain.tile import TileLayout
 
 # Choices of a placement whose work no other rank may have to wait for, and how they are undone.
@@ -116,18 +117,24 @@ def check_rows(
 def require_alone(ranks: Ranks, what: str) -> None:
     """Raises InputError if there are several ranks."""
     if ranks.size > 1:
-        raise InputError(f"{what} is not for several ranks yet; take engine.named_masters()")
+        raise InputError(f"{what} is not for several ranks yet; save, and do it with one")
 
 
 def _refuse(opened: Opened, placement: Placement) -> None:
     for name, alone in _ALONE.items():
         if getattr(placement, name) != alone:
             raise InputError(f"placement.{name} is not for several ranks yet; leave it out")
-    if opened.source.resumes:
-        raise InputError("a checkpoint cannot be gone on from by several ranks yet; use one")
+    source, rule = opened.source, opened.model.rule
+    if source.saved is not None and source.resumes and rule is not None:
+        saved = saved_optimizer(source.saved)
+        if saved is not None and kept(saved) != kept(rule):
+            raise InputError(
+                "the optimizer's states or masters are to be kept in another form than in the "
+                "checkpoint, which several ranks cannot convert yet; go on with one for a step"
+            )
     if adapted(opened.source.model) is not None:
         raise InputError("adapters are not for several ranks yet; train them with one")
-    if (rule := opened.model.rule) is not None:
+    if rule is not None:
         _check_rule(rule)
     spec = opened.model.spec
     if len(spec.gathered) > 1:

@@ -315,13 +315,14 @@ def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
 def _read_state(checkpoint: Checkpoint, store: Store) -> None:
     """Weights and the optimizer's state, which is converted where the rule keeps it otherwise."""
     saved, rule, threads = saved_optimizer(checkpoint), store.rule, update_threads()
-    if saved is None or rule is None or _kept(saved) == _kept(rule):
+    if saved is None or rule is None or kept(saved) == kept(rule):
         read_tiles(checkpoint, store.tiles, threads)
     else:
         read_converted(checkpoint, store.tiles, threads, saved, rule)
 
 
-def _kept(rule: Rule) -> tuple[Any, ...]:
+def kept(rule: Rule) -> tuple[Any, ...]:
+    """In which form a rule keeps masters and states."""
     return rule.state_planes, rule.remainder
 
 

@@ -10,10 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, Placement
+from megatrain.checkpoint import files, open_checkpoint, verify
 from megatrain.errors import InputError, RunFailed, StepRefused
+from megatrain.kernels.states import GROUP
 from megatrain.loss import DPO, TOKEN_WEIGHTS, LabelSmoothing
+from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
 from tests.families.plain import Step
 from tests.families.tiny import tiny_model
@@ -220,8 +224,6 @@ def bad_calls(engine: Engine, step: Step, rank: int) -> dict[str, tuple[Callable
             lambda: engine.evaluate(own) if rank else engine.step(own),
             "rank 1 has another call",
         ),
-        "save": (lambda: engine.save("nowhere"), "save is not for several ranks"),
-        "export": (lambda: engine.save_pretrained("nowhere"), "save_pretrained is not for several"),
     }
 
 
@@ -237,3 +239,58 @@ def test_a_rank_that_ends_ends_the_others(tmp_path: Path) -> None:
         os._exit(0)
 
     run_ranks(2, tmp_path, work, whole=False)
+
+
+def saved_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Every number of every parameter in a checkpoint, by plane and name; not its padding."""
+    found, checkpoint = {}, open_checkpoint(folder)
+    verify(folder)
+    for record in checkpoint.manifest.tiles:
+        stored = {each.name: each.read() for each in read_header(folder / record.file)}
+        for each in record.parameters:
+            for plane, values in stored.items():
+                per = GROUP if "scale" in plane else 1
+                part = values[each.offset // per : -(-(each.offset + each.numel) // per)]
+                found[f"{plane} of {each.name}"] = part
+    return found
+
+
+def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+    """Two ranks save, three load and save, one loads that; then all that was saved is the same."""
+    first, second = make_batches(2, SHAPES)
+    options = {"precision": "bf16", "rule": "adamw int8", "trained": Trained(freeze=("q_proj",))}
+
+    def save(group: Any) -> tuple[dict, float]:
+        engine = make_engine(llama(tie_word_embeddings=True), group=group, **options)
+        engine.step(part_of(first, group))
+        saving = engine.save(tmp_path / "two", extra={"a": 1}, wait=False)
+        loss = engine.step(part_of(second, group)).loss  # meanwhile
+        saving.wait()
+        engine.save_pretrained(tmp_path / "model of two")
+        return masters(engine), loss
+
+    def load(group: Any) -> tuple[dict, float]:
+        engine = Engine.load(tmp_path / "two", group=group)
+        engine.save(tmp_path / "three")
+        loss = engine.step(part_of(second, group)).loss
+        full = OSError(28, "No space left on device") if dist.get_rank(group) == 1 else None
+        wraps = None if full else files.NewFile.write
+        with mock.patch.object(files.NewFile, "write", autospec=True, side_effect=full or wraps):
+            refused(RunFailed, "No space left on device", engine.save, tmp_path / "none")
+        return masters(engine), loss
+
+    (tmp_path / "ranks").mkdir()
+    [(trained, loss), *_] = run_ranks(2, tmp_path, save)
+    others = run_ranks(3, tmp_path / "ranks", load)
+    assert not [path for path in tmp_path.iterdir() if "none" in path.name]
+    alone = Engine.load(tmp_path / "three", device="cpu")
+    alone.save(tmp_path / "one")
+    states = [saved_state(tmp_path / name) for name in ("two", "three", "one")]
+    assert len(states[0]) > 3 * len(trained)
+    for other in states[1:]:
+        assert other.keys() == states[0].keys()
+        assert [n for n, value in other.items() if not torch.equal(states[0][n], value)] == []
+    assert [loss] * 4 == pytest.approx([each[1] for each in others] + [alone.step(second).loss])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model of two", dtype=torch.float32)
+    for name, value in model.named_parameters():
+        assert torch.equal(value, trained[name]), name
