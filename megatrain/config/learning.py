@@ -1,12 +1,15 @@
 """The sections that say how a model learns: optimizer, loss, schedule, steps."""
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from megatrain.config.section import Fraction, Natural, Pattern, Positive, Section, nearest
+from megatrain.errors import InputError
 
 if TYPE_CHECKING:
+    from megatrain.loss import Loss
     from megatrain.optim import Rule
 
 
@@ -85,9 +88,80 @@ class OptimizerSection(Section):
 
 
 class LossSection(Section):
-    """Cross entropy, of whose targets a share may be spread evenly over the vocabulary."""
+    """What is minimised: `sft` is cross entropy, others are of replies (docs/losses.md).
 
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    Other keys are the settings that a loss of `megatrain.loss` has; null: as it has them.
+    """
+
+    name: Literal["sft", "dpo", "simpo", "orpo", "kto"] = "sft"
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
+    beta: Annotated[float, Field(gt=0)] | None = None
+    loss_type: str | None = None
+    gamma: float | None = None
+    desirable_weight: Annotated[float, Field(ge=0)] | None = None
+    undesirable_weight: Annotated[float, Field(ge=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolved(cls, given: Any) -> Any:
+        """The loss's own settings where none is given."""
+        own = _settings(given.get("name", "sft")) if isinstance(given, dict) else None
+        if own is None:
+            return given  # refused below
+        for name in sorted(cls.model_fields.keys() - own.keys() - {"name"}):
+            if given.get(name) is not None:
+                name_of = given.get("name", "sft")
+                raise ValueError(f"{name_of} has no {name}; it has {', '.join(own)}")
+        return own | {name: value for name, value in given.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        try:
+            self.loss()
+        except InputError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def loss(self) -> "Loss":
+        """The loss as a step takes it."""
+        from megatrain.loss import CROSS_ENTROPY, LabelSmoothing
+
+        own = {name: getattr(self, name) for name in _settings(self.name) or ()}
+        if self.name != "sft":
+            return _of_replies()[self.name](**own)
+        return LabelSmoothing(self.label_smoothing) if self.label_smoothing else CROSS_ENTROPY
+
+    @property
+    def kind(self) -> Literal["pairs", "rated"] | None:
+        """Of data, that it needs; None: texts or chats."""
+        return None if self.name == "sft" else "rated" if self.name == "kto" else "pairs"
+
+    @property
+    def lines(self) -> int:
+        """Rows of tokens that one row of the data has: of a pair, or a reply and a mismatched."""
+        return 1 if self.name == "sft" or self.loss_type == "apo_zero_unpaired" else 2
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What evaluations measure."""
+        if self.name == "sft":
+            return "loss", "perplexity", "accuracy"
+        kinds = ("chosen", "rejected", "margins", *(["accuracies"] if self.name != "kto" else []))
+        return "loss", *(f"rewards/{kind}" for kind in kinds)
+
+
+def _of_replies() -> dict[str, Any]:
+    from megatrain.loss import DPO, KTO, ORPO, SimPO
+
+    return {"dpo": DPO, "simpo": SimPO, "orpo": ORPO, "kto": KTO}
+
+
+def _settings(name: Any) -> dict[str, Any] | None:
+    """The settings of a loss and their values; None: there is no such loss."""
+    if name == "sft":
+        return {"label_smoothing": 0.0}
+    loss = _of_replies().get(str(name))
+    return None if loss is None else {field.name: field.default for field in fields(loss)}
 
 
 class ScheduleSection(Section):

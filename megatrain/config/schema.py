@@ -115,15 +115,6 @@ class DataSection(Section):
             return dict(self.eval_path or {})
         return {"": self.eval_path}
 
-    @property
-    def eval_metrics(self) -> list[str]:
-        """What evaluations measure, over all sets and of each named one; empty without any."""
-        names = [name for name in self.eval_sets if name]
-        sets = ["", *(f"{name}_" for name in names)]
-        there = self.eval_path is not None or self.eval_fraction
-        kinds = ("loss", "perplexity", "accuracy")
-        return [f"eval_{each}{kind}" for each in sets for kind in kinds] if there else []
-
     @model_validator(mode="after")
     def _whole_sources(self) -> Self:
         if self.streaming and self.weights is not None:
@@ -286,6 +277,29 @@ class Config(Section):
     output: OutputSection = OutputSection()
     tracking: TrackingSection = TrackingSection()
 
+    @property
+    def eval_metrics(self) -> list[str]:
+        """What evaluations measure, over all sets and of each named one; empty without any."""
+        data = self.data
+        sets = ["", *(f"{name}_" for name in data.eval_sets if name)]
+        there = data.eval_path is not None or data.eval_fraction
+        return (
+            [f"eval_{each}{kind}" for each in sets for kind in self.loss.metrics] if there else []
+        )
+
+    @model_validator(mode="after")
+    def _data_of_replies(self) -> Self:
+        if self.loss.kind is None:
+            return self
+        for key, given in (
+            ("kind", self.data.kind != "auto"),
+            ("weights", self.data.weights is not None),
+            ("streaming", self.data.streaming),
+        ):
+            if given:
+                raise ValueError(f"loss.name {self.loss.name} cannot have data.{key}; leave it out")
+        return self
+
     @model_validator(mode="after")
     def _base_of_an_adapter(self) -> Self:
         if self.adapter.method is None:
@@ -317,7 +331,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _watched_metrics(self) -> Self:
-        metrics, every = self.data.eval_metrics, self.training.eval_every
+        metrics, every = self.eval_metrics, self.training.eval_every
         wanted = {"checkpoint.best": self.checkpoint.best}
         if self.training.early_stopping is not None:
             wanted["training.early_stopping"] = self.watched
@@ -347,7 +361,8 @@ class Config(Section):
     def larger_is_better(self) -> bool:
         """Whether large values of that metric are good."""
         mode = self.checkpoint.mode
-        return self.watched.endswith("accuracy") if mode is None else mode == "max"
+        large = ("accuracy", "accuracies", "margins", "chosen")
+        return self.watched.endswith(large) if mode is None else mode == "max"
 
     def as_yaml(self) -> str:
         """The resolved run file: every key, defaults included."""

@@ -10,17 +10,21 @@ from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.demo import stdlib_corpus, train_bpe_tokenizer
 from megatrain.data.loader import Step, StepLoader, StreamLoader
 from megatrain.data.opening import open_dataset, open_stream
+from megatrain.data.preferences import PLAIN, ReplyDataset, numbered
 from megatrain.data.stream import Stream
 from megatrain.data.tokenizer import load_tokenizer
 
 __all__ = [
+    "PLAIN",
     "MicroBatch",
     "PackedDataset",
+    "ReplyDataset",
     "Step",
     "StepLoader",
     "Stream",
     "StreamLoader",
     "load_tokenizer",
+    "numbered",
     "open_dataset",
     "open_stream",
     "stdlib_corpus",

@@ -23,12 +23,14 @@ def choose(store: Store, layout: Layout, seed: int) -> Segments:
     documents = store.documents()
     lengths = (documents["end"] - documents["begin"]).astype(np.int64)
     learnable = documents["first_target"] >= 0
-    if layout.kind == "chat":
+    if layout.kind != "text":
         lengths = _shorten(store, lengths, learnable, layout)
         learnable &= documents["first_target"] < lengths
     _report_unlearnable(store, learnable, layout.kind)
-    order = shuffled(len(documents), 0, seed)
-    order = order[learnable[order]]
+    each = 2 if layout.kind == "pairs" else 1  # both replies of a pair, or none
+    whole = np.logical_and.reduce(learnable.reshape(-1, each), 1)
+    order = shuffled(len(whole), 0, seed)
+    order = (each * order[whole[order]][:, None] + np.arange(each)).reshape(-1)
     return Segments(order, np.zeros_like(order), lengths[order])
 
 
@@ -60,8 +62,8 @@ def _report_unlearnable(store: Store, learnable: NDArray[np.bool_], kind: Kind) 
     useless = np.flatnonzero(~learnable)
     if len(useless) == 0:
         return
-    what = "conversations" if kind == "chat" else "documents"
-    why = "no reply of the assistant inside a row" if kind == "chat" else "no text"
+    what = "documents" if kind == "text" else "conversations"
+    why = "no text" if kind == "text" else "no reply of the assistant inside a row"
     if len(useless) == len(learnable):
         raise InputError(
             f"all {len(learnable)} {what} have {why} (first: {store.place(useless[0])}): "

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ _MAX_PLACES = 8  # named in one description
 class Layout:
     """How documents become rows of `sequence_length` tokens."""
 
-    kind: Literal["text", "chat"]
+    kind: Literal["text", "chat", "pairs", "rated"]
     sequence_length: int
     packing: bool
     overlong: Overlong
@@ -34,6 +34,8 @@ class Layout:
 
     def arrange(self, documents: Segments) -> Rows:
         """The rows of these documents, without those that have nothing to predict."""
+        if self.kind == "pairs":
+            return Rows(documents, np.arange(0, len(documents) + 1, 2))
         if not self.packing:
             rows = split_rows(documents, self.sequence_length)
         elif self.kind == "text":
@@ -106,8 +108,8 @@ class PackedDataset:
         return len(self._rows)
 
     @property
-    def kind(self) -> Literal["text", "chat"]:
-        """Documents, or conversations (completions of prompts included)."""
+    def kind(self) -> Literal["text", "chat", "pairs", "rated"]:
+        """Documents, or conversations (completions of prompts included); of these replies."""
         return self._layout.kind
 
     @property
@@ -147,7 +149,7 @@ class PackedDataset:
         """The share of the rows' room that holds tokens, 0 to 1."""
         return self.num_tokens / (len(self) * self._layout.sequence_length)
 
-    def hold_out(self, fraction: float) -> tuple["PackedDataset", "PackedDataset"]:
+    def hold_out(self, fraction: float) -> tuple[Self, Self]:
         """(train, evaluation): disjoint, and fixed by data and seed.
 
         About `fraction` of the tokens (text; at most one document is cut) or conversations (chat)
@@ -164,7 +166,9 @@ class PackedDataset:
             documents = documents.cut(np.array([place]))
             split = int(np.searchsorted(np.cumsum(documents.lengths), place, side="right"))
         else:
-            split = len(documents) - max(1, round(len(documents) * fraction))
+            each = 2 if self._layout.kind == "pairs" else 1
+            number = len(documents) // each
+            split = each * (number - max(1, round(number * fraction)))
         return self._piece(documents[:split], f"train {fraction}"), self._piece(
             documents[split:], f"evaluation {fraction}"
         )
@@ -200,8 +204,8 @@ class PackedDataset:
         for begin, end in self._ranges(row):
             yield self.store.read(begin, end)
 
-    def _piece(self, documents: Segments, part: str) -> "PackedDataset":
-        return PackedDataset(self.store, documents, self._layout, f"{self._part}, {part}")
+    def _piece(self, documents: Segments, part: str) -> Self:
+        return type(self)(self.store, documents, self._layout, f"{self._part}, {part}")
 
     def _segments(self, row: int) -> Segments:
         return self._rows.segments[slice(self._rows.first[row], self._rows.first[row + 1])]

@@ -7,6 +7,7 @@ from typing import Any
 from megatrain.data.chat import ChatEncoder
 from megatrain.data.conversation import Conversation
 from megatrain.data.examples import Examples, Found
+from megatrain.data.formats import Rated
 from megatrain.data.readers import Piece
 from megatrain.data.text import Document, TextEncoder
 from megatrain.errors import InputError
@@ -50,10 +51,18 @@ class Encoder:
             yield from self._text.pieces(batch)
 
     def _row(self, found: Found, examples: Examples) -> Sequence[Document]:
-        is_chat = isinstance(found.example, Conversation)
-        encode = self._chat.conversation if is_chat else self._text.completion
+        said = found.example
         try:
-            return [encode(found)]
+            if not isinstance(said, Rated):
+                return [self._encoded(found)]
+            return [
+                self._encoded(found._replace(example=reply))._replace(good=good)
+                for reply, good in zip(said.replies, said.good, strict=True)
+            ]
         except InputError as error:
             examples.bad(error)
             return []
+
+    def _encoded(self, found: Found) -> Document:
+        is_chat = isinstance(found.example, Conversation)
+        return self._chat.conversation(found) if is_chat else self._text.completion(found)

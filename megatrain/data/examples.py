@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from megatrain.data.conversation import Conversation
-from megatrain.data.formats import TEXT, Completion, Example, Format, Reading
+from megatrain.data.formats import TEXT, Completion, Example, Format, Rated, Reading
 from megatrain.data.readers import Piece, read_rows, read_text, split_text
 from megatrain.data.sources import Source, SourceFile
 from megatrain.data.template import SAID
@@ -18,6 +18,8 @@ _SHOWN = 20  # bad rows and unread fields that are listed
 
 def _teaches_silence(example: Example) -> bool:
     """Whether a reply to learn says nothing, as where a table has no answer."""
+    if isinstance(example, Rated):
+        return any(map(_teaches_silence, example.replies))
     if isinstance(example, Completion):
         return not example.completion.strip()
     return isinstance(example, Conversation) and any(
@@ -32,7 +34,7 @@ class Found(NamedTuple):
     source: int
     number: int
     where: str
-    example: Piece | Conversation | Completion
+    example: Piece | Conversation | Completion | Rated
 
 
 class Examples:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from megatrain.data.conversation import Conversation, Message, from_json, messages, tools
+from megatrain.data.sources import Kind
 from megatrain.data.tables import Row
 from megatrain.data.unheeded import empty, refuse_unheeded, says_training
 from megatrain.errors import InputError
@@ -23,7 +24,14 @@ class Completion(NamedTuple):
     completion: str
 
 
-Example = str | Conversation | Completion
+class Rated(NamedTuple):
+    """Replies to one prompt, each with the prompt, and which of them are good."""
+
+    replies: Sequence[Conversation | Completion]
+    good: Sequence[bool]
+
+
+Example = str | Conversation | Completion | Rated
 _SYSTEM = {"system": ("system", "system_prompt")}
 _REASONING = {"reasoning": ("reasoning", "reasoning_content", "thinking")}
 _KWARGS = {"chat_template_kwargs": ("chat_template_kwargs",)}
@@ -41,7 +49,7 @@ class Format:
     """
 
     title: str
-    kind: Literal["text", "chat"]
+    kind: Literal["text", "chat", "pairs", "rated"]
     needs: Mapping[str, tuple[str, ...]]
     may: Mapping[str, tuple[str, ...]]
     read: Callable[[Row, str], Example]
@@ -78,7 +86,7 @@ def _messages(row: Row, where: str) -> Conversation:
     return _conversation(said, learnt, row, where, wrap=shared)
 
 
-def _prompt_completion(row: Row, where: str) -> Example:
+def _prompt_completion(row: Row, where: str) -> Conversation | Completion:
     parts = [from_json(row[name], name, where) for name in ("prompt", "completion")]
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == 2:
@@ -92,6 +100,33 @@ def _prompt_completion(row: Row, where: str) -> Example:
     completion, learnt = messages(parts[1], "completion", where)
     nothing = [False] * len(prompt)
     return _conversation(prompt + completion, nothing + learnt, row, where)
+
+
+def _pair(row: Row, where: str) -> Rated:
+    replies: list[Any] = [from_json(row[name], name, where) for name in ("chosen", "rejected")]
+    prompt = from_json(row.get("prompt"), "prompt", where)
+    kind = type(replies[0])
+    if kind not in (str, list) or type(replies[1]) is not kind:
+        raise InputError(f"{where}: 'chosen' and 'rejected' must both be strings, or both messages")
+    if replies[0] == replies[1]:
+        raise InputError(f"{where}: 'chosen' and 'rejected' say the same: leave the row out")
+    if type(prompt) is not kind:
+        # The replies hold the prompt: what they begin with alike, as TRL takes it.
+        differ = (at for at, (one, other) in enumerate(zip(*replies, strict=False)) if one != other)
+        common = next(differ, min(map(len, replies)))
+        if kind is str and prompt is None:
+            common -= replies[0][:common].endswith(" ")
+        said, replies = replies[0][:common], [reply[common:] for reply in replies]
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else said
+        prompt = said or asked
+    rows = [{**row, "prompt": prompt, "completion": reply} for reply in replies]
+    return Rated([_prompt_completion(each, where) for each in rows], [True, False])
+
+
+def _rated(row: Row, where: str) -> Rated:
+    if not isinstance(row["label"], bool):
+        raise InputError(f"{where}: 'label' must be true of a good reply, false of a bad one")
+    return Rated([_prompt_completion(row, where)], [row["label"]])
 
 
 def _instruction(row: Row, where: str) -> Conversation:
@@ -191,9 +226,21 @@ FORMATS = (
     TEXT,
     Format("text of the field content", "text", {"text": ("content",)}, {}, _text),
 )  # fmt: skip
-KNOWN = sorted({name for form in FORMATS for name in (*form.needs, *form.may)})
+_PROMPTED = {**_SYSTEM, "tools": ("tools",), **_KWARGS}
+PAIRS = Format(
+    "preferences", "pairs", {"chosen": ("chosen",), "rejected": ("rejected",)},
+    {"prompt": ("prompt",), **_PROMPTED}, _pair,
+)  # fmt: skip
+RATED = Format(
+    "rated replies", "rated",
+    {"prompt": ("prompt",), "completion": ("completion",), "label": ("label", "kto_tag")},
+    _PROMPTED, _rated,
+)  # fmt: skip
+_OF_REPLIES = {"pairs": (PAIRS,), "rated": (RATED, PAIRS)}
+_EVERY = (*FORMATS, PAIRS, RATED)
+KNOWN = sorted({name for form in _EVERY for name in (*form.needs, *form.may)})
 _NAMES = {
-    a for form in FORMATS for names in (form.needs, form.may) for n in names.values() for a in n
+    a for form in _EVERY for names in (form.needs, form.may) for n in names.values() for a in n
 }
 _OF_MESSAGES = ("role", "content")
 # What a reply rests on: were it passed over, another conversation would be learnt.
@@ -207,7 +254,7 @@ class Reading:
     fields: our name -> the data's; null: a field of the data that is passed over on purpose.
     """
 
-    kind: Literal["auto", "text", "chat"]
+    kind: Kind
     fields: Fields
 
     def __post_init__(self) -> None:
@@ -230,7 +277,7 @@ class Reading:
         """
         mapped = {name for name, theirs in self.fields.items() if theirs is not None}
         mapped -= set(_OF_MESSAGES)
-        forms = [f for f in FORMATS if self.kind in ("auto", f.kind)]
+        forms = _OF_REPLIES.get(self.kind) or [f for f in FORMATS if self.kind in ("auto", f.kind)]
         for form in forms:
             if mapped <= {*form.needs, *form.may} and form.names(row, self.fields, where):
                 self._refuse_message(form, row, where)
@@ -257,7 +304,7 @@ class Reading:
                 f"{where}: not of the first row's format ({form.title}): its fields are "
                 f"{listed(row)}: keep formats in files of their own"
             )
-        if form.kind == "chat" and form.needs is not _TALKS:
+        if form.kind != "text" and form.needs is not _TALKS:
             for name in _BESIDE:
                 if not empty(rest.get(name)):
                     raise InputError(
@@ -288,6 +335,9 @@ class Reading:
             return f"no format has {listed(sorted(mapped))} of data.fields and these fields"
         known = "messages; prompt, completion; instruction, output; question, answer"
         known += "" if self.kind == "chat" else "; text"
+        if self.kind in _OF_REPLIES:
+            rated = "; prompt, completion, label" if self.kind == "rated" else ""
+            known = f"chosen, rejected, with a prompt or without{rated}"
         return f"no format is known by these fields ({known}; data.fields maps others)"
 
     def _refuse_message(self, form: Format, row: Row, where: str) -> None:
@@ -317,7 +367,7 @@ class Reading:
         """Raises InputError: the row is of a format that no loss here is for."""
         rest = {n: v for n, v in row.items() if n not in self.fields}
         refuse_unheeded(rest, where, text=self.kind == "text")
-        if "prompt" in rest and self.kind != "text":
+        if "prompt" in rest and self.kind in ("auto", "chat"):
             raise InputError(
                 f"{where}: a prompt alone has no reply to learn: give a 'completion' (or train on "
                 "the prompts as text with data.fields: {text: prompt})"

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.packing import Ints, shuffled
+from megatrain.data.preferences import numbered
 from megatrain.data.stream import Start, Stream
 from megatrain.errors import InputError
 
@@ -160,7 +161,7 @@ class StepLoader:
             self._ahead.pop().cancel()
 
     def _make(self, step: int) -> Step:
-        return [self._dataset.batch(rows) for rows in self._plan(step)]
+        return numbered([self._dataset.batch(rows) for rows in self._plan(step)])
 
     def _plan(self, step: int) -> list[list[int]]:
         """The rows of each micro-batch of a step."""

@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from megatrain.data.encoder import Encoder
 from megatrain.data.examples import BadRows, Examples
 from megatrain.data.formats import Fields, Reading, listed
 from megatrain.data.packing import Ints, mixed
+from megatrain.data.preferences import REPLIES, ReplyDataset
 from megatrain.data.sources import Kind, Source, find_files, load_hub
 from megatrain.data.store import Progress, TokenStore, open_store
 from megatrain.data.stream import Stream, StreamSettings
@@ -56,8 +57,8 @@ def open_dataset(
         sequence_length: tokens in a row, at most (packed: exactly).
         cache_dir: the folder for tokens; safe to delete between runs.
         packing: several documents share a row without seeing one another; text is cut where a row
-            is full, conversations stay whole.
-        kind: "text": documents, all learnt; "chat": the replies are; "auto": as the fields say.
+            is full, conversations stay whole; replies that are compared or rated share none.
+        kind: "text": documents; "chat": replies; "auto": by the fields; "pairs", "rated": compared.
         text_field: the same as fields {"text": ...}.
         fields: our name of a field -> the data's, or None: passed over on purpose.
         bad_rows: end at the first that cannot be used, or leave them out and list them.
@@ -79,13 +80,14 @@ def open_dataset(
     encoder = Encoder(tokenizer, vocab_size)
     store = _tokens(examples, encoder, settings, Path(cache_dir).expanduser(), progress)
     _say(store.notes)
-    found: Literal["text", "chat"] = store.notes["kind"]
-    layout = Layout(found, sequence_length, packing, overlong, pad_id(tokenizer, vocab_size))
+    found: Any = kind if kind in REPLIES else store.notes["kind"]
+    packs = packing and kind not in REPLIES
+    layout = Layout(found, sequence_length, packs, overlong, pad_id(tokenizer, vocab_size))
     documents, part = choose(store, layout, seed), f"seed {seed}"
     if weights is not None:
         documents = mixed(documents, groups[store.documents()["source"]], weights, repeat, seed)
         part += f", weights {list(weights)}{' with repetition' * repeat}"
-    return PackedDataset(store, documents, layout, part)
+    return (ReplyDataset if kind in REPLIES else PackedDataset)(store, documents, layout, part)
 
 
 def open_stream(

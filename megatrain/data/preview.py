@@ -71,7 +71,7 @@ class Summary:
     @property
     def what(self) -> str:
         """What a document is called."""
-        return "conversations" if self.kind == "chat" else "documents"
+        return "documents" if self.kind == "text" else "conversations"
 
     def facts(self) -> list[str]:
         """How many documents, rows and tokens there are, in sentences."""
@@ -128,7 +128,7 @@ def summarise(data: PackedDataset) -> Summary:
         if earlier != document:
             num_repeated += 1
             repeated = repeated or (store.place(document), store.place(earlier))
-    records, is_chat = store.documents(), store.notes["kind"] == "chat"
+    records, is_chat = store.documents(), store.notes["kind"] != "text"
     whole = (records["end"] - records["begin"])[documents.document]
     cut = (whole - documents.lengths) * is_chat  # a text is continued in another row
     firsts = records["first_target"]

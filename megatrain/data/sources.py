@@ -14,7 +14,7 @@ from megatrain.errors import InputError, first_line
 _log = logging.getLogger("megatrain.data")
 
 Format = Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "hub"]
-Kind = Literal["auto", "text", "chat"]
+Kind = Literal["auto", "text", "chat", "pairs", "rated"]
 
 _SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonlines": "jsonl", ".json": "json", ".csv": "csv",
@@ -139,9 +139,10 @@ def _expand(text: str, kind: Kind) -> list[SourceFile]:
         return [_named_file(path, kind)]
     found = [f for f in (_describe(p, named=False) for p in paths) if f.size > 0]
     rows = [f for f in found if f.format != "text"]
-    files = rows if kind == "chat" or (kind == "auto" and rows) else found
+    of_rows = kind not in ("auto", "text")
+    files = rows if of_rows or (kind == "auto" and rows) else found
     if not files:
-        wanted = "non-empty file" + (" of rows, such as .jsonl" if kind == "chat" else "")
+        wanted = "non-empty file" + (" of rows, such as .jsonl" if of_rows else "")
         raise InputError(f"no {wanted} in {text!r}: check the path")
     _refuse_splits(text, path, files)
     if len(files) < len(found):
@@ -166,7 +167,7 @@ def _refuse_splits(text: str, folder: Path, files: list[SourceFile]) -> None:
 
 def _named_file(path: Path, kind: Kind) -> SourceFile:
     file = _describe(path, named=True)
-    if kind == "chat" and file.format == "text":
+    if kind not in ("auto", "text") and file.format == "text":
         raise InputError(f"{path}: conversations must be rows: .jsonl, .json, .csv or .parquet")
     if file.size == 0:
         raise InputError(f"{path}: the file is empty: give one with data")

@@ -32,7 +32,7 @@ _log = logging.getLogger("megatrain.data")
 _TOKEN = np.dtype("<i4")
 # first_target: place in the document of the first token to predict, -1 if there is none
 _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
-                    ("line", "<i8"), ("source", "<i4")])  # fmt: skip
+                    ("line", "<i8"), ("source", "<i4"), ("good", "<i4")])  # fmt: skip
 
 
 class Store(ABC):
@@ -69,6 +69,10 @@ class Store(ABC):
     def begin(self, document: int) -> int:
         """Where the tokens of a document begin."""
         return int(self._record(document)["begin"])
+
+    def is_good(self, document: int) -> bool:
+        """Whether a reply is the better of two, or a good one."""
+        return bool(self._record(document)["good"])
 
     def place(self, document: int) -> str:
         """`file:line` of a document."""
@@ -251,7 +255,8 @@ def _record(document: Document, begin: int) -> NDArray[Any]:
     targets = _targets(document)
     first = int(targets.argmax()) if targets.any() else -1
     end = begin + len(document.ids)
-    return np.array([(begin, end, first, document.line, document.source)], _RECORD)
+    values = begin, end, first, document.line, document.source, document.good
+    return np.array([values], _RECORD)
 
 
 def _targets(document: Document) -> NDArray[np.bool_]:

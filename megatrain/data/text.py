@@ -17,12 +17,14 @@ class Document(NamedTuple):
     """A tokenised document (or piece of one), where it came from, and which tokens to predict.
 
     ids: [n] int32. targets: [n] bool; a document without any true one has nothing to learn from.
+    good: of replies that are compared or rated, whether it is the better one, or a good one.
     """
 
     source: int
     line: int
     ids: NDArray[np.int32]
     targets: NDArray[np.bool_]
+    good: bool = True
 
 
 class TextEncoder:

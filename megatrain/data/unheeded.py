@@ -9,8 +9,10 @@ from typing import Any
 
 from megatrain.errors import InputError
 
-_KTO = "rows of good and bad replies (KTO) need a loss of their own: keep the good ones, without it"
-_PREFERENCE = "pairs of a better and a worse reply (DPO) need a loss of their own: keep the better"
+_KTO = "rows of good and bad replies need loss.name: kto; or keep the good ones, without it"
+_PREFERENCE = (
+    "pairs of a better and a worse reply need loss.name: dpo, or another; or keep the better"
+)
 _TOKENS = "rows of tokens are not read: give their text"
 _WEIGHTS = "only a 'weight' of 0 or 1 on a message is heeded: leave it out, or the row"
 _MEDIA = "only text is trained: leave it out, or the row"

@@ -61,10 +61,12 @@ class Workload:
         placement = engine.placement_value()
         given = {name: getattr(engine, name) for name in LIMITS}
         limits: dict[str, Any] = {n: parse_bytes(size) for n, size in given.items() if size}
+        lines, rows = run.loss.lines, training.micro_batch_size
         return cls(
-            tokens_per_step=training.batch_size * length,
+            tokens_per_step=training.batch_size * length * lines,
             sequence_length=length,
-            micro_batch=training.micro_batch_size,
+            micro_batch=rows and rows * lines,
+            loss=run.loss.loss(),
             clip=training.max_grad_norm is not None,
             precision=engine.precision,
             rule=run.optimizer.rule(),

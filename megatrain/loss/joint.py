@@ -35,6 +35,19 @@ class JointLoss(Loss):
         """What a user wants to know beside the loss: scalars by name; NaN for nothing to say."""
         return {}
 
+    def told(
+        self, log_probs: Sequence[Tensor], micro_batches: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, float]:
+        """Loss and measures of micro-batches whose labels have these log-probabilities, in place.
+
+        Raises:
+            InputError: as of a step.
+        """
+        labels = [micro["labels"] for micro in micro_batches]
+        given = [[micro[name] for name in self.inputs] for micro in micro_batches]
+        losses, _, measured = self.weigh(log_probs, labels, given, self.normaliser(labels, given))
+        return {"loss": float(losses[0]), **as_numbers(measured)}
+
     def weigh(
         self,
         log_probs: Sequence[Tensor],

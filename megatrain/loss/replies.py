@@ -109,13 +109,15 @@ class PairLoss(JointLoss):
         """Means over pairs, by TRL's names."""
         replies = self.replies(log_prob_N, targets_N, *given)
         chosen, rejected = map(self.rewards, replies)
+        whole = "reference_logp" in self.inputs
+        logps = [each.log_prob if whole else each.mean for each in replies]
         return {
             "rewards/chosen": chosen.mean(),
             "rewards/rejected": rejected.mean(),
             "rewards/accuracies": (chosen > rejected).double().mean(),
             "rewards/margins": (chosen - rejected).mean(),
-            "logps/chosen": replies[0].log_prob.mean(),
-            "logps/rejected": replies[1].log_prob.mean(),
+            "logps/chosen": logps[0].mean(),
+            "logps/rejected": logps[1].mean(),
         }
 
     def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:

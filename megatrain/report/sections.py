@@ -104,14 +104,15 @@ def charts(source: Source) -> str:
     for name, points in source.metrics.sets.items():
         over, loss = np.array(points).T
         losses.append(Line(f"evaluation, {name}", over, loss, mark=True))
-    peak = source.peak_tflops
+    peak, margins = source.peak_tflops, np.array(source.metrics.margins).reshape(-1, 2)
+    of_replies = source.metrics.last("rewards/margins") is not None
 
     def over_time(title: str, unit_of: str, name: str, **more: Any) -> Chart:
         scale = GIB if name.endswith("_bytes") else 1.0
         return Chart(title, unit_of, unit, [Line(title, time, columns[name] / scale)], True, **more)
 
     shown = [
-        Chart("Loss", "nats per token", "step", losses),
+        Chart("Loss", "" if of_replies else "nats per token", "step", losses),
         Chart("Gradient norm", "", "step", [Line("norm", steps, columns["grad_norm"])], True),
         Chart("Learning rate", "", "step", [Line("rate", steps, columns["lr"])], True),
         over_time("Throughput", "tokens/s", "tokens_per_second"),
@@ -119,6 +120,12 @@ def charts(source: Source) -> str:
                   roof=("published peak", peak) if peak else None),
         over_time("Host memory", "GiB", "host_bytes", roof=_roof("usable", host)),
     ]  # fmt: skip
+    if of_replies:
+        lines = [
+            Line("training", steps, columns["rewards/margins"]),
+            Line("evaluation", margins[:, 0], margins[:, 1], mark=True),
+        ]
+        shown.insert(1, Chart("Margin of rewards", "", "step", lines, True))
     if source.metrics.largest("device_peak_bytes"):
         roof = _roof("of the device", total)
         shown.append(over_time("Device memory", "GiB", "device_peak_bytes", roof=roof))

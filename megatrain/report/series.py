@@ -14,7 +14,7 @@ Numbers = NDArray[np.float64]
 
 COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second"),
-    *("model_tflops", "mfu", "device_peak_bytes", "host_bytes"),
+    *("model_tflops", "mfu", "device_peak_bytes", "host_bytes", "rewards/margins"),
 )
 
 # Columns of pixels that a line is drawn with; of each, its least and largest value are kept.
@@ -30,6 +30,7 @@ class Metrics:
         evaluations: step, loss and seconds of each evaluation.
         sets: step and loss of those of each named set.
         accuracy: of the last evaluation.
+        margins: step and margin of rewards of each evaluation, where a loss has them.
         samples: prompts and texts that the last evaluation has generated.
         resumed: how often the run went back to an earlier step; what it did twice counts once.
         skipped: steps that were left out.
@@ -40,6 +41,7 @@ class Metrics:
     evaluations: list[tuple[float, float, float]] = field(default_factory=list)
     sets: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     accuracy: float = math.nan
+    margins: list[tuple[float, float]] = field(default_factory=list)
     samples: list[tuple[str, str]] = field(default_factory=list)
     resumed: int = 0
     skipped: int = 0
@@ -116,6 +118,7 @@ def _metrics(
         columns = {name: values[steps < later] for name, values in columns.items()}
     evaluations, sets, accuracy = [], dict[str, list[tuple[float, float]]](), math.nan
     samples: list[tuple[str, str]] = []
+    margins = [(step, _number(r.get("eval_rewards/margins"))) for step, r in evaluated.items()]
     for step, record in evaluated.items():
         loss, seconds = (_number(record.get(f"eval_{name}")) for name in ("loss", "seconds"))
         evaluations.append((step, loss, seconds))
@@ -124,7 +127,7 @@ def _metrics(
         for name, value in record.items():
             if found := re.fullmatch("eval_(.+)_loss", name):
                 sets.setdefault(found[1], []).append((step, _number(value)))
-    return Metrics(columns, evaluations, sets, accuracy, samples, resumed, skipped, failed)
+    return Metrics(columns, evaluations, sets, accuracy, margins, samples, resumed, skipped, failed)
 
 
 def _samples(given: Any) -> list[tuple[str, str]]:

@@ -13,11 +13,19 @@ from rich.text import Text
 from megatrain.units import duration, gib
 
 
+def described_rewards(record: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What a loss of replies measures, in few words; nothing of other losses."""
+    found = {name: record.get(f"{prefix}rewards/{name}") for name in ("accuracies", "margins")}
+    said = {"accuracies": "preferred {:.1%}", "margins": "margin {:.4g}"}
+    return [said[name].format(value) for name, value in found.items() if value is not None]
+
+
 def describe_step(record: Mapping[str, Any]) -> str:
     """The measurements of one step (a line of `metrics.jsonl`) in one line."""
     parts = [f"loss {record['loss']:.4f}"]
     if record.get("grad_norm") is not None:
         parts.append(f"grad {record['grad_norm']:.3g}")
+    parts += described_rewards(record)
     parts.append(f"lr {record['lr']:.3g}")
     parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
     parts.append(f"{record['model_tflops']:.3g} TFLOPS")

@@ -17,6 +17,7 @@ from megatrain.train.folders import (
     CONFIG,
     ENVIRONMENT,
     METRICS,
+    REFERENCES,
     checkpoint_folder,
     checkpoints,
     new_run_folder,
@@ -72,6 +73,8 @@ def branched(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> 
             best = Watch(config, logged).best_of(checkpoints(source))
             if config.checkpoint.best and best is not None and best != state.step:
                 _take(checkpoint_folder(source, best), checkpoint_folder(folder, best))
+        if (source / REFERENCES).is_file():
+            _link(str(source / REFERENCES), str(folder / REFERENCES))
         (folder / CONFIG).write_text(config.as_yaml(), encoding="utf-8")
     try:
         yield config

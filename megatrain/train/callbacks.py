@@ -150,7 +150,7 @@ def _arguments(config: Config, folder: Path, total_steps: int) -> Any:
         per_device_train_batch_size=config.training.batch_size,
         learning_rate=config.optimizer.settings["lr"],
         logging_steps=config.output.log_every,
-        eval_strategy="steps" if config.data.eval_metrics else "no",
+        eval_strategy="steps" if config.eval_metrics else "no",
         eval_steps=config.training.eval_every or total_steps,
         save_strategy="no",
         metric_for_best_model=config.watched,

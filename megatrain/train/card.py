@@ -61,7 +61,7 @@ def write_card(folder: Path, run: Path, step: int | None = None) -> None:
         license=_license(folder, config["model"].get("path")),
     )
     machine = _environment(run / ENVIRONMENT)
-    is_chat = machine.get("data") == "chat" and any(folder.glob("chat_template*"))
+    is_chat = machine.get("data") not in (None, "text") and any(folder.glob("chat_template*"))
     parts = [
         f"# {run.name}",
         _origin(config, records, is_chat=is_chat),

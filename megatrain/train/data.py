@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from megatrain.config import Config, DataSection, ModelSection, nearest
+from megatrain.config import Config, ModelSection, nearest
 from megatrain.data import PackedDataset, Stream, load_tokenizer, open_dataset, open_stream
 from megatrain.data.prompts import end_of_turn, prompt_ids, unmet_opening
 from megatrain.data.tokenizer import read_template
@@ -34,8 +34,7 @@ def open_data(
     Raises:
         InputError: the data cannot be used.
     """
-    data, seed = config.data, config.training.seed
-    given = (data, tokenizer, vocab_size, seed)
+    data, given = config.data, (config, tokenizer, vocab_size)
     sets = {name: _open(path, *given) for name, path in data.eval_sets.items()}
     training: PackedDataset | Stream
     if data.streaming:
@@ -100,7 +99,7 @@ def run_ends(
 ) -> list[int]:
     """The tokens that end what the run teaches, beside those that the model knows already."""
     ends = [] if model.eos_token is None else [tokenizer.eos_token_id]
-    if training.kind == "chat" and tokenizer.chat_template:  # completions need none
+    if training.kind != "text" and tokenizer.chat_template:  # completions need none
         if (turn := end_of_turn(tokenizer)) is None:
             log.info("no token of the chat template ends a reply: the model will not know its end")
         else:
@@ -130,34 +129,32 @@ def data_alone(
 
 def _open(
     path: str | list[str],
-    data: DataSection,
+    config: Config,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
-    seed: int,
     **mixing: Any,
 ) -> PackedDataset:
     return open_dataset(
         path,
-        cache_dir=data.cache_dir or _default_cache(),
+        cache_dir=config.data.cache_dir or _default_cache(),
         progress=_tokenising_progress(),
-        **_reading(data, tokenizer, vocab_size, seed),
+        **_reading(config, tokenizer, vocab_size),
         **mixing,
     )
 
 
-def _reading(
-    data: DataSection, tokenizer: PreTrainedTokenizerBase, vocab_size: int, seed: int
-) -> dict[str, Any]:
+def _reading(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> dict[str, Any]:
     """What data is read with, be it kept or not."""
+    data = config.data
     return dict(
-        kind=data.kind,
+        kind=config.loss.kind or data.kind,
         tokenizer=tokenizer,
         sequence_length=data.sequence_length,
         packing=data.packing,
         text_field=data.text_field,
         fields=data.fields,
         bad_rows=data.bad_rows,
-        seed=seed,
+        seed=config.training.seed,
         vocab_size=vocab_size,
         overlong=data.overlong,
         hub_config=data.hub_config,

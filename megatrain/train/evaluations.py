@@ -5,9 +5,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from megatrain.config import Config
-from megatrain.data import Step
-from megatrain.loss import num_labelled, targets_of
+from megatrain.data import PLAIN, Step
+from megatrain.loss import JointLoss, num_labelled, targets_of
+from megatrain.telemetry.console import described_rewards
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.samples import Samples
 from megatrain.train.setup import Job
@@ -33,6 +36,7 @@ class Evaluations:
         signals: Signals,
     ) -> None:
         self._engine, self._metrics, self._signals = job.engine, metrics, signals
+        self._loss = config.loss.loss()
         self._total = job.total_steps
         # As many rows at once as a step has: more would take memory that no plan counts.
         at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
@@ -73,6 +77,8 @@ class Evaluations:
 
     def _scores(self, *, final: bool) -> dict[str, float] | None:
         """Metrics over all sets, and of each named one; None: given up."""
+        if isinstance(self._loss, JointLoss):
+            return self._of_replies(self._loss, final=final)
         found: dict[str, tuple[float, float, int]] = {}  # summed loss, right labels, labels
         for name, parts in self._sets.items():
             losses, right = [], []
@@ -89,13 +95,32 @@ class Evaluations:
             metrics |= _metrics(f"{name}_", *each) if name else {}
         return metrics
 
+    def _of_replies(self, loss: JointLoss, *, final: bool) -> dict[str, float] | None:
+        """The same by the loss's own measures, of a whole set together."""
+        every: tuple[list[Tensor], Step] = [], []
+        metrics: dict[str, float] = {}
+        for name, parts in self._sets.items():
+            found: list[Tensor] = []
+            rows = [micro for part, _ in parts for micro in part]
+            for part, _ in parts:
+                if self._signals.stop and not final:
+                    return None
+                plain = [{key: micro[key] for key in PLAIN if key in micro} for micro in part]
+                found += self._engine.logprobs(plain)
+            every = every[0] + found, every[1] + rows
+            if name:
+                metrics |= {f"eval_{name}_{key}": v for key, v in loss.told(found, rows).items()}
+        return {f"eval_{key}": v for key, v in loss.told(*every).items()} | metrics
+
     def _described(self, found: Mapping[str, float]) -> str:
         beside = ""
         if self._trained:
             beside = f" (training {sum(self._trained) / len(self._trained):.4f})"
         parts = [f"evaluation loss {found['eval_loss']:.4f}{beside}"]
-        parts.append(f"accuracy {found['eval_accuracy']:.1%}")
-        parts.append(f"perplexity {found['eval_perplexity']:.4g}")
+        if "eval_accuracy" in found:
+            parts.append(f"accuracy {found['eval_accuracy']:.1%}")
+            parts.append(f"perplexity {found['eval_perplexity']:.4g}")
+        parts += described_rewards(found, "eval_")
         named = [name for name in self._sets if name]
         parts += [f"{name} {found[f'eval_{name}_loss']:.4f}" for name in named]
         return "  ".join(parts)

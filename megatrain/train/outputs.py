@@ -33,6 +33,8 @@ def describe_run(folder: Path, config: Config, job: Job) -> None:
         "data": job.kind,
     }
     write_file(folder / ENVIRONMENT, json.dumps(record, indent=2) + "\n")
+    if job.references is not None:
+        job.references.write(folder)
 
 
 def write_model(job: Job, run: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_schedule
 from megatrain.api import Engine
 from megatrain.checkpoint import MODEL, Checkpoint
 from megatrain.config import Config, ModelSection
-from megatrain.data import PackedDataset, Step, StepLoader, Stream, StreamLoader
+from megatrain.data import PackedDataset, Step, StepLoader, Stream, StreamLoader, numbered
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.companions import add_ends, tokenizer_files
@@ -23,6 +23,7 @@ from megatrain.model.trained import Trained
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer
 from megatrain.train.model_config import check_sequence_length, model_config
+from megatrain.train.references import References, refer
 from megatrain.train.resolve_model import named_model
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 
@@ -38,6 +39,7 @@ class Job:
         ends: tokens that end what is taught, which the model may not know yet.
         kind: whether texts or chats are trained.
         evaluation: micro-batches of each evaluation set.
+        references: what the reference model says of the data, where the loss asks for it.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,6 +49,7 @@ class Job:
     loader: StepLoader
     kind: str
     evaluation: dict[str, Step]
+    references: References | None
     schedule: LRScheduler
     total_steps: int
     resumed: RunState | None
@@ -95,6 +98,13 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     done = _go_to(loader, start, total_steps)
     engine = _engine(config, hf_config if source is None else source, start)
     loader.rows_per_micro_batch = rows = _rows_per_micro_batch(config, engine, start)
+    references = refer(
+        config,
+        engine,
+        {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}},
+        rows,
+        start,
+    )
     log.info(
         "model: %s parameters on %s, placement: %s",
         f"{engine.num_parameters:,}",
@@ -110,11 +120,18 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         engine=engine,
         loader=loader,
         kind=training.kind,
-        evaluation={name: list(each.batches(rows)) for name, each in evaluation.items()},
+        evaluation=_batches(evaluation, rows),
+        references=references,
         schedule=_schedule(config, engine.optimizer, total_steps, done),
         total_steps=total_steps,
         resumed=start.state if start else None,
     )
+
+
+def _batches(evaluation: dict[str, PackedDataset], rows: int) -> dict[str, Step]:
+    made = {name: list(each.batches(rows)) for name, each in evaluation.items()}
+    numbered([micro for each in made.values() for micro in each])
+    return made
 
 
 def _loader(config: Config, training: PackedDataset | Stream) -> StepLoader:
@@ -156,9 +173,11 @@ def _model_source(
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
     """As configured; as the run that is resumed had it; as the engine has chosen; as is usual."""
-    fitting = usual_micro_batch(config.data.sequence_length)
+    lines = config.loss.lines
+    fitting = max(1, usual_micro_batch(config.data.sequence_length) // lines)
     before = None if start is None else start.state.data.get("rows_per_micro_batch")
-    for rows in (config.training.micro_batch_size, before, engine.micro_batch):
+    chosen = engine.micro_batch and max(1, engine.micro_batch // lines)
+    for rows in (config.training.micro_batch_size, before, chosen):
         if isinstance(rows, int) and rows > 0:
             return min(rows, config.training.batch_size)
     return min(fitting, config.training.batch_size)

@@ -8,7 +8,6 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.data import Step
 from megatrain.errors import DoesNotFit, MegatrainError, RunFailed, StepRefused
-from megatrain.loss import CROSS_ENTROPY, LabelSmoothing
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.bad_steps import BadSteps
 from megatrain.train.meter import Meter
@@ -33,8 +32,7 @@ class Steps:
         self._job, self._metrics, self._timeline = job, metrics, timeline
         self._meter = Meter(job.engine, config.engine.precision)
         self._refusals = BadSteps(config.training)
-        share = config.loss.label_smoothing
-        self._loss = LabelSmoothing(share) if share else CROSS_ENTROPY
+        self._loss = config.loss.loss()
         self.done = 0
         if job.resumed is not None:
             self._refusals.load_state_dict(job.resumed.refusals)
@@ -67,6 +65,7 @@ class Steps:
             seconds = time.perf_counter() - started
             measured = self._meter.measure(result.tokens, seconds)
             outcome = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **measured}
+            outcome |= result.measures
             if (found := self._timeline.found) is not None:
                 outcome |= {"busy": found.busy, "idle": found.idle}
         if step < job.total_steps:  # a schedule need not be defined beyond its end

@@ -102,7 +102,7 @@ MISTAKES = [
     (["training.lr=1"], "--set training.lr: unknown key; 'lr' is a key of optimizer; valid here"),
     (
         ["model.name=x"],
-        "unknown key; 'name' is a key of optimizer and schedule; valid here are path",
+        "unknown key; 'name' is a key of optimizer and loss and schedule; valid here are path",
     ),
     (["model.paht=x"], "--set model.paht: unknown key; did you mean 'path'?"),
     (["optimiser.lr=1"], "optimiser: unknown key; did you mean 'optimizer'?"),

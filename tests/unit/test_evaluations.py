@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.config.learning import LossSection
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED
 from megatrain.train.evaluations import Evaluations
@@ -44,7 +45,7 @@ def evaluated(
     )
     training = SimpleNamespace(eval_every=1, batch_size=rows_per_step, samples=None)
     metrics: Any = SimpleNamespace(write=lambda **record: written.update(record))
-    config = cast(Any, SimpleNamespace(training=training))
+    config = cast(Any, SimpleNamespace(training=training, loss=LossSection()))
     signals: Any = SimpleNamespace(stop=stop)
     evaluations = Evaluations(job, config, metrics, [], signals)
     evaluations.after(1, lambda line: None, final=total == 1)

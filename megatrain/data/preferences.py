@@ -1,0 +1,106 @@
+"""Replies that are compared, or rated as good or bad: rows with what losses ask of them."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.data.dataset import MicroBatch, PackedDataset
+from megatrain.data.packing import Ints
+from megatrain.loss import KTO, Loss
+
+REPLIES = ("pairs", "rated")
+PLAIN = ("input_ids", "labels", "attention_mask")
+_NUMBERS = ("pair", "example")
+
+
+def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
+    """The same micro-batches, with numbers of pairs or replies that no two of them share."""
+    for name in _NUMBERS:
+        first = 0.0
+        for micro in step:
+            if name in micro:
+                micro[name] += first
+                first = float(micro[name].max()) + 1
+    return step
+
+
+class ReplyDataset(PackedDataset):
+    """Pairs, each a row of two lines of tokens, or rated replies. No two replies share a line.
+
+    Before rows are taken, whoever trains says which loss they are for.
+
+    Attributes:
+        loss: whose inputs micro-batches have.
+        reference: `[rows, lines]` log-probabilities of the replies in a reference model.
+    """
+
+    loss: Loss
+    reference: Tensor | None = None
+
+    @property
+    def fill(self) -> float:
+        return super().fill / (2 if self.kind == "pairs" else 1)
+
+    @property
+    def lines(self) -> int:
+        """Lines of tokens that a row has."""
+        mismatched = isinstance(self.loss, KTO) and self.loss.loss_type == "kto"
+        return 2 if self.kind == "pairs" or mismatched else 1
+
+    def plain(self, rows: Sequence[int]) -> MicroBatch:
+        """Rows as `Layout.batch` lays them out, a line for each reply, and nothing besides."""
+        return self._layout.batch([[line] for row in rows for line in self._lines(row)])
+
+    def batch(self, rows: Sequence[int]) -> MicroBatch:
+        """The same with the inputs of the loss."""
+        made, lines = self.plain(rows), self.lines
+        labels, ids = made["labels"], made["input_ids"]
+        kinds = torch.tensor([kind for row in rows for kind in self._kinds(row)])
+        places = torch.arange(len(kinds)) // (lines if self.kind == "pairs" else 1)
+        of_lines = {"pair": places, "example": places, "chosen": kinds, "desired": kinds}
+        for name in self.loss.inputs:
+            if name in of_lines:
+                made[name] = of_lines[name][:, None].expand(labels.shape).float().contiguous()
+        if "reference_logp" in self.loss.inputs:
+            assert self.reference is not None
+            made["reference_logp"] = _at_first_label(self.reference[list(rows)].view(-1), labels)
+        if "reply" in self.loss.inputs:  # of chosen texts the prompts are learnt as well
+            made["reply"] = (labels != -100).float()
+            there = made.get("attention_mask", torch.ones_like(ids)) == 1
+            there &= torch.arange(labels.shape[1]) > 0
+            made["labels"] = torch.where(there & (kinds == 1)[:, None], ids, labels)
+        return made
+
+    def _kinds(self, row: int) -> list[int]:
+        """Of each line: 1 for a chosen or good reply, 0 for another, -1 for a mismatched one."""
+        if self.kind == "pairs":
+            return [1, 0]
+        good = int(self.store.is_good(int(self._segments(row).document[0])))
+        return [good, -1][: self.lines]
+
+    def _lines(self, row: int) -> Iterable[tuple[Ints, Ints]]:
+        yield from self.pieces(row)
+        if self.kind == "rated" and self.lines == 2:
+            yield self._mismatched(row)
+
+    def _mismatched(self, row: int) -> tuple[Ints, Ints]:
+        """The row's prompt with the reply of the row before, as TRL's KTO takes it."""
+        (own, labels), (other, learnt) = (
+            next(iter(self.pieces(at))) for at in (row, (row - 1) % len(self))
+        )
+        begin, start = _first_label(labels), _first_label(learnt)
+        parts = zip((own[:begin], labels[:begin]), (other[start:], learnt[start:]), strict=True)
+        ids, targets = (np.concatenate(part)[: self.sequence_length] for part in parts)
+        return ids, targets
+
+
+def _first_label(labels: Ints) -> int:
+    return 1 + int((labels[1:] != -100).argmax())
+
+
+def _at_first_label(sums: Tensor, labels: Tensor) -> Tensor:
+    """`[B, T]` numbers of lines, each at the line's first label, 0 elsewhere."""
+    first = (labels != -100).float().argmax(1)
+    return torch.zeros(labels.shape).scatter(1, first[:, None], sums.float()[:, None])

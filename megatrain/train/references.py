@@ -1,0 +1,103 @@
+"""What a reference model says of replies: computed once, kept in the run's folder.
+
+The reference is the model as the run begins; with a new adapter that is the base.
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.api import Engine
+from megatrain.config import Config
+from megatrain.data import ReplyDataset
+from megatrain.disk import write_file
+from megatrain.errors import InputError
+from megatrain.train.folders import REFERENCES
+from megatrain.train.resume import Start
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class References:
+    """Summed log-probabilities of the lines of each data set `[rows, lines]`.
+
+    `keys` tells what they are of: a data set's tokens, template and settings, and the model.
+    """
+
+    sums: dict[str, Tensor]
+    keys: dict[str, str]
+
+    def write(self, run: Path) -> None:
+        """Keep them in the folder of a run, whole."""
+        sums = {name: each.tolist() for name, each in self.sums.items()}
+        write_file(run / REFERENCES, json.dumps({"keys": self.keys, "sums": sums}))
+
+    @classmethod
+    def read(cls, run: Path) -> "References":
+        """Those of a run. Raises InputError: there are none, or they are damaged."""
+        path = run / REFERENCES
+        try:
+            kept = json.loads(path.read_text())
+            sums = {name: torch.tensor(each) for name, each in kept["sums"].items()}
+            return cls(sums, dict(kept["keys"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{path}: the reference's log-probabilities cannot be read ({error}); put the file "
+                "back, or begin a run from these weights with megatrain branch --fresh"
+            ) from error
+
+
+def refer(
+    config: Config, engine: Engine, data: dict[str, Any], rows: int, start: Start | None
+) -> References | None:
+    """Tell data sets of replies their loss and, where it asks for one, what its reference says.
+
+    Raises:
+        InputError: a run goes on, and what it has kept is of other data or another model.
+    """
+    loss = config.loss.loss()
+    sets = {name: each for name, each in data.items() if isinstance(each, ReplyDataset)}
+    for each in sets.values():
+        each.loss = loss
+    if "reference_logp" not in loss.inputs:
+        return None
+    keys = {name: _key(config, each) for name, each in sets.items()}
+    if start is None:
+        at_once = max(1, config.training.batch_size // rows)
+        sums = {name: _sums(engine, each, rows, at_once) for name, each in sets.items()}
+        found = References(sums, keys)
+    else:
+        run = start.checkpoint.absolute().parent.parent
+        found = References.read(run)
+        for name in keys:
+            if found.keys.get(name) != keys[name] or name not in found.sums:
+                raise InputError(
+                    f"{run / REFERENCES}: the reference's log-probabilities are not of this data "
+                    f"({name}) and model; set them back, or begin anew: megatrain branch --fresh"
+                )
+    for name, each in sets.items():
+        each.reference = found.sums[name]
+    return found
+
+
+def _key(config: Config, data: ReplyDataset) -> str:
+    model, adapter = config.model.model_dump(mode="json"), config.adapter.model_dump(mode="json")
+    of_model = {name: model[name] for name in ("path", "config")} | {"adapter": adapter}
+    return json.dumps([data.fingerprint, data.lines, len(data), of_model], sort_keys=True)
+
+
+def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int) -> Tensor:
+    log.info("computing the reference's log-probabilities of %s rows", f"{len(data):,}")
+    starts = range(0, len(data), rows)
+    every = [range(start, min(start + rows, len(data))) for start in starts]
+    sums: list[Tensor] = []
+    for first in range(0, len(every), at_once):
+        step = [data.plain(each) for each in every[first : first + at_once]]
+        sums += [each.double().sum(1) for each in engine.logprobs(step)]
+    return torch.cat(sums).view(len(data), -1).float()

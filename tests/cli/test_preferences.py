@@ -1,0 +1,172 @@
+"""Runs with losses of replies: preferences move, a run goes on exactly, references are kept."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from megatrain.config.learning import LossSection
+from megatrain.config.load import validate
+from megatrain.forecast.workload import Workload
+from megatrain.loss import DPO, KTO, ORPO, SimPO
+from tests.cli.cases import SENTENCES, sets
+from tests.parity.cases import llama, make_batches, make_engine
+
+LANGUAGES = ("yaml", "python")
+GOOD, BAD = "on the mat", "a dog ran to the"
+
+
+def talk(question, answer):
+    said = [("user", question), ("assistant", answer)]
+    return [{"role": role, "content": text} for role, text in said]
+
+
+def pair(number):
+    """In turn as messages with the prompt in both, with a prompt apart, and as texts."""
+    question = f"{SENTENCES[number % 3]} {number}"
+    if number % 2:
+        return {"chosen": talk(question, GOOD), "rejected": talk(question, BAD)}
+    asked, chosen = talk(question, GOOD)[:1], talk(question, GOOD)[1:]
+    return {"prompt": asked, "chosen": chosen, "rejected": talk(question, BAD)[1:]}
+
+
+def rated(number):
+    prompt, completion = talk(f"{SENTENCES[number % 3]} {number}", (BAD, GOOD)[number % 2])
+    return {"prompt": [prompt], "completion": [completion], "label": bool(number % 2)}
+
+
+@pytest.fixture
+def preference_file(run_file, base, tmp_path):
+    def made(rows, **loss):
+        tree = yaml.safe_load(run_file.read_text())
+        data = tmp_path / "replies.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tree["model"] = {"path": str(base)}
+        tree["data"] |= {"kind": "auto", "path": str(data), "sequence_length": 48}
+        tree["data"] |= {"eval_fraction": 0.2}
+        tree["training"] |= {"steps": 6, "batch_size": 4, "micro_batch_size": 3, "eval_every": 3}
+        tree["optimizer"] = {"lr": 0.003}
+        tree["schedule"] = {"name": "constant"}
+        tree["loss"] = loss
+        run_file.write_text(yaml.safe_dump(tree))
+        return run_file
+
+    return made
+
+
+def read(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("loss", "row"),
+    [({"name": "dpo"}, pair), ({"name": "kto"}, rated)],
+    ids=["dpo", "kto"],
+)
+def test_a_run_moves_preferences_and_goes_on_exactly(
+    megatrain, preference_file, tmp_path, loss, row
+):
+    file = preference_file([row(number) for number in range(20)], **loss)
+
+    def trained(folder, *options):
+        result = megatrain("train", file, *sets(output__folder=str(folder)), *options)
+        assert result.exit_code == 0, result.output
+        return result.output, load_file(folder / "model" / "model.safetensors")
+
+    run, length = tmp_path / "run", sets(training__steps=6)
+    said, whole = trained(tmp_path / "whole", *length)
+    trained(run, *sets(training__steps=2))
+    references = (run / "references.json").read_bytes()
+    _, parts = trained(run, *length, "--resume")
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    assert (run / "references.json").read_bytes() == references
+
+    steps = [record for record in read(tmp_path / "whole") if "loss" in record]
+    evaluated = [record for record in read(tmp_path / "whole") if "eval_loss" in record]
+    # Before its first update the model is the reference.
+    assert steps[0]["loss"] == pytest.approx(math.log(2) if loss["name"] == "dpo" else 0.5)
+    assert steps[0]["rewards/margins"] == pytest.approx(0, abs=1e-4)
+    assert evaluated[-1]["eval_rewards/margins"] > 0.1
+    assert evaluated[-1]["eval_loss"] < steps[0]["loss"] - 0.02
+    assert "margin" in said
+    if loss["name"] == "dpo":
+        assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [{"name": "simpo"}, {"name": "orpo"}, {"name": "kto", "loss_type": "apo_zero_unpaired"}],
+    ids=["simpo", "orpo", "kto of pairs"],
+)
+def test_other_losses_of_replies_train(megatrain, preference_file, tmp_path, loss):
+    file = preference_file([pair(number) for number in range(20)], **loss)
+    result = megatrain("train", file)
+    assert result.exit_code == 0, result.output
+    records = [record for record in read(tmp_path / "run") if "eval_loss" in record]
+    assert records[-1]["eval_loss"] < records[0]["eval_loss"]
+    assert records[-1]["eval_rewards/margins"] > records[0]["eval_rewards/margins"]
+    assert (tmp_path / "run" / "references.json").exists() == (loss["name"] == "kto")
+
+
+def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp_path):
+    file = preference_file([pair(number) for number in range(20)], name="dpo")
+    assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0
+    references = tmp_path / "run" / "references.json"
+    kept, more = references.read_text(), (*sets(training__steps=2), "--resume")
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(pair(7)) + "\n")
+    changed = sets(data__eval_path=str(other), data__eval_fraction=0.0)
+    tree = json.loads(kept)
+    for spoilt, options in ((json.dumps(tree | {"keys": {}}), more), ("", more)):
+        references.write_text(spoilt)
+        result = megatrain("train", file, *options)
+        assert result.exit_code == 2
+        assert "references.json: the reference's log-probabilities" in result.stderr
+    references.write_text(kept)
+    new = megatrain("branch", tmp_path / "run", tmp_path / "new", *more[:-1])
+    assert new.exit_code == 0, new.output
+    assert (tmp_path / "new" / "references.json").read_text() == kept
+    assert megatrain("train", file, *more, *changed).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss__name": "sft"}, "a better and a worse reply need loss.name: dpo"),
+        ({"loss__name": "kto", "loss__gamma": 1.0}, "kto has no gamma; it has beta"),
+        ({"loss__loss_type": "exo"}, "loss_type is 'exo'; it must be one of sigmoid"),
+        ({"data__kind": "chat"}, "loss.name dpo cannot have data.kind"),
+        ({"data__weights": [1.0]}, "loss.name dpo cannot have data.weights"),
+        ({"checkpoint__best": "eval_accuracy"}, "there is no 'eval_accuracy'"),
+    ],
+)
+def test_what_a_loss_cannot_have_is_refused(megatrain, preference_file, changes, message):
+    file = preference_file([pair(number) for number in range(8)], name="dpo")
+    result = megatrain("train", file, *sets(**changes))
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_what_the_page_shows_runs(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    shown = {
+        language: re.search(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in LANGUAGES
+    }
+    config = validate(yaml.safe_load(shown["yaml"][1]), "docs/losses.md")
+    workload = Workload.of_run(config)
+    assert workload.loss == DPO() and workload.tokens_per_step == 2 * 64 * 2048
+    [[micro, *_]] = make_batches(1, [(4, 9), (2, 7)])
+    engine = make_engine(llama())
+    names = {"engine": engine, "ids": micro["input_ids"], "labels": micro["labels"]}
+    exec(shown["python"][1], names)
+    assert names["result"].loss == pytest.approx(math.log(2))
+    for name, loss in {"simpo": SimPO(), "orpo": ORPO(), "kto": KTO()}.items():
+        assert LossSection(name=name).loss() == loss
+        for key in re.search(rf"\n\| `{name}` \|(.*?)\|", page)[1].split("`")[1::2]:
+            key, _, value = key.partition(": ")
+            assert not value or str(getattr(loss, key)).rstrip(".0") == value.rstrip(".0")

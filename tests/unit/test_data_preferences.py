@@ -1,0 +1,188 @@
+"""Preference data in TRL's formats: a reply is encoded as its conversation is, pairs stay whole."""
+
+import numpy as np
+import pytest
+import torch
+from data_cases import chat_tokenizer, encode_row, talk, write_jsonl
+
+from megatrain.data import StepLoader, open_dataset
+from megatrain.errors import InputError
+from megatrain.loss import DPO, KTO, ORPO
+
+QWEN = chat_tokenizer("qwen")
+ASK, GOOD, BAD = "What is 12 + 30?", "It is 42.", "Tell me a short story."
+MORE = talk("Thanks!", "You are welcome.", ASK)
+
+
+def opened(tmp_path, rows, kind="pairs", loss=None, length=64, **options):
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    made = open_dataset(
+        path, tokenizer=QWEN, sequence_length=length, cache_dir=tmp_path / "cache", kind=kind,
+        **options,
+    )  # fmt: skip
+    made.loss = loss or DPO()
+    made.reference = torch.arange(float(len(made) * made.lines)).view(len(made), -1) + 1
+    return made
+
+
+def lines(data, row=0):
+    return [(ids.tolist(), labels.tolist()) for ids, labels in data._lines(row)]
+
+
+def encoded(row):
+    """Ids and labels that the same text has as a row of its own."""
+    ids, targets = encode_row(QWEN, row)
+    return ids.tolist(), np.where(targets, ids, -100).tolist()
+
+
+def reply(text):
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": talk(ASK), "chosen": reply(GOOD), "rejected": reply(BAD)},
+        {"chosen": talk(ASK, GOOD), "rejected": talk(ASK, BAD)},
+        {"prompt": ASK, "chosen": talk(ASK, GOOD), "rejected": talk(ASK, BAD), "score_chosen": 9},
+        {"prompt": ASK, "chosen": reply(GOOD), "rejected": reply(BAD)},
+    ],
+    ids=["apart", "in both", "in both and apart", "a text"],
+)
+def test_a_pair_is_two_conversations(tmp_path, row):
+    data = opened(tmp_path, [row])
+    assert lines(data) == [encoded({"messages": talk(ASK, text)}) for text in (GOOD, BAD)]
+
+
+def test_only_the_reply_is_compared(tmp_path):
+    """Earlier replies are part of the prompt."""
+    rows = [{"chosen": MORE + reply(GOOD), "rejected": MORE + reply(BAD)}]
+    data = opened(tmp_path, rows, length=96)
+    for (ids, labels), text in zip(lines(data), (GOOD, BAD), strict=True):
+        learnt = [i for i, label in zip(ids, labels, strict=True) if label != -100]
+        assert QWEN.decode(learnt) == f"{text}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "good", "bad"),
+    [
+        ({"prompt": "The sea", "chosen": " was calm", "rejected": " is 42"},
+         "The sea", " was calm", " is 42"),
+        ({"chosen": "The sea was calm", "rejected": "The sea is 42"},
+         "The sea", " was calm", " is 42"),
+    ],
+)  # fmt: skip
+def test_a_pair_of_texts_is_two_completions(tmp_path, row, prompt, good, bad):
+    data = lines(opened(tmp_path, [row]))
+    path = write_jsonl(
+        tmp_path / "x.jsonl", [{"prompt": prompt, "completion": t} for t in (good, bad)]
+    )
+    plain = open_dataset(path, tokenizer=QWEN, sequence_length=64, cache_dir=tmp_path / "cache")
+    whole = [(ids.tolist(), labels.tolist()) for ids, labels in plain.pieces(0)]
+    assert sorted(data) == sorted(whole) and data[0] != data[1]
+    assert QWEN.decode(data[0][0]).startswith(prompt + good)
+
+
+def test_rows_have_what_losses_ask(tmp_path):
+    rows = [
+        {
+            "prompt": talk(f"What is {i}?"),
+            "chosen": reply(GOOD),
+            "rejected": reply(f"No {i} or {i}"),
+        }
+        for i in range(3)
+    ]
+    data = opened(tmp_path, rows)
+    micro = data.batch([1, 0])
+    labels = micro["labels"]
+    assert micro["pair"][:, 0].tolist() == [0, 0, 1, 1]
+    assert micro["chosen"][:, -1].tolist() == [1, 0, 1, 0]
+    assert micro["reference_logp"].sum(1).tolist() == [3, 4, 1, 2]  # of row 1, then of row 0
+    assert ((micro["reference_logp"] != 0) <= (labels != -100)).all()
+    data.loss = ORPO()
+    more = data.batch([1, 0])
+    there = micro["input_ids"] != data._layout.pad_id
+    assert torch.equal(more["reply"] == 1, labels != -100)
+    chosen = torch.tensor([True, False, True, False])
+    whole = torch.where(there, micro["input_ids"], -100)
+    assert torch.equal(more["labels"][chosen][:, 1:], whole[chosen][:, 1:])
+    assert torch.equal(more["labels"][~chosen], labels[~chosen])
+
+
+def test_mismatched_replies_are_those_of_the_row_before(tmp_path):
+    rows = [
+        {"prompt": talk(f"What is {i}?"), "completion": reply(f"It is {i}"), "label": i != 1}
+        for i in range(4)
+    ]
+    data = opened(tmp_path, rows, "rated", KTO())
+    number = [QWEN.decode(lines(data, row)[0][0]).split("What is ")[1][0] for row in range(4)]
+    for row in range(4):
+        said = talk(f"What is {number[row]}?", f"It is {number[row - 1]}")
+        assert lines(data, row)[1] == encoded({"messages": said})
+    micro = data.batch(range(4))
+    assert micro["example"][:, 0].tolist() == list(range(8))
+    good = [float(n != "1") for n in number]
+    assert micro["desired"][:, 0].tolist() == [k for each in good for k in (each, -1.0)]
+    data.loss = KTO(loss_type="apo_zero_unpaired")
+    assert len(data.plain(range(4))["labels"]) == 4
+
+
+def test_pairs_are_rated_replies_as_well(tmp_path):
+    rows = [{"prompt": talk(ASK), "chosen": reply(GOOD), "rejected": reply(BAD)}]
+    data = opened(tmp_path, rows, "rated", KTO(loss_type="apo_zero_unpaired"))
+    assert len(data) == 2
+    kinds = {tuple(lines(data, row)[0][0]): data._kinds(row) for row in range(2)}
+    assert kinds[tuple(encoded({"messages": talk(ASK, GOOD)})[0])] == [1]
+    assert kinds[tuple(encoded({"messages": talk(ASK, BAD)})[0])] == [0]
+
+
+def test_pairs_stay_whole_in_steps_and_parts(tmp_path):
+    rows = [
+        {"prompt": talk(f"What is {i}?"), "chosen": reply(GOOD), "rejected": reply(f"No {i}")}
+        for i in range(9)
+    ]
+    rows[4]["rejected"] = reply("")  # nothing to learn would be half of a pair
+    rows[5]["chosen"] = reply("a very long story about the sea " * 20)
+    data = opened(tmp_path, rows, overlong="drop")
+    assert len(data) == 8
+    train, held = data.hold_out(0.4)
+    assert (len(train), len(held)) == (5, 3)
+    prompts = [
+        {QWEN.decode(ids).split("<|im_start|>assistant")[0] for ids, _ in part.pieces(row)}
+        for part in (train, held)
+        for row in range(len(part))
+    ]
+    assert all(len(each) == 1 for each in prompts) and len(set.union(*prompts)) == 8
+    train.loss, train.reference = DPO(), torch.zeros(5, 2)
+    # Seven of five rows: some come twice, and still are pairs of their own.
+    step = next(StepLoader(train, rows_per_step=7, rows_per_micro_batch=3))
+    numbers = torch.cat([micro["pair"][:, 0] for micro in step])
+    assert numbers.tolist() == [float(n) for n in range(7) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "message"),
+    [
+        ({"chosen": GOOD, "rejected": GOOD}, "pairs", "say the same"),
+        ({"chosen": GOOD, "rejected": reply(BAD)}, "pairs", "must both be strings, or both"),
+        ({"chosen": reply(GOOD), "rejected": reply(BAD)}, "pairs", "'prompt' must be a non-empty"),
+        (
+            {"prompt": ASK, "completion": GOOD},
+            "pairs",
+            "chosen, rejected, with a prompt or without",
+        ),
+        ({"prompt": ASK, "completion": GOOD, "label": True}, "pairs", "need loss.name: kto"),
+        ({"prompt": ASK, "completion": GOOD, "label": 1}, "rated", "must be true of a good reply"),
+        ({"chosen": GOOD, "rejected": BAD}, "auto", "need loss.name: dpo"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path, row, kind, message):
+    with pytest.raises(InputError, match=message):
+        opened(tmp_path, [row], kind)
+
+
+def test_a_bad_row_takes_both_replies_along(tmp_path):
+    fine = {"prompt": talk(ASK), "chosen": reply(GOOD), "rejected": reply(BAD)}
+    wrong = fine | {"rejected": [{"role": "assistant", "content": BAD, "images": ["a.png"]}]}
+    data = opened(tmp_path, [wrong, fine], bad_rows="skip")
+    assert lines(data) == [encoded({"messages": talk(ASK, text)}) for text in (GOOD, BAD)]
