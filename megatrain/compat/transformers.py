@@ -1,10 +1,11 @@
 """What the package takes of transformers beneath its public names."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicLayer
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -127,14 +128,37 @@ def without_checkpointing(model: nn.Module) -> None:
                     del hooks[number]
 
 
-@contextmanager
-def unpacked() -> Iterator[None]:
+def unpacked() -> AbstractContextManager[None]:
     """Within this context masks are made as for rows of one document each.
 
     transformers looks for packed rows in the positions' values, which fake tensors do not have.
     """
+    return _finding(lambda position_ids: None)
+
+
+def finding_once(found: list[Tensor | None]) -> AbstractContextManager[None]:
+    """Within this context a forward is given what it found of packed rows when it ran before.
+
+    Looking at the positions' values waits for the device.
+
+    Args:
+        found: what the same forward of the same rows has found, look by look; it is added to.
+    """
+    look, looks = masking_utils.find_packed_sequence_indices, count()
+
+    def find(position_ids: Tensor) -> Tensor | None:
+        number = next(looks)
+        if number == len(found):
+            found.append(look(position_ids))
+        return found[number]
+
+    return _finding(find)
+
+
+@contextmanager
+def _finding(find: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
     look = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = find
     try:
         yield
     finally:

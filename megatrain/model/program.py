@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.compat.torch import pytree, without_torch_function
+from megatrain.compat.transformers import finding_once
 from megatrain.errors import InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.model.build import loaded_types
@@ -52,6 +53,7 @@ class MicroBatch:
         given: `[B, T]` or `[B, T, K]` what the loss takes beside the targets, in its order.
         documents: what says where the documents of packed rows end (model/documents.py).
         calls: the layers' arguments, known once the prologue has run.
+        found: of packed rows, likewise, in the order in which the model's forward looks for them.
     """
 
     inputs: dict[str, Tensor]
@@ -61,6 +63,7 @@ class MicroBatch:
     given: Sequence[Tensor] = ()
     documents: Mapping[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    found: list[Tensor | None] = field(default_factory=list)
 
 
 class Program(Protocol):
@@ -365,7 +368,7 @@ class ModelProgram:
                 return handler(*given)
 
         told = batch.documents if self.attends_by_lengths else {}
-        with without_masks() if told else nullcontext():
+        with without_masks() if told else nullcontext(), finding_once(batch.found):
             given = {**self.capture.inputs(inputs), **told}
             return self.capture.forward(unwatched, outer, given, batch.rows)
 

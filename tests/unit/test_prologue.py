@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from transformers import masking_utils
 
 from megatrain import Engine, Placement
 from megatrain.model.capture import Capture, _Lookup
@@ -61,3 +62,19 @@ def test_recording_is_not_watched_for_lookups(engine: Engine, monkeypatch: Any) 
     engine.step(STEP)
     runs = 3 * len(STEP)  # forward, epilogue, backward
     assert 0 < max(seen.values()) < runs * LAYERS
+
+
+def test_positions_are_looked_at_once_for_each_micro_batch(
+    engine: Engine, monkeypatch: Any
+) -> None:
+    """transformers' look for packed rows waits for the device; three forwards would take one."""
+    looks: list[Any] = []
+    find = masking_utils.find_packed_sequence_indices
+
+    def look(position_ids: Any) -> Any:
+        looks.append(position_ids)
+        return find(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
+    engine.step(STEP)
+    assert len(looks) == len(STEP)
