@@ -1,19 +1,23 @@
 """Optimizers on the demo's model and text, AdamW's kinds of states first: where the losses end.
 
-    python -m benchmarks.optimizer_states [--steps 400] [--seeds 3]
+    python -m benchmarks.optimizer_states [--steps 400] [--seeds 3] [--at-once 3]
         [--case adamw] [--case muon optimizer.name=muon optimizer.lr=2e-2 ...]
         [--set training.batch_size=4 ...] [--run examples/demo.yaml] [--name optimizer-states]
 
-Every seed trains each case on the same batches from the same weights. Prints the differences from
-the first case at the end, the step at which a case has come as far as that, and the spread of the
-first case's seeds. Writes all curves to benchmarks/results/<name>-<machine>.json, with a picture of
-them beside.
+Every seed trains each case on the same batches from the same weights, `--at-once` runs in processes
+of their own. After each seed it prints the differences from the first case at the end, the step at
+which a case has come as far as that, and the spread of the first case's seeds; and writes all
+curves to benchmarks/results/<name>-<machine>.json. At the end it draws a picture of them beside.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +33,9 @@ ROOT = Path(__file__).parents[1]
 STATES = [[states, f"optimizer.states={states}"] for states in ("fp32", "bf16", "int8")]
 
 
-def curves(options: argparse.Namespace, case: list[str], seed: int) -> dict[str, Any]:
-    """Losses of all steps and of all evaluations of one run."""
+def curves(options: argparse.Namespace, which: tuple[int, list[str]]) -> dict[str, Any]:
+    """Losses of all steps and of all evaluations of one run: a seed's, of a case."""
+    seed, case = which
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             *options.set,
@@ -45,8 +50,8 @@ def curves(options: argparse.Namespace, case: list[str], seed: int) -> dict[str,
     return {
         "states": case[0],
         "seed": seed,
-        "losses": [each["loss"] for each in records if "loss" in each],
-        "eval_losses": [each["eval_loss"] for each in records if "eval_loss" in each],
+        "losses": [round(each["loss"], 5) for each in records if "loss" in each],
+        "eval_losses": [round(each["eval_loss"], 5) for each in records if "eval_loss" in each],
     }
 
 
@@ -102,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare optimizers.")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--case", nargs="+", action="append", help="a name, and keys of its own")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the run file")
     parser.add_argument("--run", type=Path, default=ROOT / "examples" / "demo.yaml")
@@ -109,15 +115,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     write_corpus_and_tokenizer()
-    runs: list[dict[str, Any]] = []
-    for seed in range(options.seeds):
-        runs += [curves(options, case, seed) for case in options.case or STATES]
-        print(table(runs), flush=True)
-    machine = environment("cpu")
+    machine, cases = environment("cpu"), options.case or STATES
     case = {"run": options.run.name, "steps": options.steps, "set": options.set}
-    record = {"case": case, "commit": commit(), "machine": machine, "runs": runs}
+    record = {"case": case, "commit": commit(), "machine": machine}
     path = options.out / f"{options.name}-{machine_name(machine)}.json"
-    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    runs: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(options.at_once, get_context("spawn")) as pool:
+        for run in pool.map(partial(curves, options), product(range(options.seeds), cases)):
+            runs.append(run)
+            if len(runs) % len(cases) == 0:
+                print(table(runs), flush=True)
+                path.write_text(json.dumps(record | {"runs": runs}) + "\n", encoding="utf-8")
     draw(runs, path.with_suffix(".png"))
     print(f"written: {path.name}")
 
