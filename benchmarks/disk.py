@@ -25,13 +25,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatrain import kernels, plane_file
+from megatrain import disk_staging, kernels, plane_file
 from megatrain.device import Buffer, CpuDevice
 from megatrain.device.base import DISK_IN, DISK_OUT, UPDATE
 from megatrain.device.host_mappings import host_range
 from megatrain.device.host_stream import HostStream
-from megatrain.engine import disk_staging
-from megatrain.engine.disk_staging import DiskStaging
+from megatrain.disk_staging import DiskStaging
 from megatrain.optim import AdamW
 from megatrain.placement import Placement
 from megatrain.plane_file import PlaneFile

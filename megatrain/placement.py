@@ -27,6 +27,7 @@ _LEAST = {
     "save_all": 0,
     "disk_moments": 0,
     "disk_remainder": 0,
+    "disk_weights": 0,
     "max_stream_bytes": 1,
 }
 _OPTIONAL = (
@@ -134,6 +135,7 @@ class Placement:
             disk, whence each update reads them and where it writes them: layers, evenly spread, and
             then the others; of those that do not rest on the device.
         disk_remainder: the same of the other half of the fp32 master.
+        disk_weights: layers whose weights rest there, whence both sweeps read them, too.
     """
 
     slots: int = 2
@@ -158,6 +160,7 @@ class Placement:
     keep_weights: int = 0
     disk_moments: int = 0
     disk_remainder: int = 0
+    disk_weights: int = 0
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -200,6 +203,11 @@ class Placement:
             raise InputError(
                 "placement.max_stream_bytes splits tiles, but in several passes the sums of whole "
                 "tiles stay on the device; leave it out, or set passes: 1"
+            )
+        if self.disk_weights and self.max_stream_bytes is not None:
+            raise InputError(
+                "placement.max_stream_bytes splits tiles, but weights on a disk are read as whole "
+                "tiles; leave it out, or set disk_weights: 0"
             )
         if self.layer_inputs not in ("device", "host"):
             raise InputError(

@@ -187,14 +187,17 @@ class Tile:
         """Set one parameter's master from CPU `values` of its shape, any float dtype."""
         place, own = self.place(entry)
         flat = values.detach().contiguous().view(-1)[own]
-        weights, rest = self.weights.data[place], self.remainder_of(entry)
-        if rest is None or flat.dtype == torch.bfloat16:
-            weights.copy_(flat)  # a bf16 value is its own master: the remainder is zero
-            if rest is not None:
-                with rest.writing(place) as remainder:
-                    remainder.zero_()
+        rest, narrow = self.remainder_of(entry), flat.dtype == torch.bfloat16
+        if rest is None or narrow:
+            with self.weights.writing(place) as weights:
+                weights.copy_(flat)  # a bf16 value is its own master: the remainder is zero
+        if rest is None:
             return
-        with rest.writing(place) as remainder:
+        if narrow:
+            with rest.writing(place) as remainder:
+                remainder.zero_()
+            return
+        with rest.writing(place) as remainder, self.weights.writing(place) as weights:
             high, low = (p if p.is_cpu else torch.empty_like(p, device="cpu")
                          for p in (weights, remainder))  # fmt: skip
             kernels.split(flat.float(), high, low, threads=threads)
@@ -205,12 +208,12 @@ class Tile:
         """A copy of a parameter's fp32 master, on the CPU; of several ranks, the flat part here."""
         (place, own), rest = self.place(entry), self.remainder_of(entry)
         shape = entry.shape if self.layout.ranks == 1 else (own.stop - own.start,)
+        weights = self.weights.values(place)
         if rest is None:
-            return self.weights.data[place].to("cpu", torch.float32, copy=True).view(shape)
-        weights = self.weights.data[place].cpu()
+            return weights.to("cpu", torch.float32, copy=True).view(shape)
         master = torch.empty(len(weights), dtype=torch.float32)
         remainder = rest.values(place).cpu()
-        kernels.join(weights, remainder, master, threads=threads)
+        kernels.join(weights.cpu(), remainder, master, threads=threads)
         return master.view(shape)
 
 
@@ -295,17 +298,20 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
             f"{', '.join(layout.name for layout in layouts)}"
         )
     elsewhere = [t for t in layouts if t.name not in placement.resident]
-    others = [t for t in elsewhere if t.trainable_numel]
-    moments = _spread(others, placement.disk_moments)
-    remainder = _spread(others, placement.disk_remainder)
+    updated = [t for t in elsewhere if t.trainable_numel]
+    layers = [t for t in elsewhere if t.kind is TileKind.LAYER]
+    there = {
+        "weights": _spread(layers, placement.disk_weights),
+        "remainder": _spread(updated, placement.disk_remainder),
+        "moments": _spread(updated, placement.disk_moments),
+    }
     visited = [t for t in elsewhere if t.kind in (TileKind.LAYER, TileKind.HEAD)]
     staying = _spread(visited, placement.keep_weights)
     return [
         _RESIDENT
         if layout.name in placement.resident
         else Rests(
-            moments=Tier.DISK if layout.name in moments else Tier.HOST,
-            remainder=Tier.DISK if layout.name in remainder else Tier.HOST,
+            **{each: Tier.DISK for each, names in there.items() if layout.name in names},
             stays=layout.name in staying,
         )
         for layout in layouts

@@ -24,8 +24,8 @@ FLAT = [name for name, make in SWEPT.items() if not make().needs_matrices]
 
 def possible(rule: str, placement: Placement) -> Placement:
     """A placement, without a disk where the rule's planes cannot rest on one."""
-    whole = SWEPT[rule]().needs_matrices
-    return replace(placement, disk_moments=0, disk_remainder=0) if whole else placement
+    none = {"disk_moments": 0, "disk_remainder": 0, "disk_weights": 0}
+    return replace(placement, **none) if SWEPT[rule]().needs_matrices else placement
 
 
 def with_rules(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:

@@ -47,7 +47,9 @@ class FirstTiles:
         held = [workload.clip and not rule.directs(tile) for tile in self.tiles]
         self._on_device = [0, *accumulate(map(add, kept, gradients))]
         self._on_host = [0, *accumulate(map(add, kept, map(mul, gradients, held)))]
-        if placement.disk_moments:  # what leaves the disk for the device spares the host nothing
+        if (
+            placement.disk_moments or placement.disk_weights
+        ):  # what leaves the disk for the device spares the host nothing
             counts = range(len(self.tiles) + 1)
             moved = [replace(placement, resident=self.names(count)) for count in counts]
             first, *_ = there = [*disk_bytes(layouts, workload, moved)]

@@ -14,7 +14,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.placement import Placement
-from megatrain.tile import TileLayout
+from megatrain.tile import TileKind, TileLayout
 
 # Of the ways that likely fit, from the least on; the one before them just may.
 _TRIED = 3
@@ -70,9 +70,12 @@ def _ways(forecasts: ForecastCache, machine: Machine, workload: Workload) -> lis
 
 
 def _spills(layouts: Sequence[TileLayout], workload: Workload) -> Iterator[Spill]:
-    """What may be on a disk: the moments of one tile more each time, then the remainders."""
+    """What may be on a disk: moments of one tile more each time, then remainders, then weights."""
     tiles = sum(each.trainable_numel > 0 for each in layouts)
     moments: list[dict[str, Any]] = [{"disk_moments": count + 1} for count in range(tiles)]
     remainders = [{"disk_moments": tiles, "disk_remainder": count + 1} for count in range(tiles)]
-    ways = [*moments, *remainders]
+    rest = {"disk_moments": tiles, "disk_remainder": tiles}
+    layers = sum(each.kind is TileKind.LAYER for each in layouts)
+    weights = [rest | {"disk_weights": count + 1} for count in range(layers)]
+    ways = [*moments, *remainders, *weights]
     yield from map(Spill, ways, disk_bytes(layouts, workload, (Placement(**way) for way in ways)))

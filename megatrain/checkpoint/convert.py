@@ -70,27 +70,28 @@ def _convert_masters(tile: Tile, old: Tensor) -> None:
     assert tile.remainder is not None
     for start in range(0, len(old), _PIECE):
         part = slice(start, start + _PIECE)
-        weights = tile.weights.data[part]
         with tile.remainder.writing(part) as remainder:
-            high = weights.to(remainder.device)
+            high = tile.weights.values(part).to(remainder.device)
             master = torch.empty_like(high, dtype=torch.float32)
             join_block(high, old[part].to(high.device), master)
             split_block(master, high, remainder)
-            weights.copy_(high)
+            with tile.weights.writing(part) as weights:
+                weights.copy_(high)
 
 
 def _convert_states(tile: Tile, saved: Rule, rule: Rule, kept: Mapping[Plane, Buffer]) -> None:
     for start in range(0, tile.layout.trainable_numel, _PIECE):
         stop = min(start + _PIECE, tile.layout.trainable_numel)
-        there = tile.weights.data.device
         with ExitStack() as writing:
+            own = [
+                writing.enter_context(b.writing(plane.place(start, stop)))
+                for plane, b in tile.states.items()
+            ]
+            there = own[0].device
             rule.take_over(
                 saved,
                 [b.data[plane.place(start, stop)].to(there) for plane, b in kept.items()],
-                [
-                    writing.enter_context(b.writing(plane.place(start, stop)))
-                    for plane, b in tile.states.items()
-                ],
+                own,
                 at=tile.index * MOST_ELEMENTS + start,
                 step=tile.version,
             )

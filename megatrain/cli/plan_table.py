@@ -22,6 +22,7 @@ _BINDS = {
     "update": "the optimizer's update on the host",
     "disk in": "the disk",
     "disk out": "the disk",
+    "disk weights": "the disk",
 }
 _BINDS_CPU = {
     "compute": "the CPU's arithmetic",
@@ -131,11 +132,12 @@ def _memory(plan: Plan) -> list[str]:
 
 def _disk(disk: DiskUse) -> list[str]:
     days, endurance = disk.days_to_wear, disk.endurance_terabytes
+    read, written = gib(disk.read), gib(disk.written)
     worn = "--disk-tbw N says when a drive of N terabytes written is worn"
     if days is not None:
         worn = f"a drive of {endurance:,.0f} TBW is worn after {_long(86400 * days)}"
     return [
-        f"disk     {gib(disk.num_bytes)} of planes; a step reads and writes as much",
+        f"disk     {gib(disk.num_bytes)} of planes; a step reads {read} and writes {written}",
         f"         {disk.terabytes_a_day:,.1f} TB written a day at this speed; {worn}",
     ]
 

@@ -182,7 +182,7 @@ class EngineSection(Section):
         if self.disk is None and self.disk_space is not None:
             raise ValueError("disk_space needs disk: a folder on the disk")
         there = self.placement if isinstance(self.placement, dict) else {}
-        for name in ("disk_moments", "disk_remainder"):
+        for name in ("disk_moments", "disk_remainder", "disk_weights"):
             if self.disk is None and there.get(name):
                 raise ValueError(f"placement.{name} needs disk: a folder on the disk")
         return self

@@ -26,7 +26,9 @@ ROWS = "rows"  # a host thread: embedding rows in and out of the host planes
 SAVE = "save"  # a host thread: gives a save's writers what they write
 DISK_IN = "disk in"  # a host thread: planes that rest on a disk, ahead of their updates
 DISK_OUT = "disk out"  # a host thread: the same planes, updated
-HOST_STREAMS = (UPDATE, ROWS, SAVE, DISK_IN, DISK_OUT)
+DISK_WEIGHTS = "disk weights"  # a host thread: weights that rest on a disk, into their slots
+DISK_STREAMS = (DISK_IN, DISK_OUT, DISK_WEIGHTS)
+HOST_STREAMS = (UPDATE, ROWS, SAVE, *DISK_STREAMS)
 
 
 class Kind(Enum):
@@ -159,7 +161,7 @@ class Device(Protocol):
         """Put a copy of the first `numel` elements on a stream."""
 
     def fetch(self, to: Tensor, source: Tensor) -> None:
-        """Copy from the device to the host, as part of a host stream's work: done on return."""
+        """Copy between device and host, as part of a host stream's work: done on return."""
         return None
 
     def record(self, stream: str) -> Event:

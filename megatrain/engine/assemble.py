@@ -9,9 +9,9 @@ import torch
 
 from megatrain.device import Device
 from megatrain.device.collectives import Collectives
+from megatrain.disk_staging import DiskStaging, WeightsReader
 from megatrain.distributed import ALONE, Ranks
 from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
-from megatrain.engine.disk_staging import DiskStaging
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.expert_split import staged
 from megatrain.engine.head import HeadMath, WholeHead
@@ -124,7 +124,8 @@ class Assembly:
         layer = max(layers, default=largest)
         slots, distance = self.placement.slots, self.placement.prefetch_distance
         staying = [tile for tile in self.store.tiles if tile.rests.stays]
-        given = slots, distance, layer, largest, self.dtype, self.collectives, staying
+        disk = WeightsReader(self.device, self.layers)
+        given = slots, distance, layer, largest, self.dtype, self.collectives, disk, staying
         return Stream(self.device, *given)
 
     def scratch(self, *, train: bool) -> ScratchArena:
@@ -235,10 +236,11 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
     """Host memory by what it holds: planes, gradients, rows and boundaries on their way."""
     sizes = {f"host_{k}_bytes": v for k, v in store.bytes_by_plane().items()}
     sizes["host_rows_bytes"] = parts.embedding.host_bytes
+    sizes["host_disk_lanes_bytes"] = parts.stream.disk.host_bytes
     if isinstance(parts, TrainingParts):
         sizes["host_gradients_bytes"] = parts.sink.host_bytes
         sizes["host_boundaries_bytes"] = parts.saved.host_bytes
-        sizes["host_disk_lanes_bytes"] = parts.update.disk.host_bytes
+        sizes["host_disk_lanes_bytes"] += parts.update.disk.host_bytes
         offload = kept_offload(parts)
         sizes["host_kept_bytes"] = 0 if offload is None else offload.host_bytes
     return sizes

@@ -59,11 +59,10 @@ class Directions:
                 f"{type(rule).__name__} takes {name!r} for a matrix of a layer, but it is outside "
                 "of the layers; choose another optimizer"
             )
-        on_disk = any(Tier.DISK in (t.rests.moments, t.rests.remainder) for t in tiles)
-        if on_disk and rule.needs_matrices:
+        if rule.needs_matrices and any(Tier.DISK in vars(t.rests).values() for t in tiles):
             raise InputError(
                 f"{type(rule).__name__} updates whole parameters: its planes cannot rest on a disk "
-                "yet; leave placement.disk_moments and disk_remainder out"
+                "yet; leave placement.disk_* out"
             )
         numels = [self._range(t)[1] - self._range(t)[0] for t in directed if self._comes(t)]
         self._rooms = [

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_IN, Memory, Name
+from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Memory, Name
 from megatrain.device.collectives import Collectives
+from megatrain.disk_staging import WeightsReader
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.store import Tier, Tile
@@ -48,6 +49,7 @@ class Stream:
         largest: int,
         dtype: torch.dtype,
         collectives: Collectives,
+        disk: WeightsReader,
         staying: Sequence[Tile] = (),
     ) -> None:
         """Args: `numel` elements of a slot, `largest` of the largest tile that takes slots.
@@ -55,7 +57,7 @@ class Stream:
         There are as many slots as the largest tile takes, if `slots` are fewer.
         """
         self._device, self._distance, self._numel = device, distance, numel
-        self._collectives = collectives
+        self._collectives, self.disk = collectives, disk
         count = max(slots, _slots_of(largest, numel))
         self._memory = device.empty(Name(Memory.SLOTS, "slots"), count * numel, dtype)
         pieces = [
@@ -145,6 +147,12 @@ class Stream:
         return any(slot in place.slots for other in ahead for slot in other.slots)
 
     def _load(self, tile: Tile | TileSlice, place: _Place) -> None:
+        place.version = tile.whole.version
+        if isinstance(tile, Tile) and tile.rests.weights is Tier.DISK:
+            for slot in place.slots:
+                self._device.wait(DISK_WEIGHTS, slot.free, "slot free for the disk")
+            place.ready = self.disk.bring(tile, place.buffer)
+            return
         self._device.wait(COPY_IN, tile.updated, "version due")
         for slot in place.slots:
             self._device.wait(COPY_IN, slot.free, "slot free")
@@ -154,7 +162,6 @@ class Stream:
             self._device.copy(COPY_IN, to, source)
         parts = [place.buffer.piece(*part) for part in tile.layout.parts]
         place.ready = self._collectives.gather(parts, tile.name)
-        place.version = tile.whole.version
 
 
 def _slots_of(tile_numel: int, slot_numel: int) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
 from megatrain.device.collectives import Collectives
+from megatrain.disk_staging import DiskStaging
 from megatrain.engine.directions import Directions
-from megatrain.engine.disk_staging import DiskStaging
 from megatrain.engine.sink import HostGrad
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import StepRefused

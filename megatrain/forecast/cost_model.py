@@ -14,6 +14,8 @@ from megatrain.device.base import (
     COPY_OUT,
     DISK_IN,
     DISK_OUT,
+    DISK_STREAMS,
+    DISK_WEIGHTS,
     ROWS,
     UPDATE,
     Kind,
@@ -89,6 +91,7 @@ class CostModel:
             ROWS: machine.update_gbps * 1e9,
             DISK_IN: _disk_gbps(machine) * 1e9,
             DISK_OUT: _disk_gbps(machine) * 1e9,
+            DISK_WEIGHTS: (machine.disk_read_gbps or DISK_READ_GBPS) * 1e9,
         }
         self._alone = dict(self._rate)
         self.put_seconds = _PER_PUT * machine.launch_seconds
@@ -125,6 +128,9 @@ class CostModel:
         if stream == ROWS:
             moved = 2 * min((b.data.nbytes for b in (*reads, *writes)), default=0)
             return Cost(moved / self._rate[ROWS], num_bytes=moved)
+        if stream == DISK_WEIGHTS:
+            moved = sum(buffer.data.nbytes for buffer in reads)
+            return Cost(moved / self._rate[stream], num_bytes=moved)
         if stream != COMPUTE:
             return Cost()
         if kind is Kind.NOTE:
@@ -187,7 +193,7 @@ class CostModel:
         """Take the rates of the next step from what ran at the same time in this one."""
         there = {
             stream: [s for s in spans if s.stream == stream]
-            for stream in (COPY_IN, COPY_OUT, UPDATE)
+            for stream in (COPY_IN, COPY_OUT, UPDATE, *DISK_STREAMS)
         }
         busy = {stream: sum(s.seconds for s in own) for stream, own in there.items()}
         both = _overlap(there[COPY_IN], there[COPY_OUT])
@@ -200,6 +206,14 @@ class CostModel:
                 for stream in (COPY_IN, COPY_OUT)
             )
             self._rate[UPDATE] = self._alone[UPDATE] - _TAKEN_PER_BUS_BYTE * moved / busy[UPDATE]
+
+        # Sweeps read weights beside updates that read and write: each gets a third of the disk.
+        for stream in DISK_STREAMS:
+            others = (DISK_IN, DISK_OUT) if stream == DISK_WEIGHTS else (DISK_WEIGHTS,)
+            beside = max(_overlap(there[stream], there[other]) for other in others)
+            share = beside / busy[stream] if busy[stream] else 0.0
+            third = self._alone[DISK_IN] * 2 / 3
+            self._rate[stream] = (1 - share) * self._alone[stream] + share * third
 
 
 def _disk_gbps(machine: Machine) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_IN, DISK_OUT, UPDATE
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_STREAMS, UPDATE
 from megatrain.device.clock import ClockDevice
 from megatrain.engine.assemble import host_bytes
 from megatrain.engine.sink import PIECE
@@ -46,7 +46,7 @@ from megatrain.units import MIB
 # each other's boundaries.
 _FOLLOWED, _FOLLOWED_SPLIT = 8, 16
 STEADY = 2  # steps: the first starts without updates, the second with those of the first
-_BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE, DISK_IN, DISK_OUT)
+_BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE, *DISK_STREAMS)
 
 # What torch's allocator takes beyond what is in use, with expandable segments
 # (benchmarks/results/step-*.json): 60 to 150 MiB, here as a share of the driver's context (840 MiB
@@ -291,7 +291,8 @@ def _run(
         store, parts = _assemble(device, measured, model, placement, counter, clip, joint=joint)
         spans: list[Span] = []
         end = device.now
-        for _ in range(steps):
+        # Of updates beside which a disk reads weights the third step is the first to know.
+        for _ in range(steps + (placement.disk_weights > 0)):
             costs.slow_down(spans)
             device.spans = [span for span in device.spans if span.end > end]
             begin = end

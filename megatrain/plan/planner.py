@@ -188,7 +188,7 @@ def make_plan(
         told = short.forecast
     assert told is not None
     tiles = tile_bytes(spec, told.placement, workload)
-    disk = disk_use(tiles, told.seconds, disk_terabytes)
+    disk = disk_use(tiles, told.seconds, disk_terabytes, told.placement.passes)
     if disk is not None and machine.disk_read_gbps is None:
         warnings = [*warnings, _NO_DISK_RATES]
     return Plan(

@@ -26,6 +26,7 @@ class TileBytes:
         tier: `device` or `host`.
         disk: planes that rest on the disk instead.
         stays: whether the device keeps a copy of the weights.
+        written: bytes that an update of one writes there.
         planes: bytes of one, by plane. Gradients that share room (no clipping) are in no tile.
         saved: bytes of each plane that a checkpoint holds of one.
     """
@@ -38,6 +39,7 @@ class TileBytes:
     saved: list[int]
     disk: tuple[str, ...] = ()
     stays: bool = False
+    written: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -45,7 +47,8 @@ class TileBytes:
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data."""
-        told = {name: value for name, value in vars(self).items() if name != "saved"}
+        own = {"saved", "written"}
+        told = {name: value for name, value in vars(self).items() if name not in own}
         return {**told, "total_bytes": self.total_bytes}
 
 
@@ -62,20 +65,24 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
         if held or rests.gradient is Tier.DEVICE:
             planes[gradient.kind.value] = gradient.num_bytes(layout)
         own = "" if layout.kind is TileKind.LAYER else layout.name
+        updated = (p for p in kept if layout.trainable_numel and rests.tier(p) is Tier.DISK)
+        places = ((p, p.place(0, layout.trainable_numel).stop) for p in updated)
+        written = sum(stop * p.dtype.itemsize for p, stop in places)
         if layout.numel:
-            groups.setdefault((own, rests, tuple(planes.items()), saved), []).append(index)
+            groups.setdefault((own, rests, tuple(planes.items()), saved, written), []).append(index)
     return [
         TileBytes(
             name=_together([layouts[i].name for i in same], same[-1] - same[0] + 1),
             count=len(same),
             parameters=layouts[same[0]].num_parameters,
-            tier=rests.weights.value,
+            tier="device" if rests.weights is Tier.DEVICE else "host",
             planes=dict(planes),
             saved=list(saved),
             disk=tuple(name for name in PLANES if getattr(rests, name) is Tier.DISK),
             stays=rests.stays,
+            written=written,
         )
-        for (_, rests, planes, saved), same in groups.items()
+        for (_, rests, planes, saved, written), same in groups.items()
     ]
 
 

@@ -11,27 +11,30 @@ TERABYTE = 10**12  # as drives are sold
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Planes on a disk: each step's update reads them once, and writes them once.
+    """Planes on a disk: each update reads and writes what is trained, sweeps read the weights.
 
     Attributes:
-        num_bytes: that rest there, and so are read and written in a step.
+        num_bytes: that rest there.
+        read, written: bytes in a step.
         seconds: of a step.
         endurance_terabytes: that may be written to the drive (its TBW); None: not known.
     """
 
     num_bytes: int
+    read: int
+    written: int
     seconds: float
     endurance_terabytes: float | None = None
 
     @property
     def terabytes_a_day(self) -> float:
         """Written, at the speed of the plan."""
-        return self.num_bytes / TERABYTE * 86400 / self.seconds
+        return self.written / TERABYTE * 86400 / self.seconds
 
     @property
     def days_to_wear(self) -> float | None:
         """Until a new drive has taken what it is good for; None: that is not known."""
-        if self.endurance_terabytes is None:
+        if self.endurance_terabytes is None or not self.written:
             return None
         return self.endurance_terabytes / self.terabytes_a_day
 
@@ -39,8 +42,8 @@ class DiskUse:
         """As plain data, for `--json`."""
         return {
             "num_bytes": self.num_bytes,
-            "read_bytes_a_step": self.num_bytes,
-            "written_bytes_a_step": self.num_bytes,
+            "read_bytes_a_step": self.read,
+            "written_bytes_a_step": self.written,
             "written_terabytes_a_day": self.terabytes_a_day,
             "endurance_terabytes": self.endurance_terabytes,
             "days_to_wear": self.days_to_wear,
@@ -48,8 +51,11 @@ class DiskUse:
 
 
 def disk_use(
-    tiles: Sequence[TileBytes], seconds: float, endurance_terabytes: float | None
+    tiles: Sequence[TileBytes], seconds: float, endurance_terabytes: float | None, passes: int = 1
 ) -> DiskUse | None:
     """The use of the disk by a step of `seconds`; None: nothing rests on one."""
     resting = sum(tile.count * tile.planes[plane] for tile in tiles for plane in tile.disk)
-    return DiskUse(resting, seconds, endurance_terabytes) if resting else None
+    written = sum(tile.count * tile.written for tile in tiles)
+    weights = sum(tile.count * tile.planes["weights"] for tile in tiles if "weights" in tile.disk)
+    read = written + 2 * passes * weights
+    return DiskUse(resting, read, written, seconds, endurance_terabytes) if resting else None

@@ -4,7 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_IN, DISK_OUT, UPDATE
+from megatrain.device.base import (
+    COMPUTE,
+    COPY_IN,
+    COPY_OUT,
+    DISK_IN,
+    DISK_OUT,
+    DISK_STREAMS,
+    DISK_WEIGHTS,
+    UPDATE,
+)
 from megatrain.errors import InputError
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.report.source import Source
@@ -16,8 +25,9 @@ NAMES = {
     UPDATE: "host memory, update",
     DISK_IN: "disk, read",
     DISK_OUT: "disk, write",
+    DISK_WEIGHTS: "disk, weights",
 }
-_SELDOM = (DISK_IN, DISK_OUT)  # nothing is said of a disk that no planes rest on
+_SELDOM = DISK_STREAMS  # nothing is said of a disk that no planes rest on
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,7 @@ def _bounds(
         # A step reads and writes as much at the same time.
         DISK_IN: machine.disk_both_gbps or machine.disk_read_gbps,
         DISK_OUT: machine.disk_both_gbps or machine.disk_write_gbps,
+        DISK_WEIGHTS: machine.disk_read_gbps,
     }
     for stream, gbps in rates.items():
         if gbps is not None and num_bytes.get(stream):

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatrain.plan.wear import DiskUse
+from megatrain.device.base import DISK_OUT
+from megatrain.plan.wear import TERABYTE
 from megatrain.report.charts import Chart, Line, draw
 from megatrain.report.markup import compact, seconds, short, table, text
 from megatrain.report.roofs import Resource, Roofs
@@ -56,10 +57,12 @@ def _memory(value: float | None) -> str | None:
 
 
 def _written(source: Source) -> str:
-    seconds, num_bytes = source.metrics.median("seconds"), int(source.disk_bytes or 0)
+    seconds, found = source.metrics.median("seconds"), source.breakdown
+    written = found.num_bytes.get(DISK_OUT) if found is not None else None
     if not seconds:
         return "read and written each step"
-    return f"each step; {DiskUse(num_bytes, seconds).terabytes_a_day:,.1f} TB written a day"
+    a_day = (written or source.disk_bytes or 0) / TERABYTE * 86400 / seconds
+    return f"each step; {a_day:,.1f} TB written a day"
 
 
 def _trend(source: Source) -> str:

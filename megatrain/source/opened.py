@@ -114,8 +114,8 @@ class Opened:
         """
         if self.disk is None:
             raise InputError(
-                f"the placement keeps {size(num_bytes)} on a disk (disk_moments, disk_remainder), "
-                "but none is given; set disk to a folder on it"
+                f"the placement keeps {size(num_bytes)} on a disk (disk_moments, disk_remainder, "
+                "disk_weights), but none is given; set disk to a folder on it"
             )
         if self.disk_space is not None and num_bytes > self.disk_space:
             raise DoesNotFit(

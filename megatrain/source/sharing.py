@@ -28,6 +28,7 @@ _ALONE = {
     "resident": (),
     "disk_moments": 0,
     "disk_remainder": 0,
+    "disk_weights": 0,
 }
 
 

@@ -12,7 +12,7 @@ from megatrain.units import GIB, gib
 
 LANES = (
     *("compute", "copy in", "gather", "reduce", "copy out"),
-    *("update", "rows", "disk in", "disk out"),
+    *("update", "rows", "disk in", "disk out", "disk weights"),
 )
 OTHER = "other"
 # Words of a piece of work's name; the first that fits gives its colour.

@@ -28,7 +28,7 @@ from tests.reliability.cases import ROOT
 from tests.sweeps import swept
 
 RESIDENT = {"resident": ("embedding", "layer 1")}
-ON_DISK = {"resident": ("layer 1",), "disk_moments": 2, "disk_remainder": 1}
+ON_DISK = {"resident": ("layer 1",), "disk_moments": 2, "disk_remainder": 1, "disk_weights": 2}
 DEVICES = {"program order": CpuDevice, "threads": ThreadedDevice, "late": LateDevice}
 
 

@@ -30,7 +30,9 @@ PLACEMENTS = {
     "resident": Placement(resident=("embedding", "layer 1", "head"), save_activations=1),
     "host boundaries": Placement(slots=2, layer_inputs="host", host_grad_buffers=3),
     "kept weights": Placement(slots=1, passes=2, keep_weights=2),
-    "disk": Placement(slots=1, disk_moments=3, disk_remainder=9, resident=("layer 0",)),
+    "disk": Placement(
+        slots=1, disk_moments=3, disk_remainder=9, disk_weights=9, resident=("layer 0",)
+    ),
 }
 # Precision, clipping, tied, dropout; each placement in turn.
 CASES = list(itertools.product(("fp32", "bf16"), (0.5, None), (False, True), (0.0, 0.3)))
@@ -314,7 +316,7 @@ def test_other_states_are_made_of_the_saved_ones(states, precision, tmp_path, ca
     engine = engine_of(precision=precision, rule=rules[0], model=half_frozen())
     go_on(engine, batches(3))
     engine.save(tmp_path / "saved")
-    placement = Placement(resident=("layer 1",), disk_moments=1, disk_remainder=2)
+    placement = Placement(resident=("layer 1",), disk_moments=1, disk_remainder=2, disk_weights=2)
     given = {"states": states[1], "placement": placement, "disk": tmp_path}
     again = Engine.load(tmp_path / "saved", device="cpu", **given)
     [told] = [each.message for each in caplog.records if "converted" in each.message]
@@ -341,7 +343,7 @@ def test_masters_of_24_bits_are_made_of_32_and_back(master, tmp_path, caplog, mo
     engine = engine_of(precision="bf16", model=half_frozen(), rule="short")
     go_on(engine, batches(2))
     engine.save(tmp_path / "saved")
-    placement = Placement(resident=("layer 1",), disk_moments=1, disk_remainder=2)
+    placement = Placement(resident=("layer 1",), disk_moments=1, disk_remainder=2, disk_weights=2)
     given = {"placement": placement, "disk": tmp_path}
     again = Engine.load(tmp_path / "saved", device="cpu", master=master[1], **given)
     assert any(f"(master {master[0]} to {master[1]})" in each.message for each in caplog.records)

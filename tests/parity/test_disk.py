@@ -1,6 +1,8 @@
 """Planes on a disk: what they take, what they need, and a disk that fails."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -8,22 +10,27 @@ from torch import Tensor
 from megatrain import DoesNotFit, Engine, InputError, Placement, RunFailed
 from megatrain.checkpoint import verify
 from megatrain.device import CpuDevice, disk
+from megatrain.engine.step import TrainingParts
 from megatrain.plane_file import BLOCK, PlaneFile
 from tests.checkpoint.cases import ThreadedDevice, state
-from tests.parity.cases import llama, make_batches, make_engine, same
+from tests.parity.cases import frozen, llama, make_batches, make_engine, same
 
 ON_DISK = Placement(slots=1, disk_moments=99, disk_remainder=1)
+ALL = replace(ON_DISK, disk_remainder=99, disk_weights=99)
 
 
 def test_planes_on_a_disk_take_lanes_of_host_memory_alone(tmp_path: Path) -> None:
-    engine = make_engine(llama(), precision="bf16", placement=ON_DISK, disk=tmp_path)
+    placement = replace(ON_DISK, disk_weights=99)
+    engine = make_engine(llama(), precision="bf16", placement=placement, disk=tmp_path)
     plain = make_engine(llama(), precision="bf16").memory()
     memory, tiles = engine.memory(), engine._store.tiles
+    layers = [tile.layout.numel for tile in tiles if tile.name.startswith("layer")]
     largest = max(tile.layout.trainable_numel for tile in tiles)
     assert memory["host_moments_bytes"] == 0 < plain["host_moments_bytes"]
     assert 0 < memory["host_remainder_bytes"] < plain["host_remainder_bytes"]
-    lane = memory["host_disk_lanes_bytes"] / 4
-    assert 8 * largest <= lane <= 10 * largest + 3 * BLOCK
+    assert plain["host_weights_bytes"] - memory["host_weights_bytes"] >= 2 * sum(layers) > 0
+    lanes = memory["host_disk_lanes_bytes"] - 2 * max(layers)  # the lane to the slots
+    assert 4 * 8 * largest <= lanes <= 4 * (12 * largest + 4 * BLOCK) + BLOCK
     assert plain["host_disk_lanes_bytes"] == 0
     assert list(tmp_path.iterdir()) == []  # the file has no name
 
@@ -69,3 +76,63 @@ def test_a_disk_that_fails_ends_the_run_and_leaves_the_checkpoint(
     verify(tmp_path / "saved")
     with Engine.load(tmp_path / "saved", device="cpu", disk=tmp_path) as again:
         assert same(state(again), wanted)
+
+
+@pytest.mark.parametrize("device", [CpuDevice, ThreadedDevice])
+def test_weights_that_cannot_be_read_end_the_step_before_any_update(
+    device: type[CpuDevice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = make_batches(2)
+    engine = make_engine(llama(), precision="bf16", placement=ALL, disk=tmp_path, device=device())
+    engine.step(steps[0])
+    wanted, weights = state(engine), engine._store.tiles[3].weights
+    engine.save(tmp_path / "saved")
+    assert isinstance(weights, disk.DiskBuffer)
+    read, at = PlaneFile.read, weights.at
+
+    def failing(file: PlaneFile, offset: int, tensor: Tensor) -> None:
+        if offset == at:
+            raise RunFailed("the disk fails")
+        read(file, offset, tensor)
+
+    monkeypatch.setattr(PlaneFile, "read", failing)
+    with pytest.raises(RunFailed, match="the disk fails"):
+        engine.step(steps[1])
+    monkeypatch.undo()
+    assert isinstance(engine._parts, TrainingParts) and not engine._parts.update.torn
+    with Engine.load(tmp_path / "saved", device="cpu", disk=tmp_path) as again:
+        assert same(state(again), wanted)
+
+
+def test_frozen_weights_on_a_disk_are_only_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers frozen as a whole, and a frozen part of a layer that is trained."""
+    monkeypatch.setattr(disk, "PIECE", BLOCK)
+    steps, written = make_batches(2), []
+    write = PlaneFile.write
+
+    def noting(file: PlaneFile, offset: int, tensor: Tensor) -> None:
+        written.append((offset, tensor.nbytes))
+        write(file, offset, tensor)
+
+    def trained(name: str) -> bool:
+        return "layers.0.mlp" in name
+
+    def train(**given: Any) -> tuple[dict[str, Tensor], Any]:
+        engine = make_engine(frozen(llama(), trained), precision="bf16", **given)
+        monkeypatch.setattr(PlaneFile, "write", noting)
+        for step in steps:
+            engine.step(step)
+        monkeypatch.undo()
+        return state(engine), engine._store.tiles
+
+    wanted, _ = train()
+    found, tiles = train(placement=ALL, disk=tmp_path)
+    assert same(found, wanted)
+    only_read = [t.weights for t in tiles if t.name.startswith("layer") and not t.layout.trainable]
+    assert only_read and written
+    for there in only_read:
+        assert isinstance(there, disk.DiskBuffer)
+        end = there.at + there.data.nbytes
+        assert not any(at < end and there.at < at + size for at, size in written)

@@ -81,8 +81,9 @@ def placements() -> list[Placement]:
         Placement(keep_weights=2, slots=1),
         Placement(keep_weights=9, passes=2, resident=("layer 1",), save_activations=2),
         Placement(disk_moments=2),
-        Placement(disk_moments=99, disk_remainder=99, resident=("layer 1",)),
+        Placement(disk_moments=99, disk_remainder=99, disk_weights=99, resident=("layer 1",)),
         Placement(disk_remainder=3, host_grad_buffers=1),
+        Placement(disk_weights=2, slots=3, passes=2, keep_weights=1),
     ]
     return found
 

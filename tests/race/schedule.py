@@ -50,7 +50,8 @@ KEPT_ROWS: tuple[dict, ...] = ({"passes": 1}, {"passes": 2}, {"keep_rows": False
 # Nothing on a disk; a layer's states, in fewer pieces than there are lanes; all that can be there.
 DISKS: tuple[dict, ...] = (
     *({}, {"disk_moments": 1}, {"disk_moments": 9, "disk_remainder": 9}),
-    *({}, {"disk_remainder": 3}),
+    *({}, {"disk_remainder": 3}, {"disk_weights": 2}),
+    {"disk_moments": 9, "disk_remainder": 9, "disk_weights": 9},
 )
 
 # Tiles whose weights stay: every other layer, of which one rests there; all.

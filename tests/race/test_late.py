@@ -33,7 +33,10 @@ PLACEMENTS = {
     "all weights stay": Placement(keep_weights=9, passes=2, resident=("layer 1",)),
     "small": Placement(slots=1, gradient_lanes=1, keep_rows=False, layer_inputs="host"),
     "states on a disk": Placement(disk_moments=2, host_grad_buffers=1),
-    "all that can be on a disk": Placement(disk_moments=9, disk_remainder=9, resident=("layer 1",)),
+    "all that can be on a disk": Placement(
+        disk_moments=9, disk_remainder=9, disk_weights=9, resident=("layer 1",)
+    ),
+    "weights on a disk": Placement(disk_weights=3, slots=3, host_grad_buffers=1),
     "small, prefetching": Placement(slots=3, gradient_lanes=2, keep_rows=False, resident=("head",)),
 }
 

@@ -42,6 +42,7 @@ def placement(choice: random.Random) -> dict[str, Any]:
         "head_tokens": 4096,
         "disk_moments": choice.randint(0, 4),
         "disk_remainder": choice.randint(0, 2),
+        "disk_weights": choice.randint(0, 2),
     }
 
 

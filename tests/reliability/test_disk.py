@@ -27,7 +27,7 @@ def fail(*given, writes=True, **at_once):
 def spilled(tmp_path) -> list[str]:
     """Options that put all moments on a disk."""
     (tmp_path / "disk").mkdir()
-    placement = {"slots": 1, "disk_moments": 9, "disk_remainder": 2}
+    placement = {"slots": 1, "disk_moments": 9, "disk_remainder": 2, "disk_weights": 9}
     return sets(engine__disk=str(tmp_path / "disk"), engine__placement=placement)
 
 

@@ -15,7 +15,7 @@ LEVELS = (
     {"machine", "optim", "plane_file"},
     {"config", "device"},
     {"store", "model", "data"},
-    {"checkpoint"},  # knows tiles and files, no steps: the engine saves itself through it
+    {"checkpoint", "disk_staging"},  # they know tiles, files and a disk, no steps
     {"source"},
     {"engine"},
     {"forecast", "whole"},  # the forecast runs the engine's own step, on a device that keeps time

@@ -313,6 +313,21 @@ def test_a_disk_that_binds_is_read_and_written_all_the_time() -> None:
     assert told(Placement()).bounds["disk in"] == 0
 
 
+def test_weights_on_a_disk_are_read_in_both_sweeps_of_each_pass() -> None:
+    slow = replace(small_machine(), disk_read_gbps=0.02, disk_write_gbps=0.03)
+    workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
+    placement = Placement(disk_weights=8, passes=2)
+    found, plain = forecasts().of(slow, placement, workload, 2), told(Placement())
+    tiles = tile_bytes(tiny_spec(), placement, workload)
+    disk = disk_use(tiles, found.seconds, None, passes=2)
+    layers = sum(t.count * t.planes["weights"] for t in tiles if t.disk)
+    assert disk is not None and disk.num_bytes == disk.written == layers > 0
+    assert disk.read == 5 * layers  # four sweeps, and the update
+    assert plain.host_bytes["host_weights_bytes"] - found.host_bytes["host_weights_bytes"] >= layers
+    busy = found.bounds["disk weights"]  # a third of the disk where updates use it as well
+    assert 4 * layers / 0.02e9 < busy < 4 * layers / 0.008e9 and found.seconds > busy
+
+
 @cache
 def measured_step(name: str) -> Prediction:
     """A recorded step, by the same rates each, within its limit of device memory."""

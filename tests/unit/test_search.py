@@ -53,7 +53,7 @@ def least_mib(forecasts: ForecastCache = FORECASTS) -> float:
 
 
 def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moments first, then remainders; lanes are counted, and the disk's space holds."""
+    """Moments first, then remainders, then weights; lanes count, and the disk's space holds."""
     monkeypatch.setattr(disk, "PIECE", 4096)
     short = small_machine(1.1 * least_mib(FEW_LAYERS), host_gib=1.0)
     least = Search(FEW_LAYERS, short, WORKLOAD).least().machine
@@ -61,15 +61,19 @@ def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch: pytest.MonkeyPa
     tiles = FEW_LAYERS.model(WORKLOAD).layouts
     moments = 8 * sum(each.trainable_numel for each in tiles)
 
-    def spilled(lacking: float, machine: Machine) -> tuple[int, int]:
+    def spilled(lacking: float, machine: Machine) -> tuple[int, int, int]:
         host = int(machine.host_memory_bytes - lacking / 0.95)
         found = fastest(FEW_LAYERS, replace(machine, host_memory_bytes=host), WORKLOAD)
         assert found.host_peak_bytes <= 0.95 * host
-        return found.placement.disk_moments, found.placement.disk_remainder
+        there = found.placement
+        return there.disk_moments, there.disk_remainder, there.disk_weights
 
-    assert spilled(moments / 4, enough) == (1, 0)
-    count, remainders = spilled(1.1 * moments, enough)
-    assert count == sum(each.trainable_numel > 0 for each in tiles) and remainders > 0
+    assert spilled(moments / 4, enough) == (1, 0, 0)
+    count, *rest = spilled(1.1 * moments, enough)
+    assert count == sum(each.trainable_numel > 0 for each in tiles)
+    assert rest[0] > 0 and not rest[1]
+    *before, weights = spilled(1.3 * moments, enough)
+    assert before == [count, count] and weights > 0
     with pytest.raises(DoesNotFit, match="of host memory"):
         spilled(moments / 4, replace(enough, disk_space_bytes=moments // 5))
     assert could_fit(FEW_LAYERS, enough, WORKLOAD)

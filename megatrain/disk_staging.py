@@ -1,16 +1,18 @@
 """Planes that rest on a disk: read ahead of their updates and written behind them.
 
-A tile's planes pass through a few lanes of host memory, a piece at a time.
+A tile's planes pass through a few lanes of host memory, a piece at a time. Weights that rest there
+are also read for each visit of their layer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatrain.device import Buffer, Device, disk
-from megatrain.device.base import DISK_IN, DISK_OUT, UPDATE, Memory, Name
+from megatrain.device.base import DISK_IN, DISK_OUT, DISK_WEIGHTS, UPDATE, Memory, Name
 from megatrain.optim import Plane
 from megatrain.plane_file import BLOCK
 from megatrain.store import Tier, Tile
@@ -92,3 +94,40 @@ class DiskStaging:
             rooms[plane] = Buffer(lane.buffer.name, memory.view(plane.dtype))
             at += self._bytes(plane)
         return rooms
+
+
+class WeightsReader:
+    """The way of weights from a disk to their slots: a host thread reads and copies pieces.
+
+    Nothing but the visit itself waits for them, so no queue of the device holds more than that.
+    """
+
+    def __init__(self, device: Device, layers: Sequence[Tile]) -> None:
+        self._device = device
+        there = [tile.weights for tile in layers if tile.rests.weights is Tier.DISK]
+        self._piece = min(disk.PIECE, max((len(each.data) for each in there), default=0))
+        size = max((each.data.itemsize for each in there), default=0)
+        lane = Name(Memory.DISK, "disk lane of weights")
+        room = align(self._piece * size, BLOCK)
+        self._lane = device.host(lane, room, torch.uint8, pinned=True).data if there else None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the lane takes."""
+        return 0 if self._lane is None else self._lane.nbytes
+
+    def bring(self, tile: Tile, slot: Buffer) -> Any:
+        """Start a tile's way into a slot, which may be written; the event of its arrival."""
+        device, weights = self._device, tile.weights
+        device.wait(DISK_WEIGHTS, tile.written, "disk weights due")
+        work = partial(self._read, weights, slot.data)
+        device.run(DISK_WEIGHTS, f"{weights.name} -> {slot.name}", work, [weights], [slot])
+        return device.record(DISK_WEIGHTS)
+
+    def _read(self, weights: Buffer, slot: torch.Tensor) -> None:
+        assert isinstance(weights, disk.DiskBuffer) and self._lane is not None
+        for part in slot[: len(weights.data)].split(self._piece):
+            start = part.storage_offset() - slot.storage_offset()
+            lane = self._lane[: align(part.nbytes, BLOCK)]
+            weights.piece(start, start + len(part)).read(lane)
+            self._device.fetch(part, lane[: part.nbytes].view(part.dtype))
