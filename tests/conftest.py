@@ -14,11 +14,13 @@ settings.register_profile(
 )
 settings.load_profile("shared machine")
 
+gc.disable()  # what is imported and collected stays to the end
+
 
 def pytest_collection_finish() -> None:
-    """What was collected stays to the end, so the garbage collector need not look at it again."""
-    gc.collect()
+    """The garbage collector need not look at it, then or later."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

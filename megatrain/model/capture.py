@@ -6,7 +6,7 @@ between layers and the epilogue are all read off transformers' forward.
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,9 +128,13 @@ class Uses:
     touched: set[int] = field(default_factory=set)
     derived: dict[int, Tensor] = field(default_factory=dict)
 
-    def note(self, given: Any, result: Any) -> None:
+    def note(self, given: Iterable[Any], result: Any) -> None:
         """Take down an operation."""
-        ids = {id(leaf) for leaf in pytree.tree_leaves(given)}
+        ids = {
+            id(leaf)
+            for each in given
+            for leaf in ([each] if isinstance(each, Tensor) else pytree.tree_leaves(each))
+        }
         self.touched |= ids
         if not ids.isdisjoint(self.derived):
             made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -148,7 +152,7 @@ class _Lookup(TorchFunctionMode):
         kwargs = kwargs or {}
         result = self._call(func, args, kwargs)
         if self.uses is not None:
-            self.uses.note((args, kwargs), result)
+            self.uses.note((*args, *kwargs.values()), result)
         return result
 
     def _call(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

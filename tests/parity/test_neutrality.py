@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import itertools
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -135,11 +136,12 @@ def test_levels_of_tiles_change_no_bit_in_any_number_of_passes(
         assert identical(train(steps, "bf16", tied, clip, placement=placement), wanted), placement
 
 
+@pytest.mark.parametrize("other_rows", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_tiles_larger_than_a_slot_and_gradients_in_pieces_change_no_bit(
-    tied: bool, monkeypatch: pytest.MonkeyPatch
+    tied: bool, other_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head takes five slots, and leaves in 33 pieces."""
+    """The head takes five slots, and leaves in 33 pieces; rows are kept, or brought again."""
     steps = make_batches(2, SHAPES)
 
     def run(**choices: Any) -> Numbers:
@@ -156,7 +158,7 @@ def test_tiles_larger_than_a_slot_and_gradients_in_pieces_change_no_bit(
     wanted = run(slots=8)
     monkeypatch.setattr(sink, "PIECE", 1000)
     for choices in ({"slots": 1}, {"slots": 2, "gradient_lanes": 1}, {"slots": 6, "prefetch": 3}):
-        keep_rows = tied == (choices["slots"] == 2)
+        keep_rows = (tied == (choices["slots"] == 2)) != other_rows
         assert identical(run(**choices, keep_rows=keep_rows), wanted), choices
 
 
@@ -199,10 +201,10 @@ def test_the_same_rows_in_other_micro_batches(tied: bool, clip: float | None) ->
         assert relative_error(got[2], whole[2], start) < 1e-5
 
 
-def digest() -> str:
-    """Of all numbers of a few trainings."""
+def digest(cases: Sequence[tuple[str, bool]]) -> str:
+    """Of all numbers of a few trainings, each of a precision, with tied embeddings or not."""
     found = hashlib.sha256()
-    for precision, tied in (("fp32", False), ("bf16", True)):
+    for precision, tied in cases:
         losses, norms, named, planes = train(make_batches(2, SHAPES), precision, tied, 0.5)
         found.update(repr((losses, norms)).encode())
         for tensor in [*named.values(), *planes]:
@@ -210,10 +212,19 @@ def digest() -> str:
     return found.hexdigest()
 
 
-def test_native_and_reference_kernels_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param((("fp32", False), ("bf16", True)), id="some"),
+        pytest.param((("fp32", True), ("bf16", False)), id="rest", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_native_and_reference_kernels_give_the_same_bits(
+    cases: Sequence[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not kernels.implementation.startswith("native"):
         pytest.skip("no native kernels to compare with")
-    wanted, native = digest(), kernels._chosen
+    wanted, native = digest(cases), kernels._chosen
     monkeypatch.setattr(kernels, "_chosen", reference)
     for name in [name for name, kernel in vars(kernels).items() if inspect.isfunction(kernel)]:
         if getattr(kernels, name) is getattr(native, name, None):
@@ -221,4 +232,4 @@ def test_native_and_reference_kernels_give_the_same_bits(monkeypatch: pytest.Mon
             monkeypatch.delattr(native, name)  # nothing else calls it
     monkeypatch.delattr(native, "adamw")
     assert not hasattr(native, "split")
-    assert digest() == wanted
+    assert digest(cases) == wanted

@@ -49,8 +49,8 @@ class Keeping(Noting):
         return buffer
 
 
-def drawn(tokens: int, micro: int) -> list[dict[str, Tensor]]:
-    ids = torch.randint(8192, (ROWS, tokens), generator=torch.Generator().manual_seed(0))
+def drawn(tokens: int, micro: int, rows: int = ROWS) -> list[dict[str, Tensor]]:
+    ids = torch.randint(8192, (rows, tokens), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": part, "labels": part} for part in ids.split(micro)]
 
 
@@ -149,12 +149,12 @@ def test_what_a_step_works_with_is_foretold(
     placement = Placement(
         max_stream_bytes=max_stream_bytes, layer_inputs=boundaries, head_tokens=100
     )  # type: ignore[arg-type]
-    workload = Workload(ROWS * tokens, tokens, 2, True, "fp32", False, loss=loss)
+    workload = Workload(4 * tokens, tokens, 2, True, "fp32", False, loss=loss)
     found = ForecastCache(wide_spec()).of(small_machine(), placement, workload, 2)
     told = sum(found.device_bytes.get(p, 0) for p in ("activations", "working set"))
     told += found.device_bytes["layer arguments"]
     options = {"optimizer": AdamW(), "precision": "fp32", "placement": placement}
-    step, device = drawn(tokens, 2), Keeping()
+    step, device = drawn(tokens, 2, rows=4), Keeping()
     with Engine(wide_config(), device=device, **options) as engine:  # type: ignore[arg-type]
         engine.step(step, loss)
         with tallied(), op_counter.OpCounter() as counts:
