@@ -22,7 +22,7 @@ LANES = 4  # pieces read, updated and written at once; another one for a disk th
 
 
 @dataclass
-class _Lane:
+class Lane:
     """Host memory for one piece of all planes of a tile that rest on the disk."""
 
     buffer: Buffer
@@ -42,7 +42,7 @@ class DiskStaging:
         self._piece = min(disk.PIECE, max(numels, default=1))
         widest = max((sum(map(self._bytes, p)) for p in self._on_disk.values()), default=0)
         self._lanes = [
-            _Lane(
+            Lane(
                 device.host(Name(Memory.DISK, f"disk lane {i}"), widest, torch.uint8, pinned=False)
             )
             for i in range(LANES if numels else 0)
@@ -86,7 +86,7 @@ class DiskStaging:
                 device.copy(DISK_OUT, parts[plane], rooms[plane])
             lane.left = tile.written = device.record(DISK_OUT)
 
-    def _rooms(self, lane: _Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
+    def _rooms(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
         """Whole blocks of a lane for each part."""
         rooms, at = {}, 0
         for plane, part in parts.items():

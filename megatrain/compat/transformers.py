@@ -20,8 +20,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_callback import ExportableState
-from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatrain.compat.torch import FORWARD_HOOKS
@@ -29,12 +27,10 @@ from megatrain.compat.torch import FORWARD_HOOKS
 __all__ = [
     "CausalLMOutput",
     "DynamicLayer",
-    "ExportableState",
     "WeightConverter",
     "WeightRenaming",
     "dot_natural_key",
     "get_model_conversion_mapping",
-    "get_parameter_names",
     "rename_source_key",
     "render_jinja_template",
     "revert_weight_conversion",
@@ -47,6 +43,13 @@ CAUSAL_LM_CLASSES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 MODULE_MARKS = frozenset({"_is_hf_initialized"})
 """Attributes that transformers leaves on modules, without a meaning for their forward."""
+
+
+def exports_state(callback: Any) -> bool:
+    """Whether a callback of transformers says what is to be saved of it."""
+    from transformers.trainer_callback import ExportableState  # brings PEFT, which takes long
+
+    return isinstance(callback, ExportableState)
 
 
 def attention_of(config: PreTrainedConfig) -> str | None:

@@ -108,7 +108,7 @@ class Buffer:
 
     def piece(self, start: int, stop: int) -> "Buffer":
         """Elements `start` to `stop`; it counts as the whole where accesses are checked."""
-        return replace(self, data=self.data[start:stop])
+        return Buffer(self.name, self.data[start:stop], self.parts)
 
     def as_bytes(self) -> "Buffer":
         """The same range as uint8."""

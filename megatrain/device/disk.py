@@ -57,8 +57,9 @@ class DiskBuffer(Buffer):
         return tuple(f"{self.name} {piece}" for piece in range(*ends))
 
     def piece(self, start: int, stop: int) -> "DiskBuffer":
-        at = self.at + start * self.data.itemsize
-        return replace(self, data=self.data[start:stop], at=at, start=self.start + start)
+        at, first = self.at + start * self.data.itemsize, self.start + start
+        data = self.data[start:stop]
+        return DiskBuffer(self.name, data, self.parts, self.room, at, self.moved, first)
 
     def read(self, to: Tensor) -> None:
         """Fill `to`, which is whole blocks, from the first byte on. Raises RunFailed."""

@@ -99,7 +99,7 @@ class HostOffload:
         room = self._room(group, key, num_bytes, rest)
         device.copy(COPY_OUT, room, buffer, num_bytes)
         lane.busy = device.record(COPY_OUT)
-        likes = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+        likes = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
         self._items[key] = _Item(room, num_bytes, likes, lane.busy)
 
     def expect(self, *takes: Sequence[Hashable]) -> None:

@@ -1,7 +1,10 @@
 """Puts together a step that computes nothing."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatrain.device import Buffer, Device
+from megatrain.disk_staging import DiskStaging, Lane
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.head import HeadMath
 from megatrain.engine.host_offload import HostOffload
@@ -11,7 +14,12 @@ from megatrain.forecast.meta_layer import MetaLayer
 from megatrain.forecast.meta_program import MetaHead, MetaVocabSplit
 from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.profile import Profile
+from megatrain.optim import Plane
 from megatrain.placement import ActivationPolicy
+from megatrain.store import Tile
+from megatrain.units import align
+
+_PIECES = 8  # of a tile: many more take long to follow, and take as long in the step
 
 
 @dataclass(kw_only=True)
@@ -31,3 +39,19 @@ class MetaAssembly(Assembly):
 
     def vocab_split(self) -> VocabSplit:
         return MetaVocabSplit(self.placement.head_tokens, self.measured, self.counter)
+
+    def disk_staging(self) -> DiskStaging:
+        return CoarseDiskStaging(self.device, self.store.tiles)
+
+
+class CoarseDiskStaging(DiskStaging):
+    """Moves as many bytes through as much host memory, a tile in a few pieces."""
+
+    def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
+        super().__init__(device, tiles)
+        largest = max((tile.layout.trainable_numel for tile in tiles), default=0)
+        self._piece = max(self._piece, align(-(-largest // _PIECES), self._piece))
+
+    def _rooms(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
+        """Of the parts' own sizes: a lane holds less at a time."""
+        return {plane: Buffer(lane.buffer.name, part.data) for plane, part in parts.items()}

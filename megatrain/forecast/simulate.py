@@ -45,6 +45,7 @@ from megatrain.units import MIB
 # Micro-batches one by one; of more, several as one. Where the head is split they wait longer for
 # each other's boundaries.
 _FOLLOWED, _FOLLOWED_SPLIT = 8, 16
+_FOLLOWED_FOR_MEMORY = 2  # groups, where a step's seconds do not matter: they hold as much
 STEADY = 2  # steps: the first starts without updates, the second with those of the first
 _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE, *DISK_STREAMS)
 
@@ -88,7 +89,6 @@ class Forecast:
         seconds: from one step's end to the next one's, while the updates of the first run.
         model_tflops: `6 x parameters x tokens / seconds`, in 1e12.
         spans: what each stream does when, from the step's begin (telemetry/timeline.py).
-        breakdown: the same, summed up.
         bounds: seconds that each resource is busy; no schedule can be faster than the largest.
         binds: the name of the largest.
         device_bytes: at the step's peak, by part: `slots`, `gradients and rows`, `gradient sums`
@@ -110,7 +110,6 @@ class Forecast:
     micro_batch: int
     seconds: float
     spans: Sequence[Span]
-    breakdown: Breakdown
     bounds: dict[str, float]
     device_bytes: dict[str, int]
     host_bytes: dict[str, int]
@@ -122,6 +121,11 @@ class Forecast:
     @property
     def model_tflops(self) -> float:
         return 6 * self.parameters * self.tokens_per_step / self.seconds / 1e12
+
+    @property
+    def breakdown(self) -> Breakdown:
+        """Where the step's time goes: its spans, summed up."""
+        return breakdown(self.spans, COMPUTE)
 
     @property
     def binds(self) -> str:
@@ -217,13 +221,12 @@ def forecast(
     return Forecast(
         placement=placement,
         machine=machine,
-        parameters=run.parameters,
+        parameters=sum(each.num_parameters for each in model.layouts),
         tokens_per_step=rows * measured.tokens,
         sequence_length=measured.tokens,
         micro_batch=micro_batch,
         seconds=run.seconds,
         spans=run.spans,
-        breakdown=breakdown(run.spans, COMPUTE),
         bounds={name: sum(s.seconds for s in run.spans if s.stream == name) for name in _BOUNDS},
         device_bytes=device,
         host_bytes=host,
@@ -239,7 +242,7 @@ def _memory(
     if machine.unified:
         used["allocator"] = min(used.get(WORKING_SET, 0), _MOST_LEFT_LYING)
         here = {f"host_{name.replace(' ', '_')}_bytes": size for name, size in used.items()}
-        return {}, {**run.host_bytes, **here}
+        return {}, run.host_bytes | here
     return {
         **used,
         "libraries": int(_WORKSPACES * context),
@@ -261,7 +264,6 @@ class _Run:
     peak_live: Counter[str]
     host_bytes: dict[str, int]
     planes_bytes: int
-    parameters: int
 
 
 def _run(
@@ -281,7 +283,7 @@ def _run(
     assert model.rule is not None
     costs = CostModel(machine, counter, model.rule.pace)
     device = ClockDevice(costs)
-    most = _followed(model, placement, measured.dtype)
+    most = _followed(model, placement, measured.dtype, steps)
     batch = measured.batch(rows, micro_batch, most, 1 if joint else placement.passes)
     if joint:
         batch = replace(batch, micro=[replace(each, loss=TWO_VISITS) for each in batch.micro])
@@ -289,8 +291,7 @@ def _run(
     costs.puts = 3 if placement.layer_inputs == "host" else 2
     with torch.enable_grad():
         store, parts = _assemble(device, measured, model, placement, counter, clip, joint=joint)
-        spans: list[Span] = []
-        end = device.now
+        spans, end = list[Span](), device.now
         # Of updates beside which a disk reads weights the third step is the first to know.
         for _ in range(steps + (placement.disk_weights > 0)):
             costs.slow_down(spans)
@@ -299,21 +300,21 @@ def _run(
             train_step(parts, batch)
             end = device.now
             spans = window(device.spans, begin, end)
-    parameters = sum(tile.layout.num_parameters for tile in store.tiles)
     host, planes = host_bytes(store, parts), sum(store.bytes_by_plane().values())
     # Rooms of graphs on the host are as if all groups were as large as the first.
     every = sum(map(grouped, batch.micro)), costs.group * len(batch.micro)
     host["host_kept_bytes"] = host["host_kept_bytes"] * every[0] // every[1]
-    return _Run(end - begin, spans, counter.peak_live, host, planes, parameters)
+    return _Run(end - begin, spans, counter.peak_live, host, planes)
 
 
-def _followed(model: Model, placement: Placement, dtype: torch.dtype) -> int | None:
+def _followed(model: Model, placement: Placement, dtype: torch.dtype, steps: int) -> int | None:
     """Micro-batches, or groups of them, that are followed; None: all, as split layers need."""
     most = placement.max_stream_bytes
-    if most is None:
-        return _FOLLOWED
     layers = [each.numel for each in model.layouts if each.kind is TileKind.LAYER]
-    return _FOLLOWED_SPLIT if max(layers) * dtype.itemsize <= most else None
+    if most is not None and max(layers) * dtype.itemsize > most:
+        return None
+    usual = _FOLLOWED if most is None else _FOLLOWED_SPLIT
+    return usual if steps >= STEADY else _FOLLOWED_FOR_MEMORY
 
 
 def _process_bytes(

@@ -217,13 +217,18 @@ class Rule(ABC):
 
         Which do is as in transformers.Trainer (`get_decay_parameter_names`).
         """
-        from megatrain.compat.transformers import get_parameter_names  # seconds to import
+        norms = [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)]
 
-        decaying = set(get_parameter_names(model, [nn.LayerNorm], list(self.no_decay)))
+        def decays(name: str) -> bool:
+            parts = name.lower().split(".")
+            inside = [".".join(parts[start:]) for start in range(len(parts))]  # of each module
+            skipped = (re.search(pattern, each) for pattern in self.no_decay for each in inside)
+            return not any(skipped) and not any(name.startswith(f"{norm}.") for norm in norms)
+
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [
-            {"params": [(n, p) for n, p in named if n in decaying]},
-            {"params": [(n, p) for n, p in named if n not in decaying], "weight_decay": 0.0},
+            {"params": [(n, p) for n, p in named if decays(n)]},
+            {"params": [(n, p) for n, p in named if not decays(n)], "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]
 

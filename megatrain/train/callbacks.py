@@ -76,9 +76,9 @@ class Callbacks:
                 setattr(each, name, value)
 
     def _exporting(self) -> list[Any]:
-        from megatrain.compat.transformers import ExportableState
+        from megatrain.compat.transformers import exports_state
 
-        return [each for each in self._all if isinstance(each, ExportableState)]
+        return [each for each in self._all if exports_state(each)]
 
     @property
     def stop(self) -> bool:

@@ -49,8 +49,8 @@ def renamed() -> Iterator[None]:
     """Within, every tile, and all that is put on a device that plans, is called something else."""
     made = TileLayout.__init__
 
-    def init(self: TileLayout, name: str, *rest: Any) -> None:
-        made(self, other(name), *rest)
+    def init(self: TileLayout, name: str, *rest: Any, **named: Any) -> None:
+        made(self, other(name), *rest, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TileLayout, "__init__", init)

@@ -21,7 +21,6 @@ from megatrain.plan.wear import disk_use
 from megatrain.source.opened import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.telemetry.pictures import draw_memory
-from megatrain.telemetry.timeline import Breakdown
 from megatrain.units import GIB, parse_bytes
 from tests.parity.cases import llama, qwen2
 
@@ -42,7 +41,6 @@ def toy_forecast(there: Machine, ask: Workload, device: int, host: int) -> Forec
         micro_batch=ask.micro_batch or 1,
         seconds=max(bounds.values()) + 0.25,
         spans=[],
-        breakdown=Breakdown(0.0, {}, {}, {}),
         bounds=bounds,
         device_bytes={"working set": device},
         host_bytes={"host_weights_bytes": host},
