@@ -16,13 +16,14 @@ from megatrain.data.template import REASONING, SAID, Template
 from megatrain.errors import InputError
 
 _WORD = re.compile(r"[A-Za-z0-9]+")  # which no way of writing a string changes
-# What replies begin with and end with where a template always asks for another reply (Command R7B),
-# ends calls with the next header (Command R+), writes them otherwise at the end (Apriel), or has
-# the tokens that begin and end a turn within it, too (Kimi K3).
+# What replies begin with and end with where a template always asks for another reply (Command R7B,
+# the first of Llama 3), ends calls with the next header (Command R+), writes them otherwise at the
+# end (Apriel), or has the tokens that begin and end a turn within it, too (Kimi K3).
 _HEADERS = {
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>": (
         r"<\|END_OF_TURN_TOKEN\|>|(?=<\|START_OF_TURN_TOKEN\|>)"
     ),
+    "<|start_header_id|>assistant<|end_header_id|>\n\n": r"<\|eo[tm]_id\|>",
     "<|assistant|>\n": r"\n<\|end\|>",
     "<|begin_assistant|>\n": r"\n<\|end\|>|\Z",
     '<|open|>message role="assistant"<|sep|>': r"<\|end_of_msg\|>",

@@ -6,7 +6,7 @@ Each is a small one of our own with a habit of a well-known model's.
 import itertools
 
 import pytest
-from data_cases import encode_row, make_tokenizer, talk
+from data_cases import LLAMA3, encode_row, make_tokenizer, talk
 
 from megatrain.data.chat import ChatEncoder
 from megatrain.data.examples import Found
@@ -182,6 +182,16 @@ def test_replies_of_a_template_that_always_asks_for_another_are_found():
         ends = "<|END_OF_TURN_TOKEN|>"
         wanted = ['<|call|>weather {"city": "a"}' + ends, "tell 2" + ends, "tell 4" + ends]
         assert runs == wanted[: len(runs)] and len(runs) == (3 if len(turns) > 3 else 1)
+
+
+def test_no_part_of_the_next_header_is_learnt_where_a_template_always_asks_for_another_reply():
+    """As the first of Llama 3."""
+    special = ("<s>", "<|eot_id|>", "<pad>", "<|start_header_id|>", "<|end_header_id|>")
+    template = LLAMA3.replace("{% if add_generation_prompt %}", "").removesuffix("{% endif %}")
+    tokenizer = make_tokenizer(template, special=special, eos="<|eot_id|>")
+    _, runs = spoken(template, {"messages": TURNS}, tokenizer)
+    assert runs == ["tell 2<|eot_id|>", "tell 4<|eot_id|>"]
+    assert end_of_turn(tokenizer) == tokenizer.eos_token_id
 
 
 def test_calls_that_end_with_the_next_header_are_found():
