@@ -104,8 +104,8 @@ class Placement:
         resident: tiles that rest on the device with all their state, and are updated there
             (`embedding`, `prologue`, `layer 0`, ..., `head`).
         keep_weights: tiles, of those that do not rest on the device, whose weights stay there from
-            one update to the next, so that they cross the bus once a step: layers, evenly spread,
-            and then the head.
+            one update to the next, so that they cross the bus once a step: the head, and then
+            layers, evenly spread.
         save_activations: layers whose graph is saved on the device, not recomputed: the last ones
             but for those of `offload_activations`.
         offload_activations: layers whose graph is saved in pinned host memory, evenly spread over

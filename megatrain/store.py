@@ -305,8 +305,9 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
         "remainder": _spread(updated, placement.disk_remainder),
         "moments": _spread(updated, placement.disk_moments),
     }
-    visited = [t for t in elsewhere if t.kind in (TileKind.LAYER, TileKind.HEAD)]
-    staying = _spread(visited, placement.keep_weights)
+    # While a head takes the slots of layers, nothing else can be on its way: it stays first.
+    heads = [t.name for t in elsewhere if t.kind is TileKind.HEAD][: placement.keep_weights]
+    staying = {*heads, *_spread(layers, placement.keep_weights - len(heads))}
     return [
         _RESIDENT
         if layout.name in placement.resident

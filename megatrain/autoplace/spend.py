@@ -65,9 +65,12 @@ class FirstTiles:
         return 4 * (sum(summed) - max(summed))
 
     def rest(self, count: int) -> list[TileLayout]:
-        """The tiles after the first `count` whose weights could stay on the device."""
-        others = (TileKind.LAYER, TileKind.HEAD)
-        return [each for each in self.tiles[count:] if each.kind in others]
+        """The tiles after the first `count` whose weights could stay on the device; the head first.
+
+        Of layers any do.
+        """
+        kinds = (TileKind.HEAD, TileKind.LAYER)
+        return [each for kind in kinds for each in self.tiles[count:] if each.kind is kind]
 
     def names(self, count: int) -> tuple[str, ...]:
         """Of the first `count`."""
@@ -256,16 +259,18 @@ class MemoryPlans:
             if not least <= count <= fitting or (count and not self._tiles[count - 1].numel):
                 continue  # too few, too many, or one that brings nothing
             left, left_on_host = first.device_bytes(count), first.host_bytes(count)
-            yield from self._graphs(count, 0, spare - left, host_spare + left_on_host)
             rest = first.rest(count)
-            left += self._workload.dtype.itemsize * sum(each.numel for each in rest)
-            if rest and self._passes > 1 and left <= spare:
-                yield from self._graphs(count, len(rest), spare - left, host_spare + left_on_host)
+            for staying in sorted({0, min(1, len(rest)), len(rest) * (self._passes > 1)}):
+                weights = self._workload.dtype.itemsize * _streamed(rest[:staying])
+                room = spare - left - weights, host_spare + left_on_host
+                yield from self._graphs(count, staying, *room)
 
     def _graphs(
         self, count: int, staying: int, spare: int, host_spare: int
     ) -> Iterator[MemoryPlan]:
         """With `count` resident tiles, and the weights of so many others."""
+        if spare < 0:
+            return
         resident = self._first.names(count)
         told = set()
         for offload in self._offloads(host_spare):
@@ -301,7 +306,8 @@ class MemoryPlans:
 
         What compute waits for in the candidate are tiles on their way or in their updates, which no
         bound tells; it waits less as fewer are streamed. With clipping, updates run beside the
-        first pass's forward alone. In a forward weights cross twice as fast as in a backward.
+        first pass's forward alone. In a forward weights cross twice as fast as in a backward. A
+        head that takes the slots of layers, and the layer after it, come while nothing computes.
         """
         all_tiles, gone = self._tiles, self._tiles[:count]
         left = 1 - sum(t.numel for t in gone) / sum(t.numel for t in all_tiles)
@@ -309,8 +315,13 @@ class MemoryPlans:
         bounds, compute = self._frame.bounds, self._compute(graphs)
         crossed = graphs.offloaded * self._passes  # a graph of a pass each
         returning = self._costs.copy(COPY_IN, self._graph)
-        arriving = bounds[COPY_IN] * crossing * (0.5 if staying else self._passes)
+        rest = self._first.rest(count)
+        stays = _streamed(rest[:staying]) / _streamed(all_tiles)
+        arriving = bounds[COPY_IN] * ((crossing - stays) * self._passes + stays / 2)
         late = max(0.0, arriving / 2 - self._forward()) if self._passes > 1 else 0.0
+        itemsize = self._workload.dtype.itemsize
+        exposed = self._costs.copy(COPY_IN, itemsize * _streamed(rest[:2]))
+        late += exposed * (self._passes - 1) if rest and not staying else -exposed
         alone = 0.0
         if self._passes > 1 and self._workload.clip:
             alone = max(0.0, bounds[UPDATE] * left - self._forward() / self._passes)

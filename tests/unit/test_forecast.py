@@ -266,11 +266,13 @@ def test_passes_hold_their_own_graphs_and_all_sums() -> None:
 
 
 def test_weights_that_stay_cross_the_bus_once_a_step() -> None:
-    """Of layers and head; where none stays, layers cross it four times in two passes."""
+    """Of the head, then of layers; where none stays, layers cross it four times in two passes."""
     layouts = forecasts().model(Workload()).layouts
-    numel = sum(t.numel for t in layouts if t.kind in (TileKind.LAYER, TileKind.HEAD))
-    kept, none = (told(Placement(slots=3, passes=2, keep_weights=n)) for n in (99, 0))
+    head = sum(t.numel for t in layouts if t.kind is TileKind.HEAD)
+    numel = head + sum(t.numel for t in layouts if t.kind is TileKind.LAYER)
+    kept, one, none = (told(Placement(slots=3, passes=2, keep_weights=n)) for n in (99, 1, 0))
     assert kept.device_bytes["kept weights"] == 2 * numel
+    assert one.device_bytes["kept weights"] == 2 * head
     assert "kept weights" not in none.device_bytes and "slots" not in kept.device_bytes
     assert kept.bounds["copy in"] < 0.4 * none.bounds["copy in"]
 
