@@ -39,6 +39,14 @@ def write_file(path: Path, text: str) -> None:
         raise
 
 
+def link_file(source: str, target: str) -> None:
+    """Give a file that nobody changes another name, which takes no room; else copy it."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
 @contextmanager
 def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """A folder to write into that takes the name `target` only when the body has succeeded.

@@ -1,7 +1,6 @@
 """Checkpoints: a run's exact state on disk, written while training goes on."""
 
 from megatrain.checkpoint.convert import read_converted
-from megatrain.checkpoint.extra import as_json
 from megatrain.checkpoint.folders import (
     is_checkpoint,
     mark,
@@ -14,7 +13,7 @@ from megatrain.checkpoint.folders import (
     verify,
     whole_checkpoints,
 )
-from megatrain.checkpoint.manifest import BUFFERS, COMPUTED, MODEL, Checkpoint, Settings
+from megatrain.checkpoint.manifest import BUFFERS, COMPUTED, MODEL, Checkpoint, Settings, as_json
 from megatrain.checkpoint.masters import masters
 from megatrain.checkpoint.read import read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving

@@ -12,7 +12,7 @@ from annotated_types import Interval, Predicate
 
 from megatrain.checkpoint.files import ALGORITHMS, MAX_PIECE_BYTES, OldFile, regular_size
 from megatrain.errors import InputError
-from megatrain.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, read_json
+from megatrain.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
 from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
 from megatrain.placement import Precision
 from megatrain.units import MIB
@@ -137,6 +137,23 @@ class Manifest(_Strict):
         content = asdict(self)
         del content["checksum"]
         return json.dumps({**content, "checksum": _own_checksum(content)}, indent=1) + "\n"
+
+
+def as_json(extra: dict[str, Any]) -> str:
+    """The caller's dictionary as text, which later changes of it do not reach.
+
+    Raises:
+        InputError: it could not be read back.
+    """
+    where = Path("the extra state of a checkpoint")
+    try:
+        text = json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{where} cannot be saved: {error}; give plain JSON values") from error
+    if len(text) > MAX_JSON_BYTES:
+        raise InputError(f"{where} takes {len(text)} bytes; {MAX_JSON_BYTES} are allowed")
+    parse_object(text.encode(), where)
+    return text
 
 
 def _own_checksum(content: dict[str, Any]) -> str:

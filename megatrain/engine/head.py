@@ -74,13 +74,11 @@ class WholeHead:
         }
         pulled = [ref for ref in inputs if inputs[ref].requires_grad]
         with torch.enable_grad():
-            output = self._program.epilogue(weights, micro, inputs)
-        hidden = last_hidden(output)
-        assert micro.targets is not None
-        loss, gradient = self._chunked(
-            lambda chunk: self._program.logits(weights, micro, with_hidden(output, chunk)),
-            hidden.detach().reshape(-1, hidden.shape[-1]),
-            micro.targets.reshape(-1),
+            logits_of, hidden_ND, targets_N = self._chunks(weights, micro, inputs)
+        loss, gradient_ND = self._chunked(
+            logits_of,
+            hidden_ND.detach(),
+            targets_N,
             count,
             self._tokens,
             self._summed(micro.loss),
@@ -89,20 +87,20 @@ class WholeHead:
             _flat(micro.given),
         )
         sources = [*(inputs[ref] for ref in pulled), *parameters]
-        grads = torch.autograd.grad(hidden, sources, gradient.view_as(hidden), allow_unused=True)
+        grads = torch.autograd.grad(hidden_ND, sources, gradient_ND, allow_unused=True)
         room.add(names, grads[len(pulled) :])
         return loss / count, add({}, pulled, grads)
 
     def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        given = self._chunks(weights, micro, values)
+        how = self._tokens, self._summed(micro.loss), _flat(micro.given)
         with torch.no_grad():
-            return chunked_loss(*given, self._tokens, self._summed(micro.loss), _flat(micro.given))
+            return chunked_loss(*self._chunks(weights, micro, values), *how)
 
     def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        given, each_of = self._chunks(weights, micro, values), micro.loss.each_of
         tokens = -(-self._tokens // 4)  # nothing here is compiled, which takes some times as much
+        how = tokens, micro.loss.each_of, _flat(micro.given)
         with torch.no_grad():
-            return self._each(*given, tokens, each_of, _flat(micro.given))
+            return self._each(*self._chunks(weights, micro, values), *how)
 
     def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         with torch.no_grad():
@@ -113,8 +111,7 @@ class WholeHead:
         self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations
     ) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
         """What makes logits of a chunk of hidden states; all hidden states, all targets."""
-        with torch.no_grad():
-            output = self._program.epilogue(weights, micro, values)
+        output = self._program.epilogue(weights, micro, values)
         hidden = last_hidden(output)
         assert micro.targets is not None
         return (

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.compat import peft
 from megatrain.compat.transformers import not_saved
-from megatrain.disk import whole_folder
+from megatrain.disk import link_file, whole_folder
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.adapters import adapted
 from megatrain.model.build import loaded_types
@@ -265,17 +264,15 @@ def _keep_other_files(folder: Path, partial: Path) -> None:
         return [name for name in names if at_top and REPLACED.fullmatch(name)]
 
     shutil.copytree(
-        folder, partial, symlinks=True, ignore=replaced, copy_function=_link, dirs_exist_ok=True
+        folder,
+        partial,
+        symlinks=True,
+        ignore=replaced,
+        copy_function=link_file,
+        dirs_exist_ok=True,
     )
 
 
 def _add(partial: Path, beside: Companions) -> None:
     new = {n: d for n, d in beside.items() if REPLACED.fullmatch(n) or not (partial / n).exists()}
     write_companions(partial, new)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # not every file system has hard links
-        shutil.copy2(source, target, follow_symlinks=False)

@@ -5,10 +5,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from megatrain.checkpoint import Checkpoint, masters
 from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted, merged_into_base
 from megatrain.model.companions import Companions
 from megatrain.model.export import write_adapter, write_weights
+from megatrain.source.state_io import open_model, read_untrained, saved_companions, saved_dtype
 from megatrain.source.untrained import Untrained
 
 
@@ -48,4 +50,26 @@ def write_model(
         model, values = found.base, whole
     write_weights(
         folder, model, values, dtype=dtype or source_dtype, as_came=as_came, beside=beside
+    )
+
+
+def write_saved(
+    checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None = None, *, merged: bool = False
+) -> None:
+    """Write a checkpoint's model into `folder`: one parameter in memory at a time, and no engine.
+
+    Args:
+        dtype: of all floating tensors; None: that of the model that the run began with.
+        merged: of a model with an adapter the whole, not the adapter alone.
+    """
+    model = open_model(checkpoint)
+    write_model(
+        folder,
+        model,
+        masters(checkpoint),
+        read_untrained(checkpoint, model),
+        dtype=dtype,
+        source_dtype=saved_dtype(checkpoint),
+        beside=saved_companions(checkpoint),
+        merged=merged,
     )

@@ -1,7 +1,6 @@
 """Another run from where a run is: in a folder of its own, with other settings."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from pathlib import Path
 from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
 from megatrain.checkpoint.manifest import KEEP
 from megatrain.config import Config, overridden
-from megatrain.disk import whole_folder
+from megatrain.disk import link_file, whole_folder
 from megatrain.errors import InputError
 from megatrain.train.folders import (
     CHECKPOINTS,
@@ -74,7 +73,7 @@ def branched(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> 
             if config.checkpoint.best and best is not None and best != state.step:
                 _take(checkpoint_folder(source, best), checkpoint_folder(folder, best))
         if (source / REFERENCES).is_file():
-            _link(str(source / REFERENCES), str(folder / REFERENCES))
+            link_file(str(source / REFERENCES), str(folder / REFERENCES))
         (folder / CONFIG).write_text(config.as_yaml(), encoding="utf-8")
     try:
         yield config
@@ -97,12 +96,4 @@ def _checkpoint(run: Path) -> Checkpoint:
 
 
 def _take(checkpoint: Path, to: Path) -> None:
-    shutil.copytree(checkpoint, to, copy_function=_link, ignore=shutil.ignore_patterns(KEEP))
-
-
-def _link(source: str, target: str) -> None:
-    """Files of a checkpoint never change: a link is as good as a copy, and takes no room."""
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
+    shutil.copytree(checkpoint, to, copy_function=link_file, ignore=shutil.ignore_patterns(KEEP))

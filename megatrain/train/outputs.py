@@ -7,6 +7,7 @@ from pathlib import Path
 from megatrain.checkpoint import open_checkpoint
 from megatrain.config import Config
 from megatrain.disk import whole_folder, write_file
+from megatrain.source.exported import write_saved
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.pictures import draw_loss
@@ -17,7 +18,6 @@ from megatrain.train.folders import (
     MODEL,
     checkpoint_folder,
 )
-from megatrain.train.saved_model import write_saved
 from megatrain.train.setup import Job
 
 log = logging.getLogger(__name__)

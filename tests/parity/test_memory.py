@@ -33,6 +33,12 @@ MID = LlamaConfig(
 SPARE = 0.005  # of the planes: alignment of parameters and pages
 
 
+@pytest.fixture(scope="module")
+def mid() -> LlamaForCausalLM:
+    """With its weights, which not each engine need draw."""
+    return LlamaForCausalLM(MID)
+
+
 def bytes_per_parameter(engine: Engine) -> dict[str, float]:
     memory = engine.memory()
     return {
@@ -60,8 +66,10 @@ PLANES = [
 
 
 @pytest.mark.parametrize(("rule", "precision", "planes", "whole"), PLANES)
-def test_bytes_per_parameter(rule: str, precision: Any, planes: dict, whole: float) -> None:
-    engine = make_engine(MID, precision=precision, rule=rule)
+def test_bytes_per_parameter(
+    mid: LlamaForCausalLM, rule: str, precision: Any, planes: dict, whole: float
+) -> None:
+    engine = make_engine(mid, precision=precision, rule=rule)
     assert parameter_bytes(SWEPT[rule](), opened.DTYPES[precision]) == whole
     assert engine.num_parameters > 19e6
     found = bytes_per_parameter(engine)
@@ -71,8 +79,8 @@ def test_bytes_per_parameter(rule: str, precision: Any, planes: dict, whole: flo
     assert found["bytes"] == pytest.approx(sum(v for k, v in found.items() if k != "bytes"))
 
 
-def test_without_clipping_a_few_slabs_hold_all_gradients() -> None:
-    engine = make_engine(MID, precision="bf16", clip=None)
+def test_without_clipping_a_few_slabs_hold_all_gradients(mid: LlamaForCausalLM) -> None:
+    engine = make_engine(mid, precision="bf16", clip=None)
     found = bytes_per_parameter(engine)
     assert found["bytes"] - found["gradients"] == pytest.approx(12, rel=SPARE)
     largest = max(tile.layout.numel for tile in engine._store.tiles)
