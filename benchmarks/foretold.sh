@@ -11,7 +11,7 @@ measure() {
     local name=$1
     shift
     echo "== $name"
-    timeout 120 python -m megatrain.cli bench step --warmup 2 --steps 3 --output "$out/step-$name.json" \
+    timeout 120 python -m megatrain bench step --warmup 2 --steps 3 --output "$out/step-$name.json" \
         "$@" >"$out/$name.log" 2>&1 || { echo "failed: $name"; tail -n 3 "$out/$name.log"; }
 }
 # All choices of a placement; what is not said is as it is by default.

@@ -27,7 +27,7 @@ def plan(shape: str, gpu: str, host_gib: int) -> dict[str, Any] | None:
     """What `megatrain plan --json` says; None: it does not fit."""
     machine = f"--gpu={gpu}", f"--host-memory={host_gib}GiB", f"--cores={GPUS[gpu]}"
     asked = "plan", f"--model={shape}", *machine, f"--tokens={TOKENS}", "--json"
-    done = subprocess.run([sys.executable, "-m", "megatrain.cli", *asked], capture_output=True)
+    done = subprocess.run([sys.executable, "-m", "megatrain", *asked], capture_output=True)
     if done.returncode == DOES_NOT_FIT:
         return None
     done.check_returncode()

@@ -35,12 +35,14 @@ class Ranks:
         size: how many there are.
         on_host: how many of them share this machine's memory and cores.
         together: whether there are collectives.
+        host: their group of torch.distributed for what is on the host, CPU tensors and objects.
     """
 
     together: ClassVar[bool] = False
     rank: int = 0
     size: int = 1
     on_host: int = 1
+    host: ProcessGroup | None = None
 
     def exchange(self, value: T) -> list[T]:
         """What every rank gives here, in their order; pickled."""
@@ -144,13 +146,11 @@ class ProcessGroups(Ranks):
     """Ranks of an initialised torch.distributed.
 
     Attributes:
-        host: of CPU tensors and objects.
-        saves: the same for a thread beside.
+        saves: as `host`, for a thread beside.
         incoming, outgoing: of the device's gathers and sums, which run at the same time.
     """
 
     together = True
-    host: ProcessGroup | None = None
     saves: ProcessGroup | None = None
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None

@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 bad configuration or input, 3 does not fit, 4 run failed.
 
 import errno
 import logging
+import os
 import sys
 import traceback
 from contextlib import suppress
@@ -39,7 +40,8 @@ class ReportingGroup(TyperGroup):
                 traceback.print_exc()
             known = _known(error) if isinstance(error, OSError) else error
             with suppress(OSError):  # the exit code says it, too
-                print(f"megatrain: error: {in_one_line(known)}", file=sys.stderr)
+                who = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
+                print(f"megatrain: error: {who}{in_one_line(known)}", file=sys.stderr)
             raise typer.Exit(known.exit_code) from error
         except KeyboardInterrupt as error:
             print("megatrain: interrupted", file=sys.stderr)

@@ -1,11 +1,13 @@
 """`megatrain train`: a run file or a run's folder in, a finished or a resumable run out."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain.errors import InputError
 from megatrain.train.folders import MODEL
 from megatrain.train.signals import Signals, Stopped
 from megatrain.train.start import load_run
@@ -22,14 +24,23 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
     """
     try:
         with Signals() as signals:
-            with signals.interruptible():
-                loaded = load_run(
-                    run, overrides, resume=resume
-                )  # before torch, which takes seconds
-                from megatrain.train.loop import train
-            outcome = train(loaded, run.stem, resume=resume, signals=signals)
+            with signals.interruptible():  # the run file before torch, which takes seconds
+                loaded = load_run(run, overrides, resume=resume)
+                from megatrain.launch import is_launched, is_restarted, launch
+            several = loaded.engine.devices > 1 and not is_launched()
+            if not several:
+                with signals.interruptible():
+                    from megatrain.train.loop import train
+                resume = resume or is_restarted()
+                outcome = train(loaded, run.stem, resume=resume, signals=signals)
     except Stopped as signal:
         _say(f"stopped by {signal} before the first step; nothing to save")
+        return
+    if several:
+        given = [each for key in overrides for each in ("--set", key)]
+        given += ["--resume"] if resume else []
+        if code := launch(loaded.engine.devices, ["train", str(run), *given]):
+            raise SystemExit(code)
         return
     say_end(outcome)
 
@@ -45,6 +56,8 @@ def run_branch(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -
 
     try:
         with Signals() as signals, branched(run, new, overrides, fresh=fresh) as config:
+            if config.engine.devices > 1:
+                raise InputError("branch trains with one device; give --set engine.devices=1")
             outcome = train(config, new.name, resume=not fresh, signals=signals)
     except Stopped as signal:
         _say(f"stopped by {signal} before the first step; nothing to save")
@@ -54,6 +67,8 @@ def run_branch(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -
 
 def say_end(outcome: "Outcome") -> None:
     """Where the result of a run is, or how to go on."""
+    if int(os.environ.get("RANK", 0)):
+        return  # rank 0 says it
     if outcome.stopped and not outcome.steps:
         _say(f"stopped by {outcome.stopped} before the first step; nothing to save")
     elif outcome.stopped:

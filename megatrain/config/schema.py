@@ -142,7 +142,8 @@ class EngineSection(Section):
     """Where and how the step is computed.
 
     `disk`: a folder on a fast disk, where planes may rest while the run goes on, in a file without
-    a name; `disk_space` at most, null: what is free.
+    a name; `disk_space` at most, null: what is free. `devices`: as many processes, each with a
+    device of its own, train the model together, unless torchrun has started others.
     """
 
     precision: Precision = "bf16"
@@ -152,6 +153,7 @@ class EngineSection(Section):
     host_memory: str | Positive | None = None
     disk: Name | None = None
     disk_space: str | Positive | None = None
+    devices: Positive = 1
 
     @field_validator("device_memory", "host_memory", "disk_space")
     @classmethod

@@ -21,15 +21,12 @@ from megatrain.source.source import Source, kept
 from megatrain.source.state_io import saved_optimizer
 from megatrain.tile import TileLayout
 
-# Choices of a placement whose work no other rank may have to wait for, and how they are undone.
-_ALONE = {
-    "passes": 1,
-    "max_stream_bytes": None,
-    "resident": (),
-    "disk_moments": 0,
-    "disk_remainder": 0,
-    "disk_weights": 0,
-}
+# Choices of a placement that several ranks can have; all others are as they are by default.
+_SHARED = (
+    *("slots", "prefetch", "layer_inputs", "layer_input_lanes", "gradient_lanes", "keep_rows"),
+    *("save_activations", "save_all", "save_attention", "offload_activations", "chunk_tokens"),
+    *("host_grad_buffers", "head_tokens", "update_threads", "save_bytes", "compile"),
+)
 
 
 NO_LABELS = "no labels"  # in the place of a loss
@@ -122,8 +119,8 @@ def require_alone(ranks: Ranks, what: str) -> None:
 
 
 def _refuse(opened: Opened, placement: Placement) -> None:
-    for name, alone in _ALONE.items():
-        if getattr(placement, name) != alone:
+    for name in sorted({*Placement.names()} - {*_SHARED}):
+        if getattr(placement, name) != getattr(Placement(), name):
             raise InputError(f"placement.{name} is not for several ranks yet; leave it out")
     source, rule = opened.source, opened.model.rule
     if source.saved is not None and source.resumes and rule is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatrain.checkpoint import Saving, rotate
 from megatrain.config import CheckpointSection
 from megatrain.disk import flush
-from megatrain.errors import InputError, MegatrainError, RunFailed
+from megatrain.errors import InputError, MegatrainError, RunFailed, StepRefused
 from megatrain.train.folders import CHECKPOINTS, METRICS, checkpoint_folder, checkpoints
 from megatrain.train.resume import RunState
 from megatrain.train.setup import Job
@@ -92,8 +92,9 @@ class Checkpointing:
         """When the block fails, save the state that it has left whole, then fail all the same."""
         try:
             yield
-        except Exception:
-            self._rescue(state())
+        except Exception as error:
+            if self._job.ranks.size == 1 or _is_refused(error):  # by all ranks, which save together
+                self._rescue(state())
             raise
 
     def _rescue(self, state: RunState) -> None:
@@ -129,7 +130,9 @@ class Checkpointing:
         return every is not None and step % every == 0
 
     def _settle(self, *, wait: bool) -> None:
-        if self._running is None or not (wait or self._running[1].done):
+        if self._running is None:
+            return
+        if not wait and not all(self._job.ranks.exchange(self._running[1].done)):
             return
         (step, saving), self._running = self._running, None
         try:
@@ -147,7 +150,7 @@ class Checkpointing:
         self._told()
 
     def _rotate(self) -> None:
-        if len(checkpoints(self._run)) <= self._settings.keep:
+        if self._job.ranks.rank or len(checkpoints(self._run)) <= self._settings.keep:
             return
         try:
             newest, best = checkpoint_folder(self._run, self.saved), self._best()
@@ -161,3 +164,7 @@ class Checkpointing:
         again = self._wanted_from = step + _RETRY_AFTER
         then = f" and tries again after step {again}" if again <= self._job.total_steps else ""
         log.warning("%s; the run goes on%s", error, then)
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    return error is not None and (isinstance(error, StepRefused) or _is_refused(error.__cause__))

@@ -14,6 +14,7 @@ from megatrain.telemetry.console import described_rewards
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.samples import Samples
 from megatrain.train.setup import Job
+from megatrain.train.sharing import part_of
 from megatrain.train.signals import Signals
 from megatrain.units import duration
 
@@ -37,7 +38,7 @@ class Evaluations:
     ) -> None:
         self._engine, self._metrics, self._signals = job.engine, metrics, signals
         self._loss = config.loss.loss()
-        self._total = job.total_steps
+        self._total, self._ranks = job.total_steps, job.ranks
         # As many rows at once as a step has: more would take memory that no plan counts.
         at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
         self._sets = {name: _parts(rows, at_once) for name, rows in job.evaluation.items()}
@@ -85,7 +86,7 @@ class Evaluations:
             for part, count in parts:
                 if self._signals.stop and not final:
                     return None
-                loss, accuracy = self._engine.score(part)
+                loss, accuracy = self._engine.score(part_of(part, self._ranks))
                 losses.append(loss * count)
                 right.append(accuracy * count)
             found[name] = sum(losses), sum(right), sum(count for _, count in parts)

@@ -1,14 +1,18 @@
 """The training loop: steps, evaluations, checkpoints, and what they leave in the run's folder."""
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from megatrain.config import Config
 from megatrain.errors import MegatrainError, RunFailed, first_line, told
+from megatrain.launch import joined
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.callbacks import Callbacks
@@ -20,6 +24,7 @@ from megatrain.train.opening import Finished, open_run
 from megatrain.train.outputs import describe_run, draw_curve, write_model, write_saved_model
 from megatrain.train.resume import RunState, cut_metrics
 from megatrain.train.setup import Job
+from megatrain.train.sharing import check_shared, from_first
 from megatrain.train.signals import Signals
 from megatrain.train.steps import Steps
 from megatrain.train.timeline import RunTimeline
@@ -73,8 +78,13 @@ def train(
     """
     with ExitStack() as held:
         signals = signals or held.enter_context(Signals())
+        ranks = held.enter_context(joined())
+        check_shared(config, ranks, callbacks=bool(callbacks))
+        if ranks.rank:  # what a run says is said once
+            logging.getLogger("megatrain").setLevel(logging.ERROR)
+            config = config.model_copy(update={"tracking": type(config.tracking)()})
         with signals.interruptible():
-            opened = open_run(config, name, held, resume=resume)
+            opened = open_run(config, name, held, resume=resume, ranks=ranks)
         if isinstance(opened, Finished):
             return Outcome(opened.folder, opened.steps, early=opened.early)
         folder, job = opened
@@ -99,11 +109,12 @@ class _Run:
         self._job, self._config, self._folder = job, config, folder
         self.signals, self.callbacks = signals, callbacks
         first = job.resumed.step if job.resumed else 0
-        describe_run(folder, config, job)
-        logged = cut_metrics(folder / METRICS, first)
-        metrics = MetricsWriter(folder / METRICS, also=[trackers.log])
+        logged = from_first(job.ranks, lambda: _begin_log(folder, config, job, first))
+        path = Path(os.devnull) if job.ranks.rank else folder / METRICS
+        metrics = MetricsWriter(path, also=[trackers.log])
         every, left = config.output.timeline_every, job.total_steps - first
-        self.timeline = RunTimeline(job.engine.recording, folder, left, every)
+        recorded = (0, None) if job.ranks.rank else (left, every)
+        self.timeline = RunTimeline(job.engine.recording, folder, *recorded)
         self.steps = Steps(job, config, metrics, self.timeline)
         self.watch = Watch(config, ())
         self.checkpoints = Checkpointing(
@@ -135,7 +146,10 @@ class _Run:
     def take_steps(self) -> None:
         """All steps, or those until an early end; a failure leaves what was learnt on the disk."""
         total = self._job.total_steps
-        progress = TrainingProgress(total, self._config.output.log_every, done=self.steps.done)
+        console = Console(quiet=True) if self._job.ranks.rank else None
+        every, done = self._config.output.log_every, self.steps.done
+        progress = TrainingProgress(total, every, console, done=done)
+        self.signals.share(self._job.ranks)
         try:
             with progress, self.checkpoints.rescue(lambda: self.state):
                 self.callbacks.call("on_train_begin")
@@ -159,6 +173,7 @@ class _Run:
         self.evaluations.trained(record)
         progress.step(record)
         self.callbacks.step(record)
+        self.signals.share(self._job.ranks)
         asked = self.signals.take_save() | self.callbacks.take("should_save")
         self.checkpoints.after(self.state, asked=asked, last=self._is_last)
         self._evaluate(progress.say)
@@ -188,7 +203,8 @@ class _Run:
         steps, config, best = self.steps.done, self._config, None
         with self.checkpoints.rescue(lambda: self.state):
             self.checkpoints.finish()
-            wanted = self.best_kept() if config.checkpoint.load_best else steps
+            kept = from_first(self._job.ranks, self.best_kept)
+            wanted = kept if config.checkpoint.load_best else steps
             if wanted is None:
                 log.warning("no evaluated state has a checkpoint: the model is that of the last")
             elif config.checkpoint.load_best:
@@ -197,14 +213,20 @@ class _Run:
                     log.warning("the state of step %d was better, but is not kept", best_of_all)
             if wanted in (None, steps):
                 write_model(self._job, self._folder)
-            else:
+            elif self._job.ranks.rank == 0:
                 write_saved_model(self._job, self._folder, wanted)
             if wanted is not None and config.checkpoint.load_best:
                 best = {"step": wanted, config.watched: self.watch.value(wanted)}
-            note_finished(self._folder, config, steps, best=best, early=self.early)
+            if self._job.ranks.rank == 0:
+                note_finished(self._folder, config, steps, best=best, early=self.early)
         if best is None or wanted == steps:
             return None
         return f"step {wanted}, the best ({config.watched} {best[config.watched]:.4g}),"
+
+
+def _begin_log(folder: Path, config: Config, job: Job, first: int) -> list[Mapping[str, Any]]:
+    describe_run(folder, config, job)
+    return cut_metrics(folder / METRICS, first)
 
 
 def _run(
@@ -223,8 +245,9 @@ def _run(
             else:
                 best = run.finish()
         finally:  # pictures can be drawn at any time; whoever stops a run may have none to spare
-            draw_curve(folder)
-            run.timeline.draw()
+            if job.ranks.rank == 0:
+                draw_curve(folder)
+                run.timeline.draw()
     engine, early = job.engine, run.early if run.steps.done < job.total_steps else None
     return Outcome(
         folder, run.steps.done, engine.num_parameters, engine.memory(), stopped, early, best

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatrain.checkpoint import remove_leftovers
 from megatrain.config import Config
+from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_yaml
 from megatrain.train.finished import early_end, finished_steps
@@ -24,6 +25,7 @@ from megatrain.train.folders import (
 from megatrain.train.lock import locked
 from megatrain.train.resume import Damaged, check_config, find_starts, say_differences
 from megatrain.train.setup import Job, prepare
+from megatrain.train.sharing import from_first
 from megatrain.train.trackers import check_trackers
 
 log = logging.getLogger(__name__)
@@ -39,43 +41,52 @@ class Finished:
 
 
 def open_run(
-    config: Config, name: str, held: ExitStack, *, resume: bool
+    config: Config, name: str, held: ExitStack, *, resume: bool, ranks: Ranks = ALONE
 ) -> tuple[Path, Job] | Finished:
     """The folder of a run, locked, and its job, ready for the next step; `held` gives both back.
+
+    Of several `ranks` the first one makes and locks the folder.
 
     Raises:
         InputError: configuration, data, model, folder or checkpoint cannot be used.
         DoesNotFit: more memory is needed than there is.
     """
     check_trackers(config)
-    folder = run_to_resume(config.output.folder, name) if resume else None
+    wanted = config.output.folder
+    folder = from_first(ranks, lambda: run_to_resume(wanted, name) if resume else None)
     if folder is None:
-        new_run_folder(config.output.folder, name)  # what is wrong with it is known at once
+        # What is wrong with the folder is known at once.
+        from_first(ranks, lambda: new_run_folder(wanted, name))
         if resume:
             log.info("no earlier run of that name: this one begins")
-        job = prepare(config)
+        job = prepare(config, ranks=ranks)
         held.callback(job.close)
-        folder = make_run_folder(config.output.folder, name)
-        held.enter_context(locked(folder))
-        require_empty(folder, "output.folder: ")  # another run may have been faster
-        return folder, job
-    held.enter_context(locked(folder))
+        return from_first(ranks, lambda: _made(config, name, held)), job
+    there = folder
+    from_first(ranks, lambda: held.enter_context(locked(there)))
     if (done := finished_steps(folder, config)) is not None:
         check_config(config, read_yaml(folder / CONFIG), folder / CONFIG)
         return Finished(folder, done, early_end(folder))
     require_folder(folder / CHECKPOINTS)
-    remove_leftovers(folder / CHECKPOINTS)
-    job = _go_on(folder, config)
+    from_first(ranks, lambda: remove_leftovers(there / CHECKPOINTS))
+    job = _go_on(folder, config, ranks)
     held.callback(job.close)
     return folder, job
 
 
-def _go_on(folder: Path, config: Config) -> Job:
+def _made(config: Config, name: str, held: ExitStack) -> Path:
+    folder = make_run_folder(config.output.folder, name)
+    held.enter_context(locked(folder))
+    require_empty(folder, "output.folder: ")  # another run may have been faster
+    return folder
+
+
+def _go_on(folder: Path, config: Config, ranks: Ranks) -> Job:
     """From the newest checkpoint that is whole: damage inside of tiles shows when they are read."""
     for start in find_starts(folder, config):
         say_differences(config, start.state)
         try:
-            return prepare(config, start)
+            return prepare(config, start, ranks)
         except Damaged as error:
             log.warning("not resumed from: %s", error)
     if checkpoints(folder):
@@ -83,4 +94,4 @@ def _go_on(folder: Path, config: Config) -> Job:
     if (folder / MODEL).exists():
         raise InputError(f"{folder}: a finished run without checkpoints; start a new run")
     log.info("%s has no checkpoint yet: the run begins anew", folder)
-    return prepare(config)
+    return prepare(config, ranks=ranks)

@@ -39,6 +39,9 @@ def describe_run(folder: Path, config: Config, job: Job) -> None:
 
 def write_model(job: Job, run: Path) -> None:
     """Write the model and its tokenizer, whole or not at all; an earlier one is replaced."""
+    if job.ranks.rank:
+        job.engine.save_pretrained(run / MODEL)  # which rank 0 writes
+        return
     with whole_folder(run / MODEL, replace=True) as partial:
         job.engine.save_pretrained(partial)
         job.write_tokenizer(partial)

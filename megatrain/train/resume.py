@@ -27,7 +27,9 @@ FREE_KEYS = {
         "early_stopping", "samples", "on_nonfinite", "max_skips", "spike",
     ),
     "optimizer": ("lr", "betas", "eps", "states", "master"),
-    "engine": ("device", "placement", "device_memory", "host_memory", "disk", "disk_space"),
+    "engine": (
+        "device", "devices", "placement", "device_memory", "host_memory", "disk", "disk_space",
+    ),
 }  # fmt: skip
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from megatrain.api import Engine
 from megatrain.checkpoint import MODEL, Checkpoint
 from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, Step, StepLoader, Stream, StreamLoader, numbered
+from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.companions import add_ends, tokenizer_files
@@ -26,6 +27,7 @@ from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.references import References, refer
 from megatrain.train.resolve_model import named_model
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
+from megatrain.train.sharing import in_turn
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Job:
     schedule: LRScheduler
     total_steps: int
     resumed: RunState | None
+    ranks: Ranks = ALONE
 
     def write_tokenizer(self, folder: Path) -> None:
         """See to it that a folder with the engine's model has the run's tokenizer, and no other.
@@ -74,7 +77,7 @@ class Job:
         self.engine.close()
 
 
-def prepare(config: Config, start: Start | None = None) -> Job:
+def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) -> Job:
     """Read tokenizer, data and model, and build the engine; nothing is written.
 
     With `start` the engine's state comes from its checkpoint and the job goes on from there.
@@ -90,14 +93,18 @@ def prepare(config: Config, start: Start | None = None) -> Job:
     check_sequence_length(hf_config, config.data.sequence_length)
     text_config = hf_config.get_text_config(decoder=True)
     check_prompts(config, tokenizer, text_config)
-    training, evaluation = open_data(config, tokenizer, text_config.vocab_size)
+    training, evaluation = in_turn(
+        ranks, lambda: open_data(config, tokenizer, text_config.vocab_size)
+    )
     loader = _loader(config, training)
     total_steps = config.training.steps or loader.steps_of(config.training.epochs or 0)
     # A wrong option should be known before weights are read, which may take minutes.
     _check_schedule(config, total_steps)
     done = _go_to(loader, start, total_steps)
-    engine = _engine(config, hf_config if source is None else source, start)
-    loader.rows_per_micro_batch = rows = _rows_per_micro_batch(config, engine, start)
+    engine = _engine(config, hf_config if source is None else source, start, ranks)
+    most = -(-config.training.batch_size // ranks.size)
+    rows = min(most, _rows_per_micro_batch(config, engine, start))
+    loader.rows_per_micro_batch = rows
     references = refer(
         config,
         engine,
@@ -125,6 +132,7 @@ def prepare(config: Config, start: Start | None = None) -> Job:
         schedule=_schedule(config, engine.optimizer, total_steps, done),
         total_steps=total_steps,
         resumed=start.state if start else None,
+        ranks=ranks,
     )
 
 
@@ -235,10 +243,14 @@ def _check_schedule(config: Config, total_steps: int) -> None:
 
 
 def _engine(
-    config: Config, source: Checkpoint | PreTrainedConfig | str, start: Start | None
+    config: Config, source: Checkpoint | PreTrainedConfig | str, start: Start | None, ranks: Ranks
 ) -> Engine:
+    group = ranks.host
     try:
-        engine = _new_engine(config, source) if start is None else _saved_engine(config, start)
+        if start is None:
+            engine = _new_engine(config, source, group)
+        else:
+            engine = _saved_engine(config, start, group)
     except DoesNotFit as error:
         if config.engine.device != "cpu" and find_gpu("cuda") is None:
             raise  # plans are for a GPU, or where the CPU was asked for
@@ -254,18 +266,19 @@ def _engine(
     return engine
 
 
-def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str) -> Engine:
+def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str, group: Any) -> Engine:
     return Engine(
         source,
         **Workload.of_run(config).for_engine,
         seed=config.training.seed,
         trained=Trained(config.model.freeze, config.model.train_only),
         adapter=config.adapter.keys,
+        group=group,
         **_settings(config),
     )
 
 
-def _saved_engine(config: Config, start: Start) -> Engine:
+def _saved_engine(config: Config, start: Start, group: Any) -> Engine:
     """The engine of a checkpoint; weights are not read from the model's source again."""
     placement = config.engine.placement_value()
     before = start.state.config.get("engine")
@@ -278,6 +291,7 @@ def _saved_engine(config: Config, start: Start) -> Engine:
             states=config.optimizer.states,
             master=config.optimizer.master,
             **Workload.of_run(config).limits,
+            group=group,
             **_settings(config),
         )
     except InputError as error:

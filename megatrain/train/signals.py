@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
+from megatrain.distributed import Ranks
+
 _NOTICE = b"\nstopping after this step and saving; once more to stop at once\n"
 _AT_ONCE = b"\nstopped at once\n"
 _SHOW_CURSOR = b"\x1b[?25h"  # a live display has hidden it
@@ -35,6 +37,8 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop: str | None = None
+        self._shared = False
+        self._told: str | None = None  # this process, of several ranks
         self._stopped = 0.0  # when
         self._save = False
         self._interruptible = False
@@ -61,6 +65,16 @@ class Signals:
         asked, self._save = self._save, False
         return asked
 
+    def share(self, ranks: Ranks) -> None:
+        """Heed what any of several ranks has been told, and from now on nothing but that."""
+        if ranks.size == 1:
+            return
+        if not self._shared:
+            self._shared, self._told = True, self.stop
+        found = ranks.exchange((self._told, self.take_save()))
+        self.stop = next((stop for stop, _ in found if stop), None)
+        self._save = any(save for _, save in found)
+
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Where nothing has been learnt yet, the first signal ends the block.
@@ -82,14 +96,20 @@ class Signals:
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self.stop:
-            if name == self.stop and self._is_echo(number):
+        if before := self._told if self._shared else self.stop:
+            if name == before and self._is_echo(number):
+                return
+            if self._shared and number == signal.SIGTERM:  # torchrun tells everybody once more
                 return
             _write(_AT_ONCE)
             os._exit(128 + number)
-        self.stop, self._stopped = name, time.monotonic()
+        self._stopped = time.monotonic()
+        if self._shared:
+            self._told = name
+        else:
+            self.stop = name
         if self._interruptible:
-            raise Stopped(self.stop)
+            raise Stopped(name)
         _write(_NOTICE)
 
     def _is_echo(self, number: int) -> bool:

@@ -15,6 +15,7 @@ from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.bad_steps import BadSteps
 from megatrain.train.resume import RunState
 from megatrain.train.setup import Job
+from megatrain.train.sharing import part_of
 from megatrain.train.timeline import RunTimeline
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Steps:
 
     def _rows(self, step: int) -> Step:
         try:
-            return next(self._job.loader)
+            return part_of(next(self._job.loader), self._job.ranks)
         except Exception as error:
             log.error("the rows of step %d cannot be read", step, exc_info=error)
             self._metrics.write(step=step, failed=str(error))

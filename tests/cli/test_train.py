@@ -204,7 +204,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_rows(
 
 @pytest.mark.exhaustive  # as tests/reliability/test_signals.py, but with the command as it is typed
 def test_ctrl_c_ends_the_run_after_the_step_and_saves_it(run_file, tmp_path):
-    command = [sys.executable, "-m", "megatrain.cli", "train", str(run_file)]
+    command = [sys.executable, "-m", "megatrain", "train", str(run_file)]
     command += [*sets(training__steps=100000, training__eval_every=None, output__log_every=1)]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(

@@ -43,7 +43,7 @@ def start(run: Path, device: str) -> subprocess.Popen:
         output__folder=str(run),
         output__log_every=1000,
     )
-    command = [sys.executable, "-m", "megatrain.cli", "train", "examples/demo.yaml", "--resume"]
+    command = [sys.executable, "-m", "megatrain", "train", "examples/demo.yaml", "--resume"]
     return subprocess.Popen([*command, *choices], cwd=ROOT)
 
 

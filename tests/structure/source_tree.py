@@ -20,11 +20,12 @@ LEVELS = (
     {"engine"},
     {"forecast", "whole"},  # the forecast runs the engine's own step, on a device that keeps time
     {"autoplace"},
-    {"api", "plan"},
+    {"api", "launch", "plan"},
     {"generate"},
     {"train"},
     {"report"},
     {"cli"},
+    {"__main__"},
 )
 """A part imports only from lower levels. megatrain/__init__.py only re-exports, and is on top."""
 

@@ -1,0 +1,5 @@
+"""`python -m megatrain`, the same as `megatrain`."""
+
+from megatrain.cli import main
+
+main()

@@ -1,0 +1,59 @@
+"""The processes of a run on several devices, started by torchrun."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatrain.distributed import ALONE, ProcessGroups, Ranks
+
+# Rank 0 may tokenise for long, while the others wait; who has ended is noticed at once.
+_OPENING = timedelta(hours=24)
+
+
+def is_launched() -> bool:
+    """Whether torchrun has started this process beside others."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def is_restarted() -> bool:
+    """Whether torchrun has started it again, after a failure (`--max-restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def launch(devices: int, arguments: Sequence[str]) -> int:
+    """Be torchrun for `megatrain` with these arguments on so many devices; returns the exit code.
+
+    What went wrong has been said by the process that failed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // devices)))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # device/cuda.py
+    given = ["--standalone", "--nproc-per-node", str(devices), "-m", "megatrain", *arguments]
+    try:
+        run(parse_args(given))
+    except ChildFailedError as error:
+        return max(1, error.get_first_failure()[1].exitcode)
+    except SignalException as signal:  # which the processes have been told, and obeyed
+        return 128 + int(signal.sigval)
+    return 0
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks of this run while the block runs; without torchrun this process alone."""
+    if not is_launched():
+        yield ALONE
+        return
+    dist.init_process_group("gloo", timeout=_OPENING)
+    size = dist.get_world_size()
+    try:
+        yield ProcessGroups(dist.get_rank(), size, host=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,65 @@
+"""What each of several ranks does of a run; all else is rank 0's."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TypeVar
+
+import torch
+
+from megatrain.config import Config
+from megatrain.data import Step
+from megatrain.distributed import Ranks
+from megatrain.errors import InputError
+from megatrain.loss import IGNORED, JointLoss
+
+T = TypeVar("T")
+
+
+def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
+    """Raises InputError: the run has something that several ranks cannot do yet."""
+    if ranks.size == 1:
+        return
+    unable = {
+        "data.streaming": config.data.streaming,
+        "training.samples": config.training.samples is not None,
+        "adapter": config.adapter.method is not None,
+        "engine.disk": config.engine.disk is not None,
+        f"loss.name {config.loss.name}": isinstance(config.loss.loss(), JointLoss),
+        "callbacks": callbacks,
+    }
+    for name, wanted in unable.items():
+        if wanted:
+            raise InputError(f"{name} is not for several ranks yet; leave it out, or take one")
+
+
+def part_of(step: Step, ranks: Ranks) -> Step:
+    """The micro-batches of this rank: the next ones, of about as many tokens as each other's.
+
+    Where there are none, a row without a label, which adds nothing.
+    """
+    if ranks.size == 1:
+        return step
+    ends = list(accumulate(micro["input_ids"].numel() for micro in step))
+    middles = [end - micro["input_ids"].numel() / 2 for end, micro in zip(ends, step, strict=True)]
+    own = [
+        micro
+        for middle, micro in zip(middles, step, strict=True)
+        if int(middle * ranks.size / ends[-1]) == ranks.rank
+    ]
+    if own:
+        return own
+    row = {name: value[:1] for name, value in step[0].items()}
+    return [row | {"labels": torch.full_like(row["labels"], IGNORED)}]
+
+
+def in_turn(ranks: Ranks, make: Callable[[], T]) -> T:
+    """Let rank 0 make something, and then the others, who find what it has left on the disk."""
+    made: list[T] = []
+    ranks.agree(lambda: None if ranks.rank else made.append(make()))
+    ranks.agree(lambda: made.append(make()) if ranks.rank else None)
+    return made[0]
+
+
+def from_first(ranks: Ranks, make: Callable[[], T]) -> T:
+    """What rank 0 makes, on all ranks."""
+    return ranks.agree(lambda: None if ranks.rank else make())[0]  # type: ignore[return-value]

@@ -1,0 +1,140 @@
+"""A run of several ranks is that of one, whatever happens to a rank on the way."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatrain.checkpoint import verify
+from megatrain.config import load
+from megatrain.data import Step
+from megatrain.distributed import ProcessGroups
+from megatrain.errors import InputError, RunFailed
+from megatrain.telemetry.metrics import read_metrics
+from megatrain.train.loop import train
+from megatrain.train.sharing import part_of
+from megatrain.train.steps import Steps
+from tests.cli.cases import sets
+from tests.parity.ranks import run_ranks
+from tests.race.schedule import Alike
+
+CHANGED = ("data.packing=false", "training.micro_batch_size=1", "checkpoint.every=3")
+
+
+def run_of(
+    run_file: Path, folder: str, *, resume: bool = False, at: Callable[[int], None] | None = None
+) -> Callable[[Any], str]:
+    """A run, as a process of several does it; before a step it calls `at` with what is done."""
+
+    def work(group: Any) -> str:
+        @contextmanager
+        def joined() -> Iterator[Any]:
+            yield ProcessGroups(dist.get_rank(), dist.get_world_size(), host=group)
+
+        config = load(run_file, [*CHANGED, f"output.folder={folder}"])
+        taken = Steps.take
+
+        def take(steps: Steps) -> Any:
+            if at is not None:
+                at(steps.done)
+            return taken(steps)
+
+        with (
+            mock.patch("megatrain.train.loop.joined", joined),
+            mock.patch.object(Steps, "take", take),
+        ):
+            return str(train(config, "run", resume=resume).stopped)
+
+    return work
+
+
+def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, caplog) -> None:
+    """A rank of two dies, three are told to stop, and one finishes, as one that does all of it."""
+    changed = [part for each in CHANGED for part in ("--set", each)]
+    assert megatrain("train", run_file, *changed, "--set", "output.folder=one").exit_code == 0
+    folder = tmp_path / "several"
+
+    def dies(done: int) -> None:
+        if done == 4 and dist.get_rank() == 1:
+            os._exit(0)
+
+    def told(done: int) -> None:
+        if done == 4 and dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def lost(group: Any) -> None:
+        with pytest.raises(RunFailed, match="rank 0 of 2 has lost the others"):
+            run_of(run_file, str(folder), at=dies)(group)
+        os._exit(0)
+
+    for name in ("two", "three"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, tmp_path / "two", lost, whole=False)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+    verify(folder / "checkpoints" / "step-00000003")
+    work = run_of(run_file, str(folder), resume=True, at=told)
+    assert run_ranks(3, tmp_path / "three", work) == ["SIGTERM"] * 3
+    done = megatrain("train", folder, "--resume")
+    assert done.exit_code == 0, done.output
+    assert "going on after step 5" in caplog.text
+    one, several = (read_metrics(tmp_path / each / "metrics.jsonl") for each in ("one", "several"))
+    for mine, other in zip(several, one, strict=True):
+        for name in ("step", "loss", "grad_norm", "lr", "eval_loss", "tokens"):
+            assert mine.get(name, 0) == pytest.approx(other.get(name, 0), rel=2e-6), name
+    weights = [
+        load_file(tmp_path / each / "model/model.safetensors") for each in ("one", "several")
+    ]
+    for name, value in weights[0].items():
+        assert torch.allclose(value, weights[1][name], rtol=2e-6, atol=1e-6), name
+
+
+def test_every_micro_batch_is_one_ranks_own() -> None:
+    """In their order, and each rank has one, without labels if there are too few."""
+
+    def step(*rows: int) -> Step:
+        return [
+            {"input_ids": torch.ones(n, 5).long(), "labels": torch.ones(n, 5).long()} for n in rows
+        ]
+
+    for rows, parts in (
+        ((4, 4, 4, 2), [[4, 4], [4, 2]]),
+        ((2,), [[], [2]]),
+        ((9, 1, 1), [[9], [1, 1]]),
+    ):
+        micro_batches = step(*rows)
+        for rank, wanted in enumerate(parts):
+            found = part_of(micro_batches, Alike(rank, 2))
+            labelled = [each for each in found if (each["labels"] != -100).any()]
+            assert [len(each["input_ids"]) for each in labelled] == wanted
+            assert found
+
+
+def test_what_ranks_cannot_do_yet_is_refused_by_name(run_file) -> None:
+    @contextmanager
+    def joined() -> Iterator[Any]:
+        yield Alike(0, 2)
+
+    config = load(
+        run_file, ["data.streaming=true", "data.eval_fraction=0", "training.eval_every=null"]
+    )
+    with (
+        mock.patch("megatrain.train.loop.joined", joined),
+        pytest.raises(InputError, match="data.streaming"),
+    ):
+        train(config, "run")
+
+
+def test_devices_are_started_by_torchrun(megatrain, run_file) -> None:
+    with mock.patch("megatrain.launch.launch", return_value=3) as launched:
+        result = megatrain("train", run_file, *sets(engine__devices=2), "--resume")
+    given = ["train", str(run_file), "--set", "engine.devices=2", "--resume"]
+    launched.assert_called_once_with(2, given)
+    assert result.exit_code == 3
