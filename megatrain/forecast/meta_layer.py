@@ -50,6 +50,10 @@ class MetaLayer(Layer):
         super().__init__(device, program, tile, visit, policy, offload)
         self._measured, self._counter = measured, counter
         self._itemsize = measured.dtype.itemsize
+        # Gradients in bf16 are added to sums in fp32 by a kernel for each parameter.
+        module = program.spec.layers[visit].module
+        trained = sum(parameter.requires_grad for parameter in module.parameters())
+        self._adding = trained if self._itemsize < 4 else min(trained, 1)
 
     def _forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
         micro, values = at.micro, at.values
@@ -153,8 +157,8 @@ class MetaLayer(Layer):
                 graph.held = self._counted(first.kept_bytes, WORKING_SET)
             pulled = {r: counter.made(s.empty("meta"), WORKING_SET) for r, s in likes.items()}
             graph.held = _NOTHING
-            summed = trained * (self._itemsize + 4)
-            counter.add(Work(touched_bytes=summed, kernels=bool(trained)).times(count))
+            summed = trained * (self._itemsize + 8)  # sums are read and written
+            counter.add(Work(touched_bytes=summed, kernels=self._adding).times(count))
         if rest.keys().isdisjoint(pulled):
             return rest | pulled
         with counter.placing(WORKING_SET), counter:

@@ -315,6 +315,20 @@ def test_a_disk_that_binds_is_read_and_written_all_the_time() -> None:
     assert told(Placement()).bounds["disk in"] == 0
 
 
+def test_gradients_are_added_to_sums_parameter_by_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums are read and written; torch adds bf16 to fp32 by a kernel for each."""
+    works, add = [], OpCounter.add
+    monkeypatch.setattr(OpCounter, "add", lambda counter, w: (works.append(w), add(counter, w))[1])
+    own = ForecastCache(tiny_spec())
+    workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
+    own.of(small_machine(), Placement(), workload, 4, steps=1)
+    layer = next(t for t in own.model(workload).layouts if t.name == "layer 0")
+    wanted = 10 * layer.trainable_numel, len(layer.entries)
+    assert wanted in {(work.touched_bytes, work.kernels) for work in works}
+
+
 def test_weights_on_a_disk_are_read_in_both_sweeps_of_each_pass() -> None:
     slow = replace(small_machine(), disk_read_gbps=0.02, disk_write_gbps=0.03)
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
