@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain import SGD, AdamW, Placement
+from megatrain import SGD, AdamW, Muon, Placement
 from megatrain.optim import RULES, Rule
 
 SWEPT: dict[str, Callable[..., Rule]] = {
@@ -16,6 +16,7 @@ SWEPT: dict[str, Callable[..., Rule]] = {
     "adamw int8": partial(AdamW, states="int8"),
     "sgd plain": partial(SGD, momentum=0.0, weight_decay=0.1),
     "sgd nesterov": partial(SGD, nesterov=True),
+    "muon clipped": partial(Muon, clip="all"),
 }
 
 # Those whose updates are of flat ranges, with a plain form to compare each bit with.

@@ -33,6 +33,7 @@ class OptimizerSection(Section):
     dampening: Annotated[float, Field(ge=0)] | None = None
     nesterov: bool | None = None
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    clip: Literal["rest", "all"] | None = None
     adamw_lr: Annotated[float, Field(gt=0)] | None = None
     ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = None
     packed: dict[Pattern, list[Natural]] | list[tuple[Pattern, list[Natural]]] | None = None

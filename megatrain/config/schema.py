@@ -323,11 +323,12 @@ class Config(Section):
     @model_validator(mode="after")
     def _refusals_wait_for_the_norm(self) -> Self:
         refuses = self.training.on_nonfinite == "skip" or self.training.spike is not None
-        if refuses and any(plane.on_device for plane in self.optimizer.rule().state_planes):
+        directs = any(plane.on_device for plane in self.optimizer.rule().state_planes)
+        if refuses and directs and self.optimizer.clip != "all":
             name = "spike" if self.training.spike is not None else "on_nonfinite: skip"
             raise ValueError(
                 f"training.{name} needs updates that wait for the norm, and those of layers do not "
-                f"with {self.optimizer.name}; leave it out, or choose another optimizer"
+                f"with {self.optimizer.name}; leave it out, or set optimizer.clip: all"
             )
         return self
 

@@ -105,8 +105,10 @@ class Directions:
         room.ready = device.record(COPY_IN)
         self._coming[tile.index] = room
 
-    def turn(self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings]) -> None:
-        """Put directions in the place of a tile's gradients; `settings` by parameter."""
+    def turn(
+        self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float = 1.0
+    ) -> None:
+        """Put directions in the place of gradients times `scale`; `settings` by parameter."""
         if not self.of(tile):
             return
         device, whole, room = self._device, self._state(tile), self._coming.pop(tile.index, None)
@@ -122,7 +124,8 @@ class Directions:
             proceed = self._proceed.data[0].isfinite()
             for entry in entries:
                 kept = state.data[entry.offset - start :][: entry.numel].view(entry.shape)
-                rule.direct(entry, entry.view(sums.data), kept, settings[entry.name], proceed)
+                gradient = entry.view(sums.data).mul_(scale)
+                rule.direct(entry, gradient, kept, settings[entry.name], proceed)
 
         name = Name(Kind.PLAIN, f"direct {tile.name}")
         device.run(COMPUTE, name, work, [self._proceed], [sums, state])

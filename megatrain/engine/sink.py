@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megatrain.compat.torch import add_each
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_OUT, Kind, Memory, Name
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.device.collectives import Collectives
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.tile_slice import TileSlice
@@ -178,24 +179,49 @@ class Sink:
         name = Name(Kind.PLAIN, f"measure {tile.name}")
         device.run(COMPUTE, name, measure, [sums], [self.squares])
         self._directs.direct(tile, sums)
-        if tile.rests.gradient is Tier.DEVICE:
-            host_grad = self._own[tile.index]
-            self._round(room, slice(0, len(sums.data)), host_grad.buffer)
-            self._landed(tile, host_grad, device.record(COMPUTE))
-            return
         if tile.begins or self._host_grad is None:
             self._host_grad = self.claim(tile, COPY_OUT)
-        for span in tile.spans:
-            numel = max(0, min(span.numel, len(sums.data) - span.at))  # the rest is frozen
-            for start in range(0, max(1, numel), self._piece):  # an empty one has its turn, too
-                self._send(room, self._host_grad, span, start, min(start + self._piece, numel))
-        self._landed(tile, self._host_grad, device.record(COPY_OUT))
+        self._landed(tile, self._host_grad, self.send(room, self._host_grad))
 
-    def _send(
+    def send(self, room: GradAccumulator, host_grad: HostGrad) -> Any:
+        """Put what is in `room` on its way to where the update reads it; when it is there."""
+        tile, numel = room.tile, len(room.sums.data)
+        if tile.rests.gradient is Tier.DEVICE:
+            self._round(room, slice(0, numel), host_grad.buffer)
+            return self._device.record(COMPUTE)
+        for span in tile.spans:
+            left = max(0, min(span.numel, numel - span.at))  # the rest is frozen
+            for start in range(0, max(1, left), self._piece):  # an empty one has its turn, too
+                self._send_piece(room, host_grad, span, start, min(start + self._piece, left))
+        return self._device.record(COPY_OUT)
+
+    def recall(self, tile: Tile, host_grad: HostGrad) -> GradAccumulator:
+        """Bring a gradient back that the caller knows to have left, to where it was summed."""
+        device, numel = self._device, tile.layout.trainable_numel
+        sums = self._sums.get(id(tile)) or self._work.sums(numel)
+        for start in range(0, numel, self._piece):
+            source = host_grad.buffer.piece(start, min(start + self._piece, numel))
+            to, lane = sums.piece(start, start + len(source.data)), None
+            if tile.rests.gradient is not Tier.DEVICE:
+                lane = self._next_lane()
+                device.wait(COPY_IN, lane.left, "outgoing buffer free to return")
+                device.copy(COPY_IN, lane.buffer, source, len(source.data))
+                device.wait(COMPUTE, device.record(COPY_IN), "gradient returned")
+                source = lane.buffer.piece(0, len(source.data))
+            work = partial(to.data.copy_, source.data)
+            device.run(COMPUTE, Name(Kind.ROUND, f"return {tile.name}"), work, [source], [to])
+            if lane is not None:
+                lane.left = device.record(COMPUTE)
+        return GradAccumulator(tile, sums, {})
+
+    def _next_lane(self) -> _Lane:
+        self._turn += 1
+        return self._lanes[self._turn % len(self._lanes)]
+
+    def _send_piece(
         self, room: GradAccumulator, host_grad: HostGrad, span: Span, start: int, stop: int
     ) -> None:
-        device, lane = self._device, self._lanes[self._turn % len(self._lanes)]
-        self._turn += 1
+        device, lane = self._device, self._next_lane()
         device.wait(COMPUTE, lane.left, "outgoing buffer free")
         self._round(room, slice(span.at + start, span.at + stop), lane.buffer)
         device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")

@@ -81,7 +81,7 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
             sink.put(room)
 
     parts.embedding.give(batch)
-    return update.finish(sink.squares)
+    return update.finish(sink)
 
 
 def forward(

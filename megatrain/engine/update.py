@@ -14,7 +14,7 @@ from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
 from megatrain.device.collectives import Collectives
 from megatrain.disk_staging import DiskStaging
 from megatrain.engine.directions import Directions
-from megatrain.engine.sink import HostGrad
+from megatrain.engine.sink import HostGrad, Sink
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import StepRefused
 from megatrain.optim import Plane, StreamedOptimizer
@@ -37,13 +37,18 @@ _DAMAGED = (
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements of a tile from `start` to before `stop`, their settings, shape and states."""
+    """Elements of a tile from `start` to before `stop`, their settings, shape and states.
+
+    Attributes:
+        directed: what is in the gradient's place is a direction, already clipped.
+    """
 
     group: dict[str, Any]
     start: int
     stop: int
     states: Sequence[Plane]
     shape: tuple[int, ...] = (-1,)
+    directed: bool = False
 
     def within(self, first: int, last: int) -> "_Run":
         """What of it lies between two elements."""
@@ -89,15 +94,16 @@ class Update:
         self._landed = device.host("landed report", len(tiles) + 2, torch.float32, pinned=True)
         given = optimizer.rule, tiles, self._numbers, self._give_way
         self.directions = Directions(device, *given)
+        self._unclipped = any(optimizer.rule.directs(tile.layout) for tile in tiles)
 
     def waits(self, tile: Tile) -> bool:
         """Whether a tile's update waits for the global norm."""
-        return self._max_grad_norm is not None and not self.directions.of(tile)
+        return self._max_grad_norm is not None and not self._optimizer.rule.directs(tile.layout)
 
     @property
     def deferred(self) -> bool:
         """Whether all updates do."""
-        return self._max_grad_norm is not None and not self.directions
+        return self._max_grad_norm is not None and not self._unclipped
 
     @property
     def torn(self) -> bool:
@@ -142,7 +148,7 @@ class Update:
         device.run(UPDATE, "check loss", check, [self._landed])
         self._checked = device.record(UPDATE)
 
-    def finish(self, squares: Buffer) -> Report:
+    def finish(self, sink: Sink) -> Report:
         """Wait for the end of the backward; then start what had to wait for it.
 
         Raises:
@@ -151,7 +157,7 @@ class Update:
                 no weight has been changed.
             RunFailed: a host thread failed.
         """
-        numbers, device = self._numbers, self._device
+        numbers, device, squares = self._numbers, self._device, sink.squares
         device.run(
             COMPUTE, "note norm", lambda: numbers.data[1:].copy_(squares.data), [squares], [numbers]
         )
@@ -167,6 +173,11 @@ class Update:
         # The backward ends with what the next forward begins with: rows of a table, layer 0, ...
         for tile, host_grad, landed in reversed(self._pending):
             scale = self._scale(report.grad_norm) if self.waits(tile) else 1.0
+            if self.waits(tile) and self.directions.of(tile):
+                self.directions.bring(tile)
+                room = sink.recall(tile, host_grad)
+                self.directions.turn(tile, room.sums, self._settings, scale)
+                landed = sink.send(room, host_grad)
             self._start(tile, host_grad, landed, scale)
         self._started = []
         return report
@@ -221,15 +232,18 @@ class Update:
         for entry in tile.layout.trainable:
             group, stop = self._groups[self._group_of[entry.name]], entry.offset + entry.numel
             own = [plane for plane in states if plane.has(entry)]
-            yield _Run(group, entry.offset, stop, own, entry.shape)
+            directed = self._optimizer.rule.directed(entry)
+            yield _Run(group, entry.offset, stop, own, entry.shape, directed)
 
     def expect(self, tile: Tile | TileSlice) -> None:
         """A tile's gradient is going to be complete on the device."""
-        self.directions.bring(tile.whole)
+        if not self.waits(tile.whole):
+            self.directions.bring(tile.whole)
 
     def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
         """It is: the rule's directions take its place, if it has any."""
-        self.directions.turn(tile.whole, sums, self._settings)
+        if not self.waits(tile.whole):
+            self.directions.turn(tile.whole, sums, self._settings)
 
     def _give_way(self, tile: Tile, stream: str) -> None:
         """Wait for a save that still reads the tile's planes before they are overwritten."""
@@ -264,6 +278,6 @@ class Update:
                 run.group,
                 at=tile.index * MOST_ELEMENTS + run.start,
                 step=version,
-                grad_scale=scale,
+                grad_scale=1.0 if run.directed else scale,
                 threads=self._threads,
             )

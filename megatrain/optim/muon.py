@@ -14,7 +14,7 @@ from megatrain.errors import InputError
 from megatrain.kernels.states import Scalars
 from megatrain.optim.adamw import update_adamw
 from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number, parted
-from megatrain.tile import Entry
+from megatrain.tile import Entry, TileLayout
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -36,11 +36,13 @@ def _of_others(entry: Entry) -> bool:
 class Muon(Rule):
     """Muon as torch.optim.Muon (2.9 and newer) defines it, and torch.optim.AdamW for the rest.
 
-    The device orthogonalises: a gradient is summed there in fp32, and leaves as a direction. The
-    matrices of layers, and what else is in their tiles, are left out of clipping: their updates do
-    not wait for the norm. A tensor of several experts is a matrix for each.
+    The device orthogonalises: a gradient is summed there in fp32, and leaves as a direction. A
+    tensor of several experts is a matrix for each.
 
     Attributes:
+        clip: `rest`: matrices of layers, and what else is in their tiles, are left out of clipping,
+            and their updates do not wait for the norm; `all`: as plain training has it, gradients
+            are held and return to the device once the norm is known.
         adamw_lr: learning rate of what is no matrix; None: `lr`.
         betas, eps: AdamW's.
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
@@ -57,6 +59,7 @@ class Muon(Rule):
     choices: ClassVar = {
         "nesterov": (False, True),
         "adjust_lr_fn": ("original", "match_rms_adamw"),
+        "clip": ("rest", "all"),
     }
     further = ("adamw_lr", "packed", "ns_steps")
     needs_matrices = True
@@ -70,6 +73,7 @@ class Muon(Rule):
     no_decay: Sequence[str] = NO_DECAY
     nesterov: bool = True
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    clip: Literal["rest", "all"] = "rest"
     packed: Mapping[str, Sequence[int]] | Sequence[tuple[str, Sequence[int]]] = ()
     ns_steps: int = 5
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
@@ -106,6 +110,9 @@ class Muon(Rule):
 
     def directed(self, entry: Entry) -> bool:
         return _of_a_matrix(entry)
+
+    def directs(self, layout: TileLayout) -> bool:
+        return self.clip == "rest" and super().directs(layout)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """As `Rule.groups`, those without matrices first: AdamW's moments are for them alone."""

@@ -150,7 +150,7 @@ class Rule(ABC):
         return False
 
     def directs(self, layout: TileLayout) -> bool:
-        """Whether it is for any of a tile: such a tile is left out of clipping."""
+        """Whether it is for any of a tile, which then is left out of clipping."""
         return any(self.directed(entry) for entry in layout.trainable)
 
     def direct(

@@ -79,6 +79,7 @@ def engine_of(model: PreTrainedModel, rule: Muon, clip: float | None, **options:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "usual": {},
+    "all clipped": {"clip": "all"},
     "other": {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "adamw_lr": 3e-3},
 }
 
@@ -102,6 +103,10 @@ def test_steps_are_torch_s_on_the_same_gradients(
         if is_matrix(entry.name, entry.shape)
     ]
     assert len(directed) == 3 * 7
+    rest = rule.clip == "rest"
+    if clip is not None and not rest:  # in the order of need, once the norm is known
+        layers = [t for t in engine._store.tiles if t.name.startswith("layer")]
+        directed = [e.name for t in layers for e in t.layout.trainable if e.name in directed]
     for step in make_batches(3):
         rule.matrices.clear()
         norm = engine.step(step).grad_norm
@@ -111,7 +116,7 @@ def test_steps_are_torch_s_on_the_same_gradients(
         for tile, entry in engine._store.entries():
             if entry.name not in directed:
                 gradient, scale = rule.others[tile.index * MOST_ELEMENTS + entry.offset]
-                inside = "layers" in entry.name or clip is None
+                inside = (rest and "layers" in entry.name) or clip is None
                 assert scale == (1.0 if inside else min(1.0, CLIP / (norm + 1e-6)))
                 named[entry.name].grad = gradient * scale
         for optimizer in optimizers:
@@ -119,17 +124,19 @@ def test_steps_are_torch_s_on_the_same_gradients(
         assert same(masters(engine), {name: p.detach() for name, p in named.items()})
 
 
-@pytest.mark.parametrize("clip", [CLIP, None])
-def test_a_step_is_that_of_plain_training(clip: float | None) -> None:
+@pytest.mark.parametrize(("clip", "which"), [(CLIP, "rest"), (CLIP, "all"), (None, "rest")])
+def test_a_step_is_that_of_plain_training(clip: float | None, which: Any) -> None:
     model, [step] = llama(), make_batches(1)
-    engine, start = engine_of(model, Muon(lr=1e-2, eps=1e-3), clip), parameters(model)
+    rule = Muon(lr=1e-2, eps=1e-3, clip=which)
+    engine, start = engine_of(model, rule, clip), parameters(model)
     optimizers = plain(engine, named := dict(model.named_parameters()))
     report = engine.step(step)
     assert report.loss == pytest.approx(accumulate(model, step), rel=1e-6)
     norm = torch.nn.utils.get_total_norm([p.grad for p in named.values() if p.grad is not None])
     assert report.grad_norm == pytest.approx(float(norm), rel=1e-5)
     for name, parameter in named.items():
-        if clip is not None and "layers" not in name and parameter.grad is not None:
+        clipped = which == "all" or "layers" not in name
+        if clip is not None and clipped and parameter.grad is not None:
             parameter.grad *= min(1.0, clip / (float(norm) + 1e-6))
     for optimizer in optimizers:
         optimizer.step()
@@ -164,7 +171,7 @@ def test_packed_matrices_are_torch_s_taken_apart(
     ours, momentum = randn(shape[0] * shape[1], 0).view(shape), torch.zeros(shape)
     start = ours.clone()
     apart = [torch.nn.Parameter(part.clone()) for part in ours.split(sizes, int(dim))]
-    named = {k: v for k, v in settings.items() if k != "adamw_lr"}
+    named = {k: v for k, v in settings.items() if k not in ("adamw_lr", "clip")}
     muon = torch.optim.Muon(apart, lr=1e-2, weight_decay=rule.weight_decay, **named)
     for step in range(1, 4):
         gradient = randn(ours.numel(), step).view(shape)
@@ -220,6 +227,20 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     engine.flush()
     tile.weights.data.copy_(good)
     assert same(masters(engine), before)
+    assert all(torch.equal(one, other) for one, other in zip(moments(engine), kept, strict=True))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_a_norm_that_is_too_large_changes_nothing_where_all_is_clipped(
+    placement: Placement,
+) -> None:
+    engine = engine_of(llama(), Muon(lr=1e-2, clip="all"), CLIP, placement=placement)
+    first, second = make_batches(2)
+    engine.step(first)
+    before, kept = masters(engine), [each.clone() for each in moments(engine)]
+    with pytest.raises(StepRefused, match="above 1e-06: stopped before the update") as refused:
+        engine.step(second, norm_limit=1e-6)
+    assert refused.value.intact and same(masters(engine), before)
     assert all(torch.equal(one, other) for one, other in zip(moments(engine), kept, strict=True))
 
 

@@ -44,6 +44,7 @@ PLACEMENTS = {
 CASES = [
     *((False, 0.5, False, "adamw"), (True, None, False, "adamw")),
     *((True, 0.5, True, "adamw"), (True, None, False, "lion"), (False, 0.5, True, "muon")),
+    (True, 0.5, False, "muon clipped"),
 ]
 
 

@@ -77,6 +77,7 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
         "ns_steps": 4,
         "adamw_lr": 2.0,
         "packed": {"qkv": [4, 2, 2]},
+        "clip": "all",
         "beta2_decay": -0.7,
         "d": 2.0,
     }
@@ -84,6 +85,8 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
     given = [f"optimizer.{k}={list(v) if k == 'betas' else v}" for k, v in own.items()]
     changed = load(MINIMAL, f"optimizer.name={name}", *given)
     assert changed.optimizer.rule() == RULES[name](**own)
+    if "clip" in own:
+        load(MINIMAL, f"optimizer.name={name}", *given, "training.spike=3")  # all wait for the norm
 
 
 def test_run_files_that_name_no_optimizer_mean_adamw(load):
