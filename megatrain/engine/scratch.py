@@ -33,7 +33,7 @@ class ScratchArena:
         self._take(self._numel)
 
     def _take(self, numel: int) -> None:
-        name = Name(Memory.SUMS, "work room")
+        name = Name(Memory.SUMS, "scratch arena")
         self._memory = self._device.empty(name, numel, torch.float32).data
 
     def sums(self, numel: int) -> Buffer:

@@ -1,4 +1,4 @@
-"""Portions: what of a tile is streamed together, and has its gradient summed, when a tile is too
+"""Slices: what of a tile is streamed together, and has its gradient summed, where a tile is too
 large for that as a whole. Its planes stay as they are.
 """
 

@@ -34,7 +34,7 @@ from megatrain.model.layer_template import LayerTemplate, NumberRead, without_in
 from megatrain.model.own_loss import label_shift
 from megatrain.model.projection import mixes_tokens
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
-from megatrain.model.state import Dice, example, refuse_state, settle
+from megatrain.model.state import OtherRandomness, example, refuse_state, settle
 from megatrain.model.unsupported import Unsupported, Watch, draws_for_layers, refuse_settings
 from megatrain.model.zeros import zero_pages
 
@@ -147,7 +147,7 @@ class _Probe:
         return found
 
     def run(self) -> ModelSpec:
-        dice = Dice()
+        randomness = OtherRandomness()
         settle(self.capture, self.stack, {name: p.shape for name, p in self.outer.items()})
         watch = Watch(self.model, "", [*self.stack])
         self._find_trunk()
@@ -163,7 +163,7 @@ class _Probe:
         self._refuse_mixing(found)
         refuse_state(watch, lambda: self._again(weights, output, inputs, rows))
         if not draws_for_layers(self.model.config):
-            dice.refuse()
+            randomness.refuse()
         return found
 
     def _again(

@@ -87,7 +87,7 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
     buffers = dict(module.named_buffers())
     weights = {name: zero_pages(p.shape) for name, p in module.named_parameters()} | buffers
     watch, versions = Watch(kind.module, path), [version_of(b) for b in buffers.values()]
-    dice = Dice()
+    randomness = OtherRandomness()
     with torch.no_grad():
         kind.example = kind.call(weights, args, kwargs)
         changes = watch.changes()
@@ -100,7 +100,7 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
     for (name, buffer), version in zip(buffers.items(), versions, strict=True):
         if weights[name] is not buffer or version_of(buffer) != version:
             raise Unsupported(f"the forward of {path} changes its buffer {name}")
-    dice.refuse()
+    randomness.refuse()
 
 
 def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
@@ -127,7 +127,7 @@ def _has_nan(value: Any) -> bool:
     return floats and bool(value.isnan().any())
 
 
-class Dice:
+class OtherRandomness:
     """Notices random numbers that are not torch's, which a recomputation would not draw again."""
 
     def __init__(self) -> None:

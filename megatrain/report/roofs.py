@@ -16,7 +16,7 @@ from megatrain.device.base import (
 )
 from megatrain.errors import InputError
 from megatrain.machine import Machine, machine_for, present_machine
-from megatrain.report.source import Source
+from megatrain.report.source import Source, at
 
 NAMES = {
     COMPUTE: "compute",
@@ -75,8 +75,7 @@ def find_machine(source: Source) -> Machine | None:
     with; None for a machine without GPU, or with one that is not listed.
     """
     environment = source.environment
-    gpu = environment.get("gpu")
-    name = gpu.get("name") if isinstance(gpu, dict) else None
+    name = at(environment, "gpu", "name")
     cores, memory = environment.get("usable_cores"), environment.get("host_limit_bytes")
     if not isinstance(name, str) or type(cores) is not int or type(memory) is not int:
         return None

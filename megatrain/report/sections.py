@@ -11,7 +11,7 @@ from megatrain.plan.wear import TERABYTE
 from megatrain.report.charts import Chart, Line, draw
 from megatrain.report.markup import compact, seconds, short, table, text
 from megatrain.report.roofs import Resource, Roofs
-from megatrain.report.source import Source
+from megatrain.report.source import Source, at, mapping, real
 from megatrain.telemetry.pictures import word_of
 from megatrain.telemetry.timeline import Breakdown
 from megatrain.units import GIB, duration, gib
@@ -97,9 +97,7 @@ def charts(source: Source) -> str:
     )  # fmt: skip
     time = passed / size
     evaluations = np.array(source.metrics.evaluations).reshape(-1, 3)
-    gpu = environment.get("gpu")
-    total = gpu.get("memory_bytes") if isinstance(gpu, dict) else None
-    host = environment.get("host_limit_bytes")
+    total, host = at(environment, "gpu", "memory_bytes"), environment.get("host_limit_bytes")
     losses = [
         Line("training", steps, columns["loss"]),
         Line("evaluation", evaluations[:, 0], evaluations[:, 1], mark=True),
@@ -261,15 +259,14 @@ def _others(found: Breakdown) -> str:
 def facts(source: Source) -> str:
     """Model, machine, versions, placement and configuration."""
     environment = source.environment
-    gpu = environment.get("gpu")
     rows: list[tuple[str, Any]] = [
         ("model", _model(source.config)),
         ("parameters", f"{source.parameters:,}" if source.parameters else None),
         ("precision", source.precision),
         ("placement", _listed(source.placement)),
-        ("device", _gpu(gpu) if isinstance(gpu, dict) else environment.get("device")),
+        ("device", _gpu(mapping(environment.get("gpu"))) or environment.get("device")),
         ("processor", _processor(environment)),
-        ("host memory", _memory(_real(environment.get("host_limit_bytes")))),
+        ("host memory", _memory(real(environment.get("host_limit_bytes")))),
         ("system", _joined(environment.get("system"), environment.get("kernel"))),
         ("commit", environment.get("commit")),
         ("versions", _versions(environment)),
@@ -285,13 +282,9 @@ def facts(source: Source) -> str:
 def _model(config: Mapping[str, Any]) -> str | None:
     if "shape" in config:
         return f"Qwen2.5 shape {config['shape']}, weights drawn at random"
-    model = config.get("model")
-    if not isinstance(model, dict):
-        return None
-    if model.get("path"):
-        return str(model["path"])
-    inner = model.get("config")
-    kind = inner.get("model_type") if isinstance(inner, dict) else None
+    if path := at(config, "model", "path"):
+        return str(path)
+    kind = at(config, "model", "config", "model_type")
     return f"{kind}, weights drawn at random" if kind else None
 
 
@@ -305,7 +298,7 @@ def _listed(placement: Mapping[str, Any]) -> str:
 
 
 def _gpu(gpu: Mapping[str, Any]) -> str:
-    memory = _memory(_real(gpu.get("memory_bytes")))
+    memory = _memory(real(gpu.get("memory_bytes")))
     driver = f"driver {gpu['driver']}" if gpu.get("driver") else None
     return ", ".join(str(part) for part in (gpu.get("name"), memory, driver) if part)
 
@@ -316,15 +309,9 @@ def _processor(environment: Mapping[str, Any]) -> str:
 
 
 def _versions(environment: Mapping[str, Any]) -> str:
-    packages = environment.get("packages")
-    found = packages if isinstance(packages, dict) else {}
-    known = {"Python": environment.get("python"), **found}
+    known = {"Python": environment.get("python"), **mapping(environment.get("packages"))}
     return ", ".join(f"{name} {version}" for name, version in known.items() if version)
 
 
 def _joined(*parts: Any) -> str:
     return " ".join(str(part) for part in parts if part)
-
-
-def _real(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and value > 0 else None

@@ -76,12 +76,12 @@ def _read_run(folder: Path, timeline: Path | None) -> Source:
         metrics=metrics,
         environment=environment,
         config=config,
-        placement=_mapping(environment.get("placement")),
+        placement=mapping(environment.get("placement")),
         parameters=_count(environment.get("parameters")),
-        precision=_precision(_at(config, "engine", "precision")),
+        precision=_precision(at(config, "engine", "precision")),
         host_peak_bytes=metrics.largest("host_bytes"),
         device_peak_bytes=metrics.largest("device_peak_bytes"),
-        disk_bytes=_real(environment.get("disk_bytes")),
+        disk_bytes=real(environment.get("disk_bytes")),
         missing=missing,
     )
     rates, mfu = metrics.last("model_tflops"), metrics.last("mfu")
@@ -112,7 +112,7 @@ def _is_cut(path: Path) -> bool:
 
 
 def _status(metrics: Metrics, config: Mapping[str, Any], *, finished: bool) -> str:
-    total = _count(_at(config, "training", "steps"))
+    total = _count(at(config, "training", "steps"))
     last = metrics.last("step")
     of = f" of {total:,}" if total else ""
     done = f"{last:,.0f}{of} steps" if last else f"no step{of} done"
@@ -130,25 +130,25 @@ def _read_bench(path: Path, timeline: Path | None) -> Source:
         raise InputError(f"{path} is no result of `megatrain bench step`: {error}") from error
     if not isinstance(result, dict) or result.get("benchmark") != "step":
         raise InputError(f"{path} is no result of `megatrain bench step`, and no run's folder")
-    case, memory = _mapping(result.get("case")), _mapping(result.get("memory"))
+    case, memory = mapping(result.get("case")), mapping(result.get("memory"))
     metrics = collect(_bench_records(result))
     source = Source(
         name=path.stem,
         status=f"Measurement: {metrics.num_steps} steps on random tokens.",
         metrics=metrics,
         environment={
-            **_mapping(result.get("environment")),
+            **mapping(result.get("environment")),
             "commit": result.get("commit"),
         },
         config=case,
-        placement=_mapping(result.get("placement")),
+        placement=mapping(result.get("placement")),
         parameters=_count(result.get("parameters")),
         precision=_precision(case.get("precision")),
-        peak_tflops=_real(result.get("bf16_peak_tflops")),
-        host_peak_bytes=_real(result.get("host_peak_bytes")),
-        device_peak_bytes=_real(memory.get("device_peak_bytes")),
-        disk_bytes=_real(memory.get("disk_bytes")),
-        recorded_tokens=_real(result.get("tokens_per_step")),
+        peak_tflops=real(result.get("bf16_peak_tflops")),
+        host_peak_bytes=real(result.get("host_peak_bytes")),
+        device_peak_bytes=real(memory.get("device_peak_bytes")),
+        disk_bytes=real(memory.get("disk_bytes")),
+        recorded_tokens=real(result.get("tokens_per_step")),
     )
     if timeline is not None:
         _add_timeline(source, timeline)
@@ -162,11 +162,11 @@ def _bench_records(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     seconds, losses = result.get("step_seconds"), result.get("losses")
     if not isinstance(seconds, list) or not isinstance(losses, list):
         return []
-    tokens, parameters = _real(result.get("tokens_per_step")), _real(result.get("parameters"))
+    tokens, parameters = real(result.get("tokens_per_step")), real(result.get("parameters"))
     records: list[dict[str, Any]] = []
     for step, (duration, loss) in enumerate(zip(seconds, losses, strict=False), 1):
         record = {"step": step, "loss": loss, "seconds": duration, "tokens": tokens}
-        if tokens and _real(duration):
+        if tokens and real(duration):
             record["tokens_per_second"] = tokens / duration
             record["model_tflops"] = 6e-12 * (parameters or 0) * tokens / duration
         records.append(record)
@@ -174,8 +174,8 @@ def _bench_records(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _stored_breakdown(result: Mapping[str, Any]) -> Breakdown | None:
-    stored = _mapping(result.get("breakdown"))
-    seconds = _real(stored.get("seconds"))
+    stored = mapping(result.get("breakdown"))
+    seconds = real(stored.get("seconds"))
     if not seconds:
         return None
     work = {}
@@ -205,7 +205,7 @@ def _add_timeline(source: Source, path: Path) -> None:
         source.missing.append(f"{path.name} holds no work.")
         return
     source.breakdown = breakdown(source.spans, "compute")
-    source.recorded_step = _count(_at(trace, "otherData", "step"))
+    source.recorded_step = _count(at(trace, "otherData", "step"))
     tokens = source.metrics.at("tokens", source.recorded_step)
     source.recorded_tokens = tokens or source.recorded_tokens
 
@@ -222,17 +222,20 @@ def _object(path: Path, what: str, missing: list[str]) -> Mapping[str, Any]:
         return {}
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def mapping(value: Any) -> Mapping[str, Any]:
+    """A value that is a mapping; empty where it is something else."""
     return value if isinstance(value, dict) else {}
 
 
-def _at(tree: Any, *keys: str) -> Any:
+def at(tree: Any, *keys: str) -> Any:
+    """A value inside of mappings; None where there is none."""
     for key in keys:
-        tree = _mapping(tree).get(key)
+        tree = mapping(tree).get(key)
     return tree
 
 
-def _real(value: Any) -> float | None:
+def real(value: Any) -> float | None:
+    """A value that is a positive number; None where it is something else."""
     return float(value) if type(value) in (int, float) and 0 < value < 1e30 else None
 
 
@@ -241,7 +244,7 @@ def _count(value: Any) -> int | None:
 
 
 def _times(value: Any) -> dict[str, float]:
-    return {str(k): float(v) for k, v in _mapping(value).items() if _real(v) is not None}
+    return {str(k): float(v) for k, v in mapping(value).items() if real(v) is not None}
 
 
 def _precision(value: Any) -> Precision:

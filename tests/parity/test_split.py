@@ -352,10 +352,10 @@ def test_slots_and_sums_are_as_large_as_a_slice() -> None:
         for size in (None, 4 * EXPERT)
     )
     assert whole["slots"] > 2 * 32 * EXPERT and split["slots"] == 2 * 4 * EXPERT
-    assert whole["work room"] > 32 * EXPERT and split["work room"] == 4 * EXPERT
+    assert whole["scratch arena"] > 32 * EXPERT and split["scratch arena"] == 4 * EXPERT
     whole, split = (taken(wide(), replace(each, keep_rows=False)) for each in (plain, SPLIT))
-    assert whole["slots"] > 4 * 31744 and whole["work room"] > 4 * 31744
-    assert split["slots"] == 2 * 31744 and split["work room"] == 31744
+    assert whole["slots"] > 4 * 31744 and whole["scratch arena"] > 4 * 31744
+    assert split["slots"] == 2 * 31744 and split["scratch arena"] == 31744
 
 
 def test_random_numbers_are_those_of_whole_layers_and_heads() -> None:

@@ -142,7 +142,7 @@ def test_memory_of_layers_in_portions_is_the_engines() -> None:
     assert parts == {name: found.host_bytes[name] for name in parts}
     assert found.device_bytes["slots"] == device.taken["slots"] == 2 * 2 * 2 * 256 * 256 * 3
     lanes = sum(v for name, v in device.taken.items() if name.startswith("leaving gradient"))
-    assert found.device_bytes["gradients and rows"] == device.taken["work room"] + lanes
+    assert found.device_bytes["gradients and rows"] == device.taken["scratch arena"] + lanes
 
 
 def test_a_layers_flops_are_those_of_its_matrices() -> None:
