@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -271,13 +272,21 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
     return manifest
 
 
+@cache
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Manifest)
+
+
 def _decoded(content: dict[str, Any]) -> Manifest:
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     if isinstance(settings := content.get("settings"), dict):
         settings.pop("kept_graphs", None)  # of earlier versions, which nobody reads any more
     try:  # as JSON, in which tuples and dataclasses are lists and objects
-        return TypeAdapter(Manifest).validate_json(json.dumps(content))
+        manifest: Manifest = _adapter().validate_json(json.dumps(content))
+        return manifest
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Input ")
