@@ -22,7 +22,7 @@ LEVELS = (
     {"autoplace"},
     {"api", "launch", "plan"},
     {"generate"},
-    {"train"},
+    {"train", "integrations"},
     {"report"},
     {"cli"},
     {"__main__"},

@@ -145,16 +145,16 @@ def test_pairs_stay_whole_in_steps_and_parts(tmp_path):
     rows[5]["chosen"] = reply("a very long story about the sea " * 20)
     data = opened(tmp_path, rows, overlong="drop")
     assert len(data) == 8
-    train, held = data.hold_out(0.4)
-    assert (len(train), len(held)) == (5, 3)
+    train, held = data.hold_out(0.3)
+    assert (len(train), len(held)) == (6, 2)
     prompts = [
         {QWEN.decode(ids).split("<|im_start|>assistant")[0] for ids, _ in part.pieces(row)}
         for part in (train, held)
         for row in range(len(part))
     ]
     assert all(len(each) == 1 for each in prompts) and len(set.union(*prompts)) == 8
-    train.loss, train.reference = DPO(), torch.zeros(5, 2)
-    # Seven of five rows: some come twice, and still are pairs of their own.
+    train.loss, train.reference = DPO(), torch.zeros(6, 2)
+    # Seven of six rows: some come twice, and still are pairs of their own.
     step = next(StepLoader(train, rows_per_step=7, rows_per_micro_batch=3))
     numbers = torch.cat([micro["pair"][:, 0] for micro in step])
     assert numbers.tolist() == [float(n) for n in range(7) for _ in range(2)]

@@ -1,0 +1,262 @@
+"""The engine under Hugging Face's Trainer or TRL's: `class T(StreamedTrainer, SFTTrainer)`.
+
+The Trainer's loop, callbacks, loggers, schedulers and evaluations stay; the engine takes the
+micro-batches of an optimizer step together, in one layer-major step, updates, and saves.
+"""
+
+import re
+from copy import deepcopy
+from functools import partial
+from inspect import Signature, signature
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megatrain.api import Engine, StepResult
+from megatrain.errors import InputError
+from megatrain.optim import AdamW
+
+_KNOWN = ("transformers.trainer", "trl.trainer.sft_trainer")  # whose losses are cross entropy
+_LOSSES = ("nll", "chunked_nll")  # of TRL, mathematically one
+_OFF = {
+    "deepspeed": "host memory holds the state already",
+    "fsdp": "host memory holds the state already",
+    "fp16": "take bf16, or neither for fp32",
+    "torch_compile": "the engine compiles its layers itself",
+    "use_liger_kernel": "the head's loss is taken in chunks already",
+    "label_smoothing_factor": "use a run file: loss.label_smoothing",
+    "neftune_noise_alpha": "use a run file: training.neftune_alpha",
+    "auto_find_batch_size": "the engine plans its memory",
+    "batch_eval_metrics": "logits do not exist as a whole",
+}
+_OTHER_LOSS = "the engine's loss here is cross entropy; others: docs/losses.md"
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
+
+_Trainer: Any = object  # whose class this one is mixed into
+
+
+class StreamedTrainer(_Trainer):
+    """Mixed in before `Trainer` or `SFTTrainer`; trains the model that it is given with an Engine.
+
+    Attributes:
+        engine: whose masters are trained. The model given is copied: drop it.
+        engine_options: further arguments of `Engine`, such as placement and device_memory.
+    """
+
+    engine_options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, model: Any = None, *arguments: Any, **options: Any) -> None:
+        """As of the class it is mixed into.
+
+        Raises:
+            InputError: a setting that the engine cannot heed, by its name; or a model that cannot
+                be streamed.
+        """
+        if isinstance(model, str | Path):
+            model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        self.model: Any
+        self.optimizer: torch.optim.Optimizer | None
+        self._waiting: list[dict[str, Tensor]] = []
+        self._last: StepResult | None = None
+        _refuse_class(type(self))
+        if not isinstance(model, PreTrainedModel):
+            raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
+        before, pad = set(vars(model)), model.config.get_text_config().pad_token_id
+        super().__init__(model, *arguments, **options)
+        self._refuse()
+        given: Any = self.model
+        # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
+        # and a token for padding that another model would be built with.
+        for name in {"forward", "model_tags"} - before:
+            vars(given).pop(name, None)
+        given.config.get_text_config().pad_token_id = pad
+        self._decay_names = set(self.get_decay_parameter_names(given))
+        names = [name for name, _ in given.named_parameters() if name not in self._decay_names]
+        args, self._columns = self.args, signature(given.forward)
+        self._take(
+            Engine(
+                given,
+                optimizer=AdamW(
+                    lr=args.learning_rate,
+                    betas=(args.adam_beta1, args.adam_beta2),
+                    eps=args.adam_epsilon,
+                    weight_decay=args.weight_decay,
+                    no_decay=[f"^{re.escape(name)}$" for name in names],
+                ),
+                max_grad_norm=args.max_grad_norm or None,
+                precision="bf16" if args.bf16 else "fp32",
+                device=str(args.device),
+                seed=args.seed,
+                **self.engine_options,
+            )
+        )
+
+    def _take(self, engine: Engine) -> None:
+        self.engine = engine
+        self.model = self.model_wrapped = _StandIn(engine, self._columns)
+
+    def _refuse(self) -> None:
+        """Raises InputError: a setting asks for what would not be done."""
+        args, model = self.args, self.model
+        wrong = {f"args.{name}": why for name, why in _OFF.items() if getattr(args, name, None)}
+        if self.compute_loss_func is not None:
+            wrong["compute_loss_func"] = _OTHER_LOSS
+        if getattr(args, "loss_type", "nll") not in _LOSSES:
+            wrong["args.loss_type"] = _OTHER_LOSS
+        if args.optim not in ("adamw_torch", "adamw_torch_fused"):
+            wrong["args.optim"] = "it must be adamw_torch or adamw_torch_fused"
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            wrong["optimizers"] = "the engine updates; leave the optimizer out"
+        if self.compute_metrics is not None:
+            wrong["compute_metrics"] = "logits do not exist as a whole; use megatrain.Engine.logits"
+        if self.model_init is not None:
+            wrong["model_init"] = "give the model"
+        if args.world_size > 1:
+            wrong["several processes"] = "use Engine(group=...)"
+        if not isinstance(model, PreTrainedModel):
+            wrong["peft_config"] = "train adapters with a run file, see docs/adapters.md"
+        elif getattr(model.config.get_text_config(), "output_router_logits", False):
+            wrong["config.output_router_logits"] = "the loss of routers is not added"
+        _raise(wrong)
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Left where it is: the engine copies it to host memory."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Groups for the Trainer's scheduler, whose rates each step gives to the engine."""
+        if self.optimizer is None:
+            streamed = self.engine.optimizer
+            assert streamed is not None
+            groups = [{"params": g["params"], "lr": g["lr"]} for g in streamed.param_groups]
+            self.optimizer = torch.optim.SGD(groups)  # without gradients it does nothing
+        return self.optimizer
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Keep the micro-batch; with the last of a step take the step. Returns its loss, or 0."""
+        model.train()
+        self._waiting.append(_on_host(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        streamed = self.engine.optimizer
+        assert streamed is not None and self.optimizer is not None
+        pairs = zip(streamed.param_groups, self.optimizer.param_groups, strict=True)
+        for group, scheduled in pairs:
+            group["lr"] = scheduled["lr"]
+        step, self._waiting = self._waiting, []
+        self._last = self.engine.step(step)
+        return torch.tensor(self._last.loss, device=self.args.device)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Tensor | None, None, None]:
+        """The loss of a batch.
+
+        Raises:
+            InputError: predictions are asked for.
+        """
+        if not prediction_loss_only:
+            raise InputError("StreamedTrainer gives no predictions; use megatrain.Engine.logits")
+        return torch.tensor(self.engine.evaluate([_on_host(inputs)])), None, None
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """With the engine's norm of the gradient."""
+        if "grad_norm" in logs and self._last is not None:
+            logs["grad_norm"] = self._last.grad_norm
+        super().log(logs, *arguments, **options)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        assert folder is not None
+        self.engine.save_pretrained(folder)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        torch.save(self.args, Path(folder) / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.lr_scheduler is not None
+        self.engine.save(Path(output_dir) / _ENGINE)
+        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        limits = ("device_memory", "host_memory", "disk", "disk_space")
+        given = {name: v for name, v in self.engine_options.items() if name in limits}
+        folder = Path(resume_from_checkpoint) / _ENGINE
+        self.engine.close()
+        self._take(Engine.load(folder, device=str(self.args.device), **given))
+        self.optimizer = None
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self.lr_scheduler is not None and self.optimizer is not None
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER))
+        rates = self.lr_scheduler.get_last_lr()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def _refuse_class(given: type) -> None:
+    """Raises InputError: a class has a loss or a step of its own."""
+    wrong = {}
+    owner = next(each for each in given.__mro__ if "compute_loss" in vars(each))
+    if owner.__module__ not in _KNOWN:
+        wrong[f"{owner.__name__}.compute_loss"] = _OTHER_LOSS
+    for name in ("training_step", "prediction_step", "create_optimizer", "_save"):
+        if getattr(given, name) is not getattr(StreamedTrainer, name):
+            wrong[name] = "the engine takes its place; mix StreamedTrainer in first"
+    _raise(wrong)
+
+
+def _raise(wrong: dict[str, str]) -> None:
+    for name, why in wrong.items():
+        raise InputError(f"StreamedTrainer cannot heed {name}: {why}")
+
+
+class _StandIn(nn.Module):
+    """What a Trainer's loop asks its model; the weights are the engine's."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, engine: Engine, columns: Signature) -> None:
+        """Args: `columns` of data that the model takes, which Trainers read off its forward."""
+        super().__init__()
+        refused = partial(_refused)
+        refused.__signature__ = columns  # type: ignore[attr-defined]
+        self.forward = refused
+        # Trainers change them: tokens of the one are exported, the other is what the model is of.
+        self.generation_config, self.config = engine.generation_config, deepcopy(engine.config)
+        self._count = engine.num_parameters
+
+    def num_parameters(self, **_: Any) -> int:
+        """All distinct ones."""
+        return self._count
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """The engine chooses what it computes again."""
+
+    activation_checkpointing_enable = gradient_checkpointing_enable
+
+
+def _refused(*_: Any, **__: Any) -> Any:
+    raise InputError("the model of a StreamedTrainer is streamed; use trainer.engine")
+
+
+def _on_host(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """A micro-batch as the engine takes it: lengths of packed rows are in the positions."""
+    said = _LENGTHS if "position_ids" in inputs else ()
+    return {name: value.cpu() for name, value in inputs.items() if name not in said}

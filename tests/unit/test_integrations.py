@@ -1,0 +1,216 @@
+"""A streamed Trainer is the plain one: losses, norms, rates, evaluations, weights, and a resume."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_cases import chat_tokenizer, talk
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from megatrain.errors import InputError
+from megatrain.integrations import StreamedTrainer
+from tests.parity.cases import VOCAB, llama
+
+
+class Streamed(StreamedTrainer, Trainer):
+    """What a user writes."""
+
+
+def rows(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        ids = torch.randint(10, VOCAB, (5 + number % 4,), generator=generator).tolist()
+        made.append({"input_ids": ids, "labels": [-100, *ids[1:]]})
+    return made
+
+
+def padded(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    width = max(len(each["input_ids"]) for each in examples)
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    full = [each | {"attention_mask": [1] * len(each["input_ids"])} for each in examples]
+    return {
+        name: torch.tensor([e[name] + [value] * (width - len(e[name])) for e in full])
+        for name, value in fill.items()
+    }
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    given: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3, "max_steps": 5, "learning_rate": 1e-2,
+        "weight_decay": 0.1, "adam_epsilon": 1e-3, "lr_scheduler_type": "cosine",
+        "warmup_steps": 2, "max_grad_norm": 0.7, "logging_steps": 1, "eval_strategy": "steps",
+        "eval_steps": 2, "save_steps": 2, "report_to": [], "use_cpu": True, "bf16": False,
+        "disable_tqdm": True, "remove_unused_columns": False, "per_device_eval_batch_size": 3,
+    }  # fmt: skip
+    return TrainingArguments(**(given | changes))
+
+
+def trainer(kind: Any, folder: Path, *, options: Any = None, **changes: Any) -> Any:
+    return kind(
+        copy.deepcopy(llama()),
+        arguments(folder, **changes),
+        train_dataset=rows(16),
+        eval_dataset=rows(5, seed=1),
+        data_collator=padded,
+        **(options or {}),
+    )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
+
+
+def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path: Path) -> None:
+    """16 rows in micro-batches of 2, 3 of them a step: the last step of an epoch has 2."""
+    plain, streamed = (trainer(kind, tmp_path / kind.__name__) for kind in (Trainer, Streamed))
+    for each in (plain, streamed):
+        each.train()
+        each.save_model(each.args.output_dir)
+    said = [
+        [{key: entry[key] for key in KEYS if key in entry} for entry in each.state.log_history[:-1]]
+        for each in (plain, streamed)
+    ]
+    assert [list(entry) for entry in said[0]] == [list(entry) for entry in said[1]]
+    assert sum("eval_loss" in entry for entry in said[0]) == 3
+    for wanted, got in zip(*said, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-5)
+    folders = [Path(each.args.output_dir) for each in (plain, streamed)]
+    first, second = map(weights, folders)
+    assert first.keys() == second.keys()
+    for name, values in first.items():
+        torch.testing.assert_close(second[name], values, rtol=1e-5, atol=1e-6)
+
+
+def test_a_streamed_trainer_goes_on_exactly(tmp_path: Path) -> None:
+    whole = trainer(Streamed, tmp_path / "whole")
+    whole.train()
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    parted = trainer(Streamed, tmp_path / "parted")
+    parted.add_callback(Stop())
+    parted.train()
+    again = trainer(Streamed, tmp_path / "parted")
+    again.train(resume_from_checkpoint=True)
+    for each in (whole, again):
+        each.save_model(each.args.output_dir)
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "parted")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    losses = [[e["loss"] for e in each.state.log_history if "loss" in e] for each in (whole, again)]
+    assert losses[0] == losses[1] and len(losses[0]) == 5
+    rates = [[e.get("learning_rate") for e in each.state.log_history] for each in (whole, again)]
+    assert rates[0] == rates[1]
+
+
+def test_the_best_state_is_loaded(tmp_path: Path) -> None:
+    best = trainer(
+        Streamed, tmp_path / "best", load_best_model_at_end=True, greater_is_better=True,
+        metric_for_best_model="eval_loss",
+    )  # fmt: skip
+    best.train()
+    step = Path(best.state.best_model_checkpoint)
+    assert step.name == "checkpoint-2"  # the loss falls
+    best.save_model(str(tmp_path / "model"))
+    kept, loaded = weights(step), weights(tmp_path / "model")
+    assert all(torch.equal(kept[name], loaded[name]) for name in kept)
+
+
+class Other(StreamedTrainer, Trainer):
+    def compute_loss(self, *given: Any, **more: Any) -> Any:
+        raise NotImplementedError
+
+
+class Step(StreamedTrainer, Trainer):
+    def training_step(self, *given: Any, **more: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "options", "message"),
+    [
+        (Other, {}, {}, "Other.compute_loss"),
+        (Step, {}, {}, "training_step: the engine takes its place"),
+        (Streamed, {"label_smoothing_factor": 0.1}, {}, "args.label_smoothing_factor"),
+        (Streamed, {"neftune_noise_alpha": 5.0}, {}, "args.neftune_noise_alpha"),
+        (Streamed, {"optim": "adafactor"}, {}, "args.optim: it must be adamw_torch"),
+        (Streamed, {}, {"compute_metrics": lambda given: {}}, "compute_metrics"),
+        (Streamed, {}, {"compute_loss_func": lambda *given, **more: 0}, "compute_loss_func"),
+        (Streamed, {}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(
+    tmp_path: Path, kind: Any, changes: Any, options: Any, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        trainer(kind, tmp_path, options=options, **changes)
+
+
+def test_predictions_and_the_models_forward_are_refused(tmp_path: Path) -> None:
+    made = trainer(Streamed, tmp_path, remove_unused_columns=True)  # by the model's own forward
+    assert made.evaluate()["eval_loss"] > 0
+    with pytest.raises(InputError, match="gives no predictions"):
+        made.predict(rows(2))
+    with pytest.raises(InputError, match="trainer.engine"):
+        made.model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("packing", [False, True])
+def test_trls_sft_trainer_is_the_plain_one_too(tmp_path: Path, packing: bool) -> None:
+    """Where TRL is installed, which no test needs."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    tokenizer = chat_tokenizer("qwen")
+    said = [(f"What is {n} + 30?", f"It is {n + 30}." * (1 + n % 3)) for n in range(16)]
+    talks = [{"messages": talk(*each)} for each in said]
+
+    class StreamedSft(StreamedTrainer, trl.SFTTrainer):
+        """What a user writes."""
+
+    histories = []
+    for kind in (trl.SFTTrainer, StreamedSft):
+        made = kind(
+            llama(vocab_size=len(tokenizer), max_position_embeddings=1024),
+            trl.SFTConfig(
+                output_dir=str(tmp_path / kind.__name__), per_device_train_batch_size=2,
+                gradient_accumulation_steps=3, max_steps=5, learning_rate=1e-2, logging_steps=1,
+                adam_epsilon=1e-3, eval_strategy="steps", eval_steps=3, report_to=[], use_cpu=True,
+                bf16=False, max_length=160, packing=packing,
+            ),
+            train_dataset=datasets.Dataset.from_list(talks),
+            eval_dataset=datasets.Dataset.from_list(talks[:5]),
+            processing_class=tokenizer,
+        )  # fmt: skip
+        made.train()
+        histories.append(made.state.log_history[:-1])
+    for wanted, got in zip(*histories, strict=True):
+        assert {key: got[key] for key in KEYS if key in got} == pytest.approx(
+            {key: wanted[key] for key in KEYS if key in wanted}, rel=2e-5
+        )
+
+
+@pytest.mark.exhaustive
+def test_trainers_of_other_losses_are_refused(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+
+    class StreamedDpo(StreamedTrainer, trl.DPOTrainer):
+        """Whose loss is another one."""
+
+    data = datasets.Dataset.from_list([{"prompt": "The", "chosen": " sea", "rejected": " 42"}] * 4)
+    config = trl.DPOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False)
+    with pytest.raises(InputError, match="DPOTrainer.compute_loss"):
+        StreamedDpo(
+            llama(), args=config, train_dataset=data, processing_class=chat_tokenizer("qwen")
+        )
