@@ -18,10 +18,10 @@ from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
-from megatrain.model.probe import spec
 from megatrain.optim import AdamW
 from megatrain.placement import Placement, renamed
-from megatrain.source.source import open_source
+from megatrain.source.base import Base
+from megatrain.source.source import open_source, structure
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 2**30
@@ -72,6 +72,8 @@ class Prediction:
             yield f"{master}-bit master"
         if case.get("lora_r"):
             yield f"LoRA of rank {case['lora_r']}"
+        if case.get("base", "bf16") != "bf16":
+            yield f"{case['base']} base"
         if documents := case.get("documents"):
             yield f"{documents} documents a row"
         if placement.passes > 1:
@@ -101,7 +103,8 @@ def predict(result: dict[str, Any]) -> Prediction:
     case = result["case"]
     placement = placement_of(result)
     model = case["shape"], case["layers"], case["sequence_length"], case.get("lora_r", 0)
-    forecasts = model_forecasts(*model)
+    base = case.get("base", "bf16")
+    forecasts = model_forecasts(*model, base)
     workload = Workload(
         result["tokens_per_step"],
         case["sequence_length"],
@@ -139,10 +142,12 @@ def machine_of(result: dict[str, Any]) -> Machine:
 
 
 @cache
-def model_forecasts(shape: str, layers: int | None, tokens: int, lora_r: int = 0) -> ForecastCache:
+def model_forecasts(
+    shape: str, layers: int | None, tokens: int, lora_r: int = 0, base: Base = "bf16"
+) -> ForecastCache:
     """Of a benchmark's model; no weights are made."""
-    source = open_source(qwen2_config(shape, tokens, layers), adapter=lora_adapter(lora_r))
-    return ForecastCache(spec(source.model))
+    config = qwen2_config(shape, tokens, layers)
+    return ForecastCache(structure(open_source(config, adapter=lora_adapter(lora_r), base=base)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

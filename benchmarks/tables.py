@@ -93,6 +93,7 @@ def _row(result: dict[str, Any]) -> str:
     master = case.get("master", 32)
     limit += "" if master == 32 else f", {master}-bit master"
     limit += f", LoRA of rank {case['lora_r']}" if case.get("lora_r") else ""
+    limit += f", {case['base']} base" if case.get("base", "bf16") != "bf16" else ""
     documents = case.get("documents")
     limit += f", {documents} documents a row" if documents else ""
     by_hand = ", placed by hand" if case["placement"] else ""

@@ -25,6 +25,7 @@ from megatrain.model.rebuilt import difference
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
 from megatrain.placement import Placement, Precision
+from megatrain.source.base import Base
 from megatrain.source.opened import DTYPES, Model, Opened
 from megatrain.source.sharing import require_alone
 from megatrain.source.source import Alike, Resumed, Source, open_source, structure
@@ -72,6 +73,7 @@ class Engine(PlacedEngine):
         disk_space: str | int | None = None,
         saveable: bool = True,
         adapter: Any = None,
+        base: Base = "bf16",
         group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         """Open a model and bring its weights to host memory.
@@ -82,8 +84,7 @@ class Engine(PlacedEngine):
             optimizer: None leaves out all that only training needs (2 bytes per parameter).
             max_grad_norm: exact clipping of the global norm; None for none.
             precision: what layers are computed in (fp8: their linear modules); masters are fp32.
-            device: `cpu`, `cuda`, `cuda:N`, or a device; None takes the GPU if there is one.
-            seed: of weights drawn and of dropout.
+            device, seed: a device or its name (None: the GPU, if there is one); of draws, dropout.
             tokens_per_step, sequence_length: at most, for "auto"; None: 98,304 in rows of 1,024.
             micro_batch, loss: rows and loss of steps to come; None: chosen, see `micro_batch`.
             attn_implementation: any that transformers knows; None leaves it the choice.
@@ -91,7 +92,7 @@ class Engine(PlacedEngine):
             device_memory, host_memory: all that the process may take (`"10GiB"`, bytes, None: any).
             disk, disk_space: a folder on a fast disk where planes may rest, and how many bytes.
             saveable: False also trains a model that was changed by hand, which saves then refuse.
-            adapter: a `peft.LoraConfig`, or its keys, for a model that has none.
+            adapter, base: a `peft.LoraConfig` or its keys; how frozen linear layers are kept.
             group: of torch.distributed, whose ranks share the model (docs/distributed.md).
 
         Raises:
@@ -100,7 +101,7 @@ class Engine(PlacedEngine):
         """
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss)
         code = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
-        source = open_source(model, adapter=adapter, **code)
+        source = open_source(model, adapter=adapter, base=base, **code)
         _choose(source, trained, optimizer, precision)
         on, ranks = _limited(device, group, device_memory, host_memory, disk_space)
         shared = _learn(source, optimizer, ranks, saveable=saveable)
@@ -240,7 +241,9 @@ def _learn(source: Source, optimizer: Rule | None, ranks: Ranks, *, saveable: bo
         computed = torch.float32 if source.copied is None else source.dtype
         with_code = source.folder is not None
         source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
-    found = structure(source)
+    if ranks.size > 1 and source.base != "bf16":
+        raise InputError(f"base is {source.base!r}, which several ranks cannot share; take bf16")
+    found = structure(source, trained=optimizer is not None)
     if optimizer is not None and saveable and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
     return Model.trained(found, optimizer, ranks.size)
@@ -249,6 +252,8 @@ def _learn(source: Source, optimizer: Rule | None, ranks: Ranks, *, saveable: bo
 def _choose(source: Source, trained: Trained, optimizer: Rule | None, precision: Precision) -> None:
     """Which parameters are trained. Raises InputError."""
     trained.choose(source.model)
+    if source.base != "bf16" and precision != "bf16":
+        raise InputError(f"base is {source.base!r}, and precision {precision!r}; take bf16")
     if adapted(source.model) is None:
         return
     if precision == "fp8":

@@ -165,7 +165,7 @@ class Tile:
 
     def place(self, entry: Entry) -> tuple[slice, slice]:
         """Where a parameter lies in the planes, and which of its elements that are."""
-        first, last = entry.offset, entry.offset + entry.numel
+        first, last = entry.offset, entry.offset + entry.stored
         for span in self.spans:
             start, stop = max(first, span.at), min(last, span.at + span.numel)
             if start < stop:
@@ -186,6 +186,12 @@ class Tile:
     def write_master(self, entry: Entry, values: Tensor, threads: int = 1) -> None:
         """Set one parameter's master from CPU `values` of its shape, any float dtype."""
         place, own = self.place(entry)
+        if entry.packed is not None:
+            values = values.detach().cpu()
+            stored = entry.packed.pack(values) if values.is_floating_point() else values
+            with self.weights.writing(place) as weights:
+                weights.view(torch.uint8)[: len(stored)].copy_(stored)
+            return
         flat = values.detach().contiguous().view(-1)[own]
         rest, narrow = self.remainder_of(entry), flat.dtype == torch.bfloat16
         if rest is None or narrow:
@@ -209,6 +215,8 @@ class Tile:
         (place, own), rest = self.place(entry), self.remainder_of(entry)
         shape = entry.shape if self.layout.ranks == 1 else (own.stop - own.start,)
         weights = self.weights.values(place)
+        if entry.packed is not None:
+            return entry.packed.unpacked(weights.cpu(), shape)
         if rest is None:
             return weights.to("cpu", torch.float32, copy=True).view(shape)
         master = torch.empty(len(weights), dtype=torch.float32)

@@ -194,5 +194,5 @@ class _Feed:
         if unit is not [*self._parts.trunk, self._parts.head][number]:
             raise RunFailed("the model's forward calls its layers in another order than it did")
         assert not isinstance(unit.tile, TileSlice)
-        for name, values in unit.tile.layout.views(slot.data).items():
+        for name, values in unit.tile.layout.unpacked.views(slot.data).items():
             self._places.put(name, values)

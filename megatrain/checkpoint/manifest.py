@@ -7,7 +7,7 @@ from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval, Predicate
 
@@ -16,6 +16,8 @@ from megatrain.errors import InputError
 from megatrain.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
 from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
 from megatrain.placement import Precision
+from megatrain.tile import Entry
+from megatrain.tile.packed import PACKINGS
 from megatrain.units import MIB
 
 FORMAT, VERSION = "megatrain checkpoint", 1
@@ -68,10 +70,19 @@ class Parameter(_Strict):
     shape: tuple[Count, ...]
     offset: Count
     group: Count | None
+    packed: str | None = None
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def entry(self) -> Entry:
+        """The same, as tiles have it. Raises ValueError: it is packed in an unknown way."""
+        if self.packed is not None and self.packed not in PACKINGS:
+            raise ValueError(f"parameter {self.name[:80]!r} is packed as {self.packed[:80]!r}")
+        packed = None if self.packed is None else PACKINGS[self.packed]
+        return Entry(self.name, self.shape, self.offset, self.group, packed=packed)
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,7 @@ class Settings(_Strict):
         optimizer: its rule's name and settings.
         groups: torch's parameter groups as a schedule left them.
         num_steps: the optimizer's own count.
+        base: how frozen linear layers are kept.
         adapter: configurations of PEFT, by the adapters' names, and which one is active.
     """
 
@@ -118,6 +130,7 @@ class Settings(_Strict):
     num_steps: Count
     frozen_dtypes: dict[str, str] = field(default_factory=dict)
     experts_implementation: dict[str, str] = field(default_factory=dict)
+    base: Literal["bf16", "fp8", "nf4"] = "bf16"
     adapter: dict[str, Any] | None = None
 
 
@@ -316,13 +329,13 @@ def _check_tile(manifest: Manifest, tile: TileRecord) -> None:
     for each in tile.parameters:
         if len(each.shape) > MAX_DIMENSIONS or len(each.name) > MAX_NAME_LENGTH:
             raise ValueError(f"parameter {each.name[:80]!r} has an impossible shape or name")
-        if each.offset + each.numel > weights.numel:
+        if each.offset + each.entry.stored > weights.numel:
             raise ValueError(f"parameter {each.name[:80]!r} does not fit its tile")
         if each.group is not None and each.group >= len(manifest.settings.groups):
             raise ValueError(f"parameter {each.name[:80]!r} is of optimizer group {each.group}")
     in_order = sorted(tile.parameters, key=lambda each: (each.offset, each.numel))
     for one, other in pairwise(in_order):
-        if one.offset + one.numel > other.offset:
+        if one.offset + one.entry.stored > other.offset:
             raise ValueError(f"parameters {one.name[:80]!r} and {other.name[:80]!r} overlap")
 
 

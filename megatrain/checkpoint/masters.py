@@ -44,15 +44,18 @@ def masters(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
 
 
 def _master(planes: dict[str, Stored], parameter: Parameter) -> Tensor:
-    weights = _values(planes["weights"], parameter)
-    if "remainder" not in planes:
+    weights, packed = _values(planes["weights"], parameter), parameter.entry.packed
+    if packed is not None:
+        return packed.unpacked(weights, parameter.shape)
+    rest = planes.get("remainder")
+    if rest is None or parameter.offset >= rest.shape[0]:  # it came in bf16, and is frozen
         return weights.float().view(parameter.shape)
     master = torch.empty(weights.numel(), dtype=torch.float32)
-    kernels.join(weights, _values(planes["remainder"], parameter), master, threads=1)
+    kernels.join(weights, _values(rest, parameter), master, threads=1)
     return master.view(parameter.shape)
 
 
 def _values(plane: Stored, parameter: Parameter) -> Tensor:
     size = plane.dtype.itemsize
-    data = plane.read_bytes(parameter.offset * size, parameter.numel * size)
+    data = plane.read_bytes(parameter.offset * size, parameter.entry.stored * size)
     return data.view(plane.dtype)

@@ -98,7 +98,9 @@ class _Match:
     ) -> None:
         if parameter.shape != entry.shape:
             self._refuse(f"{entry.name!r} has shape {parameter.shape} instead of {entry.shape}")
-        end = parameter.offset + parameter.numel
+        if parameter.entry.packed != entry.packed:
+            self._refuse(f"{entry.name!r} is kept as {parameter.packed or 'its values'} there")
+        end = parameter.offset + parameter.entry.stored
         for name, wanted in planes_of(tile).items():
             if not wanted.has(entry) or (self.only is not None and wanted not in self.only):
                 continue
@@ -177,8 +179,8 @@ def _ranges(
 
 
 def _same_layout(record: TileRecord, tile: Tile) -> bool:
-    saved = [(p.name, p.shape, p.offset) for p in record.parameters]
-    return saved == [(e.name, e.shape, e.offset) for e in tile.layout.entries]
+    saved = [(p.name, p.shape, p.offset, p.entry.packed) for p in record.parameters]
+    return saved == [(e.name, e.shape, e.offset, e.packed) for e in tile.layout.entries]
 
 
 @dataclass(frozen=True)

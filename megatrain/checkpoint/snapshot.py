@@ -124,7 +124,13 @@ def tile_record(job: TileFile) -> manifest.TileRecord:
         for name, plane in planes_of(tile).items()
     }
     parameters = tuple(
-        manifest.Parameter(each.name, each.shape, each.offset, each.group)
+        manifest.Parameter(
+            each.name,
+            each.shape,
+            each.offset,
+            each.group,
+            each.packed.name if each.packed else None,
+        )
         for each in tile.layout.entries
     )
     return manifest.TileRecord(tile.name, job.name, job.version, planes, parameters)

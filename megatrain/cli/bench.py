@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -40,6 +40,9 @@ Documents = Annotated[
 LoraRank = Annotated[
     int, typer.Option(min=0, help="Train LoRA of this rank on all linear layers; 0: train all.")
 ]
+FrozenBase = Annotated[
+    Literal["bf16", "fp8", "nf4"], typer.Option(help="How frozen linear layers are kept.")
+]
 TimelineFile = Annotated[
     Path | None, typer.Option(help="File for one step's Perfetto trace; its picture beside.")
 ]
@@ -66,6 +69,7 @@ def step(
     master: Master = None,
     device: DeviceName = "auto",
     lora_r: LoraRank = 0,
+    base: FrozenBase = "bf16",
     placement: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A choice of it; repeatable.")
     ] = None,
@@ -94,6 +98,7 @@ def step(
         states=states or "fp32",
         master=master or 32,
         lora_r=lora_r,
+        base=base,
         device=device,
         placement=parse_placement(placement or []),
         device_memory=device_memory,
@@ -106,8 +111,7 @@ def step(
     )
     result = measure_step(case, timeline)
     print(*result["breakdown"]["lines"][:SHOWN_LINES], _summary(result), sep="\n")
-    if result["recompilations_after_warmup"]:
-        print(_recompiled(result["recompilations_after_warmup"]), file=sys.stderr)
+    _warn_of_compilations(result["recompilations_after_warmup"])
     _write(result, output)
 
 
@@ -131,11 +135,13 @@ def _summary(result: dict[str, Any]) -> str:
     )
 
 
-def _recompiled(count: int) -> str:
-    return (
-        f"megatrain: warning: {count} compilations after the warm-up are part of the measured "
-        "steps; give more --warmup, or see why with TORCH_LOGS=recompiles"
-    )
+def _warn_of_compilations(count: int) -> None:
+    if count:
+        print(
+            f"megatrain: warning: {count} compilations after the warm-up are part of the measured "
+            "steps; give more --warmup, or see why with TORCH_LOGS=recompiles",
+            file=sys.stderr,
+        )
 
 
 def _parse_rows(text: str) -> int | None:

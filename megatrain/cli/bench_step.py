@@ -19,6 +19,7 @@ from megatrain.compat.torch import num_compilations
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
 from megatrain.placement import Placement, Precision
+from megatrain.source.base import Base
 from megatrain.source.source import Alike
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
@@ -53,6 +54,7 @@ class StepCase:
     master: int = 32
     documents: int | None = None
     lora_r: int = 0
+    base: Base = "bf16"
 
     @property
     def workload(self) -> Workload:
@@ -99,6 +101,7 @@ def build_engine(case: StepCase, group: Any = None) -> Engine:
         device=None if case.device == "auto" else case.device,
         seed=case.seed,
         adapter=lora_adapter(case.lora_r),
+        base=case.base,
         group=group,
     )
 

@@ -58,6 +58,7 @@ class NamedModel:
         source = open_source(
             self.config,
             adapter=self.adapter,
+            base=section.base,
             trust_remote_code=section.trust_remote_code,
             attn_implementation=section.attn_implementation,
         )

@@ -25,6 +25,7 @@ class ModelSection(Section):
     `chat_template`: a Jinja file that takes the place of the tokenizer's own, in the result, too.
     `eos_token`: the token that ends texts, instead of the tokenizer's own; also in the result. What
     the chat template ends replies with is known without it.
+    `base`: how frozen linear layers are kept, see docs/adapters.md.
     `freeze`, `train_only`: regular expressions searched for in parameters' names, of what is not
     trained, and of all that is; null: everything.
     """
@@ -36,6 +37,7 @@ class ModelSection(Section):
     eos_token: Annotated[str, Field(min_length=1)] | None = None
     freeze: list[Pattern] = Field(default_factory=list)
     train_only: Annotated[list[Pattern], Field(min_length=1)] | None = None
+    base: Literal["bf16", "fp8", "nf4"] = "bf16"
     trust_remote_code: bool = False
     attn_implementation: str | None = None
 

@@ -21,7 +21,7 @@ from megatrain.engine.modules import Head, Prologue
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.sink import Sink
 from megatrain.engine.step import Parts, TrainingParts
-from megatrain.engine.stream import Stream
+from megatrain.engine.stream import Stream, Unpack
 from megatrain.engine.tile_slice import (
     ExpertSlices,
     TileSlice,
@@ -40,6 +40,7 @@ from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement
 from megatrain.store import Store, Tier, Tile
 from megatrain.telemetry.cores import update_threads
 from megatrain.tile import TileKind
+from megatrain.tile.packed import Expand
 
 # Of a micro-batch's graph or attention on its way to the host and back, at once. Two leave: a graph
 # takes up to twice as long over the bus as its layer's forward.
@@ -68,6 +69,8 @@ class Assembly:
         for visit, layer in enumerate(self.program.spec.layers):
             tile = self.layers[visit]
             if most and tile.rests.streamed and tile.layout.numel * self.dtype.itemsize > most:
+                if tile.layout.unpacked is not tile.layout:
+                    raise InputError("placement.max_stream_bytes cuts no layer of a packed base")
                 found[visit] = expert_slices(tile, layer, most, self.dtype.itemsize)
         return found
 
@@ -124,9 +127,21 @@ class Assembly:
         layer = max(layers, default=largest)
         slots, distance = self.placement.slots, self.placement.prefetch_distance
         staying = [tile for tile in self.store.tiles if tile.rests.stays]
+        packed = [t.layout.unpacked for t in self.layers if t.layout.unpacked is not t.layout]
+        unpacked = max((each.numel for each in packed), default=0)
         disk = WeightsReader(self.device, self.layers)
         given = slots, distance, layer, largest, self.dtype, self.collectives, disk, staying
-        return Stream(self.device, *given)
+        return Stream(self.device, *given, unpacked, self.unpack())
+
+    def unpack(self) -> Unpack:
+        """What unpacks a tile's weights on the device."""
+
+        @cache
+        def fast(expand: Expand) -> Expand:
+            compiled = self.placement.compile
+            return compile_and_tell(expand, "the unpacking of weights") if compiled else expand
+
+        return lambda layout, *memory: layout.unpack(*memory, fast)
 
     def scratch(self, *, train: bool) -> ScratchArena:
         shared = train and self.placement.passes == 1  # else all sums have rooms of their own

@@ -348,6 +348,7 @@ class PlacedEngine:
             steps=self._steps,
             seed=self._opened.seed,
             precision=self._opened.precision,
+            base=self._opened.source.base,
             max_grad_norm=self._opened.max_grad_norm,
             device=self.device.kind,
             placement=self.placement.as_dict(),

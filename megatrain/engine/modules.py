@@ -65,7 +65,7 @@ class StreamedModule:
         """The tile's parameters by the function's names."""
         return {
             entry.name.removeprefix(self.prefix): entry.view(slot.data)
-            for entry in self.tile.layout.entries
+            for entry in self.tile.layout.unpacked.entries
         }
 
     def leaves(self, slot: Buffer) -> tuple[dict[str, Tensor], list[str]]:

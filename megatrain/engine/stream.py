@@ -4,21 +4,24 @@ A slot is as large as the largest layer. A larger tile (the head) takes several 
 that stay on the device have a place of their own, into which each version of them is copied once.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Memory, Name
+from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Kind, Memory, Name
 from megatrain.device.collectives import Collectives
 from megatrain.disk_staging import WeightsReader
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.store import Tier, Tile
+from megatrain.tile import TileLayout
 
 Unit = TypeVar("Unit", bound=StreamedModule)
+Unpack = Callable[[TileLayout, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(eq=False)
@@ -51,8 +54,12 @@ class Stream:
         collectives: Collectives,
         disk: WeightsReader,
         staying: Sequence[Tile] = (),
+        unpacked: int = 0,
+        unpack: Unpack | None = None,
     ) -> None:
         """Args: `numel` elements of a slot, `largest` of the largest tile that takes slots.
+
+        `unpacked`: of the largest tile with packed parameters, once `unpack` has unpacked them.
 
         There are as many slots as the largest tile takes, if `slots` are fewer.
         """
@@ -78,6 +85,8 @@ class Stream:
             tile.index: _Place([_Slot(buffer, given)], buffer)
             for tile, buffer in zip(staying, kept, strict=True)
         }
+        room = Name(Memory.SLOTS, "unpacked weights")
+        self._unpacked, self._unpack = device.empty(room, unpacked, dtype), unpack
         self._itinerary: list[StreamedModule] = []
         self._places: list[_Place] = []
         self._loaded = self._visited = 0
@@ -120,7 +129,7 @@ class Stream:
         """Each unit with its weights, which hold until the next one is asked for."""
         for unit in units:
             if unit.tile.rests.weights is Tier.DEVICE:
-                yield unit, unit.tile.weights
+                yield unit, self._computed(unit.tile, unit.tile.weights)
                 continue
             place, position = self._staying.get(unit.tile.index), self._visited
             due = self._itinerary[position : position + 1] == [unit]
@@ -129,11 +138,22 @@ class Stream:
                 place = self._places[position]
             assert place is not None, "visits must follow the itinerary"
             self._device.wait(COMPUTE, place.ready, "weights arrived")
-            yield unit, place.buffer
+            yield unit, self._computed(unit.tile, place.buffer)
             done = self._device.record(COMPUTE)
             for slot in place.slots:
                 slot.free = done
             self._visited += due
+
+    def _computed(self, tile: Tile | TileSlice, weights: Buffer) -> Buffer:
+        """A tile's weights as layers are computed with them."""
+        layout = tile.layout
+        if layout.unpacked is layout:
+            return weights
+        assert self._unpack is not None
+        work = partial(self._unpack, layout, weights.data, self._unpacked.data)
+        name = Name(Kind.PLAIN, f"unpack {tile.name}")
+        self._device.run(COMPUTE, name, work, [weights], [self._unpacked])
+        return self._unpacked
 
     def _load_until(self, position: int) -> None:
         last = min(position, len(self._itinerary) - 1)

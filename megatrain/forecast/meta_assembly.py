@@ -3,20 +3,24 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megatrain.device import Buffer, Device
 from megatrain.disk_staging import DiskStaging, Lane
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.head import HeadMath
 from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.layer import Layer
+from megatrain.engine.stream import Unpack
 from megatrain.engine.vocab_split import VocabSplit
 from megatrain.forecast.meta_layer import MetaLayer
 from megatrain.forecast.meta_program import MetaHead, MetaVocabSplit
-from megatrain.forecast.op_counter import OpCounter
+from megatrain.forecast.op_counter import OpCounter, Work
 from megatrain.forecast.profile import Profile
 from megatrain.optim import Plane
 from megatrain.placement import ActivationPolicy
 from megatrain.store import Tile
+from megatrain.tile import TileLayout
 from megatrain.units import align
 
 _PIECES = 8  # of a tile: many more take long to follow, and take as long in the step
@@ -32,6 +36,14 @@ class MetaAssembly(Assembly):
     def layer(self, visit: int, policy: ActivationPolicy, offload: HostOffload | None) -> Layer:
         given = self.device, self.program, self.layers[visit], visit, policy, offload
         return MetaLayer(*given, self.measured, self.counter)
+
+    def unpack(self) -> Unpack:
+        def count(layout: TileLayout, stored: Tensor, out: Tensor) -> None:
+            touched = layout.numel + layout.unpacked.numel
+            kernels = sum(entry.packed is not None for entry in layout.entries)
+            self.counter.add(Work(touched_bytes=touched * self.dtype.itemsize, kernels=kernels))
+
+        return count
 
     def whole_head(self) -> HeadMath:
         tokens, layout = self.placement.head_tokens, self.head.layout

@@ -383,7 +383,7 @@ def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> Til
     """
     most = placement.max_stream_bytes or layout.numel * dtype.itemsize
     whole = layout.kind is TileKind.LAYER and layout.numel * dtype.itemsize <= most
-    if not whole or any(entry.numel % ALIGNMENT for entry in layout.entries):
+    if not whole or any(e.packed or e.numel % ALIGNMENT for e in layout.entries):
         return layout
     alike: dict[tuple[int | None, bool], list[Entry]] = {}
     for entry in layout.entries:

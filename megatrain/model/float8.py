@@ -16,7 +16,7 @@ from megatrain.model.fingerprint import OWN_BEHAVIOUR
 
 _MULTIPLE = 16  # of both sizes of a weight, for the GPU's float8 products
 _CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that have them
-_ROUTERS = ("gate", "router")  # a small error of theirs would choose other experts
+ROUTERS = frozenset(("gate", "router"))  # a small error of theirs would choose other experts
 
 
 def convert(module: nn.Module, device: torch.device) -> int:
@@ -50,7 +50,7 @@ def convert(module: nn.Module, device: torch.device) -> int:
 
 def _takes(module: nn.Module, name: str) -> bool:
     """Whether a module is a plain linear one, with nothing of its own that would be lost."""
-    if type(module) is not nn.Linear or name.rpartition(".")[2] in _ROUTERS:
+    if type(module) is not nn.Linear or name.rpartition(".")[2] in ROUTERS:
         return False
     own = any(vars(module).get(name) for name in ("forward", *OWN_BEHAVIOUR))
     return not own and all(size % _MULTIPLE == 0 for size in module.weight.shape)

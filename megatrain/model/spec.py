@@ -1,6 +1,6 @@
 """What the engine has to know of a model; `probe` reads it off the model's own forward."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatrain.model.capture import PROLOGUE, Capture, Ref, with_hidden
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.projection import Projection, find_projection
+from megatrain.tile.packed import Packing
 
 PROBE_SHAPE = (2, 8)  # rows, tokens of the structure run
 
@@ -49,6 +50,7 @@ class ModelSpec:
         fixed: those of all that no gradient reaches (plain training leaves them alone, too).
         unused: parameters that text training never touches; they stay as they are.
         wide: parameters whose source has bits that bf16 does not hold.
+        packed: how frozen parameters are kept that are not kept in bf16.
     """
 
     capture: Capture
@@ -65,6 +67,7 @@ class ModelSpec:
     unused: list[str]
     label_shift: int = 1
     wide: Collection[str] = ()
+    packed: Mapping[str, Packing] = field(default_factory=dict)
     outputs: list[list[Ref]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -73,7 +73,7 @@ class Plane:
 
     def numel(self, layout: TileLayout) -> int:
         """Its values for a tile: up to the last part, or parameter, that has it."""
-        ends = [entry.offset + entry.numel for entry in layout.entries if self.has(entry)]
+        ends = [entry.offset + entry.stored for entry in layout.entries if self.has(entry)]
         return layout.whole_parts(align(max(ends, default=0), ALIGNMENT)) // self.per
 
     def place(self, start: int, stop: int) -> slice:

@@ -33,7 +33,8 @@ def tile_layouts(spec: ModelSpec, groups: dict[str, int], ranks: int = 1) -> lis
     def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
         parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
         rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
-        return TileLayout(kind.value + visit, parameters, kind, spec.wide, ranks=ranks, row=rows)
+        how = spec.wide, spec.packed
+        return TileLayout(kind.value + visit, parameters, kind, *how, ranks=ranks, row=rows)
 
     tiles = [
         layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),

@@ -178,6 +178,7 @@ def _described(opened: Opened, placement: Placement) -> dict[str, str]:
         "optimizer": model.rule,
         "max_grad_norm": opened.max_grad_norm,
         "precision": opened.precision,
+        "base": opened.source.base,
         "placement": placement.as_dict(),
         "seed": opened.seed,
     }

@@ -35,6 +35,7 @@ from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import read_weights, resolve_model, source_dtype, stored_types
 from megatrain.optim import Rule
+from megatrain.source.base import Base, packed_weights
 from megatrain.source.state_io import (
     open_model,
     read_untrained,
@@ -59,6 +60,7 @@ class Source:
         untrained: see there; `fill` puts in what comes from the source.
         companions: files of the folder or checkpoint that exports and checkpoints have as well.
         lost: what neither a checkpoint nor an export would have of the model; None: nothing.
+        base: how frozen linear layers are kept; a checkpoint's own, where its state is taken.
         alike: what is drawn is drawn once for all layers that are alike.
         grows: adapters are put on a source that has none: they are drawn, or those of
             `adapter_folder`.
@@ -73,6 +75,7 @@ class Source:
     untrained: Untrained = field(default_factory=Untrained)
     companions: Companions = field(default_factory=dict)
     lost: str | None = None
+    base: Base = "bf16"
     alike: bool = False
     grows: bool = False
     adapter_folder: Path | None = None
@@ -104,7 +107,7 @@ class Alike:
     config: PreTrainedConfig
 
 
-def open_source(model: Any, *, adapter: Any = None, **how: Any) -> Source:
+def open_source(model: Any, *, adapter: Any = None, base: Base = "bf16", **how: Any) -> Source:
     """As `open_plain`, and also of a PeftModel.
 
     Args:
@@ -125,6 +128,7 @@ def open_source(model: Any, *, adapter: Any = None, **how: Any) -> Source:
         source.companions = {**source.companions, **companions(folder)}
     else:
         source = open_plain(model, **how)
+    source.base = source.saved.settings.base if source.saved and source.resumes else base
     if adapter is None:
         return source
     if adapted(source.model) is not None or source.resumes:
@@ -226,13 +230,18 @@ def open_plain(
     return Source(empty, dtype, folder, untrained=untrained, companions=beside, alike=alike)
 
 
-def structure(source: Source) -> ModelSpec:
-    """What the engine has to know of the model. Raises InputError: it cannot be streamed."""
+def structure(source: Source, *, trained: bool = True) -> ModelSpec:
+    """What the engine has to know of a model that is `trained`, or only run.
+
+    Raises:
+        InputError: it cannot be streamed.
+    """
     found = spec(source.model)
     frozen = [name for name, p in source.model.named_parameters() if not p.requires_grad]
     if still := [*frozen, *found.unused, *found.fixed]:
         types = _types(source)
         found.wide = {n for n in still if types.get(n, source.dtype) != torch.bfloat16}
+    found.packed = packed_weights(found, source.base, frozen=not trained)
     return found
 
 
@@ -275,10 +284,13 @@ def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
     def draw(only: Any = None) -> None:
         threads = update_threads()
         write = _writer(store, source, threads=threads)
-        frozen = {entry.name for _, entry in store.entries() if entry.group is None}
+        frozen = {entry.name: entry for _, entry in store.entries() if entry.group is None}
 
         def as_source(name: str, values: Tensor) -> Tensor:
-            return values.to(source.dtype) if name in frozen else values
+            if name not in frozen:
+                return values
+            values, packed = values.to(source.dtype), frozen[name].packed
+            return values if packed is None else packed.pack(values)
 
         named, alike = base if only is None else only, source.alike
         initialise(found, seed, write, named, threads=threads, kept=as_source, alike=alike)
@@ -351,9 +363,10 @@ def _writer(store: Store, source: Source, *, threads: int) -> Write:
             )
         tile, entry = places[name]
         if entry.group is None:
-            untrained.dtypes[name] = values.dtype
+            came = values.dtype if values.is_floating_point() else source.dtype
+            untrained.dtypes[name] = came
             narrow = tile.remainder_of(entry) is None and tile.weights.data.dtype == torch.bfloat16
-            untrained.rounded |= narrow and values.dtype != torch.bfloat16
+            untrained.rounded |= narrow and not entry.packed and came != torch.bfloat16
         tile.write_master(entry, values, threads)
 
     return write

@@ -6,15 +6,17 @@ groups stay as they were. Of the frozen ones those come first whose source has m
 so that the rest of the masters is a prefix, too.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import groupby
 from math import lcm, prod
 
 import torch
 from torch import Tensor
 
+from megatrain.tile.packed import Expand, Packing
 from megatrain.units import align
 
 # Elements. 128 bf16 values are 256 bytes: every parameter starts on a boundary that the widest
@@ -42,6 +44,7 @@ class Entry:
     Attributes:
         group: index of the optimizer's parameter group at first; None: frozen.
         wide: it is frozen, and its source has bits that bf16 does not hold.
+        packed: how it is kept in the weights plane; None: as its values.
     """
 
     name: str
@@ -49,10 +52,16 @@ class Entry:
     offset: int
     group: int | None
     wide: bool = False
+    packed: Packing | None = None
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def stored(self) -> int:
+        """Elements of the planes that it takes."""
+        return self.numel if self.packed is None else -(-self.packed.bytes_of(self.shape) // 2)
 
     def view(self, flat: Tensor) -> Tensor:
         """This parameter in a flat plane of its tile."""
@@ -79,6 +88,7 @@ class TileLayout:
         parameters: Iterable[tuple[str, torch.Size, int | None]],
         kind: TileKind = TileKind.LAYER,
         wide: Collection[str] = (),
+        packed: Mapping[str, Packing] | None = None,
         *,
         ranks: int = 1,
         row: int = 1,
@@ -86,25 +96,52 @@ class TileLayout:
         """Args:
         parameters: as `(name, shape, group)`; group None means frozen.
         wide: names of those whose source has bits that bf16 does not hold.
+        packed: how frozen ones are kept that are not kept as bf16, by name.
         row: elements that no cut between ranks divides, counted from each part's beginning.
         """
         self.name, self.kind, self.ranks = name, kind, ranks
         cut = ranks * lcm(ALIGNMENT, row) if ranks > 1 else ALIGNMENT
         entries: list[Entry] = []
         offset = 0
-        given = [(n, shape, group, group is None and n in wide) for n, shape, group in parameters]
-        order = sorted(given, key=lambda p: (p[2] is None, not p[3], p[2] or 0))
+        how = packed or {}
+        given = [
+            (n, shape, group, group is None and n in wide and n not in how)
+            for n, shape, group in parameters
+        ]
+        order = sorted(given, key=lambda p: (p[2] is None, not p[3], p[0] in how, p[2] or 0))
         self.parts: list[tuple[int, int]] = []
         for _, members in groupby(order, key=lambda p: (p[2] is None, p[3])):
             start = offset
             for parameter, shape, group, is_wide in members:
-                entries.append(Entry(parameter, tuple(shape), offset, group, is_wide))
-                offset = align(offset + entries[-1].numel, ALIGNMENT)
+                packing = how.get(parameter) if group is None else None
+                entries.append(Entry(parameter, tuple(shape), offset, group, is_wide, packing))
+                offset = align(offset + entries[-1].stored, ALIGNMENT)
             offset = align(offset, cut)
             self.parts.append((start, offset))
         self.entries, self.numel = tuple(entries), offset
         self.trainable_numel = self.parts[0][1] if self.trainable else 0
         self.by_name = {entry.name: entry for entry in entries}
+
+    @cached_property
+    def unpacked(self) -> "TileLayout":
+        """Where parameters lie once they are unpacked; what is not packed lies where it did."""
+        if all(entry.packed is None for entry in self.entries):
+            return self
+        given = [(e.name, torch.Size(e.shape), e.group) for e in self.entries]
+        return TileLayout(self.name, given, self.kind, [e.name for e in self.entries if e.wide])
+
+    def unpack(self, stored: Tensor, out: Tensor, fast: Callable[[Expand], Expand]) -> None:
+        """Write the parameters of the weights plane `stored` to `out`, laid out as `unpacked`.
+
+        `fast` gives what a packing's `expand` is compiled to.
+        """
+        packed = [entry for entry in self.entries if entry.packed]
+        plain = packed[0].offset if packed else self.numel
+        out[:plain].copy_(stored[:plain])
+        for entry in packed:
+            assert entry.packed is not None
+            there = self.unpacked.by_name[entry.name].view(out)
+            entry.packed.unpack(stored[entry.offset : entry.offset + entry.stored], there, fast)
 
     def whole_parts(self, stop: int) -> int:
         """Of several ranks, the end of the part that element `stop - 1` is of; else `stop`."""

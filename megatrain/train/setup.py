@@ -272,6 +272,7 @@ def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str, gro
         **Workload.of_run(config).for_engine,
         seed=config.training.seed,
         trained=Trained(config.model.freeze, config.model.train_only),
+        base=config.model.base,
         adapter=config.adapter.keys,
         group=group,
         **_settings(config),

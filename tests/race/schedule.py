@@ -25,6 +25,7 @@ from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
+from megatrain.source.base import packed_weights
 from megatrain.source.opened import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.store import Store
@@ -69,7 +70,8 @@ class Together(JointLoss):
         return -log_prob_N.sum()
 
 
-LOWEST = (0, 0, 2)  # the first layer that is trained; above 0 nothing before it is
+# The first layer that is trained; above 0 nothing before it is, and its matrices are packed.
+LOWEST = (0, 0, 2)
 
 LOSSES = (CROSS_ENTROPY, Together(), CROSS_ENTROPY)
 
@@ -80,7 +82,9 @@ def _program(config: PreTrainedConfig, lowest: int = 0) -> tuple[ModelProgram, S
     model = open_source(config, trust_remote_code=False).model
     for frozen in (model.get_input_embeddings(), *model.model.layers[:lowest]):
         frozen.requires_grad_(not lowest)
-    program = ModelProgram(spec(model), torch.device("cpu"), torch.bfloat16)
+    found = spec(model)
+    found.packed = packed_weights(found, "nf4" if lowest else "bf16")
+    program = ModelProgram(found, torch.device("cpu"), torch.bfloat16)
     return program, StreamedOptimizer(AdamW(), model)
 
 
