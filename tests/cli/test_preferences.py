@@ -96,6 +96,8 @@ def test_a_run_moves_preferences_and_goes_on_exactly(
     assert "margin" in said
     if loss["name"] == "dpo":
         assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
+        assert megatrain("report", tmp_path / "whole").exit_code == 0
+        assert "Margin of rewards" in (tmp_path / "whole" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
