@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache, partial
 from itertools import pairwise
 from math import prod
@@ -24,6 +25,9 @@ from megatrain.compat.torch import all_gather_single, reduce_scatter_single
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed, first_line
 
 T = TypeVar("T")
+
+# How long a rank waits for another one, which then counts as hanging.
+PATIENCE = timedelta(seconds=int(os.environ.get("MEGATRAIN_RANK_TIMEOUT", 600)))
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,9 @@ class Ranks:
     def exchange(self, value: T) -> list[T]:
         """What every rank gives here, in their order; pickled."""
         return [value]
+
+    def meet(self) -> None:
+        """Wait until all ranks are here; raises RunFailed that names who is not in time."""
 
     @property
     def beside(self) -> "Ranks":
@@ -172,6 +179,10 @@ class ProcessGroups(Ranks):
             dist.all_gather_object(found, value, group=self.host)
         return found
 
+    def meet(self) -> None:
+        with self._told():
+            dist.monitored_barrier(self.host, timeout=PATIENCE, wait_all_ranks=True)
+
     @property
     def beside(self) -> Ranks:
         return replace(self, host=self.saves)
@@ -244,10 +255,10 @@ def connected(group: ProcessGroup, device: torch.device) -> Ranks:
     """The ranks of a group, also of a single one."""
     members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
 
-    def made(backend: str) -> Any:
-        return dist.new_group(members, backend=backend, use_local_synchronization=True)
+    def made(backend: str, patience: timedelta = PATIENCE) -> Any:
+        return dist.new_group(members, patience, backend, use_local_synchronization=True)
 
-    host, saves = made("gloo"), made("gloo")
+    host, saves = made("gloo"), made("gloo", timedelta(hours=24))  # disks may be slow
     names: list[Any] = [None] * len(members)
     dist.all_gather_object(names, socket.gethostname(), group=host)
     on_host = names.count(names[rank])

@@ -32,7 +32,7 @@ from megatrain.placement import Placement
 from megatrain.seeds import derived_seed
 from megatrain.source.exported import write_model
 from megatrain.source.opened import Opened
-from megatrain.source.sharing import NO_LABELS, check_call, check_rows, check_shared
+from megatrain.source.sharing import NO_LABELS, check_call, check_shared
 from megatrain.source.source import fill
 from megatrain.source.state_io import describe_optimizer, documents, settings_of
 from megatrain.store import Store, Tile
@@ -203,7 +203,7 @@ class PlacedEngine:
         check_call(self._ranks, self._steps, trained, loss, limit)
         with torch.inference_mode(False):
             batch = self._checked(micro_batches, None if loss is NO_LABELS else loss)
-            check_rows(self._ranks, self._packing, micro_batches)
+            self._packing.check(micro_batches, self._ranks)
         self._program.train(limit is not None)
         return batch
 
@@ -216,7 +216,8 @@ class PlacedEngine:
         self._program.train(False)
         batch = self._checked(micro_batches, CROSS_ENTROPY)
         with self._program.eager():
-            return self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
+            found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
+        return self._ranks.exchange([each.cpu() for each in found])[0]  # all decide alike
 
     def _checked(self, micro_batches: MicroBatches, loss: Loss | None) -> Batch:
         return prepare(

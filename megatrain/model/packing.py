@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import IGNORED
 from megatrain.model.documents import is_packed
@@ -60,8 +61,8 @@ class Packing:
         self._limits = sorted({*powers, *_whole_numbers(config.to_dict())})
         self._apart: set[tuple[bool, int]] = set()
 
-    def check(self, micro_batches: Sequence[Micro]) -> None:
-        """Try packed rows of a kind that has not come before.
+    def check(self, micro_batches: Sequence[Micro], ranks: Ranks = ALONE) -> None:
+        """Try packed rows of a kind that has not come before to any of the ranks, on all of them.
 
         Of one kind are rows of lengths between the same two whole numbers of the configuration
         (windows, kernels, rates, what else it has) or powers of two, alone or several at a time.
@@ -70,22 +71,38 @@ class Packing:
             InputError: the model's documents see each other, or packed rows have padding.
             DoesNotFit: they need masks, for which there is no memory.
         """
-        packed = [micro for micro in micro_batches if is_packed(micro)]
-        if any(not micro["attention_mask"].all() for micro in packed if "attention_mask" in micro):
-            raise InputError(
-                "rows of several documents (position_ids that start anew) come with padding in "
-                "attention_mask, where transformers ignores that documents begin; fill such rows "
-                "up with labels of -100 instead"
-            )
-        new = {k: m for m in reversed(packed) if (k := self._kind(m)) not in self._apart}
+        said = self._untried(micro_batches, ranks)
+        untried = [micro for each, _ in said for micro in each]
+        new = {self._kind(micro): micro for micro in reversed(untried)}
         if self._program.may_attend_by_lengths and not all(map(self._lengths_do, new.values())):
             self._program.may_attend_by_lengths = False
             self._apart.clear()  # that was told by lengths
-        self._check_masks(micro_batches)
-        for micro in packed:
+            said = self._untried(micro_batches, ranks)
+        ranks.agree(lambda: self._check_masks(micro_batches))
+        at_once = max(count for _, count in said)
+        for micro in (micro for each, _ in said for micro in each):
             kind = self._kind(micro)
-            if kind not in self._apart and self._keeps_apart(micro, len(micro_batches)):
+            if kind not in self._apart and self._keeps_apart(micro, at_once):
                 self._apart.add(kind)
+
+    def _untried(
+        self, micro_batches: Sequence[Micro], ranks: Ranks
+    ) -> list[tuple[list[Micro], int]]:
+        """For each rank its packed micro-batches of new kinds, and how many it has in all."""
+
+        def own() -> tuple[list[Micro], int]:
+            packed = [micro for micro in micro_batches if is_packed(micro)]
+            masks = [micro["attention_mask"] for micro in packed if "attention_mask" in micro]
+            if not all(bool(mask.all()) for mask in masks):
+                raise InputError(
+                    "rows of several documents (position_ids that start anew) come with padding in "
+                    "attention_mask, where transformers ignores that documents begin; fill such "
+                    "rows up with labels of -100 instead"
+                )
+            new = [micro for micro in packed if self._kind(micro) not in self._apart]
+            return new, len(micro_batches)
+
+        return ranks.agree(own)
 
     def _kind(self, micro: Micro) -> tuple[bool, int]:
         rows, tokens = micro["position_ids"].shape

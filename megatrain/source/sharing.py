@@ -1,19 +1,15 @@
 """What several ranks cannot do together yet, refused by name, and what they have to have alike."""
 
 import zlib
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from megatrain.distributed import Ranks, require_same
 from megatrain.errors import InputError
 from megatrain.loss import JointLoss, given_loss
 from megatrain.model.adapters import adapted
-from megatrain.model.documents import is_packed
-from megatrain.model.packing import Packing
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.source.opened import Opened
@@ -26,6 +22,7 @@ _SHARED = (
     *("slots", "prefetch", "layer_inputs", "layer_input_lanes", "gradient_lanes", "keep_rows"),
     *("save_activations", "save_all", "save_attention", "offload_activations", "chunk_tokens"),
     *("host_grad_buffers", "head_tokens", "update_threads", "save_bytes", "compile"),
+    "keep_weights",
 )
 
 
@@ -81,6 +78,7 @@ def check_call(
             "settings of the optimizer": "" if optimizer is None else str(_settings(optimizer)),
         }
 
+    ranks.meet()
     require_same(ranks.agree(wanted))
 
 
@@ -90,26 +88,6 @@ def _settings(optimizer: StreamedOptimizer) -> list[tuple[list[str], dict[str, A
         (group["param_names"], {name: group[name] for name in names})
         for group in optimizer.param_groups
     ]
-
-
-def check_rows(
-    ranks: Ranks, packing: Packing, micro_batches: Sequence[Mapping[str, Tensor]]
-) -> None:
-    """Whether a model takes packed rows, which is tried by passes of its own, of one rank.
-
-    Raises:
-        InputError: of any rank: it does not, or there are several ranks.
-    """
-
-    def check() -> None:
-        if ranks.size > 1 and any(is_packed(micro) for micro in micro_batches):
-            raise InputError(
-                "rows of several documents (position_ids that start anew) cannot be trained by "
-                "several ranks yet; turn packing off (data.packing: false), or train with one"
-            )
-        packing.check(micro_batches)
-
-    ranks.agree(check)
 
 
 def require_alone(ranks: Ranks, what: str) -> None:
@@ -130,6 +108,8 @@ def _refuse(opened: Opened, placement: Placement) -> None:
                 "the optimizer's states or masters are to be kept in another form than in the "
                 "checkpoint, which several ranks cannot convert yet; go on with one for a step"
             )
+    if source.base is not None:
+        raise InputError(f"base {source.base} is not for several ranks yet; leave it out")
     if adapted(opened.source.model) is not None:
         raise InputError("adapters are not for several ranks yet; train them with one")
     if rule is not None:

@@ -8,7 +8,7 @@ import torch
 
 from megatrain.config import Config
 from megatrain.data import Step
-from megatrain.distributed import Ranks
+from megatrain.distributed import Ranks, require_same
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss
 
@@ -16,9 +16,12 @@ T = TypeVar("T")
 
 
 def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
-    """Raises InputError: the run has something that several ranks cannot do yet."""
+    """Raises InputError: a rank has another run file, or it has what ranks cannot do yet."""
     if ranks.size == 1:
         return
+    keys = config.model_dump(mode="json").items()
+    given = {f"{section}.{key}": str(each) for section, own in keys for key, each in own.items()}
+    require_same(ranks.exchange(given))
     unable = {
         "data.streaming": config.data.streaming,
         "training.samples": config.training.samples is not None,

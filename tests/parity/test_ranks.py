@@ -1,7 +1,9 @@
 """Several ranks train as one does on the micro-batches of all of them."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from megatrain import Engine, Placement
+from megatrain import Engine, Placement, distributed
 from megatrain.checkpoint import files, open_checkpoint, verify
 from megatrain.errors import InputError, RunFailed, StepRefused
 from megatrain.kernels.states import GROUP
@@ -126,6 +128,25 @@ def test_ranks_train_as_one(size: int, names: Sequence[str], tmp_path: Path) -> 
                 assert close, (rank, name, what, float((mine - value).abs().max()))
 
 
+def test_packed_rows_are_tried_by_all_ranks(tmp_path: Path) -> None:
+    """Also where only one has them; a model that mixes documents is refused by all."""
+    [step] = make_batches(1, SHAPES)
+    tokens = step[0]["input_ids"].shape[1]
+    positions = torch.cat([torch.arange(5), torch.arange(tokens - 5)]).expand(2, -1).contiguous()
+    step[0] |= {"position_ids": positions}
+
+    def work(group: Any) -> float:
+        engine = make_engine(llama(), group=group)
+        loss = engine.step(part_of(step, group)).loss
+        if group is not None:
+            mixing = make_engine(tiny_model("opt"), group=group)
+            words = "does not keep the documents of a packed row"
+            refused(InputError, words, mixing.step, part_of(step, group))
+        return loss
+
+    assert run_ranks(2, tmp_path, work) == pytest.approx([work(None)] * 2, rel=2e-6)
+
+
 def refused(
     kind: type[Exception], wanted: str, call: Callable[..., Any], *given: Any, **options: Any
 ) -> None:
@@ -199,7 +220,6 @@ def bad_calls(engine: Engine, step: Step, rank: int) -> dict[str, tuple[Callable
     """Calls that rank 1, or both, get wrong, and what both say."""
     own = step[rank : rank + 1]
     broken = [{"input_ids": own[0]["input_ids"] + 1000 * rank, "labels": own[0]["labels"]}]
-    packed = [own[0] | {"position_ids": torch.zeros_like(own[0]["input_ids"])}]
 
     def scheduled() -> None:
         assert engine.optimizer is not None
@@ -213,7 +233,6 @@ def bad_calls(engine: Engine, step: Step, rank: int) -> dict[str, tuple[Callable
     return {
         "tokens": (lambda: engine.step(broken), "outside the model's vocabulary"),
         "nothing": (lambda: engine.step(own[: 1 - rank]), "at least one micro-batch"),
-        "packed": (lambda: engine.step(packed if rank else own), "several documents"),
         "joint": (lambda: engine.step(own, DPO()), "DPO compares rows"),
         "schedule": (scheduled, "another settings of the optimizer"),
         "loss": (
@@ -294,3 +313,19 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Pat
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model of two", dtype=torch.float32)
     for name, value in model.named_parameters():
         assert torch.equal(value, trained[name]), name
+
+
+def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    [step] = make_batches(1, SHAPES)
+
+    def work(group: Any) -> None:
+        engine, told = make_engine(llama(), group=group), tmp_path / "told"
+        if dist.get_rank(group) == 1:
+            while not told.exists():
+                time.sleep(0.02)
+            return
+        with mock.patch.object(distributed, "PATIENCE", timedelta(seconds=1)):
+            refused(RunFailed, "Ranks 1 failed to pass", lambda: engine.step(step))
+        told.touch()
+
+    run_ranks(2, tmp_path, work)
