@@ -117,6 +117,7 @@ def write_config(config: Any, folder: Path) -> None:
     """Write `adapter_config.json` of an adapter that is to be loaded."""
     own = copy.copy(config)
     own.inference_mode = True
+    own.task_type = own.task_type or "CAUSAL_LM"  # for AutoPeftModelForCausalLM
     own.save_pretrained(str(folder))
 
 

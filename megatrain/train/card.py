@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from megatrain import __version__
+from megatrain.compat.peft import CONFIG_FILE
 from megatrain.config import load
 from megatrain.errors import InputError, first_line
 from megatrain.json_yaml import read_json
@@ -18,7 +19,7 @@ from megatrain.telemetry.pictures import draw_loss
 from megatrain.train.folders import CONFIG, ENVIRONMENT, METRICS
 
 CARD, CURVE = "README.md", "loss.png"
-_SETTINGS = ("data", "training", "optimizer", "schedule", "loss")
+_SETTINGS = ("adapter", "data", "training", "optimizer", "schedule", "loss")
 _OF_THIS_MACHINE = ("cache_dir",)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What licences begin with, and their names on the hub.
@@ -52,8 +53,9 @@ def write_card(folder: Path, run: Path, step: int | None = None) -> None:
         return
     logged = read_metrics(run / METRICS) if (run / METRICS).is_file() else ()
     records = [r for r in logged if step is None or r.get("step", 0) <= step]
+    is_adapter = (folder / CONFIG_FILE).is_file()
     data = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["megatrain"],
         base_model=_base(config),
@@ -65,7 +67,7 @@ def write_card(folder: Path, run: Path, step: int | None = None) -> None:
     parts = [
         f"# {run.name}",
         _origin(config, records, is_chat=is_chat),
-        _use(is_chat=is_chat),
+        _use(is_chat=is_chat, is_adapter=is_adapter),
         "## Data\n\n" + "\n".join(f"- {_short(path)}" for path in _paths(config)),
         _results(records),
         "## Settings\n\n```yaml\n" + _settings(config) + "```",
@@ -144,6 +146,8 @@ def _origin(config: Mapping[str, Any], records: list[Mapping[str, Any]], *, is_c
     start = "random weights" if path is None else f"`{_short(path)}`"
     chosen = config["model"].get("freeze") or config["model"].get("train_only")
     trained = "some of its parameters" if chosen else "all parameters"
+    if (config.get("adapter") or {}).get("method"):
+        trained = f"LoRA of rank {config['adapter']['r']}"
     kind = "a chat model" if is_chat else "a language model"
     return (
         f"This is {kind}, trained from {start} with MegaTrain {__version__}: {trained}, "
@@ -152,11 +156,14 @@ def _origin(config: Mapping[str, Any], records: list[Mapping[str, Any]], *, is_c
     )
 
 
-def _use(*, is_chat: bool) -> str:
+def _use(*, is_chat: bool, is_adapter: bool) -> str:
     asked = '[{"role": "user", "content": "Hello"}]' if is_chat else '"Once upon a time"'
+    peft = "import peft\n" * is_adapter
+    model = "peft.AutoPeftModelForCausalLM.from_pretrained(folder)" if is_adapter else "folder"
     return (
-        "## Use\n\n```python\nfrom transformers import pipeline\n\n"
-        'generate = pipeline("text-generation", model="PATH OR ID OF THIS FOLDER")\n'
+        f"## Use\n\n```python\n{peft}from transformers import pipeline\n\n"
+        'folder = "PATH OR ID OF THIS FOLDER"\n'
+        f'generate = pipeline("text-generation", model={model}, tokenizer=folder)\n'
         f"print(generate({asked}, max_new_tokens=128))\n```"
     )
 
@@ -173,6 +180,8 @@ def _results(records: list[Mapping[str, Any]]) -> str:
 
 def _settings(config: Mapping[str, Any]) -> str:
     chosen = {name: dict(config[name]) for name in _SETTINGS if name in config}
+    if not config["adapter"]["method"]:
+        del chosen["adapter"]
     for name in _OF_THIS_MACHINE:
         chosen["data"].pop(name, None)
     for name in ("path", "eval_path"):
