@@ -38,14 +38,18 @@ class FirstTiles:
     def __init__(
         self, layouts: Sequence[TileLayout], workload: Workload, placement: Placement
     ) -> None:
-        """Args: `placement` says what rests on a disk."""
+        """Args: `placement` says what rests on a disk, and how many passes a step has."""
         self.tiles = [each for each in layouts if each.kind is not TileKind.UNUSED]
         rule, dtype = workload.rule, workload.dtype
         kept = [sum(p.num_bytes(t) for p in tile_planes(rule, dtype)) for t in self.tiles]
         gradients = [gradient_plane(dtype).num_bytes(tile) for tile in self.tiles]
         # Of gradients that do not wait for the norm the host holds only those that are in flight.
         held = [workload.clip and not rule.directs(tile) for tile in self.tiles]
-        self._on_device = [0, *accumulate(map(add, kept, gradients))]
+        # Of layers that rest there in passes it holds the sums in any case.
+        summed = placement.passes > 1 and not rule.needs_matrices
+        layers = [summed and t.kind is TileKind.LAYER for t in self.tiles]
+        there = [0 if layer else num for layer, num in zip(layers, gradients, strict=True)]
+        self._on_device = [0, *accumulate(map(add, kept, there))]
         self._on_host = [0, *accumulate(map(add, kept, map(mul, gradients, held)))]
         if (
             placement.disk_moments or placement.disk_weights
@@ -210,7 +214,8 @@ class MemoryPlans:
         measured = forecasts.measured(workload, candidate.placement.chunk_tokens)
         self._work = measured.layer(0, candidate.micro_batch)
         layouts = forecasts.model(workload).layouts
-        self._first = FirstTiles(layouts, workload, candidate.placement)
+        placement = replace(candidate.placement, passes=passes)
+        self._first = FirstTiles(layouts, workload, placement)
         self._tiles = self._first.tiles
         self._costs = CostModel(budget.machine, OpCounter())
 

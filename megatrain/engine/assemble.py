@@ -232,11 +232,11 @@ class Assembly:
         spec = self.program.spec
         tied = any(name in spec.epilogue for name in spec.gathered)
         held = [self.head] if tied else []
-        waiting = [
-            *held,
-            *(t for t in tiles if update.waits(t) or t.rests.gradient is Tier.DEVICE),
-        ]
-        waiting = sorted(set(waiting), key=lambda tile: tile.index)
+        there = {tile for tile in tiles if tile.rests.gradient is Tier.DEVICE}
+        own = {*there, *(tile for tile in tiles if update.waits(tile))}
+        if placement.passes > 1 and not optimizer.rule.needs_matrices:  # sums that stay hold it
+            own -= there.intersection(self.visited)
+        waiting = sorted({*own, *held}, key=lambda tile: tile.index)
         work = self.scratch(train=True)
         lanes, shared = placement.gradient_lanes, placement.host_grad_buffers
         given = self.dtype, shared, waiting, update.ready, update, work, self.collectives, lanes

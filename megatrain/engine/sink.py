@@ -97,7 +97,7 @@ class Sink:
 
         `passes`: sums stay from one pass of a step to the next, so each of `visited` has its own.
 
-        `own` tiles have a host gradient each; the others share `host_grads` of them.
+        `own` tiles have a gradient each; others that rest on the host share `host_grads` of them.
 
         `lanes` pieces may be on their way out at once; None: as many as the largest layer has, or
         the largest slice of one.
@@ -124,13 +124,13 @@ class Sink:
         layouts, tiers = [tile.layout for tile in own], [tile.rests.gradient for tile in own]
         buffers = planes(device, gradient_plane(dtype), layouts, tiers)
         self._own = {tile.index: HostGrad(b) for tile, b in zip(own, buffers, strict=True)}
-        count = host_grads if len(self._own) < len(tiles) else 0
+        others = [tile for tile in tiles if tile.index not in self._own]
+        count = host_grads * any(tile.rests.gradient is Tier.HOST for tile in others)
         self._shared = [
             HostGrad(device.host(name, numel, dtype, pinned=True))
             for name in (Name(Memory.GRADIENTS, f"host gradient {i}") for i in range(count))
         ]
-        self._claimed = 0
-        self._with_rows: set[int] = set()
+        self._claimed, self._with_rows = 0, set[int]()
         self.landed: dict[int, tuple[HostGrad, Any]] = {}
         self._host_grad: HostGrad | None = None  # of the tile whose slices are coming
         on_host = [self._own[tile.index] for tile in own if tile.rests.gradient is Tier.HOST]
@@ -187,7 +187,8 @@ class Sink:
         """Put what is in `room` on its way to where the update reads it; when it is there."""
         tile, numel = room.tile, len(room.sums.data)
         if tile.rests.gradient is Tier.DEVICE:
-            self._round(room, slice(0, numel), host_grad.buffer)
+            if host_grad.buffer is not room.sums:
+                self._round(room, slice(0, numel), host_grad.buffer)
             return self._device.record(COMPUTE)
         for span in tile.spans:
             left = max(0, min(span.numel, numel - span.at))  # the rest is frozen
@@ -261,6 +262,8 @@ class Sink:
         """The host gradient for a tile's gradient; `stream` may write it after this."""
         if tile.index in self._own:
             return self._own[tile.index]
+        if tile.rests.gradient is Tier.DEVICE:  # in the sums of passes, which stay until the update
+            return HostGrad(self._sums[id(tile)])
         host_grad = self._shared[self._claimed % len(self._shared)]
         self._claimed += 1
         self._device.wait(stream, host_grad.free, "host gradient free")

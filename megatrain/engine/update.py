@@ -265,7 +265,7 @@ class Update:
         """Update a tile whose planes begin with its element `first`, and their runs with others."""
         if self._refused:
             return
-        own = tile.trained.start
+        own, gradient = tile.trained.start, host_grad.buffer.data
         for run in runs:
             here, shape, remainder = slice(run.start - first, run.stop - first), run.shape, None
             if tile.remainder is not None:
@@ -274,7 +274,8 @@ class Update:
                 tile.weights.data[here].view(shape),
                 remainder,
                 [tile.states[p].data[p.place(here.start, here.stop)] for p in run.states],
-                host_grad.buffer.data[run.start - own : run.stop - own].view(shape),
+                # Sums of passes are rounded as those are that leave the device.
+                gradient[run.start - own : run.stop - own].view(shape).to(tile.weights.data.dtype),
                 run.group,
                 at=tile.index * MOST_ELEMENTS + run.start,
                 step=version,

@@ -127,11 +127,11 @@ def check_placements(
 def test_levels_of_tiles_change_no_bit_in_any_number_of_passes(
     clip: float | None, tied: bool
 ) -> None:
-    """Weights of two or all tiles stay, these beside a tile that rests on the device."""
+    """Weights of two or all tiles stay, these beside tiles that rest on the device."""
     steps = make_batches(2)
     wanted = train(steps, "bf16", tied, clip, placement=Placement(slots=1))
     for passes, kept in itertools.product((1, 2, 3), (2, 9)):
-        resident = ("layer 1",) * (kept == 9)
+        resident = ("layer 1", "head") * (kept == 9)
         placement = Placement(passes=passes, keep_weights=kept, resident=resident)
         assert identical(train(steps, "bf16", tied, clip, placement=placement), wanted), placement
 

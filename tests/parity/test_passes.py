@@ -5,6 +5,7 @@ import torch
 
 from megatrain import InputError, Placement
 from megatrain.engine.batch import Batch
+from tests.parity.cases import Noting, llama, make_engine
 
 
 def batch(count: int) -> Batch:
@@ -28,3 +29,13 @@ def test_what_several_passes_cannot_have_is_refused(choices: dict, named: str) -
     Placement(**choices)
     with pytest.raises(InputError, match=rf"placement\.{named}"):
         Placement(passes=2, **choices)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_layer_that_rests_on_the_device_keeps_its_gradient_in_the_sums_of_passes(
+    passes: int,
+) -> None:
+    device, placement = Noting(), Placement(passes=passes, resident=("layer 1",))
+    make_engine(llama(), placement=placement, device=device).close()
+    assert ("layer 1 gradient" in device.taken) == (passes == 1)
+    assert ("layer 1 sums" in device.taken) == (passes == 2)

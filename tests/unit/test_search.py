@@ -112,11 +112,11 @@ def test_a_step_is_taken_in_passes_where_all_its_graphs_do_not_fit(
 
 
 def test_weights_stay_where_the_bus_is_slow() -> None:
-    machine = small_machine(70)
+    machine = small_machine(60)
     slow = replace(machine, to_device_gbps=0.1 * machine.to_device_gbps)
     found = Search(FORECASTS, slow, STEP).best()
-    assert found.placement.passes > 1 and found.placement.keep_weights == 4
-    assert found.binds == "compute" and found.device_peak_bytes <= 0.95 * 70 * 2**20
+    assert found.placement.passes > 1 and found.placement.keep_weights == 5
+    assert found.binds == "compute" and found.device_peak_bytes <= 0.95 * 60 * 2**20
 
 
 @pytest.mark.parametrize("clip", [True, False])
