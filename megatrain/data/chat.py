@@ -102,7 +102,7 @@ def _refuse_unplaced(talk: Conversation, template: Template, where: str) -> None
         for name in ("tool_calls", *REASONING):
             if not message.get(name):
                 continue
-            if (name in REASONING and not template.reasoning(talk)) or (
+            if (name in REASONING and not template.reasoning(talk, message)) or (
                 name not in REASONING and not template.has_place(talk, name)
             ):
                 raise InputError(

@@ -25,6 +25,10 @@ SAID = ("content", "tool_calls", *REASONING)
 _KEY, _VALUE, _ID = "somekey", "some value", "abcdefghi"
 _ASKED: Message = {"role": "user", "content": "some words"}
 _SAID: Message = {"role": "assistant", "content": "some words"}
+_CALL = {"name": "somename", "arguments": {_KEY: _VALUE}}
+_CALLS: Message = {
+    "role": "assistant", "tool_calls": [{"type": "function", "id": _ID, "function": _CALL}],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Template:
             )
         self._tokenizer = tokenizer
         self._shapes: dict[tuple[str, bool], Shape] = {}
-        self._reasoning: dict[tuple[str, str], str | None] = {}
+        self._reasoning: dict[tuple[str, str, bool], str | None] = {}
 
     def source(self, talk: Conversation) -> str:
         """The text of the template that the conversation gets: one may be for tools."""
@@ -112,23 +116,28 @@ class Template:
             )
         return text, [span for spans in marked for span in spans]
 
-    def reasoning(self, talk: Conversation) -> str | None:
-        """The field of a reply whose text the template writes as reasoning, if it has one."""
-        key = (self.source(talk), repr(sorted(talk.options.items())))
+    def reasoning(self, talk: Conversation, message: Message) -> str | None:
+        """The field that the template writes as the reasoning of such a reply, if it has one."""
+        calls = "tool_calls" in message  # some write reasoning beside calls alone
+        key = (self.source(talk), repr(sorted(talk.options.items())), calls)
         if key not in self._reasoning:
             names = (n for n in REASONING if self.has_place(talk, n))
-            self._reasoning[key] = next((n for n in names if self._writes(n, talk)), None)
+            writing = (n for n in names if self._writes(n, talk, calls=calls))
+            self._reasoning[key] = next(writing, None)
         return self._reasoning[key]
 
-    def _writes(self, name: str, talk: Conversation) -> bool:
-        reply: Message = {"role": "assistant", "content": "some words", name: _VALUE}
-        messages = [_ASKED, _SAID, _ASKED, reply]  # some drop the reasoning of the only reply
-        return _VALUE in self._tried(talk._replace(messages=messages))
+    def _writes(self, name: str, talk: Conversation, *, calls: bool) -> bool:
+        reply = {**(_CALLS if calls else _SAID), name: "some thought"}
+        # Some drop the reasoning of the only reply.
+        said = [_ASKED, reply] if calls else [_ASKED, _SAID, _ASKED, reply]
+        shape = self._shape(talk._replace(messages=said))
+        text = self._tried(talk._replace(messages=[shape.put(message) for message in said]))
+        return "some thought" in text
 
     def _named(self, talk: Conversation, message: Message) -> Message:
         """With reasoning under the name that the template asks for."""
         theirs = next((n for n in REASONING if message.get(n)), None)
-        ours = None if theirs is None else self.reasoning(talk)
+        ours = None if theirs is None else self.reasoning(talk, message)
         if theirs is None or ours is None or theirs == ours:
             return message
         return {**{n: v for n, v in message.items() if n != theirs}, ours: message[theirs]}
@@ -162,9 +171,7 @@ def _trials(calls: bool) -> Iterator[list[Message]]:
     """Conversations to try a template with, the one that tells most first."""
     reply: Message = {"role": "assistant", "content": _VALUE}
     if calls:
-        function = {"name": "somename", "arguments": {_KEY: _VALUE}}
-        call = {"type": "function", "id": _ID, "function": function}
-        reply = {"role": "assistant", "tool_calls": [call]}
+        reply = _CALLS
         result = {"role": "tool", "content": "some words", "name": "somename", "tool_call_id": _ID}
         yield [_ASKED, reply, result, _SAID, _ASKED]
     yield [_ASKED, reply]

@@ -99,6 +99,21 @@ def test_reasoning_is_learnt_under_whatever_name_the_template_has_for_it():
         spoken(template, {"messages": turns})
 
 
+def test_reasoning_that_a_template_writes_beside_calls_alone_is_learnt_there():
+    """As Gemma 4's and Command R7B's."""
+    reply = "{{- '<|a|>' + ('<think>' + (m.reasoning or '') if m.tool_calls else m.content) }}"
+    template = MACRO + FOR + OTHERS + "{%- else %}" + reply + (
+        "{{- calls(m) + '<|end|>' }}{%- endif %}"
+    ) + END  # fmt: skip
+    turns = [dict(message) for message in with_calls(city="a")]
+    turns[2]["reasoning_content"] = "hm"
+    _, runs = spoken(template, {"messages": turns})
+    assert runs[0] == '<think>hm<|call|>weather {"city": "a"}<|end|>' and len(runs) == 3
+    turns[-1]["reasoning_content"] = "hm"
+    with pytest.raises(InputError, match=r"message 7: .* no place for 'reasoning_content'"):
+        spoken(template, {"messages": turns})
+
+
 def test_reasoning_that_a_template_only_names_is_refused():
     """As one that has a switch of that name."""
     turns = [*TURNS[:-1], {**TURNS[-1], "reasoning_content": "hm"}]
