@@ -125,7 +125,8 @@ class Search:
         # Where memory is short, a head in ranges may leave room for what is worth more.
         short = all(candidate.placement.slots < MOST_SLOTS for candidate in found)
         if not found or (short and self._candidates.whole(self._candidates.slice_bytes)):
-            found += self._found(sizes, split=True)
+            least = min((candidate.micro_batch for candidate in found), default=0)
+            found += self._found([rows for rows in sizes if rows >= least], split=True)
         if not found:
             return []
         best = min(found, key=lambda candidate: candidate.seconds)

@@ -16,8 +16,7 @@ from megatrain.machine import Machine
 from megatrain.placement import Placement
 from megatrain.tile import TileKind, TileLayout
 
-# Of the ways that likely fit, from the least on; the one before them just may.
-_TRIED = 3
+_TRIED = 3  # of the ways that likely fit, from the least on
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def fastest(
 
     if len(ways) > 1:
         first = bisect_left(ways, True, key=lambda spill: search(spill).could_fit())
-        for spill in ways[max(0, first - 1) : first + _TRIED]:
+        for spill in ways[first : first + _TRIED]:
             with suppress(DoesNotFit):
                 return search(spill).best()
     return search(ways[0]).best()

@@ -24,7 +24,13 @@ from megatrain.engine.modules import Head
 from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast.groups import Group, groups
 from megatrain.forecast.layer_work import LayerWork, Shape
-from megatrain.forecast.meta_loss import TWO_VISITS, cross_entropy, few_chunks, few_losses
+from megatrain.forecast.meta_loss import (
+    TWO_VISITS,
+    chunks_left_out,
+    cross_entropy,
+    few_chunks,
+    few_losses,
+)
 from megatrain.forecast.op_counter import OneAttention, OpCounter, Work, foreseeing
 from megatrain.forecast.profile_chunks import TileWork, foretold, tiled
 from megatrain.forecast.profile_layer import Trace, compiled_work, eager_work, traced
@@ -73,6 +79,7 @@ class Profile:
         self.program.train(True)
         self._known: dict[Hashable, Any] = {}
         self._outputs: dict[int, tuple[int, dict[int, Shape]]] = {}  # of a kind, for so many rows
+        self._heads: dict[tuple, dict[int, Work]] = {}  # by chunks, and by rows: at most two
         self._traces: dict[int, dict[int, Trace]] = {}  # of a kind, by rows: at most two
         self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}
 
@@ -141,7 +148,22 @@ class Profile:
     ) -> Work:
         """The work of epilogue, logits, loss and their gradients."""
         measure = partial(self._head, layout, rows, head_tokens, loss, Head.loss_and_vjp)
-        return self.once(("head", rows, head_tokens, loss), measure)
+        return self._in_chunks(("head", head_tokens, loss), rows, measure)
+
+    def _in_chunks(self, key: tuple, rows: int, measure: Callable[[], Work]) -> Work:
+        """Of a head. Two are run, others follow from these where chunks that are alike are left
+        out: then all is affine in the rows. A single row is a case of its own, as of layers.
+        """
+        tokens, chunk = rows * self.tokens, key[1]
+        if rows == 1 or tokens % chunk or not chunks_left_out(tokens, chunk):
+            return self.once((*key, rows), measure)
+        known = self._heads.setdefault(key, {})
+        if rows not in known and len(known) == 2:
+            (first, one), (second, two) = known.items()
+            return one.between(two, rows - first, second - first)
+        if rows not in known:
+            known[rows] = measure()
+        return known[rows]
 
     def head_losses(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
         """The work of the visit that a loss of all tokens together needs first."""
@@ -150,7 +172,7 @@ class Profile:
             return head.losses(slot, batch, h)
 
         measure = partial(self._head, layout, rows, head_tokens, TWO_VISITS, visit)
-        return self.once(("head losses", rows, head_tokens), measure)
+        return self._in_chunks(("head losses", head_tokens), rows, measure)
 
     def shape(self, ref: Ref, rows: int) -> Shape:
         """Of an activation, whatever rows its layer was measured with."""

@@ -10,6 +10,7 @@ differ is the cheaper one.
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
@@ -200,12 +201,10 @@ def fitting(
     plans: Plans, there: Machine, asked: Workload, *, thorough: bool = True
 ) -> Forecast | None:
     """The forecast; None if it does not fit."""
-    if not plans.could_fit(there, asked):
-        return None
-    try:
-        return plans.once(there, asked, thorough=thorough)
-    except DoesNotFit:
-        return None
+    with suppress(DoesNotFit):
+        if plans.could_fit(there, asked):
+            return plans.once(there, asked, thorough=thorough)
+    return None
 
 
 def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:
@@ -243,8 +242,7 @@ def _fitting(plans: Plans, there: Machine, asked: Workload, short: Shortage) -> 
 def _first(plans: Plans, tried: Iterable[tuple[Machine, Workload]]) -> Found:
     """The first that fits."""
     for machine, new in tried:
-        told = fitting(plans, machine, new, thorough=False)
-        if told is not None:
+        if (told := fitting(plans, machine, new, thorough=False)) is not None:
             yield new, told
             return
 
@@ -253,12 +251,12 @@ def _likely(
     plans: Plans, there: Machine, asked: Workload, choices: Sequence[Choice]
 ) -> Iterator[tuple[Machine, Workload]]:
     """As little as likely does of some choices; and in case that it does not, a little more."""
-    failed: list[Workload] = []
+    failed = [asked]
 
     def could_fit(each: Workload) -> bool:
         return each not in failed and plans.could_fit(there, each)
 
-    while len(failed) < _TRIED and (new := _mildest(could_fit, asked, choices)) is not None:
+    while len(failed) <= _TRIED and (new := _mildest(could_fit, asked, choices)) is not None:
         yield there, new
         failed.append(new)
 
@@ -274,13 +272,16 @@ def _mildest(
     def could(each: Workload, others: Sequence[Choice]) -> bool:
         return fits(reduce(lambda so_far, choice: _levels(so_far, choice)[-1], others, each))
 
-    if not could(asked, choices):
-        return None
+    known = False  # whether all choices together do
     for number in reversed(range(len(choices))):
-        levels, cheaper = _levels(asked, choices[number]), choices[:number]
-        last = len(levels) - 1  # fits, and what fits is followed by what fits
-        asked = levels[bisect_left(levels, True, hi=last, key=partial(could, others=cheaper))]
-    return asked
+        levels, others = _levels(asked, choices[number]), partial(could, others=choices[:number])
+        if not others(asked):
+            if not known and not others(levels[-1]):
+                return None
+            # The last fits, and what fits is followed by what fits.
+            asked = levels[bisect_left(levels, True, lo=1, hi=len(levels) - 1, key=others)]
+        known = True
+    return asked if known else None
 
 
 def _levels(asked: Workload, choice: Choice) -> list[Workload]:
@@ -326,8 +327,8 @@ def _with_memory(there: Machine, asked: Workload, least: Forecast) -> Found:
     """With the memory of a forecast; nothing if no such card has so much."""
     device, host = _room(there, least.machine)
     if device <= max(there.device_memory_bytes, _sold(there)):
-        machine = replace(there, device_memory_bytes=device, host_memory_bytes=host)
-        yield asked, replace(least, machine=machine)
+        there = replace(there, device_memory_bytes=device, host_memory_bytes=host)
+        yield asked, replace(least, machine=there)
 
 
 def _sold(machine: Machine) -> float:
@@ -384,8 +385,7 @@ def _no_clipping(asked: Workload) -> list[Workload]:
 
 
 def _shorter_rows(asked: Workload) -> list[Workload]:
-    lengths = _halves(asked.sequence_length, _SHORTEST)
-    return [replace(asked, sequence_length=length) for length in lengths]
+    return [replace(asked, sequence_length=n) for n in _halves(asked.sequence_length, _SHORTEST)]
 
 
 def _halves(most: int, least: int) -> Iterator[int]:

@@ -446,7 +446,8 @@ def test_planes_on_a_disk_are_written_once_a_step():
     assert by_tier(tiles)["disk"] == dict.fromkeys(planes, 0) | {"moments": 8000}
     assert by_tier(tiles)["host"] == {k: 11 * n for k, n in planes.items()} | {"moments": 800}
     assert disk_use(tiles[1:], 8.0, 600.0) is None
-    scaled = [replace(spilled, planes={k: n * 10**6 for k, n in planes.items()})]
+    large = {plane: size * 10**6 for plane, size in planes.items()}
+    scaled = [replace(spilled, planes=large, written=large["moments"])]
     disk = disk_use(scaled, 8.0, 600.0)
     assert disk.num_bytes == 8 * 10**9
     assert disk.terabytes_a_day == pytest.approx(86.4)  # 8 GB in 8 s, 86,400 s

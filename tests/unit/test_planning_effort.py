@@ -14,6 +14,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.model.probe import spec
 from megatrain.source.source import open_source
+from megatrain.tile import TileKind
 from megatrain.units import GIB
 from tests.unit.forecast_cases import experts_config, tiny_config, wide_config, wide_spec
 
@@ -52,6 +53,26 @@ def test_layers_of_other_rows_follow_from_two_that_are_recorded(
         assert recorded.calls == 2
         assert follows == Profile(model, torch.bfloat16, 16, compiled=True).layer(0, rows)
         recorded.calls = 2
+
+
+def test_heads_of_other_rows_follow_from_two_that_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last byte."""
+    cache = ForecastCache(wide_spec())
+    head = next(t for t in cache.model(Workload()).layouts if t.kind is TileKind.HEAD)
+
+    def profile_of_it() -> Profile:
+        measured = Profile(cache.spec, torch.bfloat16, 16, compiled=True)
+        measured.layer(0, 4)
+        return measured
+
+    measured, run = profile_of_it(), Counted(monkeypatch, profile, "few_chunks")
+    for rows in (8, 14):
+        measured.head(head, rows, 32)
+    for rows in (10, 50):
+        run.calls = 0
+        follows = measured.head(head, rows, 32)
+        assert run.calls == 0
+        assert follows == profile_of_it().head(head, rows, 32)
 
 
 @pytest.mark.parametrize("rows", [2, 8, 9])
