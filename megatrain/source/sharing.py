@@ -108,7 +108,7 @@ def _refuse(opened: Opened, placement: Placement) -> None:
                 "the optimizer's states or masters are to be kept in another form than in the "
                 "checkpoint, which several ranks cannot convert yet; go on with one for a step"
             )
-    if source.base is not None:
+    if source.base != "bf16":
         raise InputError(f"base {source.base} is not for several ranks yet; leave it out")
     if adapted(opened.source.model) is not None:
         raise InputError("adapters are not for several ranks yet; train them with one")
