@@ -282,6 +282,7 @@ class PlacedEngine:
         source.untrained.check_export(dtype)
         self.flush()
         told: dict[str, Any] = {"dtype": dtype, "source_dtype": source.dtype, "merged": merged}
+        told["base"] = source.base
 
         def write(masters: Values) -> None:
             beside, untrained = source.companions, source.untrained

@@ -1,5 +1,6 @@
 """A model as a folder: of Hugging Face's layout, or its adapter alone in PEFT's."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -10,8 +11,11 @@ from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted, merged_into_base
 from megatrain.model.companions import Companions
 from megatrain.model.export import write_adapter, write_weights
+from megatrain.source.base import Base
 from megatrain.source.state_io import open_model, read_untrained, saved_companions, saved_dtype
 from megatrain.source.untrained import Untrained
+
+_log = logging.getLogger(__name__)
 
 
 def write_model(
@@ -24,6 +28,7 @@ def write_model(
     source_dtype: torch.dtype,
     beside: Companions,
     merged: bool = False,
+    base: Base = "bf16",
 ) -> None:
     """Write the model; of one with an adapter that alone, in float32, or with `merged` the whole.
 
@@ -31,6 +36,7 @@ def write_model(
         model: tells configuration, names and shapes.
         masters: functions that give each parameter's exact values, by name.
         dtype: of all floating tensors; None: `source_dtype`, and what is not trained as it came.
+        base: how its frozen linear layers are kept; a warning says so.
 
     Raises:
         InputError: `merged` of a model without an adapter, or of one that cannot be merged.
@@ -42,6 +48,8 @@ def write_model(
     if found is not None and not merged:
         write_adapter(folder, model, masters, dtype=dtype or torch.float32, beside=beside)
         return
+    if base != "bf16":
+        _log.warning("frozen linear layers are written as their %s values, not as they came", base)
     values, as_came = {**masters, **untrained.values}, untrained.as_came(dtype)
     if found is not None:
         whole, held = merged_into_base(model, values), found.held
@@ -72,4 +80,5 @@ def write_saved(
         source_dtype=saved_dtype(checkpoint),
         beside=saved_companions(checkpoint),
         merged=merged,
+        base=checkpoint.settings.base,
     )

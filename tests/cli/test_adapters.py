@@ -70,6 +70,27 @@ def test_a_plan_knows_the_adapter(megatrain, adapter_file):
     assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
 
 
+def test_a_run_has_a_smaller_base(megatrain, adapter_file, tmp_path):
+    packed = sets(model__base="nf4", engine__precision="bf16")
+    plan = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--json")
+    bf16, nf4 = (
+        yaml.safe_load(megatrain("plan", adapter_file, *sets(**chosen), *plan).stdout)
+        for chosen in (
+            {"engine__precision": "bf16", "engine__device": "auto"},
+            {"engine__precision": "bf16", "engine__device": "auto", "model__base": "nf4"},
+        )
+    )
+    layers = [
+        next(t for t in told["tiles"] if t["name"].startswith("layer")) for told in (bf16, nf4)
+    ]
+    assert layers[1]["planes"]["weights"] < 0.6 * layers[0]["planes"]["weights"]
+    run = sets(output__folder=str(tmp_path / "run"), training__steps=2)
+    assert megatrain("train", adapter_file, *packed, *run).exit_code == 0
+    longer = sets(output__folder=str(tmp_path / "run"), training__steps=3)
+    assert megatrain("train", adapter_file, *packed, *longer, "--resume").exit_code == 0
+    assert load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -111,14 +111,16 @@ def test_training_is_that_on_the_unpacked_weights(base: Any) -> None:
         assert packed.evaluate(step) == engine.evaluate(step)
 
 
-def test_a_run_is_resumed_and_exported(tmp_path: Path) -> None:
+def test_a_run_is_resumed_and_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain, steps = in_dtype(llama(), torch.bfloat16), make_batches(2)
     with make_engine(adapted(plain), base="nf4", precision="bf16") as engine:
         engine.step(steps[0])
         engine.save(tmp_path / "saved")
         wanted = engine.step(steps[1]).loss
-        engine.save_pretrained(tmp_path / "merged", merged=True)
         engine.save_pretrained(tmp_path / "adapter")
+        assert not caplog.messages
+        engine.save_pretrained(tmp_path / "merged", merged=True)
+        assert "written as their nf4 values" in caplog.text
         trained, loss = masters(engine), engine.evaluate(steps[0])
     with Engine.load(tmp_path / "saved", device="cpu") as engine:
         assert engine.step(steps[1]).loss == wanted
