@@ -123,16 +123,17 @@ _REASONS = {
     "precompute_ref_log_probs": "a reference model's log-probabilities are computed once, always",
     "finetuning_type": _ADAPTER,
     "use_peft": _ADAPTER,
-    "load_in_4bit": "weights are not quantised: masters are fp32",
-    "load_in_8bit": "weights are not quantised: masters are fp32",
-    "quantization_bit": "weights are not quantised: masters are fp32",
     "offload_optimizer": "state rests in host memory always",
     "offload_param": "weights rest in host memory always",
     "reshard_after_forward": "engine.placement says what stays on the device, or auto",
     "state_dict_type": "not needed: a run writes a Hugging Face folder",
     **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization_bit"),
+        "model.base: nf4 or fp8 keeps the frozen base of an adapter so",
+    ),
+    **dict.fromkeys(
         ("deepspeed", "fsdp", "fsdp_config", "zero_optimization"),
-        "nothing of it is needed: state rests in host memory",
+        "nothing of it is needed: state rests in host memory; engine.devices takes several GPUs",
     ),
 }
 
