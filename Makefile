@@ -23,7 +23,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
 demo: $(STAMP)  ## train, sample and look at a small model
-	$(RUN) megatrain.cli demo
+	$(RUN) megatrain demo
 
 test: lint  ## lint, types, structure and the tests that need no GPU
 	$(PYTEST) -m "not gpu and not exhaustive"

@@ -68,6 +68,8 @@ class Prediction:
             yield "no clipping"
         if (states := case.get("states", "fp32")) != "fp32":
             yield f"{states} states"
+        if case["precision"] != "bf16":
+            yield str(case["precision"])
         if (master := case.get("master", 32)) != 32:
             yield f"{master}-bit master"
         if case.get("lora_r"):

@@ -31,7 +31,7 @@ class _Item:
 
     room: Buffer
     num_bytes: int
-    likes: list[Tensor]  # without data
+    tensors: list[tuple[torch.Size, torch.dtype, int]]  # shape, type, bytes
     landed: Any
 
 
@@ -99,8 +99,8 @@ class HostOffload:
         room = self._room(group, key, num_bytes, rest)
         device.copy(COPY_OUT, room, buffer, num_bytes)
         lane.busy = device.record(COPY_OUT)
-        likes = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
-        self._items[key] = _Item(room, num_bytes, likes, lane.busy)
+        told = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
+        self._items[key] = _Item(room, num_bytes, told, lane.busy)
 
     def expect(self, *takes: Sequence[Hashable]) -> None:
         """What the next `take`s will ask for, in their order, before all that were told earlier."""
@@ -184,9 +184,8 @@ def _pack(tensors: Sequence[Tensor], flat: Tensor) -> None:
 
 def _views(item: _Item, buffer: Buffer | None) -> list[Tensor]:
     views, offset = [], 0
-    for like in item.likes:
+    for shape, dtype, num_bytes in item.tensors:
         assert buffer is not None
-        flat = buffer.data[offset : offset + like.nbytes].view(like.dtype)
-        views.append(flat.view(like.shape))
-        offset += align(like.nbytes, _STEP)
+        views.append(buffer.data[offset : offset + num_bytes].view(dtype).view(shape))
+        offset += align(num_bytes, _STEP)
     return views

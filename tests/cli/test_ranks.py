@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,8 @@ def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, c
 
     def dies(done: int) -> None:
         if done == 4 and dist.get_rank() == 1:
+            while not (folder / "checkpoints" / "step-00000003").exists():
+                time.sleep(0.01)
             os._exit(0)
 
     def told(done: int) -> None:

@@ -66,8 +66,8 @@ def test_of_two_runs_that_start_at_once_in_one_folder_one_is_refused(start, run,
 import os, time, pathlib
 import megatrain.train.opening as opening
 prepare = opening.prepare
-def both(*args):
-    job = prepare(*args)
+def both(*args, **named):
+    job = prepare(*args, **named)
     place = pathlib.Path({place!r})
     (place / str(os.getpid())).touch()
     while len(list(place.iterdir())) < 2:
@@ -88,11 +88,11 @@ def test_a_run_that_is_prepared_while_another_one_takes_its_folder_is_refused(st
 import pathlib, time
 import megatrain.train.opening as opening
 prepare = opening.prepare
-def late(*args):
+def late(*args, **named):
     print("PHASE", flush=True)
     while not pathlib.Path({model!r}).exists():
         time.sleep(0.01)
-    return prepare(*args)
+    return prepare(*args, **named)
 opening.prepare = late
 """
     model = run.parent / "run" / "model"

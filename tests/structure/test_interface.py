@@ -53,6 +53,15 @@ def test_errors_have_their_exit_codes():
         assert issubclass(error, megatrain.errors.MegatrainError)
 
 
+def test_modules_that_make_runs_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = re.findall(r"\$\(RUN\) ((?:megatrain|benchmarks|tests)[.\w]*)", makefile)
+    assert "megatrain" in named and "benchmarks.kernels" in named
+    for name in named:
+        path = ROOT.joinpath(*name.split("."))
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
+
+
 def test_the_promised_commands_exist():
     assert set(SUPPORTED) <= set(COMMANDS)
 

@@ -217,7 +217,7 @@ def test_calls_and_tools_that_the_template_has_no_place_for_are_refused(tmp_path
         learnt(tmp_path, row, tokenizer)
 
 
-@pytest.mark.parametrize("role", ["gpt", "bot", "Assistant", "agent", ""])
+@pytest.mark.parametrize("role", ["Assistant", "agent", ""])
 def test_roles_that_nobody_knows_are_refused(tmp_path, role):
     turns = [TURNS[0], {"role": role, "content": "It is 42."}, *TURNS[2:]]
     with pytest.raises(InputError, match=rf"rows.jsonl:1: message 2: .*{role}.*: "):

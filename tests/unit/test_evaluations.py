@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config.learning import LossSection
+from megatrain.distributed import ALONE
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED
 from megatrain.train.evaluations import Evaluations
@@ -41,6 +42,7 @@ def evaluated(
         engine=engine,
         evaluation={"": micro},
         total_steps=total,
+        ranks=ALONE,
         loader=SimpleNamespace(rows_per_micro_batch=2),
     )
     training = SimpleNamespace(eval_every=1, batch_size=rows_per_step, samples=None)
