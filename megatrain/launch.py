@@ -6,8 +6,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from megatrain.distributed import ALONE, ProcessGroups, Ranks
+from megatrain.errors import RunFailed, first_line
 
 # Rank 0 may tokenise for long, while the others wait; who has ended is noticed at once.
 _OPENING = timedelta(hours=24)
@@ -20,7 +23,11 @@ def is_launched() -> bool:
 
 def is_restarted() -> bool:
     """Whether torchrun has started it again, after a failure (`--max-restarts`)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return _restarts() > 0
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def launch(devices: int, arguments: Sequence[str]) -> int:
@@ -51,9 +58,14 @@ def joined() -> Iterator[Ranks]:
     if not is_launched():
         yield ALONE
         return
-    dist.init_process_group("gloo", timeout=_OPENING)
-    size = dist.get_world_size()
     try:
-        yield ProcessGroups(dist.get_rank(), size, host=dist.group.WORLD)
+        store, rank, size = next(rendezvous("env://", timeout=_OPENING))
+        # After a restart torchrun's store may still have the addresses of processes that ended.
+        store = PrefixStore(f"start {_restarts()}", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_OPENING)
+    except (RuntimeError, ValueError) as error:
+        raise RunFailed(f"the ranks do not find each other: {first_line(error)}") from error
+    try:
+        yield ProcessGroups(rank, size, host=dist.group.WORLD)
     finally:
         dist.destroy_process_group()

@@ -19,6 +19,7 @@ from megatrain.config import load
 from megatrain.data import Step
 from megatrain.distributed import ProcessGroups
 from megatrain.errors import InputError, RunFailed
+from megatrain.launch import joined
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
 from megatrain.train.sharing import part_of
@@ -133,6 +134,28 @@ def test_what_ranks_cannot_do_yet_is_refused_by_name(run_file) -> None:
         pytest.raises(InputError, match="data.streaming"),
     ):
         train(config, "run")
+
+
+def test_a_restart_by_torchrun_does_not_see_addresses_of_processes_that_ended(monkeypatch) -> None:
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": kept.port, "RANK": 0, "WORLD_SIZE": 2}
+    for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=int):
+        for restarts in range(2):
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+            with joined():
+                store = dist.init_process_group.call_args.kwargs["store"]
+            assert not store.check(["address of rank 1"])
+            store.set("address of rank 1", "it")
+
+
+def test_ranks_that_cannot_meet_say_so_in_a_line(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RunFailed, match="do not find each other.*MASTER_ADDR"), joined():
+        pass
 
 
 def test_devices_are_started_by_torchrun(megatrain, run_file) -> None:
