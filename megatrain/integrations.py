@@ -113,6 +113,8 @@ class StreamedTrainer(_Trainer):
             wrong["optimizers"] = "the engine updates; leave the optimizer out"
         if self.compute_metrics is not None:
             wrong["compute_metrics"] = "logits do not exist as a whole; use megatrain.Engine.logits"
+        if args.save_only_model and args.load_best_model_at_end:
+            wrong["args.save_only_model"] = "load_best_model_at_end takes the whole state"
         if self.model_init is not None:
             wrong["model_init"] = "give the model"
         if args.world_size > 1:
@@ -127,13 +129,18 @@ class StreamedTrainer(_Trainer):
         """Left where it is: the engine copies it to host memory."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Groups for the Trainer's scheduler, whose rates each step gives to the engine."""
+        """Groups for schedulers and callbacks, whose settings each step gives to the engine."""
         if self.optimizer is None:
             streamed = self.engine.optimizer
             assert streamed is not None
-            groups = [{"params": g["params"], "lr": g["lr"]} for g in streamed.param_groups]
+            groups = [dict(group) for group in streamed.param_groups]
             self.optimizer = torch.optim.SGD(groups)  # without gradients it does nothing
         return self.optimizer
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """As of the class it is mixed into; nothing is left of a step that was broken off."""
+        self._waiting = []
+        return super().train(*arguments, **options)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -147,7 +154,7 @@ class StreamedTrainer(_Trainer):
         assert streamed is not None and self.optimizer is not None
         pairs = zip(streamed.param_groups, self.optimizer.param_groups, strict=True)
         for group, scheduled in pairs:
-            group["lr"] = scheduled["lr"]
+            group.update({name: scheduled[name] for name in group if name != "params"})
         step, self._waiting = self._waiting, []
         self._last = self.engine.step(step)
         return torch.tensor(self._last.loss, device=self.args.device)
@@ -238,6 +245,7 @@ class _StandIn(nn.Module):
         refused = partial(_refused)
         refused.__signature__ = columns  # type: ignore[attr-defined]
         self.forward = refused
+        self.state_dict = _refused  # it would be empty
         # Trainers change them: tokens of the one are exported, the other is what the model is of.
         self.generation_config, self.config = engine.generation_config, deepcopy(engine.config)
         self._count = engine.num_parameters

@@ -113,6 +113,35 @@ def test_a_streamed_trainer_goes_on_exactly(tmp_path: Path) -> None:
     assert rates[0] == rates[1]
 
 
+class Decay(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        for group in given["optimizer"].param_groups:
+            group["weight_decay"] *= 2.0
+
+
+def test_settings_that_a_callback_changes_reach_the_engine(tmp_path: Path) -> None:
+    few = {"max_steps": 3, "eval_strategy": "no", "save_strategy": "no", "weight_decay": 2.0}
+    losses = []
+    for kind in (Trainer, Streamed):
+        made = trainer(kind, tmp_path, options={"callbacks": [Decay()]}, **few)
+        made.train()
+        losses.append([entry["loss"] for entry in made.state.log_history[:-1]])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_step_that_is_broken_off_is_not_part_of_the_next_run(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = True
+
+    few = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+    fresh, stopped = (trainer(Streamed, tmp_path, **few) for _ in range(2))
+    stopped.add_callback(Stop())
+    stopped.train()
+    stopped.remove_callback(Stop)
+    assert stopped.train().training_loss == fresh.train().training_loss
+
+
 def test_the_best_state_is_loaded(tmp_path: Path) -> None:
     best = trainer(
         Streamed, tmp_path / "best", load_best_model_at_end=True, greater_is_better=True,
@@ -144,6 +173,12 @@ class Step(StreamedTrainer, Trainer):
         (Streamed, {"label_smoothing_factor": 0.1}, {}, "args.label_smoothing_factor"),
         (Streamed, {"neftune_noise_alpha": 5.0}, {}, "args.neftune_noise_alpha"),
         (Streamed, {"optim": "adafactor"}, {}, "args.optim: it must be adamw_torch"),
+        (
+            Streamed,
+            {"save_only_model": True, "load_best_model_at_end": True, "save_steps": 2},
+            {},
+            "args.save_only_model",
+        ),
         (Streamed, {}, {"compute_metrics": lambda given: {}}, "compute_metrics"),
         (Streamed, {}, {"compute_loss_func": lambda *given, **more: 0}, "compute_loss_func"),
         (Streamed, {}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers"),
@@ -163,6 +198,8 @@ def test_predictions_and_the_models_forward_are_refused(tmp_path: Path) -> None:
         made.predict(rows(2))
     with pytest.raises(InputError, match="trainer.engine"):
         made.model(torch.zeros(1, 2, dtype=torch.int64))
+    with pytest.raises(InputError, match="trainer.engine"):
+        made.model.state_dict()
 
 
 @pytest.mark.exhaustive
