@@ -245,7 +245,7 @@ class _StandIn(nn.Module):
         refused = partial(_refused)
         refused.__signature__ = columns  # type: ignore[attr-defined]
         self.forward = refused
-        self.state_dict = _refused  # it would be empty
+        self.state_dict = _refused  # type: ignore[method-assign]  # it would be empty
         # Trainers change them: tokens of the one are exported, the other is what the model is of.
         self.generation_config, self.config = engine.generation_config, deepcopy(engine.config)
         self._count = engine.num_parameters
