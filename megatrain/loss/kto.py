@@ -10,7 +10,14 @@ from torch import Tensor
 from megatrain.errors import InputError
 from megatrain.loss.base import IGNORED
 from megatrain.loss.joint import JointLoss
-from megatrain.loss.replies import Replies, check_numbers, check_settings, labels_of, summed
+from megatrain.loss.replies import (
+    Replies,
+    check_numbers,
+    check_rows,
+    check_settings,
+    labels_of,
+    summed,
+)
 
 Variant = Literal["kto", "apo_zero_unpaired"]
 MISMATCHED = -1
@@ -85,6 +92,7 @@ class KTO(JointLoss):
         """The number of good and bad replies. Raises InputError: a number is none."""
         example, desired = (labels_of(number, targets, given) for number in (0, 1))
         check_numbers("example", example)
+        check_rows("example", example, targets)
         if not ((desired == 0) | (desired == 1) | (desired == MISMATCHED)).all():
             raise InputError("desired must be 1 in good replies, 0 in bad, -1 in mismatched ones")
         return len(example[desired != MISMATCHED].unique())

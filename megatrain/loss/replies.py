@@ -70,6 +70,24 @@ def labels_of(name: int, targets: Sequence[Tensor], given: Sequence[Sequence[Ten
     return torch.cat([beside[name][each != IGNORED] for each, beside in pairs])
 
 
+def check_rows(name: str, numbers: Tensor, targets: Sequence[Tensor]) -> None:
+    """Raises InputError: labels of one reply, as its number says, are in several rows of a step."""
+    count = sum(len(each) for each in targets)
+    rows = torch.arange(count).split([len(each) for each in targets])
+    every = torch.cat(
+        [
+            row[:, None].expand(each.shape)[each != IGNORED]
+            for row, each in zip(rows, targets, strict=True)
+        ]
+    )
+    found = (numbers.long() * count + every).unique() // count
+    if len(twice := found[1:][found[1:] == found[:-1]]):
+        raise InputError(
+            f"{name} {int(twice[0])} has a reply in several rows of this step; replies need "
+            "numbers of their own, in other micro-batches, too"
+        )
+
+
 @dataclass(frozen=True)
 class PairLoss(JointLoss):
     """A loss of pairs, the mean over all of a step.
@@ -121,7 +139,7 @@ class PairLoss(JointLoss):
         }
 
     def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
-        """The number of pairs. Raises InputError: a label is of none, or a reply is missing."""
+        """The number of pairs. Raises InputError: a label is of none, a reply missing or twice."""
         pair, chosen = (labels_of(number, targets, given) for number in (0, 1))
         check_numbers("pair", pair)
         if not ((chosen == 0) | (chosen == 1)).all():
@@ -136,4 +154,10 @@ class PairLoss(JointLoss):
                 f"pair {min(alone):.0f} has no label of a {which} reply in this step; a step takes "
                 "whole pairs"
             )
+        for kind in (0, 1):
+            own = [
+                each.masked_fill(beside[1].ne(kind), IGNORED)
+                for each, beside in zip(targets, given, strict=True)
+            ]
+            check_rows("pair", labels_of(0, own, given), own)
         return len(both[0])

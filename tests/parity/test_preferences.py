@@ -202,6 +202,13 @@ def test_replies_that_are_none_are_refused() -> None:
     wrong[0]["desired"] = wrong[0]["desired"] + 0.5
     with pytest.raises(InputError, match="desired must be 1 in good replies"):
         engine.step(wrong, KTO())
+    wrong = replies(KTO())
+    wrong[1]["example"] = torch.zeros_like(wrong[1]["example"])
+    with pytest.raises(InputError, match="example 0 has a reply in several rows of this step"):
+        engine.step(wrong, KTO())
+    for loss in (DPO(), ORPO()):  # numbers that begin anew
+        with pytest.raises(InputError, match="pair 0 has a reply in several rows of this step"):
+            engine.step([*replies(loss), *replies(loss)], loss)
     wrong = replies(ORPO())
     wrong[0]["reply"] = torch.zeros_like(wrong[0]["reply"])
     with pytest.raises(InputError, match="has no label of a chosen reply"):
