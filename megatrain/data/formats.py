@@ -117,6 +117,11 @@ def _pair(row: Row, where: str) -> Rated:
         if kind is str and prompt is None:
             common -= replies[0][:common].endswith(" ")
         said, replies = replies[0][:common], [reply[common:] for reply in replies]
+        if kind is list and not (all(replies) and (said or prompt)):
+            raise InputError(
+                f"{where}: 'chosen' and 'rejected' must begin with the same messages, and then "
+                "each have a reply of its own"
+            )
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else said
         prompt = said or asked
     rows = [{**row, "prompt": prompt, "completion": reply} for reply in replies]
@@ -298,12 +303,11 @@ class Reading:
         names = form.names(row, self.fields, where)
         rest = {n: v for n, v in row.items()
                 if n not in (names or {}).values() and n not in self.fields}  # fmt: skip
+        if names is None and self.kind in _OF_REPLIES:
+            raise self._other_format(form, row, where)
         refuse_unheeded(rest, where, text=form.kind == "text")
         if names is None:
-            raise InputError(
-                f"{where}: not of the first row's format ({form.title}): its fields are "
-                f"{listed(row)}: keep formats in files of their own"
-            )
+            raise self._other_format(form, row, where)
         if form.kind != "text" and form.needs is not _TALKS:
             for name in _BESIDE:
                 if not empty(rest.get(name)):
@@ -316,6 +320,12 @@ class Reading:
         if any(self.fields.get(name) for name in _OF_MESSAGES):
             given = {name: self._renamed(from_json(v, name, where)) for name, v in given.items()}
         return form.read(given, where), unread
+
+    def _other_format(self, form: Format, row: Row, where: str) -> InputError:
+        return InputError(
+            f"{where}: not of the first row's format ({form.title}): its fields are "
+            f"{listed(row)}: keep formats in files of their own"
+        )
 
     def _renamed(self, value: Any) -> Any:
         """Messages whose `role` and `content` have other names in the data."""

@@ -165,7 +165,12 @@ def test_pairs_stay_whole_in_steps_and_parts(tmp_path):
     [
         ({"chosen": GOOD, "rejected": GOOD}, "pairs", "say the same"),
         ({"chosen": GOOD, "rejected": reply(BAD)}, "pairs", "must both be strings, or both"),
-        ({"chosen": reply(GOOD), "rejected": reply(BAD)}, "pairs", "'prompt' must be a non-empty"),
+        ({"chosen": reply(GOOD), "rejected": reply(BAD)}, "pairs", "begin with the same messages"),
+        (
+            {"chosen": talk(ASK), "rejected": [*talk(ASK), *reply(BAD)]},
+            "pairs",
+            "each have a reply of its own",
+        ),
         (
             {"prompt": ASK, "completion": GOOD},
             "pairs",
@@ -179,6 +184,19 @@ def test_pairs_stay_whole_in_steps_and_parts(tmp_path):
 def test_what_cannot_be_compared_is_refused(tmp_path, row, kind, message):
     with pytest.raises(InputError, match=message):
         opened(tmp_path, [row], kind)
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        ({"prompt": ASK, "chosen": GOOD}, "pairs"),
+        ({"prompt": ASK, "completion": GOOD, "label": True}, "rated"),
+    ],
+)
+def test_a_row_of_another_format_is_called_so(tmp_path, other, kind):
+    fine = {"prompt": ASK, "chosen": GOOD, "rejected": BAD}
+    with pytest.raises(InputError, match=":2: not of the first row's format .preferences."):
+        opened(tmp_path, [fine, other], kind)
 
 
 def test_a_bad_row_takes_both_replies_along(tmp_path):
