@@ -26,8 +26,17 @@ from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed, 
 
 T = TypeVar("T")
 
-# How long a rank waits for another one, which then counts as hanging.
-PATIENCE = timedelta(seconds=int(os.environ.get("MEGATRAIN_RANK_TIMEOUT", 600)))
+_LONGEST = 1_000_000  # seconds
+
+
+def patience() -> timedelta:
+    """How long a rank waits for another one, which then counts as hanging. Raises InputError."""
+    told = os.environ.get("MEGATRAIN_RANK_TIMEOUT", "600")
+    if not told.isdecimal() or not 0 < int(told) <= _LONGEST:
+        raise InputError(
+            f"MEGATRAIN_RANK_TIMEOUT is {told!r}; it must be seconds, from 1 to {_LONGEST:,}"
+        )
+    return timedelta(seconds=int(told))
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,7 @@ class ProcessGroups(Ranks):
 
     def meet(self) -> None:
         with self._told():
-            dist.monitored_barrier(self.host, timeout=PATIENCE, wait_all_ranks=True)
+            dist.monitored_barrier(self.host, timeout=patience(), wait_all_ranks=True)
 
     @property
     def beside(self) -> Ranks:
@@ -255,8 +264,10 @@ def connected(group: ProcessGroup, device: torch.device) -> Ranks:
     """The ranks of a group, also of a single one."""
     members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
 
-    def made(backend: str, patience: timedelta = PATIENCE) -> Any:
-        return dist.new_group(members, patience, backend, use_local_synchronization=True)
+    waits = patience()
+
+    def made(backend: str, waits: timedelta = waits) -> Any:
+        return dist.new_group(members, waits, backend, use_local_synchronization=True)
 
     host, saves = made("gloo"), made("gloo", timedelta(hours=24))  # disks may be slow
     names: list[Any] = [None] * len(members)

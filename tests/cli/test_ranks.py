@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from megatrain.checkpoint import verify
 from megatrain.config import load
 from megatrain.data import Step
-from megatrain.distributed import ProcessGroups
+from megatrain.distributed import ProcessGroups, patience
 from megatrain.errors import InputError, RunFailed
 from megatrain.launch import joined
 from megatrain.telemetry.metrics import read_metrics
@@ -148,6 +148,13 @@ def test_a_restart_by_torchrun_does_not_see_addresses_of_processes_that_ended(mo
                 store = dist.init_process_group.call_args.kwargs["store"]
             assert not store.check(["address of rank 1"])
             store.set("address of rank 1", "it")
+
+
+@pytest.mark.parametrize("told", ["10m", "0", "-1", "", "1000001"])
+def test_a_timeout_that_is_none_is_refused_by_name(monkeypatch, told) -> None:
+    monkeypatch.setenv("MEGATRAIN_RANK_TIMEOUT", told)
+    with pytest.raises(InputError, match="MEGATRAIN_RANK_TIMEOUT is"):
+        patience()
 
 
 def test_ranks_that_cannot_meet_say_so_in_a_line(monkeypatch) -> None:
