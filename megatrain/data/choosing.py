@@ -29,6 +29,8 @@ def choose(store: Store, layout: Layout, seed: int) -> Segments:
     _report_unlearnable(store, learnable, layout.kind)
     each = 2 if layout.kind == "pairs" else 1  # both replies of a pair, or none
     whole = np.logical_and.reduce(learnable.reshape(-1, each), 1)
+    if each == 2:
+        _report_alike(store, lengths, whole)
     order = shuffled(len(whole), 0, seed)
     order = (each * order[whole[order]][:, None] + np.arange(each)).reshape(-1)
     return Segments(order, np.zeros_like(order), lengths[order])
@@ -56,6 +58,24 @@ def _shorten(
     lengths = lengths.copy()
     lengths[overlong] = limit if layout.overlong == "truncate" else 0
     return lengths
+
+
+def _report_alike(store: Store, lengths: NDArray[np.int64], whole: NDArray[np.bool_]) -> None:
+    """Warn of pairs whose replies differ only after the place where both are cut."""
+    documents = store.documents()
+    cut = (documents["end"] - documents["begin"] > lengths).reshape(-1, 2).all(1)
+    alike = []
+    for pair in np.flatnonzero(cut & whole).tolist():
+        begins = (store.begin(document) for document in (2 * pair, 2 * pair + 1))
+        one, other = (store.read(begin, begin + lengths[2 * pair])[0] for begin in begins)
+        if np.array_equal(one, other):
+            alike.append(pair)
+    if alike:
+        _log.warning(
+            "%d of %d pairs are the same up to where they are truncated, and teach no preference "
+            "(first: %s): raise sequence_length, or leave them out",
+            len(alike), len(whole), store.place(2 * alike[0]),
+        )  # fmt: skip
 
 
 def _report_unlearnable(store: Store, learnable: NDArray[np.bool_], kind: Kind) -> None:

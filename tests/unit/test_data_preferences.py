@@ -204,3 +204,12 @@ def test_a_bad_row_takes_both_replies_along(tmp_path):
     wrong = fine | {"rejected": [{"role": "assistant", "content": BAD, "images": ["a.png"]}]}
     data = opened(tmp_path, [wrong, fine], bad_rows="skip")
     assert lines(data) == [encoded({"messages": talk(ASK, text)}) for text in (GOOD, BAD)]
+
+
+def test_pairs_that_truncation_makes_the_same_are_told(tmp_path, caplog):
+    begun = f"{GOOD} " * 9
+    rows = [
+        {"prompt": ASK, "chosen": begun + end, "rejected": begun + BAD + end} for end in ("a", "b")
+    ]
+    opened(tmp_path, [*rows, {"prompt": ASK, "chosen": GOOD, "rejected": BAD}], length=16)
+    assert "2 of 3 pairs are the same up to where they are truncated" in caplog.text
