@@ -241,8 +241,6 @@ def _learn(source: Source, optimizer: Rule | None, ranks: Ranks, *, saveable: bo
         computed = torch.float32 if source.copied is None else source.dtype
         with_code = source.folder is not None
         source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
-    if ranks.size > 1 and source.base != "bf16":
-        raise InputError(f"base is {source.base!r}, which several ranks cannot share; take bf16")
     found = structure(source, trained=optimizer is not None)
     if optimizer is not None and saveable and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")

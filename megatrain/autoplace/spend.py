@@ -51,9 +51,8 @@ class FirstTiles:
         there = [0 if layer else num for layer, num in zip(layers, gradients, strict=True)]
         self._on_device = [0, *accumulate(map(add, kept, there))]
         self._on_host = [0, *accumulate(map(add, kept, map(mul, gradients, held)))]
-        if (
-            placement.disk_moments or placement.disk_weights
-        ):  # what leaves the disk for the device spares the host nothing
+        # What leaves the disk for the device spares the host nothing.
+        if placement.disk_moments or placement.disk_weights:
             counts = range(len(self.tiles) + 1)
             moved = [replace(placement, resident=self.names(count)) for count in counts]
             first, *_ = there = [*disk_bytes(layouts, workload, moved)]

@@ -127,10 +127,13 @@ class LossSection(Section):
         """The loss as a step takes it."""
         from megatrain.loss import CROSS_ENTROPY, LabelSmoothing
 
-        own = {name: getattr(self, name) for name in _settings(self.name) or ()}
         if self.name != "sft":
-            return _of_replies()[self.name](**own)
+            return _of_replies()[self.name](**self._own)
         return LabelSmoothing(self.label_smoothing) if self.label_smoothing else CROSS_ENTROPY
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _settings(self.name) or ()}
 
     @property
     def kind(self) -> Literal["pairs", "rated"] | None:
@@ -139,8 +142,8 @@ class LossSection(Section):
 
     @property
     def lines(self) -> int:
-        """Rows of tokens that one row of the data has: of a pair, or a reply and a mismatched."""
-        return 1 if self.name == "sft" or self.loss_type == "apo_zero_unpaired" else 2
+        """Rows of tokens that one row of the data has."""
+        return 1 if self.name == "sft" else _of_replies()[self.name](**self._own).lines
 
     @property
     def metrics(self) -> tuple[str, ...]:

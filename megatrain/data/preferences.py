@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.packing import Ints
-from megatrain.loss import KTO, Loss
+from megatrain.loss import IGNORED, KTO, PairLoss
 
 REPLIES = ("pairs", "rated")
 PLAIN = ("input_ids", "labels", "attention_mask")
@@ -36,7 +36,7 @@ class ReplyDataset(PackedDataset):
         reference: `[rows, lines]` log-probabilities of the replies in a reference model.
     """
 
-    loss: Loss
+    loss: PairLoss | KTO
     reference: Tensor | None = None
 
     @property
@@ -46,8 +46,7 @@ class ReplyDataset(PackedDataset):
     @property
     def lines(self) -> int:
         """Lines of tokens that a row has."""
-        mismatched = isinstance(self.loss, KTO) and self.loss.loss_type == "kto"
-        return 2 if self.kind == "pairs" or mismatched else 1
+        return self.loss.lines
 
     def plain(self, rows: Sequence[int]) -> MicroBatch:
         """Rows as `Layout.batch` lays them out, a line for each reply, and nothing besides."""
@@ -67,7 +66,7 @@ class ReplyDataset(PackedDataset):
             assert self.reference is not None
             made["reference_logp"] = _at_first_label(self.reference[list(rows)].view(-1), labels)
         if "reply" in self.loss.inputs:  # of chosen texts the prompts are learnt as well
-            made["reply"] = (labels != -100).float()
+            made["reply"] = (labels != IGNORED).float()
             there = made.get("attention_mask", torch.ones_like(ids)) == 1
             there &= torch.arange(labels.shape[1]) > 0
             made["labels"] = torch.where(there & (kinds == 1)[:, None], ids, labels)
@@ -97,10 +96,10 @@ class ReplyDataset(PackedDataset):
 
 
 def _first_label(labels: Ints) -> int:
-    return 1 + int((labels[1:] != -100).argmax())
+    return 1 + int((labels[1:] != IGNORED).argmax())
 
 
 def _at_first_label(sums: Tensor, labels: Tensor) -> Tensor:
     """`[B, T]` numbers of lines, each at the line's first label, 0 elsewhere."""
-    first = (labels != -100).float().argmax(1)
+    first = (labels != IGNORED).float().argmax(1)
     return torch.zeros(labels.shape).scatter(1, first[:, None], sums.float()[:, None])

@@ -69,7 +69,7 @@ class Assembly:
         for visit, layer in enumerate(self.program.spec.layers):
             tile = self.layers[visit]
             if most and tile.rests.streamed and tile.layout.numel * self.dtype.itemsize > most:
-                if tile.layout.unpacked is not tile.layout:
+                if tile.layout.is_packed:
                     raise InputError("placement.max_stream_bytes cuts no layer of a packed base")
                 found[visit] = expert_slices(tile, layer, most, self.dtype.itemsize)
         return found
@@ -127,8 +127,8 @@ class Assembly:
         layer = max(layers, default=largest)
         slots, distance = self.placement.slots, self.placement.prefetch_distance
         staying = [tile for tile in self.store.tiles if tile.rests.stays]
-        packed = [t.layout.unpacked for t in self.layers if t.layout.unpacked is not t.layout]
-        unpacked = max((each.numel for each in packed), default=0)
+        packed = (tile.layout.unpacked.numel for tile in self.layers if tile.layout.is_packed)
+        unpacked = max(packed, default=0)
         disk = WeightsReader(self.device, self.layers)
         given = slots, distance, layer, largest, self.dtype, self.collectives, disk, staying
         return Stream(self.device, *given, unpacked, self.unpack())

@@ -147,7 +147,7 @@ class Stream:
     def _computed(self, tile: Tile | TileSlice, weights: Buffer) -> Buffer:
         """A tile's weights as layers are computed with them."""
         layout = tile.layout
-        if layout.unpacked is layout:
+        if not layout.is_packed:
             return weights
         assert self._unpack is not None
         work = partial(self._unpack, layout, weights.data, self._unpacked.data)

@@ -1,13 +1,13 @@
 """Direct preference optimisation: a chosen reply becomes likelier than a rejected one."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.replies import PairLoss, Replies, check_settings
+from megatrain.loss.replies import PairLoss, Replies, check_settings, check_type, unlikeliness
 
 Variant = Literal["sigmoid", "sigmoid_norm", "robust", "ipo", "hinge"]
 
@@ -43,9 +43,7 @@ class DPO(PairLoss):
 
     def __post_init__(self) -> None:
         check_settings("DPO", self.beta, self.label_smoothing)
-        if self.loss_type not in get_args(Variant):
-            known = ", ".join(get_args(Variant))
-            raise InputError(f"DPO's loss_type is {self.loss_type!r}; it must be one of {known}")
+        check_type("DPO", self.loss_type, Variant)
         if self.label_smoothing and self.loss_type in ("ipo", "hinge"):
             raise InputError(f"DPO's {self.loss_type} has no label smoothing; leave it out")
 
@@ -60,6 +58,7 @@ class DPO(PairLoss):
         margin = self.beta * difference
         if self.loss_type == "hinge":
             return F.relu(1 - margin)
-        sign = -1 if self.loss_type == "robust" else 1
-        both = (1 - wrong) * F.logsigmoid(margin) + sign * wrong * F.logsigmoid(-margin)
-        return -both / (1 - 2 * wrong) if self.loss_type == "robust" else -both
+        if self.loss_type == "robust":
+            both = (1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+            return -both / (1 - 2 * wrong)
+        return unlikeliness(margin, wrong)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from megatrain.loss.replies import (
     check_numbers,
     check_rows,
     check_settings,
+    check_type,
     labels_of,
     summed,
 )
@@ -52,9 +53,12 @@ class KTO(JointLoss):
         for weight in (self.desirable_weight, self.undesirable_weight):
             if not 0 <= weight < float("inf"):
                 raise InputError(f"a weight of KTO is {weight!r}; it must be at least 0")
-        if self.loss_type not in get_args(Variant):
-            known = ", ".join(get_args(Variant))
-            raise InputError(f"KTO's loss_type is {self.loss_type!r}; it must be one of {known}")
+        check_type("KTO", self.loss_type, Variant)
+
+    @property
+    def lines(self) -> int:
+        """Rows of tokens for each reply of the data: it and, for the baseline, a mismatched one."""
+        return 2 if self.loss_type == "kto" else 1
 
     def _found(
         self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor

@@ -4,9 +4,10 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
@@ -64,6 +65,18 @@ def check_settings(loss: str, beta: float, label_smoothing: float = 0.0) -> None
         )
 
 
+def check_type(loss: str, loss_type: str, known: Any) -> None:
+    """Raises InputError: `loss_type` is none of the literals `known`."""
+    if loss_type not in get_args(known):
+        each = ", ".join(get_args(known))
+        raise InputError(f"{loss}'s loss_type is {loss_type!r}; it must be one of {each}")
+
+
+def unlikeliness(margin: Tensor, wrong: float) -> Tensor:
+    """`-log sigmoid(margin)`, of which the share `wrong` counts the other way round."""
+    return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+
+
 def labels_of(name: int, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> Tensor:
     """What a loss is given as its tensor of that number, of all labels of a step."""
     pairs = zip(targets, given, strict=True)
@@ -98,6 +111,7 @@ class PairLoss(JointLoss):
     """
 
     beta: float
+    lines: ClassVar[int] = 2  # rows of tokens for each pair of the data
 
     @abstractmethod
     def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:

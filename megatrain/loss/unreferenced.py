@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.errors import InputError
 from megatrain.loss.base import IGNORED
-from megatrain.loss.replies import PairLoss, Replies, check_settings
+from megatrain.loss.replies import PairLoss, Replies, check_settings, unlikeliness
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class SimPO(PairLoss):
             raise InputError(f"SimPO's gamma is {self.gamma!r}; it must be a number")
 
     def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
-        margin, wrong = self.beta * (chosen.mean - rejected.mean) - self.gamma, self.label_smoothing
-        return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+        margin = self.beta * (chosen.mean - rejected.mean) - self.gamma
+        return unlikeliness(margin, self.label_smoothing)
 
     def rewards(self, replies: Replies) -> Tensor:
         return self.beta * replies.mean

@@ -226,9 +226,10 @@ class Rule(ABC):
             return not any(skipped) and not any(name.startswith(f"{norm}.") for norm in norms)
 
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        decaying = {name for name, _ in named if decays(name)}
         groups: list[dict[str, Any]] = [
-            {"params": [(n, p) for n, p in named if decays(n)]},
-            {"params": [(n, p) for n, p in named if not decays(n)], "weight_decay": 0.0},
+            {"params": [(n, p) for n, p in named if n in decaying]},
+            {"params": [(n, p) for n, p in named if n not in decaying], "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]
 

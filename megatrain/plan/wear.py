@@ -9,6 +9,11 @@ from megatrain.plan.tiles import TileBytes
 TERABYTE = 10**12  # as drives are sold
 
 
+def terabytes_a_day(num_bytes: float, seconds: float) -> float:
+    """Of so many bytes each step of so many seconds."""
+    return num_bytes / TERABYTE * 86400 / seconds
+
+
 @dataclass(frozen=True)
 class DiskUse:
     """Planes on a disk: each update reads and writes what is trained, sweeps read the weights.
@@ -29,7 +34,7 @@ class DiskUse:
     @property
     def terabytes_a_day(self) -> float:
         """Written, at the speed of the plan."""
-        return self.written / TERABYTE * 86400 / self.seconds
+        return terabytes_a_day(self.written, self.seconds)
 
     @property
     def days_to_wear(self) -> float | None:

@@ -7,7 +7,7 @@ import numpy as np
 import yaml
 
 from megatrain.device.base import DISK_OUT
-from megatrain.plan.wear import TERABYTE
+from megatrain.plan.wear import terabytes_a_day
 from megatrain.report.charts import Chart, Line, draw
 from megatrain.report.markup import compact, seconds, short, table, text
 from megatrain.report.roofs import Resource, Roofs
@@ -61,7 +61,7 @@ def _written(source: Source) -> str:
     written = found.num_bytes.get(DISK_OUT) if found is not None else None
     if not seconds:
         return "read and written each step"
-    a_day = (written or source.disk_bytes or 0) / TERABYTE * 86400 / seconds
+    a_day = terabytes_a_day(written or source.disk_bytes or 0, seconds)
     return f"each step; {a_day:,.1f} TB written a day"
 
 

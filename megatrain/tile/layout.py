@@ -123,9 +123,14 @@ class TileLayout:
         self.by_name = {entry.name: entry for entry in entries}
 
     @cached_property
+    def is_packed(self) -> bool:
+        """Whether any parameter is kept otherwise than as its values."""
+        return any(entry.packed is not None for entry in self.entries)
+
+    @cached_property
     def unpacked(self) -> "TileLayout":
         """Where parameters lie once they are unpacked; what is not packed lies where it did."""
-        if all(entry.packed is None for entry in self.entries):
+        if not self.is_packed:
             return self
         given = [(e.name, torch.Size(e.shape), e.group) for e in self.entries]
         return TileLayout(self.name, given, self.kind, [e.name for e in self.entries if e.wide])

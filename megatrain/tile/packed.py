@@ -39,7 +39,7 @@ class Packing:
         pack: its values, to uint8 of that length.
         parts: of these, the codes and an fp32 scale for each of equally many values.
         expand: codes and scales to values, in place; of the fourth argument's type and length.
-        values: what codes stand for.
+        values: what codes stand for; empty where they say it themselves.
     """
 
     name: str
@@ -157,6 +157,10 @@ def _expand_fp8(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> N
     out.view(len(scales), -1).copy_(wide * scales[:, None])
 
 
+def _no_values(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
 NF4 = Packing("nf4", _nf4_bytes, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
-FP8 = Packing("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _nf4_values)
+FP8 = Packing("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
 PACKINGS = {each.name: each for each in (NF4, FP8)}

@@ -17,6 +17,7 @@ from megatrain.config import Config
 from megatrain.data import ReplyDataset
 from megatrain.disk import write_file
 from megatrain.errors import InputError
+from megatrain.loss import KTO, PairLoss
 from megatrain.train.folders import REFERENCES
 from megatrain.train.resume import Start
 
@@ -64,6 +65,7 @@ def refer(
     loss = config.loss.loss()
     sets = {name: each for name, each in data.items() if isinstance(each, ReplyDataset)}
     for each in sets.values():
+        assert isinstance(loss, PairLoss | KTO)  # such data are opened for these alone
         each.loss = loss
     if "reference_logp" not in loss.inputs:
         return None
