@@ -178,7 +178,10 @@ IMPOSSIBLE: dict[str, tuple[dict, str]] = {
     "disk": ({"placement": Placement(disk_moments=1)}, "placement.disk_moments"),
     "remainder": ({"placement": Placement(disk_remainder=1)}, "placement.disk_remainder"),
     "muon": ({"rule": "muon"}, "Muon needs whole matrices"),
-}
+    "packed": (
+        {"base": "nf4", "precision": "bf16", "trained": Trained(["layers"], None)}, "base nf4"
+    ),
+}  # fmt: skip
 
 
 def test_what_ranks_cannot_do_is_refused_by_name() -> None:
