@@ -16,13 +16,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from megatrain import kernels
-from megatrain.kernels import native, reference
+from megatrain.kernels import factored, native, reference
 from megatrain.kernels.reference import RULES
 from megatrain.kernels.states import Scalars
 from megatrain.optim import Adafactor, AdamW, moved_bytes
@@ -128,12 +130,26 @@ def rule_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
         states = [] if name in ("sgd", "direction") else [torch.zeros(master.numel())]
         move = partial(native.move, name, weights, remainder, states, grad, by, threads=threads)
         cases.append(Case(f"native, {name}", 10 + 8 * len(states), move))
-    rule = Adafactor()
-    planes = (p[: master.numel() // 4096 * 4096].view(-1, 4096) for p in (weights, remainder, grad))
-    (weights, remainder, grad), [_, kept] = planes, rule.state_planes
-    update = partial(rule.update, weights, remainder, [torch.zeros(master.numel() // kept.per)])
-    update = partial(update, grad, vars(rule), at=0, step=10, grad_scale=0.5, threads=threads)
-    return [*cases, Case("torch, adafactor", moved_bytes(rule, torch.bfloat16), update)]
+    return cases
+
+
+def adafactor_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
+    """Adafactor of one matrix of 4096 columns: native, and plain torch."""
+    rule, size = Adafactor(), master.numel() // 4096 * 4096
+    planes = (*split_planes(master), grad_fp32.bfloat16())
+    weights, remainder, grad = (plane[:size].view(-1, 4096) for plane in planes)
+    [_, kept], cases = rule.state_planes, []
+    for name, module in (("native", native), ("reference", factored)):
+        given = weights, remainder, [torch.zeros(size // kept.per)], grad, vars(rule)
+        update = partial(rule.update, *given, at=0, step=10, grad_scale=0.5, threads=threads)
+        run = partial(_with, module, update)
+        cases.append(Case(f"{name}, adafactor", moved_bytes(rule, torch.bfloat16), run))
+    return cases
+
+
+def _with(module: ModuleType, update: Callable[[], object]) -> None:
+    with mock.patch.object(kernels, "_of_matrices", lambda plane: module):
+        update()
 
 
 def other_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
@@ -210,7 +226,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     master, grad = torch.randn(options.params) * 0.02, torch.randn(options.params)
-    parts = (adamw_cases, states_cases, rule_cases, other_cases)
+    parts = (adamw_cases, states_cases, rule_cases, adafactor_cases, other_cases)
     cases = [case for part in parts for case in part(master, grad, options.threads)]
     results = measure(cases, options.params, options.rounds)
     machine = environment("cpu")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.optimizer_states [--steps 400] [--seeds 3] [--at-once 3]
         [--case adamw] [--case muon optimizer.name=muon optimizer.lr=2e-2 ...]
-        [--set training.batch_size=4 ...] [--run examples/demo.yaml] [--name optimizer-states]
+        [--set training.batch_size=4 ...] [--run run.yaml] [--name optimizer-states]
 
 Every seed trains each case on the same batches from the same weights, `--at-once` runs in processes
 of their own. After each seed it prints the differences from the first case at the end, the step at
@@ -29,7 +29,6 @@ from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.folders import METRICS
 from megatrain.train.loop import train
 
-ROOT = Path(__file__).parents[1]
 STATES = [[states, f"optimizer.states={states}"] for states in ("fp32", "bf16", "int8")]
 
 
@@ -110,7 +109,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--case", nargs="+", action="append", help="a name, and keys of its own")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the run file")
-    parser.add_argument("--run", type=Path, default=ROOT / "examples" / "demo.yaml")
+    parser.add_argument("--run", type=Path, default=Path(__file__).with_suffix(".yaml"))
     parser.add_argument("--name", default="optimizer-states")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -35,7 +35,9 @@ class DiskStaging:
     def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
         self._device = device
         self._on_disk = {
-            tile.index: [p for p in tile.planes if tile.rests.tier(p) is Tier.DISK]
+            tile.index: [
+                p for p in tile.planes if tile.rests.tier(p) is Tier.DISK and not p.on_device
+            ]
             for tile in tiles
         }
         numels = [t.layout.trainable_numel for t in tiles if self._on_disk[t.index]]
@@ -75,14 +77,15 @@ class DiskStaging:
             parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
             lane = self._lanes[self._turn % len(self._lanes)]
             self._turn += 1
-            rooms = self._rooms(lane, {plane: parts[plane] for plane in planes})
+            there = [plane for plane in planes if len(parts[plane].data)]  # a plane may end before
+            rooms = self._rooms(lane, {plane: parts[plane] for plane in there})
             device.wait(DISK_IN, lane.left, "disk lane free")
-            for plane in planes:
+            for plane in there:
                 device.copy(DISK_IN, rooms[plane], parts[plane])
             device.wait(UPDATE, device.record(DISK_IN), "disk planes arrived")
             yield start, stop, replace(tile, planes=parts | rooms)
             device.wait(DISK_OUT, device.record(UPDATE), "disk planes updated")
-            for plane in planes:
+            for plane in there:
                 device.copy(DISK_OUT, parts[plane], rooms[plane])
             lane.left = tile.written = device.record(DISK_OUT)
 
@@ -96,38 +99,74 @@ class DiskStaging:
         return rooms
 
 
-class WeightsReader:
-    """The way of weights from a disk to their slots: a host thread reads and copies pieces.
+class DiskReader:
+    """The way from a disk to the device: a host thread reads and copies pieces.
 
-    Nothing but the visit itself waits for them, so no queue of the device holds more than that.
+    Nothing but what uses them waits for them, so no queue of the device holds more than that.
     """
 
-    def __init__(self, device: Device, layers: Sequence[Tile]) -> None:
+    def __init__(self, device: Device, buffers: Sequence[Buffer]) -> None:
+        """Args: `buffers`: those that rest on a disk among these are going to be brought."""
         self._device = device
-        there = [tile.weights for tile in layers if tile.rests.weights is Tier.DISK]
-        self._piece = min(disk.PIECE, max((len(each.data) for each in there), default=0))
-        size = max((each.data.itemsize for each in there), default=0)
-        lane = Name(Memory.DISK, "disk lane of weights")
-        room = align(self._piece * size, BLOCK)
-        self._lane = device.host(lane, room, torch.uint8, pinned=True).data if there else None
+        there = [each.data for each in buffers if isinstance(each, disk.DiskBuffer)]
+        self._piece = min(disk.PIECE, max(map(len, there), default=0))
+        self._room = align(self._piece * max((each.itemsize for each in there), default=0), BLOCK)
+        self._lane = self._new_lane("in") if there else None
+
+    def _new_lane(self, way: str) -> torch.Tensor:
+        name = Name(Memory.DISK, f"disk lane {way} the device")
+        return self._device.host(name, self._room, torch.uint8, pinned=True).data
 
     @property
     def host_bytes(self) -> int:
         """Host memory that the lane takes."""
         return 0 if self._lane is None else self._lane.nbytes
 
-    def bring(self, tile: Tile, slot: Buffer) -> Any:
-        """Start a tile's way into a slot, which may be written; the event of its arrival."""
-        device, weights = self._device, tile.weights
+    def bring(self, tile: Tile, source: Buffer, to: Buffer) -> Any:
+        """Start the way of a tile's `source` to device memory that may be written; its arrival."""
+        device = self._device
         device.wait(DISK_WEIGHTS, tile.written, "disk weights due")
-        work = partial(self._read, weights, slot.data)
-        device.run(DISK_WEIGHTS, f"{weights.name} -> {slot.name}", work, [weights], [slot])
+        # `.data` is a tensor of its own to autograd, which otherwise takes what is written into one
+        # slot, by this thread while a layer is at work, for a change of all others.
+        work = partial(self._read, source, to.data.data)
+        device.run(DISK_WEIGHTS, f"{source.name} -> {to.name}", work, [source], [to])
         return device.record(DISK_WEIGHTS)
 
-    def _read(self, weights: Buffer, slot: torch.Tensor) -> None:
-        assert isinstance(weights, disk.DiskBuffer) and self._lane is not None
-        for part in slot[: len(weights.data)].split(self._piece):
-            start = part.storage_offset() - slot.storage_offset()
-            lane = self._lane[: align(part.nbytes, BLOCK)]
-            weights.piece(start, start + len(part)).read(lane)
+    def _read(self, source: Buffer, to: torch.Tensor) -> None:
+        assert isinstance(source, disk.DiskBuffer) and self._lane is not None
+        for start, part, lane in self._pieces(to, self._lane):
+            source.piece(start, start + len(part)).read(lane)
             self._device.fetch(part, lane[: part.nbytes].view(part.dtype))
+
+    def _pieces(
+        self, whole: torch.Tensor, lane: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for start in range(0, len(whole), self._piece):
+            part = whole[start : start + self._piece]
+            yield start, part, lane[: align(part.nbytes, BLOCK)]
+
+
+class DiskFerry(DiskReader):
+    """And the way back, to planes that nothing else touches behind what is taken."""
+
+    def __init__(self, device: Device, buffers: Sequence[Buffer]) -> None:
+        super().__init__(device, buffers)
+        self._lane_back = None if self._lane is None else self._new_lane("from")
+
+    @property
+    def host_bytes(self) -> int:
+        return 2 * super().host_bytes
+
+    def take(self, tile: Tile, source: Buffer, to: Buffer) -> Any:
+        """Start the way of what is ready to a tile's `to`; the event of its having got there."""
+        work = partial(self._write, source.data, to)
+        self._device.run(DISK_OUT, f"{source.name} -> {to.name}", work, [source], [to])
+        tile.written = self._device.record(DISK_OUT)
+        return tile.written
+
+    def _write(self, source: torch.Tensor, to: Buffer) -> None:
+        assert isinstance(to, disk.DiskBuffer) and self._lane_back is not None
+        for start, part, lane in self._pieces(source, self._lane_back):
+            self._device.fetch(lane[: part.nbytes].view(part.dtype), part)
+            lane[part.nbytes :].zero_()
+            to.piece(start, start + len(part)).write(lane)

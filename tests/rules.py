@@ -26,7 +26,7 @@ FLAT = [name for name, make in SWEPT.items() if not make().needs_matrices]
 def possible(rule: str, placement: Placement) -> Placement:
     """A placement, without a disk where the rule's planes cannot rest on one."""
     none = {"disk_moments": 0, "disk_remainder": 0, "disk_weights": 0}
-    return replace(placement, **none) if SWEPT[rule]().needs_matrices else placement
+    return replace(placement, **none) if SWEPT[rule]().needs_whole else placement
 
 
 def with_rules(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:

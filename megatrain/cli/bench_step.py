@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from megatrain.api import Engine
+from megatrain.cli.disk_rule import disk_rule
 from megatrain.cli.shapes import qwen2_config
 from megatrain.cli.workload import changed
 from megatrain.compat.torch import num_compilations
 from megatrain.forecast.workload import Workload
-from megatrain.machine import present_machine
+from megatrain.machine import Machine, present_machine
 from megatrain.placement import Placement, Precision
 from megatrain.source.base import Base
 from megatrain.source.source import Alike
 from megatrain.telemetry.environment import commit, environment
+from megatrain.telemetry.flops import model_tflops
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.telemetry.pictures import draw_step
@@ -86,6 +88,10 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
             title = f"One step: {case.shape}, {case.sequences} x {case.sequence_length} tokens"
             draw_step(spans, timeline.with_suffix(".png"), title)
         memory = memory_of(engine)  # after all steps
+        machine, clip = _machine(engine, case), case.max_grad_norm is not None
+        if (rule := disk_rule(spans, machine, clip=clip)) is not None:
+            print(rule)
+            result["disk_rule"] = asdict(rule)
         seconds = {"build_seconds": build_seconds}
         return result | seconds | {"breakdown": breakdown(spans, "compute").as_dict()} | memory
     finally:
@@ -134,7 +140,8 @@ def _positions(shape: tuple[int, int], documents: int, generator: torch.Generato
 def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
     """Time the warm-up and the steps of `case` on an engine that is there."""
     times, losses, compilations = _timed_steps(engine, case)
-    tokens, trained = case.sequences * case.sequence_length, trained_parameters(engine)
+    tokens = case.sequences * case.sequence_length
+    sizes = engine.num_parameters, engine.num_trained
     return {
         "benchmark": "step",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -142,11 +149,11 @@ def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
         "case": asdict(case),
         "placement": engine.placement.as_dict(),
         "parameters": engine.num_parameters,
-        "trained_parameters": trained,
+        "trained_parameters": engine.num_trained,
         "tokens_per_step": tokens,
         "step_seconds": times,
         "losses": losses,
-        **statistics_of(times[case.warmup :], tokens, engine.num_parameters, trained),
+        **statistics_of(times[case.warmup :], tokens, *sizes),
         **_utilisation(engine, case),
         "compilations": sum(compilations),
         "recompilations_after_warmup": compilations[1],
@@ -199,26 +206,20 @@ def _utilisation(engine: Engine, case: StepCase) -> dict[str, Any]:
     return {"bf16_peak_tflops": bf16_peak_tflops(gpu.name) if gpu and known else None}
 
 
+def _machine(engine: Engine, case: StepCase) -> Machine | None:
+    return present_machine(str(engine.device.torch_device), precision=case.precision)
+
+
 def _rates(engine: Engine, case: StepCase) -> dict[str, Any] | None:
     """What forecasts know of the machine (python -m benchmarks.predictions)."""
-    machine = present_machine(str(engine.device.torch_device), precision=case.precision)
+    machine = _machine(engine, case)
     return None if machine is None else machine.as_dict()
 
 
-def trained_parameters(engine: Engine) -> int:
-    """How many parameters the engine's optimizer has."""
-    groups = [] if engine.optimizer is None else engine.optimizer.param_groups
-    return sum(parameter.numel() for group in groups for parameter in group["params"])
-
-
 def statistics_of(
-    times: Sequence[float], tokens: int, parameters: int, trained: int | None = None
+    times: Sequence[float], tokens: int, parameters: int, trained: int
 ) -> dict[str, Any]:
-    """What a result says of its measured steps.
-
-    A parameter takes 4 FLOPs a token, and 2 more for its gradient if it is `trained` (None: all).
-    """
-    flops = 4 * parameters + 2 * (parameters if trained is None else trained)
+    """What a result says of its measured steps."""
     median = statistics.median(times)
     return {
         "count": len(times),
@@ -226,5 +227,5 @@ def statistics_of(
         "min_seconds": min(times),
         "max_seconds": max(times),
         "tokens_per_second": tokens / median,
-        "model_tflops": flops * tokens / median / 1e12,
+        "model_tflops": model_tflops(parameters, trained, tokens, median),
     }

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.kernels import reference
+from megatrain.kernels import factored, reference
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +59,27 @@ def adamw(weights: Tensor, *planes: Any, **settings: Any) -> None:
 def move(rule: str, weights: Tensor, *planes: Any, **settings: Any) -> None:
     """One update by another rule where the planes are: see `reference.move`."""
     (reference if weights.is_cuda else _chosen).move(rule, weights, *planes, **settings)
+
+
+def factored_sums(weights: Tensor, *given: Any, **how: Any) -> factored.Sums:
+    """Sums of squares of Adafactor's matrices: see `factored.factored_sums`."""
+    sums: factored.Sums = _of_matrices(weights).factored_sums(weights, *given, **how)
+    return sums
+
+
+def factored_changes(grad: Tensor, *given: Any, **how: Any) -> Tensor:
+    """Sums of squares of Adafactor's changes: see `factored.factored_changes`."""
+    sums: Tensor = _of_matrices(grad).factored_changes(grad, *given, **how)
+    return sums
+
+
+def factored_move(weights: Tensor, *given: Any, **how: Any) -> None:
+    """Adafactor's changes of masters: see `factored.factored_move`."""
+    _of_matrices(weights).factored_move(weights, *given, **how)
+
+
+def _of_matrices(plane: Tensor) -> ModuleType:
+    return _chosen if is_native and not plane.is_cuda else factored
 
 
 split = _chosen.split

@@ -95,12 +95,37 @@ def move_arguments(
         tensor("a state", state, (torch.float32,), weights.numel())
 
 
-def _masters(weights: Tensor, remainder: Tensor | None, grad: Tensor) -> None:
+def factored_arguments(
+    weights: Tensor | None,
+    remainder: Tensor | None,
+    grad: Tensor,
+    factors: Sequence[Tensor | None],
+) -> None:
+    """Require planes [count, rows, columns] of Adafactor, and its factors, to agree.
+
+    Raises:
+        ValueError: they do not.
+    """
+    count, rows, columns = grad.shape
+    tensor("grad", grad, GRADIENTS)
+    if weights is not None:
+        _masters(weights, remainder, grad, (torch.int16,))
+    for factor, size in zip(factors, (rows, columns), strict=True):
+        if factor is not None:
+            tensor("a factor", factor, (torch.float32,), count * size)
+
+
+def _masters(
+    weights: Tensor,
+    remainder: Tensor | None,
+    grad: Tensor,
+    remainders: tuple[torch.dtype, ...] = REMAINDERS,
+) -> None:
     if remainder is None:
         tensor("weights (without a remainder)", weights, (torch.float32,))
     else:
         tensor("weights (with a remainder)", weights, (torch.bfloat16,))
-        tensor("remainder", remainder, REMAINDERS, weights.numel())
+        tensor("remainder", remainder, remainders, weights.numel())
     tensor("grad", grad, GRADIENTS, weights.numel())
 
 

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels import check
+from megatrain.kernels.factored import ROWS, Factors, Sums
 from megatrain.kernels.reference import RULES
 from megatrain.kernels.states import Scalars, scalars
 
-_ABI = 6
+_ABI = 7
 """The number that megatrain_abi() in csrc/api.cpp must return."""
 
 # As csrc/kernels.h numbers them.
@@ -43,6 +44,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "use_instruction_set": (c_int, [c_char_p]),
     "set_affinity": (c_int, [POINTER(c_int), c_int]),
     "update": (None, [*[_P] * 7, c_int, c_int, c_int, _N, *[c_float] * 9, c_uint64, c_uint32, _T]),
+    "factored": (None, [*[_P] * 8, c_int, c_int, *[_N] * 3, *[c_float] * 4, _T]),
     "split": (None, [_P, _P, _P, c_int, _N, _T]),
     "join": (None, [_P, _P, _P, c_int, _N, _T]),
     "gather_rows": (None, [_P, _P, _P, _N, _N, _T]),
@@ -192,6 +194,73 @@ def _update(
         grad_scale,
         at,
         step % 2**32,
+        threads,
+    )
+
+
+def factored_sums(
+    weights: Tensor, remainder: Tensor | None, grad: Tensor, *, grad_scale: float, threads: int = 1
+) -> Sums:
+    """See `factored.factored_sums`; the same bits in one pass over memory."""
+    count, rows, columns = weights.shape
+    sums = Sums(
+        torch.empty(count, rows), torch.empty(count, -(-rows // ROWS), columns),
+        torch.empty(count, rows),
+    )  # fmt: skip
+    _factored(0, weights, remainder, grad, sums, None, threads, grad_scale=grad_scale)
+    return sums
+
+
+def factored_changes(
+    grad: Tensor, factors: Factors, *, grad_scale: float, threads: int = 1
+) -> Tensor:
+    """See `factored.factored_changes`; the same bits in one pass over memory."""
+    sums = torch.empty_like(factors.rows)
+    _factored(1, None, None, grad, (sums, None, None), factors, threads, grad_scale=grad_scale)
+    return sums
+
+
+def factored_move(
+    weights: Tensor,
+    remainder: Tensor | None,
+    grad: Tensor,
+    factors: Factors,
+    *,
+    decay: float,
+    size: Tensor,
+    grad_scale: float,
+    threads: int = 1,
+) -> None:
+    """See `factored.factored_move`; the same bits in one pass over memory."""
+    by = {"decay": decay, "size": size.item(), "grad_scale": grad_scale}
+    _factored(2, weights, remainder, grad, (None, None, None), factors, threads, **by)
+
+
+def _factored(
+    number: int,
+    weights: Tensor | None,
+    remainder: Tensor | None,
+    grad: Tensor,
+    sums: Sequence[Tensor | None],
+    factors: Factors | None,
+    threads: int,
+    *,
+    decay: float = 1.0,
+    size: float = 0.0,
+    grad_scale: float,
+) -> None:
+    by = (None, None, 0.0) if factors is None else factors
+    check.factored_arguments(weights, remainder, grad, by[:2])
+    planes = (weights, remainder, grad, *sums, *by[:2])
+    _call["factored"](
+        *(None if plane is None else plane.data_ptr() for plane in planes),
+        number,
+        grad.dtype == torch.bfloat16,
+        *grad.shape,
+        by[2],
+        decay,
+        size,
+        grad_scale,
         threads,
     )
 

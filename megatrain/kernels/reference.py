@@ -122,8 +122,9 @@ def adamw(
 
     Args:
         weights: [N] bfloat16 (then `remainder` holds the rest of the master) or float32.
-        remainder: [N] int16; int8, masters are rounded to 24 bits by chance; or None with float32.
-        exp_avg, exp_avg_sq: [N] the moments: float32; bfloat16, rounded by chance; or int8 and
+        remainder: [N] int16; int8, masters are rounded to 24 bits stochastically; or None with
+            float32.
+        exp_avg, exp_avg_sq: [N] the moments: float32; bfloat16, rounded stochastically; or int8 and
             uint8 codes (states.py).
         grad: [N] bfloat16 or float32, read; multiplied by `grad_scale` in fp32 first.
         lr, beta1, beta2, eps, weight_decay: the settings, as torch has them.

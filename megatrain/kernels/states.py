@@ -83,7 +83,7 @@ def store_moments(
     elif first.dtype == torch.bfloat16:
         random = random16(at, first.numel(), step, first.device)
         for moment, value, chance in zip(states, values, random, strict=True):
-            moment.copy_(round_by_chance(value, chance))
+            moment.copy_(stochastic_round(value, chance))
     else:
         for moment, value in zip(states, values, strict=True):
             if moment is not value:
@@ -138,7 +138,7 @@ def decode_second(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float().mul_(_each(scales * (1 / 255), codes.numel())).square_()
 
 
-def round_by_chance(values: Tensor, random16: Tensor) -> Tensor:
+def stochastic_round(values: Tensor, random16: Tensor) -> Tensor:
     """[N] float32 as bfloat16, up or down so that the mean over `random16` is the value.
 
     Zero, infinity and what bfloat16 has exactly stay; a NaN becomes quiet.

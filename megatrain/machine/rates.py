@@ -1,6 +1,6 @@
 """What a machine can do: the rates that predictions are made of."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -37,6 +37,7 @@ class Machine:
         unified: whether the device is the host's own CPU, all of whose memory is the host's.
         disk_read_gbps: as `disk_write_gbps`.
         disk_both_gbps: what is read while as much is written.
+        link_gbps: what the GPU receives of others in a gather; None where nobody measured.
         disk_space_bytes: what planes may take on a disk; None: none may rest on one.
     """
 
@@ -59,6 +60,17 @@ class Machine:
     disk_read_gbps: float | None = None
     disk_both_gbps: float | None = None
     disk_space_bytes: int | None = None
+    link_gbps: float | None = None
+
+    def shared(self, on_host: int, link_gbps: float | None) -> "Machine":
+        """What each of so many ranks has of it: host memory and the update are divided."""
+        return replace(
+            self,
+            host_memory_bytes=self.host_memory_bytes // on_host,
+            cores=max(1, self.cores // on_host),
+            update_gbps=self.update_gbps / on_host,
+            link_gbps=link_gbps or None,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The machine as plain data."""

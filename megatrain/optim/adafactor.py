@@ -1,24 +1,22 @@
 """Adafactor: of a matrix's second moment the means of its rows and columns; no first moment."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatrain import kernels
 from megatrain.errors import InputError
-from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number, joined, master_of, parted
+from megatrain.kernels.factored import Factors, Sums, by_halves
+from megatrain.kernels.states import exact_sqrt
+from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number, parted
 from megatrain.tile import Entry
 
 # Elements of a matrix for each value that there is room for of its rows and columns.
 _PER = 64
-
-# Elements worked on at a time, on the host for each of torch's threads: what torch makes meanwhile
-# stays in a core's cache.
-_HOST_BLOCK, _DEVICE_BLOCK = 1 << 15, 1 << 22
 
 
 def _has_factors(shape: Sequence[int]) -> bool:
@@ -52,8 +50,8 @@ class Adafactor(Rule):
     name = "adafactor"
     settings = ("lr", "weight_decay")
     further = ("beta2_decay", "d")
-    needs_matrices = True
-    pace = 0.05  # of torch's operations on one core, beside AdamW's kernel
+    needs_matrices = needs_whole = True
+    pace = 0.25  # it goes over a parameter three times
 
     lr: float = 1e-2
     beta2_decay: float = -0.8
@@ -97,84 +95,53 @@ class Adafactor(Rule):
         grad_scale: float,
         threads: int,
     ) -> None:
-        lr, blocks = float(group["lr"]), _Blocks(weights, remainder, grad, grad_scale)
-        moment = self._second_moment(states[0], weights.shape, blocks, step**self.beta2_decay)
-        smallest = self._smallest**2
-
-        def change(at: _At) -> Tensor:
-            return moment(at).clamp_(min=smallest).rsqrt_().mul_(blocks.gradient(at))
-
-        size = blocks.rms(blocks.master).clamp_(min=self.eps[1])
-        size *= min(lr, step**-0.5) / (blocks.rms(change) / self.d).clamp_(min=1)
-        for at_ in blocks.all:
-            with blocks.changing(at_) as master:
-                master.mul_(1 - lr * group["weight_decay"]).sub_(change(at_).mul_(size))
+        lr, shape, numel = float(group["lr"]), _as_matrices(weights.shape), weights.numel()
+        rest = None if remainder is None else remainder.view(shape)
+        masters, gradients = (weights.view(shape), rest), grad.view(shape)
+        how: dict[str, Any] = {"grad_scale": grad_scale, "threads": threads}
+        sums = kernels.factored_sums(*masters, gradients, **how)
+        shares, columns = self._second_moment(states[0], sums, step**self.beta2_decay)
+        if weights.ndim < 2:
+            shares = torch.ones_like(shares)
+        most = 1 / self._smallest if self._smallest else math.inf
+        factors = Factors(1 / exact_sqrt(shares), 1 / exact_sqrt(columns), most)
+        size = _rms(sums.masters, numel).clamp_(min=self.eps[1]) * min(lr, step**-0.5)
+        changes = kernels.factored_changes(gradients, factors, **how)
+        size /= (_rms(changes, numel) / self.d).clamp_(min=1)
+        how |= {"decay": 1 - lr * group["weight_decay"], "size": size.float()}
+        kernels.factored_move(*masters, gradients, factors, **how)
 
     @property
     def _smallest(self) -> float:
         return torch.finfo(torch.float32).eps if self.eps[0] is None else self.eps[0]
 
-    def _second_moment(
-        self, kept: Tensor, shape: torch.Size, blocks: "_Blocks", fresh: float
-    ) -> Callable[["_At"], Tensor]:
-        """Its estimate for a block, which may be written over, once `kept` has the new squares."""
-        count, rows, columns = blocks.shape
-        if min(rows, columns) == 1:  # the longer side's means are the squares themselves
-            whole = kept[: count * rows * columns].view(blocks.shape)
-            for at in blocks.all:
-                whole[at].lerp_(blocks.gradient(at).square_(), fresh)
-            if len(shape) < 2:
-                return lambda at: whole[at].clone()
-            of_rows, of_columns = whole.mean(-1, keepdim=True), whole.mean(-2, keepdim=True)
+    def _second_moment(self, kept: Tensor, sums: Sums, fresh: float) -> tuple[Tensor, Tensor]:
+        """Its means of rows, as shares of their own mean, and of columns, once `kept` has both."""
+        (count, rows), columns = sums.rows.shape, sums.columns.shape[-1]
+        if rows == 1:  # the columns' means are the squares themselves
+            of_columns = kept[: count * columns].view(count, columns)
+            _blend(of_columns, sums.columns[:, 0], fresh)
+            of_rows = by_halves(of_columns)[:, None] / columns
         else:
-            of_rows = kept[: count * rows].view(count, rows, 1)
-            of_columns = kept[count * rows :][: count * columns].view(count, 1, columns)
-            new_rows, new_columns = torch.zeros_like(of_rows), torch.zeros_like(of_columns)
-            for at in blocks.all:
-                squares = blocks.gradient(at).square_()
-                new_rows[at] = squares.mean(-1, keepdim=True)
-                new_columns[at[0]] += squares.sum(-2, keepdim=True)
-            of_rows.lerp_(new_rows, fresh)
-            of_columns.lerp_(new_columns.div_(rows), fresh)
-        shares = of_rows / of_rows.mean(-2, keepdim=True).clamp_(min=self._smallest)
-        return lambda at: shares[at] * of_columns[at[0]]
+            of_rows = kept[: count * rows].view(count, rows)
+            of_columns = kept[count * rows :][: count * columns].view(count, columns)
+            _blend(of_rows, sums.rows / columns, fresh)
+            _blend(of_columns, by_halves(sums.columns, 1) / rows, fresh)
+        mean = by_halves(of_rows)[:, None] / rows
+        return of_rows / mean.clamp_(min=self._smallest), of_columns
 
 
-_At = tuple[slice, slice]
+def _as_matrices(shape: torch.Size) -> tuple[int, int, int]:
+    """Count, rows and columns; a single column, or a vector, is a row."""
+    rows, columns = shape[-2:] if len(shape) > 1 else (1, shape.numel())
+    count = shape.numel() // (rows * columns)
+    return (count, 1, rows) if columns == 1 else (count, rows, columns)
 
 
-class _Blocks:
-    """A parameter as matrices [count, rows, columns], a few rows or whole matrices at a time."""
+def _blend(kept: Tensor, new: Tensor, fresh: float) -> None:
+    kept.mul_(1 - fresh).add_(new * fresh)
 
-    def __init__(
-        self, weights: Tensor, remainder: Tensor | None, grad: Tensor, grad_scale: float
-    ) -> None:
-        rows, columns = weights.shape[-2:] if weights.ndim > 1 else (1, weights.numel())
-        self.shape = (weights.numel() // (rows * columns), rows, columns)
-        self._weights, self._grad = weights.view(self.shape), grad.view(self.shape)
-        self._split = None if remainder is None else remainder.view(self.shape)
-        self._grad_scale = grad_scale
-        on_host = weights.device.type == "cpu"
-        size = _HOST_BLOCK * torch.get_num_threads() if on_host else _DEVICE_BLOCK
-        matrices, some = max(1, size // (rows * columns)), max(1, size // columns)
-        self.all: list[_At] = [
-            (slice(number, number + matrices), slice(start, start + some))
-            for number in range(0, self.shape[0], matrices)
-            for start in range(0, rows, some)
-        ]
 
-    def gradient(self, at: _At) -> Tensor:
-        return self._grad[at].float() * self._grad_scale
-
-    def changing(self, at: _At) -> AbstractContextManager[Tensor]:
-        """Its fp32 master, to be changed in place within the block."""
-        return master_of(self._weights[at], None if self._split is None else self._split[at])
-
-    def master(self, at: _At) -> Tensor:
-        return joined(self._weights[at], None if self._split is None else self._split[at])
-
-    def rms(self, of: Callable[[_At], Tensor]) -> Tensor:
-        """The root of the mean square of all blocks, fp64."""
-        norms = (torch.linalg.vector_norm(of(at)) for at in self.all)
-        total = sum(norm.double().square() for norm in norms)
-        return (torch.as_tensor(total) / self._weights.numel()).sqrt_()
+def _rms(sums: Tensor, numel: int) -> Tensor:
+    """The root of the mean of squares of which there are these sums, fp64."""
+    return (by_halves(sums.view(-1).double()) / numel).sqrt_()

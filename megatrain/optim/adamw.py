@@ -25,10 +25,10 @@ class AdamW(Rule):
 
     Attributes:
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
-        states: of what the moments are: fp32; bf16, rounded by chance; or int8, codes with a scale
-            for each group (megatrain/kernels/states.py). The master is fp32 with all of them.
+        states: of what the moments are: fp32; bf16, rounded stochastically; or int8, codes with a
+            scale for each group (megatrain/kernels/states.py). The master is fp32 with all of them.
         master: 32: the exact fp32 master; 24: of the 16 bits that bf16 weights leave of it, 8 are
-            kept, and updates rounded to them by chance. For layers in bf16.
+            kept, and updates rounded to them stochastically. For layers in bf16.
     """
 
     name = "adamw"

@@ -191,14 +191,12 @@ class Muon(Rule):
         grad_scale: float,
         threads: int,
     ) -> None:
-        lr, decay, shape = float(group["lr"]), group["weight_decay"], weights.shape
-        flat = [None if each is None else each.view(-1) for each in (weights, remainder, grad)]
-        weights, remainder, grad = flat  # type: ignore[assignment]
         if states:
             how = {"at": at, "step": step, "grad_scale": grad_scale, "threads": threads}
             update_adamw(weights, remainder, states, grad, group, **how)
             return
-        by = Scalars(-lr * self._share(*shape[-2:]), 1 - lr * decay)
+        lr = float(group["lr"])
+        by = Scalars(-lr * self._share(*group["shape"][-2:]), 1 - lr * group["weight_decay"])
         how = {"grad_scale": grad_scale, "threads": threads}
         kernels.move("direction", weights, remainder, (), grad, by, **how)
 

@@ -90,8 +90,9 @@ class Rule(ABC):
         settings: names of what the groups of torch's optimizer hold of it.
         choices: further settings, the same for all groups, and the values of each.
         further: more of these, that may be anything.
-        needs_matrices: whether `update` is called for each parameter, with weights, remainder and
-            gradient in its shape, and with those states that it has; else for flat ranges.
+        needs_matrices: whether `update` is called for each parameter, whose shape then is in
+            `group`, and with those states that it has; else for ranges of several.
+        needs_whole: whether that is for all of a parameter, in its shape, and never for a range.
         pace: of its update on the host, as a share of what the memory allows; for forecasts.
     """
 
@@ -100,6 +101,7 @@ class Rule(ABC):
     choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     further: ClassVar[tuple[str, ...]] = ()
     needs_matrices: ClassVar[bool] = False
+    needs_whole: ClassVar[bool] = False
     pace: ClassVar[float] = 1.0
 
     @property
@@ -297,21 +299,13 @@ def moved_bytes(rule: Rule, dtype: torch.dtype) -> float:
 @contextmanager
 def master_of(weights: Tensor, remainder: Tensor | None) -> Iterator[Tensor]:
     """The fp32 master of a range, to be changed in place within the block, on any device."""
-    master = joined(weights, remainder)
+    master, on_host = weights, weights.device.type == "cpu"
+    if remainder is not None:
+        master = torch.empty_like(weights, dtype=torch.float32)
+        (kernels.join if on_host else join_block)(weights, remainder, master)
     yield master
     if remainder is not None:
-        on_host = weights.device.type == "cpu"
         (kernels.split if on_host else split_block)(master, weights, remainder)
-
-
-def joined(weights: Tensor, remainder: Tensor | None) -> Tensor:
-    """The fp32 master of a range, to be read, on any device."""
-    if remainder is None:
-        return weights
-    master = torch.empty_like(weights, dtype=torch.float32)
-    on_host = weights.device.type == "cpu"
-    (kernels.join if on_host else join_block)(weights, remainder, master)
-    return master
 
 
 def is_number(value: object) -> bool:

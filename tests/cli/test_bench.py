@@ -1,6 +1,7 @@
 """The step benchmark: its shapes are the published ones and its result can be repeated."""
 
 import json
+from dataclasses import astuple, replace
 from functools import partial
 
 import pytest
@@ -8,9 +9,12 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from benchmarks import checkpoint, generation
+from benchmarks import checkpoint, generation, preferences, rollouts
 from megatrain.cli.bench_step import statistics_of
+from megatrain.cli.disk_rule import disk_rule
 from megatrain.cli.shapes import qwen2_config
+from megatrain.telemetry.timeline import Span
+from tests.unit.forecast_cases import small_machine
 
 # Parameters of the published checkpoints (the safetensors metadata on huggingface.co/Qwen).
 PARAMETERS = {
@@ -101,7 +105,36 @@ def test_generation_is_measured_beside_that_of_transformers(tmp_path, capsys):
     assert "toy: transformers " in capsys.readouterr().out
 
 
+def test_steps_of_dpo_are_measured_beside_plain_ones(tmp_path, capsys):
+    case = ["--shape", "toy", "--sequences", "4", "--sequence-length", "8", "--device", "cpu"]
+    preferences.main([*case, "--steps", "1", "--warmup", "0", "--out", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["rate"] == found["sft"]["median_seconds"] / found["dpo"]["median_seconds"]
+    assert "DPO has " in capsys.readouterr().out
+
+
+def test_stages_of_rollouts_are_measured(tmp_path):
+    case = ["--shape", "toy", "--prompts", "1", "--replies", "2", "--prompt", "8", "--new", "2"]
+    out = tmp_path / "out.json"
+    rollouts.main([*case, "--device", "cpu", "--steps", "1", "--warmup", "0", "--out", str(out)])
+    (step,) = json.loads(out.read_text())["steps"]
+    assert step["total"] >= step["generate"] + step["logprobs"] + step["train"] > 0
+
+
 def test_frozen_parameters_have_no_gradient_to_compute():
     found = statistics_of([2.0], tokens=10, parameters=1000, trained=100)
     assert found["model_tflops"] == (4 * 1000 + 2 * 100) * 10 / 2 / 1e12
-    assert statistics_of([2.0], 10, 1000)["model_tflops"] == 6 * 1000 * 10 / 2 / 1e12
+    assert statistics_of([2.0], 10, 1000, 1000)["model_tflops"] == 6 * 1000 * 10 / 2 / 1e12
+
+
+def test_a_step_with_planes_on_a_disk_is_held_to_what_the_disk_needs():
+    """Forward 1 s, head and backward 3 s; 4 GB a step, read and written at 2 GB/s: 2 s."""
+    compute = [("layer 0 forward", 0, 1), ("head", 2, 3), ("layer 0 backward", 3, 5)]
+    spans = [Span("compute", *each) for each in compute]
+    assert disk_rule(spans, None, clip=True) is None
+    spans += [Span(name, name, 0, 2.5, num_bytes=4 * 10**9) for name in ("disk in", "disk out")]
+    assert astuple(disk_rule(spans, None, clip=True)) == (1, 3, 2.5, 5.5, 5 / 5.5)
+    machine = replace(small_machine(), disk_read_gbps=3.0, disk_both_gbps=2.0)
+    clipped, free = (disk_rule(spans, machine, clip=clip) for clip in (True, False))
+    assert (clipped.least, free.least) == (5, 4)
+    assert "took 1.00 times as much" in str(clipped) and "took 1.25 times" in str(free)

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from megatrain import DoesNotFit, Engine, InputError, Placement, RunFailed
 from megatrain.checkpoint import verify
-from megatrain.device import CpuDevice, disk
+from megatrain.device import Buffer, CpuDevice, disk
 from megatrain.engine.step import TrainingParts
 from megatrain.plane_file import BLOCK, PlaneFile
 from tests.checkpoint.cases import ThreadedDevice, state
@@ -102,6 +103,19 @@ def test_weights_that_cannot_be_read_end_the_step_before_any_update(
     assert isinstance(engine._parts, TrainingParts) and not engine._parts.update.torn
     with Engine.load(tmp_path / "saved", device="cpu", disk=tmp_path) as again:
         assert same(state(again), wanted)
+
+
+def test_autograd_takes_weights_read_into_one_slot_for_no_change_of_another(
+    tmp_path: Path,
+) -> None:
+    """Slots are one memory, and a thread reads while a layer is at work."""
+    engine = make_engine(llama(), precision="bf16", placement=ALL, disk=tmp_path)
+    tile = next(tile for tile in engine._store.tiles if tile.name == "layer 1")
+    slots = torch.zeros(2, tile.layout.numel, dtype=torch.bfloat16)
+    version = slots._version
+    engine._parts.stream.disk.bring(tile, tile.weights, Buffer("slot", slots[1]))
+    assert torch.equal(slots[1], tile.weights.values()) and slots[1].any()
+    assert slots._version == version
 
 
 def test_frozen_weights_on_a_disk_are_only_read(

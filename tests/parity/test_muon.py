@@ -10,14 +10,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain import Engine, InputError, Muon, Placement
+from megatrain.device import CpuDevice, disk
 from megatrain.errors import StepRefused
 from megatrain.optim.muon import is_matrix
+from megatrain.plane_file import BLOCK
 from megatrain.tile import Entry
 from megatrain.tile.layout import MOST_ELEMENTS
+from tests.checkpoint.cases import ThreadedDevice, state
 from tests.families.plain import accumulate
 from tests.parity.cases import (
     llama,
     make_batches,
+    make_engine,
     masters,
     model_of,
     moments,
@@ -118,7 +122,7 @@ def test_steps_are_torch_s_on_the_same_gradients(
                 gradient, scale = rule.others[tile.index * MOST_ELEMENTS + entry.offset]
                 inside = (rest and "layers" in entry.name) or clip is None
                 assert scale == (1.0 if inside else min(1.0, CLIP / (norm + 1e-6)))
-                named[entry.name].grad = gradient * scale
+                named[entry.name].grad = gradient.view(entry.shape) * scale
         for optimizer in optimizers:
             optimizer.step()
         assert same(masters(engine), {name: p.detach() for name, p in named.items()})
@@ -180,7 +184,8 @@ def test_packed_matrices_are_torch_s_taken_apart(
         muon.step()
         rule.direct(entry, gradient, momentum, vars(rule), proceed)
         how = {"at": 0, "step": step, "grad_scale": 1.0, "threads": 1}
-        rule.update(ours, None, [], gradient, vars(rule), **how)
+        group = vars(rule) | {"shape": shape}
+        rule.update(ours.view(-1), None, [], gradient.view(-1), group, **how)
     together = torch.cat([p.detach() for p in apart], int(dim))
     assert (ours - together).norm() < 1e-5 * (together - start).norm()
 
@@ -249,9 +254,32 @@ def test_layers_in_slices_are_refused() -> None:
         engine_of(model_of("mixtral"), Muon(), None, placement=Placement(max_stream_bytes=40_000))
 
 
-def test_planes_on_a_disk_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="Muon updates whole parameters"):
-        engine_of(llama(), Muon(), None, placement=Placement(disk_moments=1), disk=tmp_path)
+@pytest.mark.parametrize("rule", ["muon", "muon clipped"])
+@pytest.mark.parametrize("device", [CpuDevice, ThreadedDevice])
+def test_planes_on_a_disk_change_no_bit(
+    device: type[CpuDevice], rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces that cut matrices; a save goes on under the next step."""
+    monkeypatch.setattr(disk, "PIECE", BLOCK)
+    on_disk = Placement(slots=2, disk_moments=99, disk_remainder=2, disk_weights=2)
+
+    def train(name: str, **given: Any) -> tuple[list[Any], dict[str, int]]:
+        engine = make_engine(llama(), clip=CLIP, precision="bf16", rule=rule, **given)
+        first, *others = make_batches(3)
+        engine.step(first)
+        engine.save(tmp_path / name, wait=False)
+        for step in others:
+            engine.step(step)
+        memory, states = engine.memory(), [state(engine)]
+        engine.close()
+        with Engine.load(tmp_path / name, device="cpu", disk=tmp_path) as saved:
+            return [*states, state(saved)], memory
+
+    plain, memory = train("plain")
+    found, less = train("disk", placement=on_disk, disk=tmp_path, device=device())
+    assert all(map(same, found, plain))
+    assert less["host_moments_bytes"] == 0 < memory["host_moments_bytes"]
+    assert less["host_disk_lanes_bytes"] > 0
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

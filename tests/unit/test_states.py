@@ -22,7 +22,7 @@ from megatrain.kernels.states import (
     encode_second,
     random8,
     random16,
-    round_by_chance,
+    stochastic_round,
 )
 from tests.unit.kernel_cases import (
     HYPER,
@@ -130,7 +130,7 @@ def test_chances_round_to_the_mean_and_differ_by_element_step_and_moment() -> No
     values = torch.tensor([1.001, -3.14159, 1e-30, 0.0, 1.5]).repeat_interleave(1 << 16)
     one, two = random16(1 << 33, values.numel(), 7, values.device)
     assert one.min() >= 0 and one.max() < 1 << 16
-    found = round_by_chance(values, one).double().view(5, -1).mean(1)
+    found = stochastic_round(values, one).double().view(5, -1).mean(1)
     wanted = values.double().view(5, -1)[:, 0]
     assert torch.allclose(found, wanted, rtol=5e-5, atol=0)
     others = (
@@ -146,7 +146,7 @@ def test_chances_round_to_the_mean_and_differ_by_element_step_and_moment() -> No
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0])
 def test_what_bf16_has_stays(value: float) -> None:
     values = torch.full((1 << 16,), value)
-    found = round_by_chance(values, torch.arange(1 << 16, dtype=torch.int32))
+    found = stochastic_round(values, torch.arange(1 << 16, dtype=torch.int32))
     assert torch.equal(found.float().nan_to_num(7), values.nan_to_num(7))
 
 

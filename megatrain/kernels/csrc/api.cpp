@@ -1,6 +1,7 @@
 // The C interface: pointers, sizes and scalars. The Python side has checked all arguments.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -60,7 +61,7 @@ const Kernels* chosen = find_kernels(nullptr);
 extern "C" {
 
 // Raised with every change of the signatures below; native.py refuses another number.
-int megatrain_abi() { return 6; }
+int megatrain_abi() { return 7; }
 
 const char* megatrain_instruction_set() { return chosen->name; }
 
@@ -90,6 +91,23 @@ void megatrain_update(void* weights, void* remainder, void* exp_avg, void* exp_a
     };
     const auto kernel = chosen->update[rule][master][grad_is_bf16];
     parallel_for(size, kGrain, threads,
+                 [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
+}
+
+// `pass` is a number of megatrain::Pass; the rest is in the order of FactoredArguments.
+void megatrain_factored(void* weights, int16_t* remainder, const void* grad, float* row_sums,
+                        float* column_sums, float* master_sums, const float* row_factors,
+                        const float* column_factors, int pass, int grad_is_bf16, int64_t count,
+                        int64_t rows, int64_t columns, float most, float decay, float size,
+                        float grad_scale, int threads) {
+    const megatrain::FactoredArguments arguments = {
+        weights, remainder, grad, row_sums, column_sums, master_sums, row_factors, column_factors,
+        rows, columns, most, decay, size, grad_scale,
+    };
+    const auto kernel = chosen->factored[pass][remainder != nullptr][grad_is_bf16];
+    const int64_t blocks = count * ((rows + megatrain::kRows - 1) / megatrain::kRows);
+    const int64_t grain = kGrain / (std::min<int64_t>(rows, megatrain::kRows) * columns) + 1;
+    parallel_for(blocks, grain, threads,
                  [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
 }
 

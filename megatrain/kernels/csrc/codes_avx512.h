@@ -201,7 +201,7 @@ inline Ints mixed(Ints x) {
     return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
 }
 
-// Adds what rounds to 24 bits by chance, as random_bytes has it; 32 bits are not rounded.
+// Adds what rounds to 24 bits stochastically, as random_bytes has it; 32 bits are not rounded.
 inline void add_random(const UpdateArguments& a, int64_t i, const int8_t*, Ints* bits) {
     const Ints places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const Ints number = _mm512_add_epi32(_mm512_set1_epi32(int(group_key(a, i))), places);

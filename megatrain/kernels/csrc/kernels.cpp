@@ -90,8 +90,8 @@ inline uint32_t group_key(const UpdateArguments& a, int64_t i) {
     return mixed(mixed(a.step) + uint32_t(at >> 32)) + uint32_t(at);
 }
 
-// Up or down by chance, so that the mean is the value; NaN, infinity and zero stay.
-inline bf16 round_by_chance(float value, uint32_t random16) {
+// Stochastic rounding: up or down, so that the mean is the value; NaN, infinity and zero stay.
+inline bf16 stochastic_round(float value, uint32_t random16) {
     const uint32_t bits = bits_of(value);
     return bf16((value == value ? bits + random16 : bits | 0x00400000u) >> 16);
 }
@@ -132,8 +132,8 @@ struct AdamwBf16 : Adamw<true> {
             const uint32_t key = group_key(a, i + group);
             for (int j = group; j < smaller(group + kGroup, n); ++j) {
                 const uint32_t random = mixed(key + uint32_t(j - group));
-                first[j] = round_by_chance(m[j], random >> 16);
-                second[j] = round_by_chance(v[j], random & 0xffff);
+                first[j] = stochastic_round(m[j], random >> 16);
+                second[j] = stochastic_round(v[j], random & 0xffff);
             }
         }
     }
@@ -238,7 +238,7 @@ inline void set_master_at(bf16* weights, int8_t* remainder, int j, float master,
     split_one(master, weights[j], remainder[j], random[j]);
 }
 
-// What rounds the masters of n elements to 24 bits by chance; of whole groups.
+// What rounds the masters of n elements to 24 bits stochastically; of whole groups.
 inline void random_bytes(const UpdateArguments& a, int64_t i, int n, uint8_t* random) {
     static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first byte is the lowest");
     for (int group = 0; group < n; group += kGroup) {
@@ -311,12 +311,20 @@ void join(const uint16_t* __restrict weights, const void* remainder, float* __re
 }
 
 }  // namespace
+}  // namespace megatrain
+
+#include "factored.h"
+
+namespace megatrain {
 
 // By master and gradient.
 #define MEGATRAIN_UPDATE(...)                                                                   \
     {{update<__VA_ARGS__, float, int16_t, float>, update<__VA_ARGS__, float, int16_t, bf16>},   \
      {update<__VA_ARGS__, bf16, int16_t, float>, update<__VA_ARGS__, bf16, int16_t, bf16>},     \
      {update<__VA_ARGS__, bf16, int8_t, float>, update<__VA_ARGS__, bf16, int8_t, bf16>}}
+
+#define MEGATRAIN_PASS(pass)                                                                    \
+    {{pass<float, float>, pass<float, bf16>}, {pass<bf16, float>, pass<bf16, bf16>}}
 
 const Kernels& MEGATRAIN_NAME(MEGATRAIN_ISA)() {
     static constexpr Kernels table = {
@@ -327,6 +335,10 @@ const Kernels& MEGATRAIN_NAME(MEGATRAIN_ISA)() {
          MEGATRAIN_UPDATE(Direction)},
         {split<int8_t>, split<int16_t>},
         {join<int8_t>, join<int16_t>},
+        {MEGATRAIN_PASS(factored_sums),
+         {{factored_changes<float>, factored_changes<bf16>},
+          {factored_changes<float>, factored_changes<bf16>}},
+         MEGATRAIN_PASS(factored_move)},
     };
     return table;
 }
