@@ -5,11 +5,13 @@ micro-batches of an optimizer step together, in one layer-major step, updates, a
 """
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.api import Engine, StepResult
 from megatrain.errors import InputError
+from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss, Loss
+from megatrain.loss.dpo import Variant
 from megatrain.optim import AdamW
 
-_KNOWN = ("transformers.trainer", "trl.trainer.sft_trainer")  # whose losses are cross entropy
+_PAIRS = "trl.trainer.dpo_trainer"
+_KNOWN = ("transformers.trainer", "trl.trainer.sft_trainer", _PAIRS)  # whose losses are known
 _LOSSES = ("nll", "chunked_nll")  # of TRL, mathematically one
 _OFF = {
     "deepspeed": "host memory holds the state already",
@@ -33,6 +38,14 @@ _OFF = {
     "batch_eval_metrics": "logits do not exist as a whole",
 }
 _OTHER_LOSS = "the engine's loss here is cross entropy; others: docs/losses.md"
+# Of DPOConfig, as they must stay.
+_PLAIN_PAIRS = {
+    "loss_weights": None,
+    "f_divergence_type": "reverse_kl",
+    "ld_alpha": None,
+    "use_weighting": False,
+    "sync_ref_model": False,
+}
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
@@ -40,7 +53,10 @@ _Trainer: Any = object  # whose class this one is mixed into
 
 
 class StreamedTrainer(_Trainer):
-    """Mixed in before `Trainer` or `SFTTrainer`; trains the model that it is given with an Engine.
+    """Mixed in before `Trainer`, `SFTTrainer` or `DPOTrainer`; trains its model with an Engine.
+
+    With `DPOTrainer` the reference, `ref_model` or the model as it is given, is streamed by an
+    engine of its own (2 bytes a parameter in bf16).
 
     Attributes:
         engine: whose masters are trained. The model given is copied: drop it.
@@ -62,11 +78,18 @@ class StreamedTrainer(_Trainer):
         self.optimizer: torch.optim.Optimizer | None
         self._waiting: list[dict[str, Tensor]] = []
         self._last: StepResult | None = None
+        self._loss: Loss = CROSS_ENTROPY
         _refuse_class(type(self))
         if not isinstance(model, PreTrainedModel):
             raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
         before, pad = set(vars(model)), model.config.get_text_config().pad_token_id
-        super().__init__(model, *arguments, **options)
+        paired = any(each.__module__ == _PAIRS for each in type(self).__mro__)
+        reference = options.pop("ref_model", None)
+        with _without_reference(options.get("args"), paired):
+            super().__init__(model, *arguments, **options)
+        if paired:
+            self._loss = _pair_loss(self.args)
+            self.precompute_ref_logps = False
         self._refuse()
         given: Any = self.model
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
@@ -77,9 +100,15 @@ class StreamedTrainer(_Trainer):
         self._decay_names = set(self.get_decay_parameter_names(given))
         names = [name for name, _ in given.named_parameters() if name not in self._decay_names]
         args, self._columns = self.args, signature(given.forward)
+        how: dict[str, Any] = {
+            "precision": "bf16" if args.bf16 else "fp32",
+            "device": str(args.device),
+        }
+        self._reference = Engine(reference or given, **how) if paired else None
         self._take(
             Engine(
                 given,
+                loss=self._loss,
                 optimizer=AdamW(
                     lr=args.learning_rate,
                     betas=(args.adam_beta1, args.adam_beta2),
@@ -88,12 +117,15 @@ class StreamedTrainer(_Trainer):
                     no_decay=[f"^{re.escape(name)}$" for name in names],
                 ),
                 max_grad_norm=args.max_grad_norm or None,
-                precision="bf16" if args.bf16 else "fp32",
-                device=str(args.device),
+                **how,
                 seed=args.seed,
                 **self.engine_options,
             )
         )
+
+    def _precompute_ref_logps(self, dataset: Any, *_: Any, **__: Any) -> Any:
+        """Of DPOTrainer, where it is made: the engine of the reference says them with each step."""
+        return dataset
 
     def _take(self, engine: Engine) -> None:
         self.engine = engine
@@ -105,7 +137,7 @@ class StreamedTrainer(_Trainer):
         wrong = {f"args.{name}": why for name, why in _OFF.items() if getattr(args, name, None)}
         if self.compute_loss_func is not None:
             wrong["compute_loss_func"] = _OTHER_LOSS
-        if getattr(args, "loss_type", "nll") not in _LOSSES:
+        if self._loss is CROSS_ENTROPY and getattr(args, "loss_type", "nll") not in _LOSSES:
             wrong["args.loss_type"] = _OTHER_LOSS
         if args.optim not in ("adamw_torch", "adamw_torch_fused"):
             wrong["args.optim"] = "it must be adamw_torch or adamw_torch_fused"
@@ -121,8 +153,6 @@ class StreamedTrainer(_Trainer):
             wrong["several processes"] = "use Engine(group=...)"
         if not isinstance(model, PreTrainedModel):
             wrong["peft_config"] = "train adapters with a run file, see docs/adapters.md"
-        elif getattr(model.config.get_text_config(), "output_router_logits", False):
-            wrong["config.output_router_logits"] = "the loss of routers is not added"
         _raise(wrong)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
@@ -156,8 +186,33 @@ class StreamedTrainer(_Trainer):
         for group, scheduled in pairs:
             group.update({name: scheduled[name] for name in group if name != "params"})
         step, self._waiting = self._waiting, []
-        self._last = self.engine.step(step)
+        self._last = self.engine.step(self._with_reference(step), self._loss)
+        self._measured("train", self._last.measures)
         return torch.tensor(self._last.loss, device=self.args.device)
+
+    def _with_reference(self, step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Micro-batches of pairs with what the loss asks for; others as they are."""
+        if self._reference is None:
+            return step
+        made, pairs = [], 0
+        for micro in step:
+            ids, rows = micro["input_ids"], torch.arange(len(micro["input_ids"]))
+            count = len(rows) // 2  # chosen replies, and then those that were rejected
+            labels = ids.masked_fill(micro["completion_mask"] == 0, -100)
+            numbers = {"pair": pairs + rows % count, "chosen": rows < count}
+            pairs += count
+            beside = {n: v[:, None].expand(ids.shape).float() for n, v in numbers.items()}
+            plain = {"input_ids": ids, "labels": labels, "attention_mask": micro["attention_mask"]}
+            made.append(plain | beside)
+        plain_step = [{name: micro[name] for name in plain} for micro in made]
+        found = self._reference.logprobs(plain_step)
+        return [m | {"reference_logp": own} for m, own in zip(made, found, strict=True)]
+
+    def _measured(self, mode: str, measures: Mapping[str, float]) -> None:
+        """What a trainer of TRL logs with the next line: its means since the last one."""
+        if hasattr(self, "_metrics"):
+            for name, value in measures.items():
+                self._metrics[mode][name].append(value)
 
     def prediction_step(
         self,
@@ -174,12 +229,19 @@ class StreamedTrainer(_Trainer):
         """
         if not prediction_loss_only:
             raise InputError("StreamedTrainer gives no predictions; use megatrain.Engine.logits")
-        return torch.tensor(self.engine.evaluate([_on_host(inputs)])), None, None
+        rows = self._with_reference([_on_host(inputs)])
+        if not isinstance(self._loss, JointLoss):
+            return torch.tensor(self.engine.evaluate(rows)), None, None
+        plain = [{n: v for n, v in micro.items() if n not in self._loss.inputs} for micro in rows]
+        told = self._loss.told(self.engine.logprobs(plain), rows)
+        loss = torch.tensor(told.pop("loss"))
+        self._measured("eval", told)
+        return loss, None, None
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """With the engine's norm of the gradient."""
+        """With the last step's norm of the gradient, and what its loss measured."""
         if "grad_norm" in logs and self._last is not None:
-            logs["grad_norm"] = self._last.grad_norm
+            logs.update(self._last.measures, grad_norm=self._last.grad_norm)
         super().log(logs, *arguments, **options)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -223,10 +285,47 @@ def _refuse_class(given: type) -> None:
     owner = next(each for each in given.__mro__ if "compute_loss" in vars(each))
     if owner.__module__ not in _KNOWN:
         wrong[f"{owner.__name__}.compute_loss"] = _OTHER_LOSS
+    elif owner.__module__ == _PAIRS and "_precompute_ref_logps" not in vars(owner):
+        wrong[f"{owner.__name__} of this trl"] = "take trl 1.16, or a run file with loss.name: dpo"
     for name in ("training_step", "prediction_step", "create_optimizer", "_save"):
         if getattr(given, name) is not getattr(StreamedTrainer, name):
             wrong[name] = "the engine takes its place; mix StreamedTrainer in first"
     _raise(wrong)
+
+
+@contextmanager
+def _without_reference(args: Any, paired: bool) -> Iterator[None]:
+    """Let DPOTrainer make no reference model, as where its log-probabilities are known already.
+
+    Raises:
+        InputError: they are to be computed first.
+    """
+    if not paired:
+        yield
+        return
+    if args is None:
+        raise InputError("StreamedTrainer needs args=DPOConfig(...), by name")
+    if args.precompute_ref_log_probs:
+        _raise({"args.precompute_ref_log_probs": "the reference is streamed beside the model"})
+    args.precompute_ref_log_probs = True
+    try:
+        yield
+    finally:
+        args.precompute_ref_log_probs = False
+
+
+def _pair_loss(args: Any) -> DPO:
+    """The loss of DPOTrainer's arguments. Raises InputError: it is another."""
+    types: list[Any] = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
+    wrong = {}
+    for name, plain in _PLAIN_PAIRS.items():
+        if (given := getattr(args, name, plain)) != plain:
+            wrong[f"args.{name}"] = f"it is {given!r}; leave it out"
+    if len(types) != 1 or types[0] not in get_args(Variant):
+        wrong["args.loss_type"] = f"it must be one of {', '.join(get_args(Variant))}"
+    _raise(wrong)
+    smoothing = args.label_smoothing if types[0] not in ("ipo", "hinge") else 0.0
+    return DPO(args.beta, smoothing, types[0])
 
 
 def _raise(wrong: dict[str, str]) -> None:

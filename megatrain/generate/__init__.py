@@ -7,6 +7,14 @@ from megatrain.generate.kept import Kept
 from megatrain.generate.opening import open_model
 from megatrain.generate.resident import Resident
 from megatrain.generate.sampling import Sampling
-from megatrain.generate.texts import generate
+from megatrain.generate.texts import continued, generate, stop_ids
 
-__all__ = ["Kept", "Resident", "Sampling", "generate", "open_model"]
+__all__ = [
+    "Kept",
+    "Resident",
+    "Sampling",
+    "continued",
+    "generate",
+    "open_model",
+    "stop_ids",
+]

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.device import Device
+from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit
 from megatrain.generate.recomputed import Recomputed
-from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import gib
 
 _TRIED = (2, 3)  # tokens of the prompts whose caches are compared
@@ -48,14 +47,6 @@ def check_cache(
             f"the keys and values of {rows} prompts of {tokens} tokens take {gib(needed)}, and "
             f"{gib(free)} are free; take fewer prompts at once, shorter ones, or fewer new tokens"
         )
-
-
-def free_bytes(device: Device, host_limit: int | None = None) -> int:
-    """Memory where the device computes that nothing uses."""
-    if device.kind != "cuda":
-        return host_available_bytes(host_limit)
-    memory = device.memory()
-    return memory["device_free_bytes"] + memory["device_bytes"] - memory["device_used_bytes"]
 
 
 def _measured(model: PreTrainedModel) -> _Layers:

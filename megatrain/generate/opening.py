@@ -5,8 +5,9 @@ import logging
 from megatrain.api import Engine
 from megatrain.autoplace.fits import limits
 from megatrain.checkpoint import Checkpoint
-from megatrain.device import open_device
-from megatrain.generate.cache import free_bytes
+from megatrain.compat.transformers import SEQUENCE_CLASSES
+from megatrain.device import free_bytes, open_device
+from megatrain.errors import InputError
 from megatrain.generate.resident import Resident
 from megatrain.model.build import loaded_types
 from megatrain.placement import Precision
@@ -42,6 +43,8 @@ def open_model(
     device_limit, host_limit = limits(device_memory, host_memory)
     opened.limit(device_limit, host_limit)
     source = open_source(model)
+    if type(source.model).__name__ in SEQUENCE_CLASSES:
+        raise InputError(f"{model}: its model gives scores of rows, and no texts")
     types = loaded_types(source.model, DTYPES[precision])
     needed = sum(p.numel() * types[n].itemsize for n, p in source.model.named_parameters())
     free = free_bytes(opened, host_limit)

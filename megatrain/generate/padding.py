@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatrain.generate.recomputed import Recomputed
+
 _PROMPT = (5, 7, 6, 9)  # ids that every vocabulary has
 _PADDED = 3
 _SHARE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the logits' spread: more is no rounding
@@ -33,6 +35,7 @@ def _logits(model: PreTrainedModel, padding: int) -> Tensor:
         attention_mask=mask,
         max_new_tokens=1,
         do_sample=False,
+        use_cache=not isinstance(model, Recomputed),
         output_logits=True,
         return_dict_in_generate=True,
     )

@@ -16,7 +16,9 @@ from megatrain.model.adapters import plain
 from megatrain.model.build import loaded_types
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.weights import read_weights
-from megatrain.source.source import Source, read_adapter
+from megatrain.source.fill import read_adapter
+from megatrain.source.left_out import read_left_out
+from megatrain.source.source import Source
 from megatrain.source.state_io import read_untrained
 from megatrain.telemetry.cores import update_threads
 from megatrain.whole import to_generate
@@ -52,6 +54,7 @@ class Resident:
         if source.saved is not None:
             for name, read in masters(source.saved).items():
                 write(name, read())
+            read_left_out(source.saved, source.model, write)
             read_untrained(source.saved, source.model)
         elif source.folder is not None:
             base = plain(source.model)
@@ -74,7 +77,7 @@ class Resident:
             return model(**moved).logits.float().cpu()
 
     @contextmanager
-    def whole_model(self) -> Iterator[PreTrainedModel]:
+    def whole_model(self, *, spare: int | None = None) -> Iterator[PreTrainedModel]:
         """The model; random numbers drawn within do not count outside."""
         gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
         with torch.random.fork_rng(devices=gpus), to_generate():

@@ -27,8 +27,8 @@ class Source(Protocol):
     def is_whole(self) -> bool:
         """Whether the transformers model itself can be called."""
 
-    def whole_model(self) -> AbstractContextManager[PreTrainedModel]:
-        """The transformers model, to be called within."""
+    def whole_model(self, *, spare: int | None = None) -> AbstractContextManager[PreTrainedModel]:
+        """The transformers model, to be called within; `spare` as of `Engine`."""
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of a micro-batch without labels."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.generate.cache import check_cache
+from megatrain.generate.cache import cache_bytes, check_cache
 from megatrain.generate.kept import Kept
 from megatrain.generate.padding import heeds_mask
 from megatrain.generate.recomputed import Recomputed
@@ -56,13 +56,35 @@ def generate(
         prompt_ids(tokenizer, prompt, config.vocab_size, f"prompt {number}")
         for number, prompt in enumerate(prompts, 1)
     ]
-    limit = getattr(config, "max_position_embeddings", None)
-    _check_room(ids, limit, sampling.max_new_tokens)
     chat = any(not isinstance(prompt, str) for prompt in prompts)
-    stops = stop_ids(source, tokenizer, chat=chat)
+    stops, own = stop_ids(source, tokenizer, chat=chat), source.generation_config
     pad = pad_id(tokenizer, config.vocab_size)
-    out: dict[int, str] = {}
-    with _running(source) as model:
+    given: dict[str, Any] = {"stops": stops, "pad": pad, "batch_size": batch_size}
+    made = continued(source, ids, sampling, own, **given, streamer=streamer, kept=kept)
+    return tokenizer.batch_decode([_until(stops, row) for row in made], skip_special_tokens=True)
+
+
+def continued(
+    source: Source,
+    ids: Sequence[Sequence[int]],
+    sampling: Sampling,
+    own: GenerationConfig,
+    *,
+    stops: set[int],
+    pad: int,
+    batch_size: int,
+    streamer: Any = None,
+    kept: Kept | None = None,
+) -> list[list[int]]:
+    """The new tokens of each prompt, up to the first of `stops`, which is one of them.
+
+    Args: as of `generate` and `Sampling.settings`; `ids`: the tokens of each prompt.
+    """
+    limit = getattr(source.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    _check_room(ids, limit, sampling.max_new_tokens)
+    out: dict[int, list[int]] = {}
+    longest = max(map(len, ids), default=0) + sampling.max_new_tokens
+    with _running(source, min(batch_size, len(ids)), longest) as model, _set(model, own):
         torch.manual_seed(sampling.seed)
         for rows in _batches(model, ids, batch_size):
             batch = _padded([ids[row] for row in rows], pad, source.device.torch_device)
@@ -71,15 +93,14 @@ def generate(
             past = None if kept is None else kept.take(ids[0])
             check_cache(source.device, model, len(rows), width + room, past)
             settings = sampling.settings(
-                source.generation_config, room=room, stops=stops, pad=pad, cached=source.is_whole
+                own, room=room, stops=stops, pad=pad, cached=source.is_whole
             )
             more = {} if past is None else {"past_key_values": past}
             made = model.generate(**batch, **more, generation_config=settings, streamer=streamer)
             if kept is not None:
                 kept.keep(made.sequences[0].tolist(), made.past_key_values)
-            new = [_until(stops, row) for row in made.sequences[:, width:].tolist()]
-            texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-            out |= dict(zip(rows, texts, strict=True))
+            new = made.sequences[:, width:].tolist()
+            out |= {row: _ended(stops, each) for row, each in zip(rows, new, strict=True)}
     return [out[row] for row in range(len(ids))]
 
 
@@ -99,10 +120,13 @@ def _batches(
 
 
 @contextmanager
-def _running(source: Source) -> Iterator[PreTrainedModel]:
+def _running(source: Source, rows: int, tokens: int) -> Iterator[PreTrainedModel]:
+    """The model for rows of so many tokens; its weights on the device if these leave the room."""
     try:
         if source.is_whole:
             with source.whole_model() as model:
+                cached = cache_bytes(model, rows, tokens)
+            with source.whole_model(spare=cached) as model:
                 yield model
         else:
             log.info("layers are streamed in slices: every token is made of all before it anew")
@@ -111,6 +135,22 @@ def _running(source: Source) -> Iterator[PreTrainedModel]:
         raise DoesNotFit(
             "the device has no memory left; take fewer prompts at once, or shorter ones"
         ) from error
+
+
+@contextmanager
+def _set(model: PreTrainedModel, own: GenerationConfig) -> Iterator[None]:
+    """Settings that transformers takes where it is told none; nothing is a loss of routers."""
+    before, model.generation_config = model.generation_config, own
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    asking = [each for each in configs if getattr(each, "output_router_logits", False)]
+    for config in asking:  # of one token and the mask of all it would be none
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        model.generation_config = before
+        for config in asking:
+            config.output_router_logits = True
 
 
 def stop_ids(source: Source, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:
@@ -122,8 +162,12 @@ def stop_ids(source: Source, tokenizer: PreTrainedTokenizerBase, *, chat: bool) 
     return {end for end in ends if end is not None}
 
 
+def _ended(stops: set[int], row: list[int]) -> list[int]:
+    return row[: next((at for at, token in enumerate(row, 1) if token in stops), len(row))]
+
+
 def _until(stops: set[int], row: list[int]) -> list[int]:
-    return row[: next((at for at, token in enumerate(row) if token in stops), len(row))]
+    return row[:-1] if row and row[-1] in stops else row
 
 
 def _check_room(ids: Sequence[Sequence[int]], limit: int | None, wanted: int) -> None:

@@ -16,18 +16,24 @@ from megatrain.loss.dpo import DPO
 from megatrain.loss.joint import JointLoss, as_numbers
 from megatrain.loss.kto import KTO
 from megatrain.loss.label_smoothing import LabelSmoothing
+from megatrain.loss.policy import GRPO, RLOO, PolicyLoss
 from megatrain.loss.replies import PairLoss
+from megatrain.loss.reward import TOKEN_SCORE, Reward, ScoreWeights, TokenScore
 from megatrain.loss.score import SCORE, Score
 from megatrain.loss.token_weights import TOKEN_WEIGHTS, TokenWeights
 from megatrain.loss.unreferenced import ORPO, SimPO
+from megatrain.loss.z_loss import ZLoss
 
 __all__ = [
     "CROSS_ENTROPY",
     "DPO",
+    "GRPO",
     "IGNORED",
     "KTO",
     "ORPO",
+    "RLOO",
     "SCORE",
+    "TOKEN_SCORE",
     "TOKEN_WEIGHTS",
     "CrossEntropy",
     "Distillation",
@@ -35,11 +41,16 @@ __all__ = [
     "LabelSmoothing",
     "Loss",
     "PairLoss",
+    "PolicyLoss",
+    "Reward",
     "Score",
+    "ScoreWeights",
     "SimPO",
     "Statistics",
     "Summed",
+    "TokenScore",
     "TokenWeights",
+    "ZLoss",
     "as_numbers",
     "chunked_loss",
     "chunked_loss_gradients",

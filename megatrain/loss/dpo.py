@@ -47,6 +47,9 @@ class DPO(PairLoss):
         if self.label_smoothing and self.loss_type in ("ipo", "hinge"):
             raise InputError(f"DPO's {self.loss_type} has no label smoothing; leave it out")
 
+    def rewards(self, replies: Replies) -> Tensor:
+        return self.beta * replies.gain
+
     def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
         gains = [each.gain for each in (chosen, rejected)]
         if self.loss_type in ("ipo", "sigmoid_norm"):

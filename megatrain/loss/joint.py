@@ -2,11 +2,13 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from megatrain.loss.base import Loss, Statistics
+from megatrain.loss.token_weights import TOKEN_WEIGHTS
 
 
 class JointLoss(Loss):
@@ -14,7 +16,12 @@ class JointLoss(Loss):
 
     The head is visited twice: for the log-probabilities of all micro-batches, and for the gradients
     of every label's cross entropy with the weight that it has in the loss.
+
+    Attributes:
+        weighed: what the second visit minimises, given these weights.
     """
+
+    weighed: ClassVar[Loss] = TOKEN_WEIGHTS
 
     @abstractmethod
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:

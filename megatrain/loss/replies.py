@@ -65,11 +65,11 @@ def check_settings(loss: str, beta: float, label_smoothing: float = 0.0) -> None
         )
 
 
-def check_type(loss: str, loss_type: str, known: Any) -> None:
-    """Raises InputError: `loss_type` is none of the literals `known`."""
-    if loss_type not in get_args(known):
+def check_type(loss: str, given: str, known: Any, name: str = "loss_type") -> None:
+    """Raises InputError: what is given as `name` is none of the literals `known`."""
+    if given not in get_args(known):
         each = ", ".join(get_args(known))
-        raise InputError(f"{loss}'s loss_type is {loss_type!r}; it must be one of {each}")
+        raise InputError(f"{loss}'s {name} is {given!r}; it must be one of {each}")
 
 
 def unlikeliness(margin: Tensor, wrong: float) -> Tensor:
@@ -110,16 +110,15 @@ class PairLoss(JointLoss):
         chosen: 1 in the chosen reply, 0 in the rejected one.
     """
 
-    beta: float
     lines: ClassVar[int] = 2  # rows of tokens for each pair of the data
 
     @abstractmethod
     def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
         """The loss of each pair `[P]`."""
 
+    @abstractmethod
     def rewards(self, replies: Replies) -> Tensor:
         """What each reply is worth to the model `[P]`, as TRL's trainers log it."""
-        return self.beta * replies.gain
 
     def replies(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> list[Replies]:
         """Chosen and rejected ones, pair by pair."""

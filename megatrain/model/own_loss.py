@@ -20,6 +20,7 @@ from megatrain.compat.transformers import CAUSAL_LM_CLASSES
 from megatrain.errors import in_one_line
 from megatrain.loss import IGNORED, targets_of
 from megatrain.model.capture import last_hidden, with_hidden
+from megatrain.model.routers import RouterLoss
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import Unsupported
 from megatrain.model.zeros import zero_pages
@@ -39,6 +40,8 @@ def label_shift(spec: ModelSpec) -> int:
             that is none of a language model.
     """
     model = spec.capture.model
+    if spec.capture.scores_rows:
+        return _of_rows(spec)
     name, count = type(model).__name__, model.config.get_text_config(decoder=True).vocab_size
     if spec.num_logits < count:
         raise Unsupported(
@@ -46,12 +49,25 @@ def label_shift(spec: ModelSpec) -> int:
             " its head is not a language model's; give a model with one (...ForCausalLM)"
         )
     shift = _tried(spec, name)
+    if spec.router_loss is not None:
+        _try_routers(spec, spec.router_loss, shift, name)
     if shift == 0 and name not in CAUSAL_LM_CLASSES:
         raise Unsupported(
             f"{name} predicts each token at its own place, not the next one: it is not a causal "
             "language model; load it with AutoModelForCausalLM"
         )
     return shift
+
+
+def _of_rows(spec: ModelSpec) -> int:
+    """A score is compared at its own token: 0. Raises Unsupported: there is not one for a row."""
+    name = type(spec.capture.model).__name__
+    if spec.num_logits != 1:
+        raise Unsupported(
+            f"{name} makes {spec.num_logits} scores of a row, and a reward is one: give it with "
+            "num_labels=1, or a language model (...ForCausalLM)"
+        )
+    return 0
 
 
 def _tried(spec: ModelSpec, name: str) -> int:
@@ -77,6 +93,30 @@ def _tried(spec: ModelSpec, name: str) -> int:
     )
 
 
+def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> None:
+    """Raises Unsupported: what the model adds for its routers is something else, or not known."""
+    if not spec.routed:
+        raise Unsupported(
+            f"output_router_logits is on in the model's configuration, and no layer of {name} has "
+            "a router; set it to false"
+        )
+    labels_BT, mask_BT = _labels(spec.capture.model), torch.ones(_SHAPE, dtype=torch.long)
+    mask_BT[1, -2:] = 0
+    sums = next(each.kind.example[-1] for each in spec.layers if each.kind.routes)
+    generator = torch.Generator().manual_seed(1)
+    shape = len(spec.routed), labels_BT.numel(), sums.shape[1] // 2
+    routed = (3 * torch.randn(shape, generator=generator)).unbind()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _vocabulary(spec):
+        own, logits_BTV = _own(spec, labels_BT, routed, attention_mask=mask_BT)
+    balance, _ = loss.balance([loss.sums(each, mask_BT.flatten().float()) for each in routed])
+    wanted = _cross_entropy(logits_BTV, labels_BT, shift) + loss.weight * float(balance)
+    if own is None or not _same(float(own), wanted):
+        raise Unsupported(
+            f"output_router_logits is on in the model's configuration, and the loss that {name} "
+            "adds for its routers is not the usual one; set it to false"
+        )
+
+
 def _labels(model: PreTrainedModel) -> Tensor:
     """Some tokens, special ones among them: a loss may leave them out, or weigh them."""
     text = model.config.get_text_config(decoder=True)
@@ -88,8 +128,15 @@ def _labels(model: PreTrainedModel) -> Tensor:
     return labels_BT
 
 
-def _own(spec: ModelSpec, labels_BT: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Loss of the model's own forward, None if it has none, and logits, of random hidden states."""
+def _own(
+    spec: ModelSpec, labels_BT: Tensor, routed: tuple[Tensor, ...] = (), **more: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """Loss of the model's own forward, None if it has none, and logits, of random hidden states.
+
+    Args:
+        routed: logits `[B * T, E]` of routers, whose loss is added.
+        more: inputs of the forward.
+    """
     generator = torch.Generator().manual_seed(0)
     capture = spec.capture
     used = {*spec.gathered, *spec.prologue, *spec.epilogue}
@@ -100,8 +147,10 @@ def _own(spec: ModelSpec, labels_BT: Tensor) -> tuple[Tensor | None, Tensor]:
     }
     width = last_hidden(spec.trunk).shape[2:]
     hidden = torch.randn((*_SHAPE, *width), generator=generator)
-    inputs = capture.inputs({"input_ids": torch.zeros(_SHAPE, dtype=torch.long)})
+    inputs = capture.inputs({"input_ids": torch.zeros(_SHAPE, dtype=torch.long), **more})
     given = weights, with_hidden(spec.trunk, hidden)
+    if routed:
+        given[1]["router_logits"], inputs["output_router_logits"] = routed, True
     with _FewRows(weights):
         loss, logits = capture.own_loss(*given, inputs, labels_BT)
         return loss, capture.head(*given, inputs) if logits is None else logits

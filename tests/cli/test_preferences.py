@@ -9,15 +9,19 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megatrain.config.learning import LossSection
 from megatrain.config.load import validate
 from megatrain.forecast.workload import Workload
-from megatrain.loss import DPO, KTO, ORPO, SimPO
+from megatrain.loss import DPO, KTO, ORPO, Reward, SimPO, ZLoss
 from tests.cli.cases import SENTENCES, sets
+from tests.cli.test_ranks import run_of
 from tests.parity.cases import llama, make_batches, make_engine
+from tests.parity.ranks import run_ranks
 
 LANGUAGES = ("yaml", "python")
+FILE = "model.safetensors"
 GOOD, BAD = "on the mat", "a dog ran to the"
 
 
@@ -61,6 +65,14 @@ def preference_file(run_file, base, tmp_path):
 
 def read(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_data_of_replies_are_shown_as_such(megatrain, preference_file):
+    run = preference_file([pair(number) for number in range(8)], name="dpo")
+    result = megatrain("data", run, "--rows", 1)
+    assert result.exit_code == 0, result.output
+    assert "training: 12 replies (preferences) in 6 rows" in result.stdout
+    assert f"⟦{GOOD}" in result.stdout and f"⟦{BAD}" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -115,6 +127,32 @@ def test_other_losses_of_replies_train(megatrain, preference_file, tmp_path, los
     assert (tmp_path / "run" / "references.json").exists() == (loss["name"] == "kto")
 
 
+def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, tmp_path):
+    rows = [pair(number) for number in range(20)]
+    file = preference_file(rows, name="reward", center_rewards_coefficient=0.01)
+    length = sets(training__steps=6)
+    assert megatrain("train", file, *length, *sets(output__folder="whole")).exit_code == 0
+    assert megatrain("train", file, *sets(training__steps=2)).exit_code == 0
+    result = megatrain("train", file, *length, "--resume")
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "run" / "references.json").exists()
+    whole, parts = (load_file(tmp_path / f / "model" / FILE) for f in ("whole", "run"))
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    evaluated = [record for record in read(tmp_path / "run") if "eval_loss" in record]
+    assert evaluated[-1]["eval_loss"] < evaluated[0]["eval_loss"]
+    assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    talks = [tokenizer.apply_chat_template(talk("a cat sat", each), return_tensors="pt",
+                                           return_dict=True) for each in (GOOD, BAD)]  # fmt: skip
+    good, bad = (model(input_ids=each["input_ids"]).logits.item() for each in talks)
+    assert good > bad
+    result = megatrain("plan", file, "--gpu", "4090")
+    assert result.exit_code == 0, result.output
+    result = megatrain("generate", tmp_path / "run", "--prompt", "a cat")
+    assert result.exit_code == 2 and "scores of rows" in result.stderr
+
+
 def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp_path):
     file = preference_file([pair(number) for number in range(20)], name="dpo")
     assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0
@@ -141,9 +179,14 @@ def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp
     [
         ({"loss__name": "sft"}, "a better and a worse reply need loss.name: dpo"),
         ({"loss__name": "kto", "loss__gamma": 1.0}, "kto has no gamma; it has beta"),
+        (
+            {"loss__name": "sft", "loss__z_loss": 1e-4, "loss__label_smoothing": 0.1},
+            "sft has z_loss or label_smoothing, not both",
+        ),
         ({"loss__loss_type": "exo"}, "loss_type is 'exo'; it must be one of sigmoid"),
         ({"data__kind": "chat"}, "loss.name dpo cannot have data.kind"),
         ({"data__weights": [1.0]}, "loss.name dpo cannot have data.weights"),
+        ({"loss__name": "reward", "adapter__method": "lora"}, "reward cannot have adapter"),
         ({"checkpoint__best": "eval_accuracy"}, "there is no 'eval_accuracy'"),
     ],
 )
@@ -167,8 +210,35 @@ def test_what_the_page_shows_runs(tmp_path):
     names = {"engine": engine, "ids": micro["input_ids"], "labels": micro["labels"]}
     exec(shown["python"][1], names)
     assert names["result"].loss == pytest.approx(math.log(2))
-    for name, loss in {"simpo": SimPO(), "orpo": ORPO(), "kto": KTO()}.items():
+    distilled = page.split("```python\n")[2].split("```")[0]
+    exec(distilled, names | {"teacher": make_engine(llama(tie_word_embeddings=True))})
+    assert LossSection(z_loss=1e-4).loss() == ZLoss(1e-4)
+    for name, loss in {"simpo": SimPO(), "orpo": ORPO(), "kto": KTO(), "reward": Reward()}.items():
         assert LossSection(name=name).loss() == loss
         for key in re.search(rf"\n\| `{name}` \|(.*?)\|", page)[1].split("`")[1::2]:
             key, _, value = key.partition(": ")
             assert not value or str(getattr(loss, key)).rstrip(".0") == value.rstrip(".0")
+
+
+def test_preferences_with_an_adapter_are_those_of_one_rank(megatrain, preference_file, tmp_path):
+    """The reference's log-probabilities, each step, evaluations, and the adapter itself."""
+    file = preference_file([pair(number) for number in range(20)], name="dpo")
+    tree = yaml.safe_load(file.read_text())
+    tree["adapter"] = {"method": "lora", "r": 2, "target_modules": "all-linear"}
+    tree["training"] |= {"micro_batch_size": 1, "batch_size": 2, "steps": 3}
+    file.write_text(yaml.safe_dump(tree))
+    assert megatrain("train", file, *sets(output__folder="one")).exit_code == 0
+    run_ranks(2, tmp_path, run_of(file, str(tmp_path / "several")))
+    one, several = (tmp_path / "one", tmp_path / "several")
+    sums = [json.loads((run / "references.json").read_text())["sums"] for run in (one, several)]
+    for name, each in sums[0].items():
+        assert torch.allclose(torch.tensor(sums[1][name]), torch.tensor(each), atol=1e-5), name
+    for mine, other in zip(read(several), read(one), strict=True):
+        for name in mine.keys() & other.keys() & {"loss", "grad_norm", "eval_loss", "tokens"}:
+            assert mine[name] == pytest.approx(other[name], rel=1e-5), name
+    [weights, other] = [
+        load_file(run / "model" / "adapter_model.safetensors") for run in (one, several)
+    ]
+    assert weights.keys() == other.keys()
+    for name, value in weights.items():
+        assert torch.allclose(other[name], value, rtol=2e-6, atol=1e-6), name

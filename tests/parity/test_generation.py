@@ -1,12 +1,18 @@
 """Texts that a streamed model continues: transformers' own, with a cache, token for token."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from transformers import GenerationMixin, PreTrainedTokenizerFast
+from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerFast
 
-from megatrain import AdamW, DoesNotFit, Engine
-from megatrain.generate import Kept, Sampling, cache, generate
+from megatrain import AdamW, DoesNotFit, Engine, Placement
+from megatrain.engine.stream import Stream
+from megatrain.generate import Kept, Sampling, cache, continued, generate
 from megatrain.generate.cache import cache_bytes
+from megatrain.whole import _from_first
 from tests.families.tiny import tiny_model
 from tests.parity.cases import make_batches
 
@@ -31,14 +37,26 @@ def test_streamed_tokens_are_those_of_transformers(family: str) -> None:
             "eos_token_id": None}  # fmt: skip
     wanted = model.generate(**inputs(), **told)
     with Engine(model, precision="fp32", device="cpu") as engine:
-        with engine.whole_model() as whole:
-            got = whole.generate(**inputs(), **told, return_dict_in_generate=True)
-        assert got.sequences.equal(wanted)
-        assert got.past_key_values is not None
+        for spare in (None, 0):
+            with engine.whole_model(spare=spare) as whole:
+                got = whole.generate(**inputs(), **told, return_dict_in_generate=True)
+            assert got.sequences.equal(wanted)
+            assert got.past_key_values is not None
         # The engine goes on as if nothing had been.
         fresh = Engine(model, precision="fp32", device="cpu")
         batch = {"input_ids": inputs()["input_ids"]}
         assert engine.logits(batch).equal(fresh.logits(batch))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_take_the_first_ones_logits(rank: int) -> None:
+    """Logits of -inf among them, which some models give tokens that are never to be drawn."""
+    first = torch.tensor([1.0, -torch.inf])
+    others = torch.zeros(2) if rank == 0 else first
+    ranks: Any = SimpleNamespace(rank=rank, sum=lambda values: values.add_(others))
+    output = SimpleNamespace(logits=first if rank == 0 else first + 1)
+    _from_first(ranks, torch.nn.Identity(), (), output)
+    assert output.logits.equal(torch.tensor([1.0, -torch.inf]))
 
 
 def test_generating_between_two_steps_changes_no_bit_of_training() -> None:
@@ -54,6 +72,25 @@ def test_generating_between_two_steps_changes_no_bit_of_training() -> None:
         losses.append([(each.loss, each.grad_norm) for each in results])
         engine.close()
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("spare", "times"), [(None, 4), (0, 1), (1 << 60, 4)])
+def test_weights_come_once_where_there_is_room_for_them(
+    monkeypatch: pytest.MonkeyPatch, spare: int | None, times: int
+) -> None:
+    begun: list[int] = []
+    begin = Stream.begin
+    monkeypatch.setattr(Stream, "begin", lambda *given: [begun.append(1), begin(*given)])
+    kept = Placement(keep_weights=2, resident=("layer 1",))
+    options: dict[str, Any] = {"optimizer": AdamW(), "precision": "fp32", "device": "cpu"}
+    with Engine(tiny_model("llama"), placement=kept, **options) as engine:
+        engine.step(make_batches(1)[0])
+        begun.clear()
+        held = engine.whole_model(spare=spare)
+        with held as whole:
+            whole.generate(**inputs(), max_new_tokens=4, do_sample=False, eos_token_id=None)
+        assert len(begun) == times
+        engine.step(make_batches(1)[0])
 
 
 def words() -> PreTrainedTokenizerFast:
@@ -169,3 +206,42 @@ def test_a_cache_that_has_no_room_is_refused(engine: Engine, monkeypatch) -> Non
     monkeypatch.setattr(cache, "free_bytes", lambda device: 1000)
     with pytest.raises(DoesNotFit, match="keys and values of 3 prompts of 20 tokens take"):
         generate(engine, words(), PROMPTS, GREEDY)
+
+
+def test_drawn_tokens_are_those_of_transformers_up_to_a_stop(engine: Engine) -> None:
+    """With the same seed; the model's own settings change nothing where others are given."""
+    drawn = Sampling(12, temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.0, seed=3)
+    ids = [[5, 6, 7, 8]] * 3 + [[9, 8, 7, 6]] * 3
+    told: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": 6}
+    found = continued(engine, ids, drawn, GenerationConfig(), **told)
+    model = tiny_model("llama").eval()
+    torch.manual_seed(3)
+    wanted = model.generate(
+        torch.tensor(ids), attention_mask=torch.ones(6, 4, dtype=torch.long), max_new_tokens=12,
+        do_sample=True, temperature=0.7, top_p=0.9, top_k=20, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    assert found == wanted[:, 4:].tolist()
+    model.generation_config.suppress_tokens = found[0][:3]
+    with Engine(model, precision="fp32", device="cpu") as other:
+        assert found == continued(other, ids, drawn, GenerationConfig(), **told)
+        assert found != continued(other, ids, drawn, other.generation_config, **told)
+    assert len({tuple(each) for each in found[:3]}) == 3  # replies to one prompt differ
+    assert found != continued(engine, ids, replace(drawn, seed=4), GenerationConfig(), **told)
+    stop = found[0][5]
+    ended = continued(engine, ids, drawn, GenerationConfig(), **told | {"stops": {stop}})
+    assert ended[0] == wanted[0, 4 : 5 + found[0].index(stop)].tolist()  # the stop is one of them
+
+
+def test_log_probabilities_of_steps_are_those_that_tokens_were_drawn_with(engine: Engine) -> None:
+    prompts = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]])
+    with engine.whole_model(spare=0) as whole:
+        made = whole.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=9, do_sample=True,
+            top_k=0, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    ids = made.sequences
+    every = torch.stack(made.logits, 1).float().log_softmax(-1)
+    drawn = every.gather(2, ids[:, 4:, None])[..., 0]
+    labels = ids.masked_fill(torch.arange(13) < 4, -100)
+    [trained] = engine.logprobs([{"input_ids": ids, "labels": labels}])
+    torch.testing.assert_close(trained[:, 4:], drawn, rtol=0, atol=1e-4)

@@ -20,9 +20,13 @@ from megatrain.loss import (
     LabelSmoothing,
     Loss,
     PairLoss,
+    PolicyLoss,
     Score,
+    ScoreWeights,
     Statistics,
+    TokenScore,
     TokenWeights,
+    ZLoss,
 )
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
@@ -34,7 +38,9 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
+from tests.parity.test_policy import LOSSES as POLICIES
 from tests.parity.test_preferences import LOSSES as PREFERENCES
+from tests.parity.test_rewards import LOSSES as REWARDS
 from tests.race.schedule import Together
 from tests.sweeps import swept
 
@@ -87,11 +93,13 @@ def plain(loss: str, logits: Tensor, micro: dict[str, Tensor]) -> Tensor:
     if loss == "smoothed":
         return F.cross_entropy(flat, targets, label_smoothing=0.1, reduction="sum")
     each = F.cross_entropy(flat, targets, reduction="none")
-    if loss in ("distilled", "teacher alone"):
-        share = 0.3 if loss == "distilled" else 0.0
+    if loss == "z-loss":
+        return (each + 0.01 * flat.logsumexp(1) ** 2)[targets != -100].sum()
+    if isinstance(given := LOSSES[loss][0], Distillation):
         teacher, ids = (micro[f"teacher_{n}"][:, 1:].flatten(0, 1) for n in ("log_probs", "ids"))
-        model = flat.log_softmax(1).gather(1, ids)
-        divergence = F.kl_div(model, teacher, reduction="none", log_target=True).sum(1)
+        p, q = teacher.double().exp(), flat.double().softmax(1).gather(1, ids)
+        divergence = diverging(given, p, q).float()
+        share = given.cross_entropy
         return ((1 - share) * divergence + share * each)[targets != -100].sum()
     if loss == "weights":
         return (each * micro["token_weights"][:, 1:].flatten()).sum()
@@ -100,6 +108,18 @@ def plain(loss: str, logits: Tensor, micro: dict[str, Tensor]) -> Tensor:
     curved = 0.1 * lse**2 + 0.2 * flat.mean(1) * lse
     each = -micro["advantages"][:, 1:].flatten() * ratio + curved
     return each[targets != -100].sum()
+
+
+def diverging(loss: Distillation, p: Tensor, q: Tensor) -> Tensor:
+    """The divergence of each label `[N]`, of probabilities `[N, K]`."""
+    if loss.add_tail:
+        p, q = (torch.cat([each, 1 - each.sum(1, keepdim=True)], 1) for each in (p, q))
+    if loss.beta in (0, 1):
+        one, other = (p, q) if loss.beta == 0 else (q, p)
+        return (one * (one / other).log()).sum(1)
+    mean = loss.beta * p + (1 - loss.beta) * q
+    parts = (loss.beta * p * (p / mean).log(), (1 - loss.beta) * q * (q / mean).log())
+    return (parts[0] + parts[1]).sum(1)
 
 
 def preferences(logits: list[Tensor], step: list[dict[str, Tensor]]) -> Tensor:
@@ -131,18 +151,25 @@ def weights(step: list[dict[str, Tensor]]) -> float:
 
 LOSSES: dict[str, tuple[Loss, Any]] = {
     "smoothed": (LabelSmoothing(0.1), labelled),
+    "z-loss": (ZLoss(0.01), labelled),
     "weights": (TokenWeights(), weights),
     "curved": (Curved(), rows),
     "distilled": (Distillation(cross_entropy=0.3), labelled),
     "teacher alone": (Distillation(), labelled),
+    "teacher and tail": (Distillation(add_tail=True), labelled),
+    "reverse": (Distillation(beta=1.0, add_tail=True), labelled),
+    "jsd": (Distillation(0.3, beta=0.4, add_tail=True), labelled),
+    "jsd of few": (Distillation(beta=0.4), labelled),
     "dpo": (DPO(beta=0.3, label_smoothing=0.1), lambda step: rows(step) / 2),
 }
 
 
 def test_every_loss_of_the_package_is_tried() -> None:
     kinds = {v for v in vars(loss_package).values() if isinstance(v, type) and issubclass(v, Loss)}
-    others = {Loss, JointLoss, PairLoss, CrossEntropy, Score}  # abstract, or tried below
-    tried = {type(loss) for loss, _ in LOSSES.values()} | {*map(type, PREFERENCES.values())}
+    others = {Loss, JointLoss, PairLoss, PolicyLoss, CrossEntropy, Score}  # or tried below
+    others |= {TokenScore, ScoreWeights}  # parts of Reward
+    elsewhere = [*PREFERENCES.values(), *REWARDS.values(), *POLICIES.values()]
+    tried = {type(loss) for loss, _ in LOSSES.values()} | {*map(type, elsewhere)}
     assert kinds - others == tried - {Curved}
 
 
@@ -353,16 +380,39 @@ def test_what_is_not_of_a_teacher_is_refused(spoil: Any, message: str) -> None:
         make_engine(llama(vocab_size=WIDE)).step([micro], Distillation())
 
 
+@pytest.mark.parametrize("loss", [Distillation(beta=0.4, add_tail=True), Distillation(beta=1.0)])
+def test_places_where_fewer_tokens_were_kept_count_for_nothing(loss: Distillation) -> None:
+    step = taken(micro_batches(), loss)
+    more = [
+        micro
+        | {
+            "teacher_ids": F.pad(micro["teacher_ids"], (0, 2)),
+            "teacher_log_probs": F.pad(micro["teacher_log_probs"], (0, 2), value=-1e9),
+        }
+        for micro in step
+    ]
+    engine = make_engine(llama(vocab_size=WIDE))
+    assert engine.evaluate(more, loss) == pytest.approx(engine.evaluate(step, loss), rel=1e-6)
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_shares_of_cross_entropy_are_checked(share: float) -> None:
     with pytest.raises(InputError, match="share of cross entropy is"):
         Distillation(share)
+    with pytest.raises(InputError, match="beta of distillation is"):
+        Distillation(beta=share)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
 def test_shares_of_label_smoothing_are_checked(share: float) -> None:
     with pytest.raises(InputError, match="label smoothing is"):
         LabelSmoothing(share)
+
+
+@pytest.mark.parametrize("share", [-0.1, 0.0, float("inf"), float("nan")])
+def test_shares_of_z_loss_are_checked(share: float) -> None:
+    with pytest.raises(InputError, match="share of z-loss is"):
+        ZLoss(share)
 
 
 def test_what_the_models_forward_takes_may_be_given() -> None:

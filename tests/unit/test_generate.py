@@ -1,12 +1,16 @@
 """Prompts as tokens, what `generate` is told, and where it stops."""
 
+from types import SimpleNamespace
+
 import pytest
 from data_cases import chat_tokenizer, encode_row, make_tokenizer, talk
 from transformers import GenerationConfig
 
 from megatrain import InputError
+from megatrain.config import ModelSection
 from megatrain.data.prompts import end_of_turn, prompt_ids, unmet_opening
 from megatrain.generate import Sampling
+from megatrain.train.data import run_ends
 
 
 def told(sampling: Sampling, **own) -> GenerationConfig:
@@ -85,3 +89,19 @@ def test_a_text_is_asked_as_documents_begin():
         prompt_ids(tokenizer, "", None, "prompt 1")
     with pytest.raises(InputError, match="prompt 1: message 1 has no 'role'"):
         prompt_ids(chat_tokenizer("qwen"), [{"content": "a"}], None, "prompt 1")
+
+
+def test_a_template_that_ends_replies_only_where_a_turn_follows_is_told(caplog):
+    """As ChatML's of vLLM, and GLM's, whose next header is the end."""
+    tokenizer = chat_tokenizer("qwen")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message.content + '<|im_end|>\\n'",
+        "message.content + ('' if loop.last and message.role == 'assistant' else '<|im_end|>\\n')",
+    )
+    model = ModelSection(path="model")
+    caplog.set_level("INFO")
+    assert run_ends(model, tokenizer, SimpleNamespace(kind="chat")) == [tokenizer.eos_token_id]
+    assert "ends a reply only where another turn follows" in caplog.text
+    caplog.clear()
+    run_ends(model, chat_tokenizer("qwen"), SimpleNamespace(kind="chat"))
+    assert not caplog.text

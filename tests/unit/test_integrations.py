@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
+from tests.families.tiny import tiny_model
 from tests.parity.cases import VOCAB, llama
 
 
@@ -155,6 +156,18 @@ def test_the_best_state_is_loaded(tmp_path: Path) -> None:
     assert all(torch.equal(kept[name], loaded[name]) for name in kept)
 
 
+def test_the_loss_of_routers_is_learnt_and_logged(tmp_path: Path) -> None:
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    made = Streamed(
+        tiny_model("mixtral", changes=asked),
+        arguments(tmp_path, max_steps=1, eval_strategy="no"),
+        train_dataset=rows(16),
+        data_collator=padded,
+    )
+    made.train()
+    assert made.state.log_history[0]["aux_loss"] == made._last.measures["aux_loss"] > 0
+
+
 class Other(StreamedTrainer, Trainer):
     def compute_loss(self, *given: Any, **more: Any) -> Any:
         raise NotImplementedError
@@ -242,12 +255,12 @@ def test_trainers_of_other_losses_are_refused(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
 
-    class StreamedDpo(StreamedTrainer, trl.DPOTrainer):
+    class StreamedReward(StreamedTrainer, trl.RewardTrainer):
         """Whose loss is another one."""
 
     data = datasets.Dataset.from_list([{"prompt": "The", "chosen": " sea", "rejected": " 42"}] * 4)
-    config = trl.DPOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False)
-    with pytest.raises(InputError, match="DPOTrainer.compute_loss"):
-        StreamedDpo(
+    config = trl.RewardConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False)
+    with pytest.raises(InputError, match="RewardTrainer.compute_loss"):
+        StreamedReward(
             llama(), args=config, train_dataset=data, processing_class=chat_tokenizer("qwen")
         )

@@ -102,7 +102,7 @@ HEADS = {
     "tokens": (lambda: BertForTokenClassification(BertConfig(**BERT, num_labels=5)), "5 numbers"),
     "rows": (
         lambda: LlamaForSequenceClassification(llama(pad_token_id=0).config),
-        "does not give logits of each token",
+        "2 scores of a row",
     ),
 }
 

@@ -1,0 +1,88 @@
+"""Seconds of steps of DPO beside steps of cross entropy on the same tokens, in one engine.
+
+Random weights of a shape (all layers alike) and random tokens; replies are the second half of each
+row, and the reference's log-probabilities are given, as a run keeps them. Prints a line for each
+loss and the ratio of their rates; writes JSON to `--out`.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from megatrain import AdamW, Engine
+from megatrain.cli.shapes import qwen2_config
+from megatrain.loss import CROSS_ENTROPY, DPO, IGNORED
+from megatrain.source.source import Alike
+from megatrain.telemetry.environment import environment
+
+
+def measure(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the measured steps of both, in the placement that was chosen for DPO."""
+    length, rows = chosen.sequence_length, chosen.sequences
+    engine = Engine(
+        Alike(qwen2_config(chosen.shape, length)),
+        optimizer=AdamW(lr=1e-6, states=chosen.states),
+        tokens_per_step=rows * length,
+        sequence_length=length,
+        loss=DPO(),
+        device=None if chosen.device == "auto" else chosen.device,
+        host_memory=chosen.host_memory,
+    )
+    size = engine.micro_batch or 1
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(engine.vocab_size, (rows, length), generator=generator)
+    labels = ids.masked_fill(torch.arange(length) < length // 2, IGNORED)
+    plain = [
+        {"input_ids": own, "labels": learnt}
+        for own, learnt in zip(ids.split(size), labels.split(size), strict=True)
+    ]
+    row = torch.arange(rows, dtype=torch.float32)[:, None].expand(ids.shape)
+    pairs = (row // 2).split(size), (row % 2 == 0).float().split(size), engine.logprobs(plain)
+    names = "pair", "chosen", "reference_logp"
+    given = [dict(zip(names, each, strict=True)) for each in zip(*pairs, strict=True)]
+    compared = [micro | beside for micro, beside in zip(plain, given, strict=True)]
+    found: dict[str, Any] = {"placement": engine.placement.as_dict(), "micro_batch": size}
+    for name, step, loss in (("sft", plain, CROSS_ENTROPY), ("dpo", compared, DPO())):
+        times = []
+        for _ in range(chosen.warmup + chosen.steps):
+            began = time.perf_counter()
+            engine.step(step, loss)
+            engine.flush()
+            times.append(time.perf_counter() - began)
+        seconds = median(times[chosen.warmup :])
+        found[name] = {"step_seconds": times, "median_seconds": seconds}
+        print(f"{name} {seconds:.3f} s, {rows * length / seconds:,.0f} tokens/s", flush=True)
+    engine.close()
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="7b")
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--sequence-length", type=int, default=1024)
+    parser.add_argument("--states", default="fp32")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--host-memory")
+    parser.add_argument("--out", type=Path, help="write the result to this file")
+    chosen = parser.parse_args(arguments)
+    case = {name: value for name, value in vars(chosen).items() if name != "out"}
+    found = measure(chosen)
+    found["rate"] = found["sft"]["median_seconds"] / found["dpo"]["median_seconds"]
+    print(f"DPO has {found['rate']:.2f} of the rate")
+    if chosen.out is not None:
+        found |= {"case": case, "environment": environment(chosen.device)}
+        chosen.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The section that says how a run makes replies, and what rewards them."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from megatrain.config.learning import LossSection
+from megatrain.config.section import Natural, Positive, Section
+
+
+class RolloutSection(Section):
+    """How replies to prompts are made, for losses that reward them (docs/rollouts.md).
+
+    `rewards`: functions, each as `module:function` or `file.py:function`; `weights`: of each, null:
+    1. The others say how tokens are drawn; `batch_size`: replies made together, null: all of a
+    step.
+    """
+
+    rewards: list[Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]] = Field(default_factory=list)
+    weights: list[float] | None = None
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Natural = 0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    batch_size: Positive | None = None
+
+    @model_validator(mode="after")
+    def _weights_of_rewards(self) -> Self:
+        if self.weights is not None and len(self.weights) != len(self.rewards):
+            raise ValueError(
+                f"give as many weights as rewards: {len(self.rewards)}, not {len(self.weights)}"
+            )
+        return self
+
+
+def check_rollout(rollout: RolloutSection, loss: LossSection, sequence_length: int) -> None:
+    """Raises ValueError: a loss of rewarded replies lacks what it needs, or another has it."""
+    if loss.kind != "prompts":
+        if rollout != RolloutSection():
+            raise ValueError(f"rollout is for loss.name grpo or rloo, and this is {loss.name}")
+        return
+    if not rollout.rewards:
+        raise ValueError(
+            f"loss.name {loss.name} needs rollout.rewards: functions, as [rewards.py:reward]"
+        )
+    most = loss.max_completion_length or 0
+    if most >= sequence_length:
+        raise ValueError(
+            f"data.sequence_length ({sequence_length}) is of a prompt and its reply together: it "
+            f"must be above loss.max_completion_length ({most})"
+        )

@@ -1,0 +1,273 @@
+"""Losses of a policy: replies that the model has made itself, of which each has a reward."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.loss.base import IGNORED, num_labelled
+from megatrain.loss.joint import JointLoss
+from megatrain.loss.replies import check_numbers, check_rows, check_type, labels_of
+
+Variant = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+Level = Literal["token", "sequence"]
+Scale = Literal["group", "batch", "none"]
+_SMALL = 1e-4  # beside a standard deviation, as in TRL
+
+
+class _Labels(NamedTuple):
+    """The labels of a step `[L]`, those of a reply beside one another or not.
+
+    `row`: the number of each label's reply, below `replies`; `length`: labels of that reply.
+    """
+
+    log_prob: Tensor
+    row: Tensor
+    length: Tensor
+    replies: int
+    beside: dict[str, Tensor]
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Over each reply `[R]`, fp64."""
+        zeros = torch.zeros(self.replies, dtype=torch.float64, device=values.device)
+        return zeros.index_add(0, self.row, values.double())
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """What labels of one reply share `[L]`, of each reply `[R]`."""
+        return torch.zeros_like(self.summed(values)).scatter(0, self.row, values.double())
+
+
+@dataclass(frozen=True)
+class PolicyLoss(JointLoss):
+    """A loss of replies to prompts, `num_generations` to each; every row is a reply.
+
+    A micro-batch has for each label, as floating-point numbers `[B, T]`:
+        example: the number of its reply in the step.
+        advantage: how much better the reply is than others to its prompt.
+        old_logp: the label's log-probability in the model that made the reply.
+        reference_logp: that in a reference model; only of GRPO with `beta`.
+
+    Attributes:
+        num_iterations: steps that learn from the same replies.
+        max_completion_length: tokens of a reply at most.
+        mask_truncated_completions: learn nothing from replies that did not end by themselves.
+    """
+
+    beta: float = 0.0
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    num_generations: int = 8
+    num_iterations: int = 1
+    max_completion_length: int = 512
+    mask_truncated_completions: bool = False
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not 0 <= self.beta < math.inf:
+            raise InputError(f"{name}'s beta is {self.beta!r}; it must be a number from 0")
+        for key, least in (("num_generations", 2), ("num_iterations", 1)):
+            if getattr(self, key) < least:
+                raise InputError(
+                    f"{name}'s {key} is {getattr(self, key)}; it must be {least} or more"
+                )
+        if self.max_completion_length < 1:
+            raise InputError(f"{name}'s max_completion_length must be 1 or more")
+        if not 0 <= self.epsilon < math.inf or not 0 <= self.high < math.inf:
+            raise InputError(f"{name}'s epsilon and epsilon_high must be numbers from 0")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return "example", "advantage", "old_logp"
+
+    @property
+    def lines(self) -> int:
+        """Replies to one prompt of the data."""
+        return self.num_generations
+
+    @property
+    def high(self) -> float:
+        """How far above 1 a ratio counts."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @abstractmethod
+    def advantages(self, rewards_R: Tensor, divergence_R: Tensor) -> Tensor:
+        """Of each reply `[R]`, those to one prompt beside one another; NaN rewards: 0.
+
+        Args:
+            divergence_R: how much likelier each reply is than in the reference model, or 0.
+        """
+
+    def _labels(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> _Labels:
+        used = targets_N != IGNORED
+        beside = dict(zip(self.inputs, (each[used] for each in given), strict=True))
+        numbers, row = beside["example"].unique(return_inverse=True)
+        length = torch.bincount(row, minlength=len(numbers))[row]
+        return _Labels(log_prob_N[used], row, length, len(numbers), beside)
+
+    def _clipped(self, ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
+        """How many ratios count no further, by TRL's names."""
+        low = ((ratio < 1 - self.epsilon) & (advantage < 0)).double().mean()
+        high = ((ratio > 1 + self.high) & (advantage > 0)).double().mean()
+        names = ("low_mean", "high_mean", "region_mean")
+        values = zip(names, (low, high, low + high), strict=True)
+        return {f"clip_ratio/{name}": value for name, value in values}
+
+    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+        """The number of replies. Raises InputError: two have one number."""
+        example = labels_of(0, targets, given)
+        check_numbers("example", example)
+        if len(example):
+            check_rows("example", example, targets)
+        return sum(len(each) for each in targets)
+
+
+def _grouped(rewards_R: Tensor, size: int) -> Tensor:
+    if len(rewards_R) % size:
+        raise InputError(f"{len(rewards_R)} rewards are not of whole groups of {size} replies")
+    return rewards_R.double().view(-1, size)
+
+
+def _deviation(values: Tensor, dim: int | None = None) -> Tensor:
+    """The standard deviation without NaN, of a sample; NaN of less than two values."""
+    there = ~values.isnan()
+    mean = values.nanmean() if dim is None else values.nanmean(dim, keepdim=True)
+    squares = torch.where(there, values - mean, 0).square()
+    total = squares.sum() if dim is None else squares.sum(dim, keepdim=True)
+    count = there.sum() if dim is None else there.sum(dim, keepdim=True)
+    return (total / (count - 1)).sqrt()
+
+
+@dataclass(frozen=True)
+class GRPO(PolicyLoss):
+    """Group-relative policy optimisation: `-min(ratio * advantage, clipped ratio * advantage)`.
+
+    Shao et al., 2024, https://arxiv.org/abs/2402.03300, equation 3, with TRL's names and defaults.
+    A ratio is of a label's probability to the old one, clipped to `1 - epsilon` and
+    `1 + epsilon_high`; `delta` bounds the ratio itself. With `importance_sampling_level` "sequence"
+    it is the geometric mean over the reply. An advantage is the reward less the mean of its group,
+    over the standard deviation of the group, of the batch, or none (`scale_rewards`). `beta` weighs
+    the divergence from a reference model, `exp(d) - d - 1` of each label.
+
+    `loss_type`: grpo takes the mean of each reply, then of replies; bnpo and dapo that of all
+    labels of the step; dr_grpo the sum over replies times `max_completion_length`; cispo is dapo
+    with `-clipped ratio * advantage * log-probability`, the ratio clipped to `epsilon_high` and
+    without gradient.
+
+    Raises:
+        InputError: a setting is out of range or unknown.
+    """
+
+    delta: float | None = None
+    loss_type: Variant = "dapo"
+    importance_sampling_level: Level = "token"
+    scale_rewards: Scale = "group"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_type("GRPO", self.loss_type, Variant)
+        for name, known in (("importance_sampling_level", Level), ("scale_rewards", Scale)):
+            check_type("GRPO", getattr(self, name), known, name)
+        if self.delta is not None and not self.delta > 1 + self.epsilon:
+            raise InputError(f"GRPO's delta is {self.delta!r}; it must be above 1 + epsilon")
+        if self.delta is not None and self.loss_type == "cispo":
+            raise InputError("GRPO's cispo has no delta; leave it out")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*super().inputs, *(["reference_logp"] if self.beta else []))
+
+    def advantages(self, rewards_R: Tensor, divergence_R: Tensor) -> Tensor:
+        grouped = _grouped(rewards_R, self.num_generations)
+        made = grouped - grouped.nanmean(1, keepdim=True)
+        if self.scale_rewards != "none":
+            each = _deviation(grouped, 1 if self.scale_rewards == "group" else None)
+            made = made / (each + _SMALL)
+        return made.nan_to_num(0.0).flatten().float()
+
+    def _ratio(self, labels: _Labels) -> Tensor:
+        difference = labels.log_prob - labels.beside["old_logp"]
+        if self.importance_sampling_level == "sequence":
+            difference = labels.summed(difference)[labels.row].to(difference.dtype) / labels.length
+        return difference.exp()
+
+    def _divergence(self, labels: _Labels) -> Tensor:
+        difference = labels.beside["reference_logp"] - labels.log_prob
+        return difference.exp() - difference - 1
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        labels = self._labels(log_prob_N, targets_N, *given)
+        advantage, ratio = labels.beside["advantage"], self._ratio(labels)
+        if self.loss_type == "cispo":
+            each = -ratio.detach().clamp(max=self.high) * advantage * labels.log_prob
+        else:
+            clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
+            bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
+            each = -torch.min(bounded * advantage, clipped * advantage)
+        if self.beta:
+            each = each + self.beta * self._divergence(labels)
+        if self.loss_type == "grpo":
+            each = each / labels.length
+        return each.double().sum()
+
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
+        labels = self._labels(log_prob_N, targets_N, *given)
+        made = {"kl": self._divergence(labels).double().mean()} if self.beta else {}
+        ratio, advantage = self._ratio(labels), labels.beside["advantage"]
+        if self.loss_type == "cispo":
+            clipped = (ratio > self.high) & (advantage > 0)
+            return made | {"cispo_clip_ratio": clipped.double().mean()}
+        return made | self._clipped(ratio, advantage)
+
+    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+        """What `loss_type` divides by. Raises InputError: two replies have one number."""
+        replies = super().normaliser(targets, given)
+        if self.loss_type == "dr_grpo":
+            return replies * self.max_completion_length
+        if self.loss_type == "grpo":
+            return replies
+        return max(1, sum(num_labelled(each) for each in targets))
+
+
+@dataclass(frozen=True)
+class RLOO(PolicyLoss):
+    """REINFORCE with a leave-one-out baseline: the mean over replies of the clipped objective.
+
+    Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740, with TRL's names and defaults. A ratio
+    is of a whole reply's probability to the old one. An advantage is the reward, less `beta` times
+    how much likelier the reply is than in the reference model, less the mean of the others of its
+    group. A reply without labels counts as 0.
+
+    Raises:
+        InputError: a setting is out of range.
+    """
+
+    beta: float = 0.05
+    num_generations: int = 2
+    normalize_advantages: bool = False
+
+    def advantages(self, rewards_R: Tensor, divergence_R: Tensor) -> Tensor:
+        rewards = rewards_R.double() - self.beta * divergence_R.double()
+        grouped = _grouped(rewards, self.num_generations)
+        others = (~grouped.isnan()).sum(1, keepdim=True) - 1
+        made = grouped - (grouped.nansum(1, keepdim=True) - grouped) / others
+        if self.normalize_advantages:
+            made = (made - made.nanmean()) / (_deviation(made) + _SMALL)
+        return made.nan_to_num(0.0).flatten().float()
+
+    def _ratio(self, labels: _Labels) -> Tensor:
+        return labels.summed(labels.log_prob - labels.beside["old_logp"]).exp()
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        labels = self._labels(log_prob_N, targets_N, *given)
+        ratio, advantage = self._ratio(labels), labels.of_rows(labels.beside["advantage"])
+        clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
+        return -torch.min(ratio * advantage, clipped * advantage).sum()
+
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
+        labels = self._labels(log_prob_N, targets_N, *given)
+        return self._clipped(self._ratio(labels), labels.of_rows(labels.beside["advantage"]))

@@ -1,0 +1,103 @@
+"""Reward models: a score for each reply, higher for the better one of a pair."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.loss.base import Loss, Statistics
+from megatrain.loss.replies import PairLoss, Replies, labels_of
+
+
+@dataclass(frozen=True)
+class TokenScore(Loss):
+    """The score of each labelled token: the one logit that the head of such a model makes."""
+
+    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
+        assert found.lse is not None  # of a single logit it is that logit
+        return found.lse
+
+
+@dataclass(frozen=True)
+class ScoreWeights(Loss):
+    """What has the slope `-token_weights` by each token's score."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("token_weights",)
+
+    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
+        assert found.lse is not None
+        return -found.lse * given[0]
+
+
+TOKEN_SCORE = TokenScore()
+
+
+@dataclass(frozen=True)
+class Reward(PairLoss):
+    """The mean over pairs of `-log sigmoid(score of the chosen - score of the rejected - margin)`.
+
+    Bradley and Terry, 1952; with margins Touvron et al., 2023, https://arxiv.org/abs/2307.09288,
+    equation 2. With `center_rewards_coefficient` as many times the mean of the squared sums of both
+    scores is added, which keeps them around 0 (Eisenstein et al., 2023,
+    https://arxiv.org/abs/2312.09244, appendix B). As TRL's `RewardTrainer` has them.
+
+    The model has a sequence head with one label (`AutoModelForSequenceClassification`). Labels are
+    0 at the token of each reply that is scored, the last one that is no padding, and -100
+    elsewhere. A micro-batch has for each label, as floating-point numbers `[B, T]`, `pair` and
+    `chosen` (see `PairLoss`), and with `margin`
+        margin: by how much the chosen reply is the better one, the same at both.
+
+    Raises:
+        InputError: the coefficient is not above 0.
+    """
+
+    center_rewards_coefficient: float | None = None
+    margin: bool = False
+    inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen")
+    weighed: ClassVar[Loss] = ScoreWeights()
+
+    def __post_init__(self) -> None:
+        share = self.center_rewards_coefficient
+        if share is not None and not 0 < share < math.inf:
+            raise InputError(f"center_rewards_coefficient is {share!r}; it must be above 0")
+        if self.margin:
+            object.__setattr__(self, "inputs", (*type(self).inputs, "margin"))
+
+    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
+        return TOKEN_SCORE.tokens(found)
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        replies = self.replies(log_prob_N, targets_N, *given)
+        if not self.margin:
+            return self.pairs(*replies).sum()
+        margins = self.replies(given[self.inputs.index("margin")], targets_N, *given)[0].log_prob
+        return self.pairs(replies[0]._replace(reference=margins), replies[1]).sum()
+
+    def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
+        losses = -F.logsigmoid(chosen.gain - rejected.gain)  # a margin is less gain
+        if self.center_rewards_coefficient is None:
+            return losses
+        both = (chosen.log_prob + rejected.log_prob).square()
+        return losses + self.center_rewards_coefficient * both
+
+    def rewards(self, replies: Replies) -> Tensor:
+        return replies.log_prob
+
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
+        made = super().measures(log_prob_N, targets_N, *given)
+        return {name: value for name, value in made.items() if name.startswith("rewards/")}
+
+    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+        """The number of pairs. Raises InputError: as `PairLoss`, or a label is none of a score."""
+        pair, chosen = (labels_of(number, targets, given) for number in (0, 1))
+        if any(bool((each > 0).any()) for each in targets):
+            raise InputError("labels must be 0 at the tokens that are scored, and -100 elsewhere")
+        replies = torch.stack([pair, chosen], 1)
+        if len(replies.unique(dim=0)) < len(replies):
+            raise InputError("a reply has several labels; one token of each is scored")
+        return super().normaliser(targets, given)

@@ -1,0 +1,133 @@
+"""Reward functions of a run file, with the signature that TRL's trainers call."""
+
+import asyncio
+import copy
+import importlib
+import importlib.util
+import inspect
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.config import RolloutSection
+from megatrain.errors import InputError, RunFailed, first_line
+
+log = logging.getLogger(__name__)
+
+
+class Rewards:
+    """The functions of a run, called one after the other.
+
+    Attributes:
+        names: of the functions, as the log has them.
+    """
+
+    def __init__(self, settings: RolloutSection) -> None:
+        """Import the functions.
+
+        Raises:
+            InputError: a module cannot be imported, or has no such function.
+        """
+        self._functions = [_function(each) for each in settings.rewards]
+        self.names = [name.rpartition(":")[2] for name in settings.rewards]
+        if len(set(self.names)) < len(self.names):
+            raise InputError("rollout.rewards: two functions have one name; rename one")
+        self._weights = settings.weights or [1.0] * len(self.names)
+
+    def of(self, prompts: Sequence[Any], replies: Sequence[Any], /, **given: Any) -> Tensor:
+        """What each function says of each reply `[R, F]`, fp64; NaN for None.
+
+        Args:
+            given: further arguments of the functions; each function gets copies of all.
+
+        Raises:
+            RunFailed: a function fails, or returns something else than a number for each reply.
+        """
+        columns = []
+        for name, function in zip(self.names, self._functions, strict=True):
+            try:
+                own = copy.deepcopy({"prompts": prompts, "completions": replies, **given})
+                made = function(**own)
+                if inspect.isawaitable(made):
+                    made = asyncio.run(_awaited(made))
+            except (Exception, SystemExit) as error:  # whatever a user's function does
+                log.error("the reward function %s failed", name, exc_info=error)
+                kind = type(error).__name__
+                raise RunFailed(f"reward {name} failed: {kind}: {first_line(error)}") from None
+            columns.append(_column(name, made, len(replies)))
+        return torch.stack(columns, 1)
+
+    def together(self, each_RF: Tensor) -> Tensor:
+        """The weighted sum `[R]`; NaN of a reply that no function has rewarded."""
+        summed = (each_RF * torch.tensor(self._weights, dtype=torch.float64)).nansum(1)
+        return summed.masked_fill(each_RF.isnan().all(1), math.nan)
+
+
+async def _awaited(made: Any) -> Any:
+    return await made
+
+
+def _column(name: str, made: Any, count: int) -> Tensor:
+    if isinstance(made, Tensor):
+        made = made.tolist()
+    try:
+        if isinstance(made, str | bytes):
+            raise TypeError
+        values = [math.nan if each is None else float(each) for each in made]
+    except (TypeError, ValueError):
+        raise RunFailed(
+            f"reward {name} returned {made!r:.60}; it must return a list of numbers or None, one "
+            "for each completion"
+        ) from None
+    if len(values) != count:
+        raise RunFailed(f"reward {name} returned {len(values)} numbers for {count} completions")
+    if infinite := [each for each in values if math.isinf(each)]:
+        raise RunFailed(f"reward {name} returned {infinite[0]}; rewards must be finite")
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _function(written: str) -> Callable[..., Any]:
+    where, _, name = written.rpartition(":")
+    try:
+        module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:  # the module's own code runs
+        kind = type(error).__name__
+        raise InputError(
+            f"rollout.rewards: {where} cannot be imported: {kind}: {first_line(error)}; name a "
+            "module of this Python, or a file such as rewards.py:reward"
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise InputError(f"rollout.rewards: {where} has no function {name!r}")
+    return found
+
+
+def _file(path: Path) -> ModuleType:
+    path = path.expanduser()
+    if not path.is_file():
+        raise FileNotFoundError("no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measured(each_RF: Tensor, together_R: Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Means and standard deviations over replies, by TRL's names; nothing of no numbers."""
+    columns = {f"rewards/{name}": each_RF[:, at] for at, name in enumerate(names)}
+    named = {f"{name}/mean": (f"{name}/std", values) for name, values in columns.items()}
+    found: dict[str, float] = {}
+    for mean, (std, values) in (named | {"reward": ("reward_std", together_R)}).items():
+        there = values[~values.isnan()]
+        found |= {mean: float(there.mean())} if len(there) else {}
+        found |= {std: float(there.std())} if len(there) > 1 else {}
+    if "reward" not in found:
+        log.warning("no reward function has an opinion of any reply: nothing is learnt from them")
+    return found

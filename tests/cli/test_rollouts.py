@@ -1,0 +1,352 @@
+"""Runs that learn from replies of their own: rewards rise, a run goes on exactly, mistakes."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from megatrain.config.load import load
+from megatrain.train.rewards import Rewards, measured
+from tests.cli.cases import SENTENCES, sets, tiny_llama
+from tests.structure.source_tree import ROOT
+
+REWARDS = """
+import torch
+
+def short(completions, completion_ids, **kwargs):
+    return [-len(ids) / 8 for ids in completion_ids]
+
+def wanted(prompts, completions, answer, trainer_state, log_metric, **kwargs):
+    said = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    log_metric("seen", trainer_state.global_step)
+    return [None if a == "none" else float(s.count(a)) for s, a in zip(said, answer)]
+
+async def later(completions, **kwargs):
+    return torch.zeros(len(completions))
+
+def even(completion_ids, **kwargs):
+    return [sum(each % 2 == 0 for each in ids) / len(ids) for ids in completion_ids]
+
+def few(completions, **kwargs):
+    return [1.0]
+
+def text(completions, **kwargs):
+    return ["good"] * len(completions)
+
+def digits(completions, **kwargs):
+    return "1" * len(completions)
+
+def broken(completions, **kwargs):
+    raise KeyError("no such thing")
+
+def exits(completions, **kwargs):
+    raise SystemExit(0)
+
+def hasty(completions, log_metric, **kwargs):
+    log_metric("loss", 0)
+
+def untidy(prompts, completions, completion_ids, answer, **kwargs):
+    lengths = [len(ids) for ids in completion_ids]
+    for each in (*completion_ids, prompts, completions, answer):
+        each.clear()
+    return lengths
+
+number = 3
+"""
+
+
+NOTE = """
+import json
+
+def note(prompts, completion_ids, **kwargs):
+    with open("noted", "a") as file:
+        file.write(json.dumps([prompts, completion_ids]) + "\\n")
+    return [0.0] * len(prompts)
+"""
+
+
+@pytest.fixture
+def rollout_file(run_file, base, tmp_path):
+    def made(loss, rewards=("short", "wanted"), **rollout):
+        tree = yaml.safe_load(run_file.read_text())
+        data = tmp_path / "prompts.jsonl"
+        with data.open("w") as file:
+            for number in range(20):
+                text = f"{SENTENCES[number % 3]} {number}"
+                prompt = text if number % 2 else [{"role": "user", "content": text}]
+                row = {"prompt": prompt, "answer": ("the", "none")[number % 5 == 4]}
+                file.write(json.dumps(row) + "\n")
+        (tmp_path / "rewards.py").write_text(REWARDS)
+        tree["model"] = {"path": str(base)}
+        tree["data"] = {"path": str(data), "sequence_length": 48}
+        tree["training"] = {"steps": 4, "batch_size": 4, "micro_batch_size": 3}
+        tree["optimizer"] = {"lr": 0.003}
+        tree["schedule"] = {"name": "constant"}
+        tree["loss"] = {"max_completion_length": 8, "num_generations": 3} | loss
+        tree["rollout"] = {"rewards": [f"rewards.py:{name}" for name in rewards]} | rollout
+        run_file.write_text(yaml.safe_dump(tree))
+        return run_file
+
+    return made
+
+
+def read(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+LOSSES = {
+    "grpo": {"name": "grpo", "beta": 0.04, "num_iterations": 2},
+    "rloo": {"name": "rloo", "mask_truncated_completions": True},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_run_learns_from_replies_and_goes_on_exactly(megatrain, rollout_file, tmp_path, loss):
+    file = rollout_file(loss, weights=[1.0, 0.5])
+
+    def trained(folder, *options):
+        result = megatrain("train", file, *sets(output__folder=str(folder)), *options)
+        assert result.exit_code == 0, result.output
+        return result.output, load_file(folder / "model" / "model.safetensors")
+
+    said, whole = trained(tmp_path / "whole")
+    trained(tmp_path / "run", *sets(training__steps=1))
+    _, parts = trained(tmp_path / "run", "--resume")
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    first, *others = read(tmp_path / "whole")
+    assert "reward" in said
+    assert first["seen"] == 0 and first["completions/max_length"] <= 8
+    assert first["reward"] < 0 < first["reward_std"]
+    for stage in ("generate", "reward", "logprobs", "train"):
+        assert 0 < first[f"{stage}_seconds"] < first["seconds"]
+    # Old log-probabilities are of the model that is trained: no ratio is clipped at first.
+    assert first["clip_ratio/region_mean"] == 0
+    if loss["name"] == "grpo":
+        assert first["kl"] == pytest.approx(0, abs=1e-6) and others[-1]["kl"] > 1e-4
+        assert ["reward" in record for record in others] == [False, True, False]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "loss", [{"name": "grpo"}, {"name": "rloo", "beta": 0.0}], ids=["grpo", "rloo"]
+)
+def test_a_reward_is_learnt(megatrain, rollout_file, tmp_path, loss):
+    """Replies whose tokens all have even numbers; at first about half of them have."""
+    file = rollout_file(loss | {"num_generations": 6}, ["even"])
+    longer = sets(training__steps=60, optimizer__lr=0.01)
+    assert megatrain("train", file, *longer).exit_code == 0
+    rewards = [record["reward"] for record in read(tmp_path / "run") if "reward" in record]
+    assert sum(rewards[:5]) / 5 < 0.7
+    assert sum(rewards[-5:]) / 5 > 0.97
+
+
+def test_replies_are_the_same_where_layers_are_streamed_in_slices(
+    megatrain, rollout_file, tmp_path
+):
+    """Without a cache of keys and values, of prompts of several lengths."""
+    file, found = rollout_file({"name": "grpo"}), []
+    for placement in ({"max_stream_bytes": 31744}, {}):
+        folder = tmp_path / str(len(found))
+        how = sets(engine__placement=placement, output__folder=str(folder), training__steps=2)
+        assert megatrain("train", file, *how).exit_code == 0
+        found.append(read(folder))
+    for sliced, whole in zip(*found, strict=True):
+        assert sliced["rewards/short/mean"] == whole["rewards/short/mean"]
+        assert sliced["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_the_reference_of_an_adapter_is_its_base(megatrain, rollout_file, tmp_path):
+    file = rollout_file({"name": "grpo", "beta": 0.1})
+    adapter = {"method": "lora", "r": 4, "target_modules": "all-linear"}
+    assert megatrain("train", file, *sets(training__steps=3, adapter=adapter)).exit_code == 0
+    first, *_, last = [record["kl"] for record in read(tmp_path / "run")]
+    assert first == pytest.approx(0, abs=1e-6) and last > 1e-5
+
+
+def test_held_out_prompts_are_rewarded(megatrain, rollout_file, tmp_path):
+    file = rollout_file({"name": "grpo"}, ["short", "wanted"])
+    held = {
+        "data__eval_fraction": 0.3,
+        "training__eval_every": 1,
+        "checkpoint__best": "eval_reward",
+    }
+    early = {"training__early_stopping": {"patience": 9}, "training__steps": 2}
+    result = megatrain("train", file, *sets(**held, **early))
+    assert result.exit_code == 0, result.output
+    first, last = [record for record in read(tmp_path / "run") if "eval_seconds" in record]
+    assert (first["step"], first["eval_seen"]) == (1, 1)
+    assert (last["step"], last["eval_seen"]) == (2, 2)
+    length = first["eval_completions/mean_length"]
+    assert first["eval_rewards/short/mean"] == pytest.approx(-length / 8)
+    assert first["eval_reward"] < 0
+    assert "evaluation reward" in result.output
+    assert megatrain("report", tmp_path / "run").exit_code == 0
+    assert "Mean reward" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_each_reply_of_an_evaluation_is_rewarded_once(megatrain, rollout_file, tmp_path):
+    file = rollout_file({"name": "grpo"}, ["note"])
+    (tmp_path / "rewards.py").write_text(NOTE)
+    held = {}
+    for name, text in {"cats": "the cat", "dogs": "a dog"}.items():
+        data = tmp_path / f"{name}.jsonl"
+        data.write_text(json.dumps({"prompt": text}))
+        held[name] = str(data)
+    how = {"data__eval_path": held, "training__eval_every": 1, "training__steps": 1}
+    assert megatrain("train", file, *sets(**how)).exit_code == 0
+    calls = [json.loads(line)[0] for line in (tmp_path / "noted").read_text().splitlines()]
+    assert calls[1:] == [["the cat", "a dog"]]
+    record = next(record for record in read(tmp_path / "run") if "eval_seconds" in record)
+    assert record["eval_cats_reward"] == record["eval_dogs_reward"] == record["eval_reward"] == 0
+
+
+def test_other_prompts_and_replies_come_each_step(megatrain, rollout_file, tmp_path):
+    file = rollout_file({"name": "grpo"}, ["note"], temperature=0.7, top_k=40, batch_size=5)
+    (tmp_path / "rewards.py").write_text(NOTE)
+    assert megatrain("train", file, *sets(training__steps=2)).exit_code == 0
+    steps = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
+    for prompts, ids in steps:
+        assert len(prompts) == len(ids) == 12
+        groups = [prompts[at : at + 3] for at in range(0, 12, 3)]
+        assert all(first == second == third for first, second, third in groups)
+        assert len({str(group[0]) for group in groups}) == 4
+        assert len({tuple(each) for each in ids}) > 6
+    again = sets(training__steps=1, data__kind="chat", output__folder=str(tmp_path / "chat"))
+    assert megatrain("train", file, *again).exit_code == 0
+    *_, (asked, _) = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
+    assert all(prompt[0]["role"] == "user" for prompt in asked)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "the cat"}))
+    one = {"data__path": str(tmp_path / "one.jsonl"), "training__batch_size": 1}
+    still = {"optimizer__lr": 1e-12, "training__steps": 2, "training__micro_batch_size": 1}
+    folder = {"output__folder": str(tmp_path / "one")}
+    assert megatrain("train", file, *sets(**one, **still, **folder)).exit_code == 0
+    lines = (tmp_path / "noted").read_text().splitlines()[-2:]
+    (asked, first), (same, second) = map(json.loads, lines)
+    assert asked == same and first != second  # of one prompt, by one model
+    assert not {str(p) for p in steps[0][0]} & {str(p) for p in steps[1][0]}
+
+
+MISTAKES = {
+    "no function": (["rewards.py:x"], "rollout.rewards: rewards.py has no function 'x'"),
+    "no file": (["nothing.py:f"], "rollout.rewards: nothing.py cannot be imported"),
+    "too few": (["rewards.py:few"], "step 1: reward few returned 1 numbers for 12 completions"),
+    "text": (["rewards.py:text"], "step 1: reward text returned .'good', .*list of numbers"),
+    "digits": (["rewards.py:digits"], "step 1: reward digits returned '1+'; .*list of numbers"),
+    "broken": (["rewards.py:broken"], "step 1: reward broken failed: KeyError: 'no such thing'"),
+    "exits": (["rewards.py:exits"], "step 1: reward exits failed: SystemExit"),
+    "loss": (["rewards.py:hasty"], "reward hasty failed: ValueError: log_metric: 'loss' is a name"),
+    "none": (["rewards.py:number"], "rewards.py has no function 'number'"),
+    "twice": (["rewards.py:few", "rewards.py:few"], "two functions have one name"),
+    "no colon": (["rewards.py"], "rollout.rewards"),
+    "no rewards": ([], "loss.name grpo needs rollout.rewards"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_bad_rewards_are_told_in_a_line(megatrain, rollout_file, name):
+    rewards, message = MISTAKES[name]
+    file = rollout_file({"name": "grpo"})
+    result = megatrain("train", file, *sets(rollout__rewards=rewards))
+    assert result.exit_code in (2, 4)
+    assert re.search(message, result.stderr), result.stderr
+
+
+def test_what_functions_do_to_their_arguments_changes_nothing(megatrain, rollout_file, tmp_path):
+    records = []
+    for rewards in (["untidy", "wanted"], ["wanted", "untidy"]):
+        file = rollout_file({"name": "grpo"}, rewards)
+        folder = tmp_path / rewards[0]
+        how = sets(output__folder=str(folder), training__steps=1)
+        assert megatrain("train", file, *how).exit_code == 0
+        records.append(read(folder)[0])
+    first, second = records
+    assert first["loss"] == second["loss"] and first["grad_norm"] == second["grad_norm"] > 0
+    assert first["completions/mean_length"] == first["rewards/untidy/mean"] > 0
+
+
+def test_replies_of_another_loss_are_not_learnt_from(megatrain, rollout_file):
+    file = rollout_file({"name": "grpo", "beta": 0.1, "num_iterations": 2})
+    assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0
+    result = megatrain("train", file, "--resume", *sets(loss__beta=0.0))
+    assert result.exit_code == 2
+    assert "made for another loss.name or without loss.beta" in result.stderr.replace("\n", " ")
+
+
+def test_tools_beside_a_prompt_are_refused(megatrain, rollout_file, tmp_path):
+    file = rollout_file({"name": "grpo"})
+    prompt = [{"role": "user", "content": "the cat"}]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": prompt, "tools": [{"a": 1}]}))
+    result = megatrain("train", file)
+    assert result.exit_code == 2
+    assert "prompts.jsonl:1: field 'tools': it is not read" in result.stderr
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_replies_without_any_opinion_are_told_of(caplog):
+    none = torch.full((2, 1), math.nan)
+    assert measured(none, none[:, 0], ["f"]) == {}
+    assert "no reward function has an opinion of any reply" in caplog.text
+    one = torch.tensor([[1.0], [math.nan]])
+    assert measured(one, one[:, 0], ["f"]) == {"rewards/f/mean": 1.0, "reward": 1.0}
+
+
+def test_replies_are_made_by_a_model_with_a_loss_of_routers(megatrain, rollout_file):
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
+    file = rollout_file({"name": "grpo"})
+    tree = yaml.safe_load(file.read_text())
+    config = tiny_llama() | experts | {"tie_word_embeddings": False}
+    tree["model"] = {"config": config, "tokenizer": tree["model"]["path"]}
+    file.write_text(yaml.safe_dump(tree))
+    result = megatrain("train", file, *sets(training__steps=2))
+    assert result.exit_code == 0, result.output
+    assert all(record["aux_loss"] > 0 for record in read(file.parent / "run"))
+
+
+def test_reward_functions_are_found_before_weights_are_read(megatrain, rollout_file, monkeypatch):
+    monkeypatch.setattr("megatrain.train.setup._engine", None)
+    result = megatrain("train", rollout_file({"name": "grpo"}, ["x"]))
+    assert "rewards.py has no function 'x'" in result.stderr
+
+
+REFUSED = {
+    "data.sequence_length .8. is of a prompt": {"data__sequence_length": 8},
+    "there is no 'eval_loss'; valid are eval_reward": {
+        "data__eval_fraction": 0.1,
+        "training__eval_every": 1,
+        "checkpoint__best": "eval_loss",
+    },
+    "cannot have data.streaming": {"data__streaming": True},
+    "as many weights as rewards": {"rollout__weights": [1.0]},
+    "num_generations is 1": {"loss__num_generations": 1},
+    "dpo has no max_completion_length": {"loss__name": "dpo"},
+    "rollout is for loss.name grpo or rloo": {"loss": {"name": "dpo"}},
+    "the prompt has .* tokens, and data.sequence_length": {"data__sequence_length": 10},
+    "no field 'prompt'": {"data__fields": {"prompt": None}},
+    "no field 'prompt': its fields are": {"data__fields": {"prompt": "question"}},
+    "cannot be imported": {"rollout__rewards": ["no_such_module:f"]},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(megatrain, rollout_file, message):
+    result = megatrain("train", rollout_file({"name": "grpo"}), *sets(**REFUSED[message]))
+    assert result.exit_code == 2, result.output
+    assert re.search(message, result.stderr), result.stderr
+
+
+def test_the_example_is_a_run_file_whose_rewards_tell_right_from_wrong():
+    config = load(ROOT / "examples" / "grpo.yaml")
+    settings = config.rollout.model_copy(
+        update={"rewards": [f"{ROOT}/{name}" for name in config.rollout.rewards]}
+    )
+    rewards = Rewards(settings)
+    replies = ["so #### 1,042", [{"role": "assistant", "content": "#### 7"}], "it is 1042"]
+    beside = {"answer": ["1000 + 42\n#### 1042"] * 3, "self": [1] * 3, "replies": [2] * 3}
+    each = rewards.of(["q"] * 3, replies, **beside)
+    assert each.tolist() == [[1, 1], [0, 1], [0, 0]]
+    torch.testing.assert_close(rewards.together(each), torch.tensor([1.2, 0.2, 0]).double())

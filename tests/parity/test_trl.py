@@ -1,0 +1,245 @@
+"""Losses of replies against TRL's own trainers: the loss that they compute and its gradients."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
+
+from megatrain.data.demo import train_bpe_tokenizer
+from megatrain.data.preferences import scored
+from megatrain.loss import DPO, KTO, Distillation, Loss, Reward
+from tests.parity.cases import (
+    SIZES,
+    gradients,
+    llama,
+    make_batches,
+    make_engine,
+    noisy,
+    relative_error,
+)
+
+pytestmark = pytest.mark.exhaustive
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+TEXT = "a cat sat on the mat and a dog ran to the sea where it swam for an hour"
+WORDS = TEXT.split()
+CUTS = {"at once": 8, "in pieces": 3}
+VOCAB = 320
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "text.txt").write_text(TEXT * 9)
+    train_bpe_tokenizer([folder / "text.txt"], 300, folder)
+    made = AutoTokenizer.from_pretrained(folder)
+    made.pad_token = made.pad_token or made.eos_token
+    return made
+
+
+def rows(count: int = 4) -> list[dict[str, Any]]:
+    said = [" ".join(WORDS[at % 7 : 3 + 2 * at % 9 + at % 7]) for at in range(3 * count)]
+    return [
+        {"prompt": said[3 * i], "chosen": " " + said[3 * i + 1], "rejected": " " + said[3 * i + 2]}
+        for i in range(count)
+    ]
+
+
+def settings(kind: Any, folder: Path, **more: Any) -> Any:
+    return kind(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        per_device_train_batch_size=4,
+        gradient_checkpointing=False,
+        bf16=False,
+        max_length=64,
+        disable_tqdm=True,
+        **more,
+    )
+
+
+def computed(trainer: Any) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+    """A batch of a trainer, its loss, and the gradients."""
+    batch = next(iter(trainer.get_train_dataloader()))
+    given = {name: v.clone() if isinstance(v, Tensor) else v for name, v in batch.items()}
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    return (
+        given,
+        loss.item(),
+        {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in trainer.model.named_parameters()
+        },
+    )
+
+
+def agree(model: PreTrainedModel, step: list[Any], loss: Loss, wanted: Any) -> None:
+    value, grads = wanted
+    engine = make_engine(model, clip=1e9)
+    assert engine.step(step, loss).loss == pytest.approx(value, rel=1e-6, abs=1e-7)
+    assert relative_error(gradients(engine), grads) < 3e-6
+
+
+def in_parts(rows: dict[str, Tensor], cut: int) -> list[dict[str, Tensor]]:
+    parts = {name: tensor.split(cut) for name, tensor in rows.items()}
+    return [dict(zip(parts, each, strict=True)) for each in zip(*parts.values(), strict=True)]
+
+
+def plain_logprobs(model: PreTrainedModel, batch: dict[str, Tensor], labels: Tensor) -> Tensor:
+    """The log-probability of each label in its place, 0 elsewhere."""
+    with torch.no_grad():
+        logits = model.eval()(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    found = logits[:, :-1].log_softmax(-1)
+    picked = found.gather(2, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+    return torch.cat([torch.zeros(len(labels), 1), picked * (labels[:, 1:] != -100)], 1)
+
+
+def of_pairs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    ids = batch["input_ids"]
+    at = torch.arange(len(ids))[:, None].expand(ids.shape)
+    half = len(ids) // 2
+    both = {"pair": (at % half).float(), "chosen": (at < half).float()}
+    return {"input_ids": ids, "attention_mask": batch["attention_mask"], **both}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("loss", [Reward(), Reward(0.3), Reward(0.3, margin=True)], ids=str)
+def test_reward(tokenizer: Any, tmp_path: Path, loss: Reward, cut: int) -> None:
+    sizes = SIZES | {"vocab_size": VOCAB, "pad_token_id": tokenizer.pad_token_id}
+    model = noisy(LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1)))
+    data = [
+        {"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]}
+        | ({"margin": 0.5 * number} if loss.margin else {})
+        for number, row in enumerate(rows())
+    ]
+    trainer = trl.RewardTrainer(
+        copied(model),
+        settings(
+            trl.RewardConfig,
+            tmp_path,
+            center_rewards_coefficient=loss.center_rewards_coefficient,
+            disable_dropout=True,
+        ),
+        train_dataset=datasets.Dataset.from_list(data),
+        processing_class=tokenizer,
+    )
+    batch, *wanted = computed(trainer)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    step = of_pairs(batch) | {"labels": scored(ids, mask, tokenizer.pad_token_id)}
+    if loss.margin:
+        step["margin"] = batch["margin"].repeat(2)[:, None].expand(ids.shape).contiguous()
+    agree(model, in_parts(step, cut), loss, wanted)
+
+
+def copied(model: PreTrainedModel) -> PreTrainedModel:
+    made = type(model)(model.config)
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+DPOS = [
+    DPO(),
+    DPO(0.3, 0.1, "robust"),
+    DPO(0.2, loss_type="ipo"),
+    DPO(0.3, loss_type="hinge"),
+    DPO(0.3, loss_type="sigmoid_norm"),
+]
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("loss", DPOS, ids=str)
+def test_dpo(tokenizer: Any, tmp_path: Path, loss: DPO, cut: int) -> None:
+    model, other = (
+        llama(vocab_size=VOCAB, pad_token_id=tokenizer.pad_token_id),
+        llama(vocab_size=VOCAB, tie_word_embeddings=True),
+    )
+    trainer = trl.DPOTrainer(
+        copied(model),
+        copied(other),
+        settings(
+            trl.DPOConfig,
+            tmp_path,
+            beta=loss.beta,
+            label_smoothing=loss.label_smoothing,
+            loss_type=[loss.loss_type],
+        ),
+        train_dataset=datasets.Dataset.from_list(rows()),
+        processing_class=tokenizer,
+    )
+    batch, *wanted = computed(trainer)
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    step = of_pairs(batch) | {"labels": labels}
+    step["reference_logp"] = plain_logprobs(other, batch, labels)
+    agree(model, in_parts(step, cut), loss, wanted)
+
+
+KTOS = [KTO(), KTO(0.3, 1.5, 0.5), KTO(0.3, loss_type="apo_zero_unpaired")]
+
+
+@pytest.mark.parametrize("loss", KTOS, ids=str)
+def test_kto(tokenizer: Any, tmp_path: Path, loss: KTO) -> None:
+    model, other = (
+        llama(vocab_size=VOCAB, pad_token_id=tokenizer.pad_token_id),
+        llama(vocab_size=VOCAB, tie_word_embeddings=True),
+    )
+    data = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": bool(number % 2)}
+        for number, row in enumerate(rows())
+    ]
+    trainer = trl.KTOTrainer(
+        copied(model),
+        copied(other),
+        settings(
+            trl.KTOConfig,
+            tmp_path,
+            beta=loss.beta,
+            desirable_weight=loss.desirable_weight,
+            undesirable_weight=loss.undesirable_weight,
+            loss_type=loss.loss_type,
+        ),
+        train_dataset=datasets.Dataset.from_list(data),
+        processing_class=tokenizer,
+    )
+    batch, *wanted = computed(trainer)
+    step, first = [], 0
+    for prefix in ("", "KL_") if loss.loss_type == "kto" else ("",):
+        ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
+        labels = ids.masked_fill(batch[f"{prefix}completion_mask"] == 0, -100)
+        micro = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        micro["reference_logp"] = plain_logprobs(other, micro, labels)
+        desired = torch.full((len(ids),), -1.0) if prefix else batch["label"].float()
+        numbers = {"example": first + torch.arange(len(ids)).float(), "desired": desired}
+        micro |= {n: v[:, None].expand(ids.shape).contiguous() for n, v in numbers.items()}
+        step.append(micro)
+        first += len(ids)
+    agree(model, step, loss, wanted)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_divergences_of_whole_vocabularies(beta: float) -> None:
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    model, other, [[micro, *_]] = llama(), llama(tie_word_embeddings=True), make_batches(1)
+    with torch.no_grad():
+        teacher = other.eval()(micro["input_ids"]).logits
+    logits = model.train()(micro["input_ids"]).logits
+    made = gkd.GKDTrainer.generalized_jsd_loss(
+        logits[:, :-1], teacher[:, :-1], micro["labels"][:, 1:], beta=beta
+    )
+    made.backward()
+    ids = torch.arange(teacher.shape[-1]).expand(teacher.shape).contiguous()
+    log_probs = teacher.log_softmax(-1).roll(1, 1).clamp(max=0.0)
+    step = [micro | {"teacher_ids": ids, "teacher_log_probs": log_probs}]
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    agree(model, step, Distillation(beta=beta), (made.item(), grads))
