@@ -13,7 +13,15 @@ from megatrain.checkpoint.folders import (
     verify,
     whole_checkpoints,
 )
-from megatrain.checkpoint.manifest import BUFFERS, COMPUTED, MODEL, Checkpoint, Settings, as_json
+from megatrain.checkpoint.manifest import (
+    BUFFERS,
+    COMPUTED,
+    MODEL,
+    Checkpoint,
+    LeftOut,
+    Settings,
+    as_json,
+)
 from megatrain.checkpoint.masters import masters
 from megatrain.checkpoint.read import read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving
@@ -25,6 +33,7 @@ __all__ = [
     "MODEL",
     "Checkpoint",
     "Contents",
+    "LeftOut",
     "Saver",
     "Saving",
     "Settings",

@@ -97,6 +97,23 @@ class TileRecord(_Strict):
 
 
 @dataclass(frozen=True)
+class LeftOut(_Strict):
+    """The base of an adapter, which is read again from where it came: no step changes it.
+
+    Attributes:
+        path: its folder, checkpoint or hub id.
+        revision: of a hub id, which was read.
+        fingerprint: of the values of all parameters that the checkpoint does not have.
+        packed: how those are kept that are not kept as they came, by name.
+    """
+
+    path: str
+    revision: str | None
+    fingerprint: str
+    packed: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Settings(_Strict):
     """All that an engine is made of beside its tiles.
 
@@ -113,6 +130,7 @@ class Settings(_Strict):
         num_steps: the optimizer's own count.
         base: how frozen linear layers are kept.
         adapter: configurations of PEFT, by the adapters' names, and which one is active.
+        left_out: of parameters without a group, which are elsewhere; None: all are in the tiles.
     """
 
     steps: Count
@@ -132,6 +150,7 @@ class Settings(_Strict):
     experts_implementation: dict[str, str] = field(default_factory=dict)
     base: Literal["bf16", "fp8", "nf4"] = "bf16"
     adapter: dict[str, Any] | None = None
+    left_out: LeftOut | None = None
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ class _Range:
 def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> None:
     """Fill every plane and version of `tiles`; every byte read is checked first or as it arrives.
 
-    Parameters are found by name, wherever the checkpoint's tiles had them. Each thread takes room
-    for a piece at most, and only where a piece cannot be read into its plane as a whole. After an
-    error the planes hold anything.
+    Parameters are found by name, wherever the checkpoint's tiles had them; those that it leaves out
+    stay as they are. Each thread takes room for a piece at most, and only where a piece cannot be
+    read into its plane as a whole. After an error the planes hold anything.
 
     Raises:
         InputError: a file is damaged, or the checkpoint is one of other parameters or planes.
@@ -44,7 +44,7 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
     of_parameter = {each.name: record.version for record in records for each in record.parameters}
     for tile in tiles:
         first = next((entry.name for entry in tile.layout.entries), None)
-        tile.version = of_tile.get(tile.name, 0) if first is None else of_parameter[first]
+        tile.version = of_tile.get(tile.name, 0) if first is None else of_parameter.get(first, 0)
 
 
 def read_planes(
@@ -79,6 +79,7 @@ class _Match:
     only: Collection[Plane] | None = None  # of one of the tiles
 
     def check(self) -> None:
+        left_out = self.checkpoint.settings.left_out is not None
         saved = {
             each.name: (record, each)
             for record in self.checkpoint.manifest.tiles
@@ -86,6 +87,8 @@ class _Match:
         }
         for tile in self.tiles:
             for entry in tile.layout.entries:
+                if entry.name not in saved and left_out and entry.group is None:
+                    continue
                 if entry.name not in saved:
                     self._refuse(f"it has no parameter {entry.name!r}")
                 record, parameter = saved.pop(entry.name)

@@ -337,13 +337,13 @@ class Saver:
             DoesNotFit: no host memory through which tiles could leave the device.
         """
         self.close()
-        jobs = self._jobs()
-        planes = [plane.data.nbytes for tile in self._tiles for plane in tile.planes.values()]
+        jobs = self._jobs(trained=contents.settings.left_out is not None)
+        pieces = [piece.num_bytes for job in jobs for piece in job.pieces]
         leaving = any(job.leaving for job in jobs)
 
         def prepare() -> str:
             self._check_versions()
-            self._spare.prepare(planes, leaving=leaving, background=background)
+            self._spare.prepare(pieces, leaving=leaving, background=background)
             return str(folder)
 
         require_same([{"folder to save to": each} for each in self._ranks.agree(prepare)])
@@ -372,10 +372,11 @@ class Saver:
                 "there is nothing to be saved; go back to the last checkpoint and set max_grad_norm"
             )
 
-    def _jobs(self) -> list[TileFile]:
+    def _jobs(self, *, trained: bool) -> list[TileFile]:
         """What is overwritten first is written first."""
         order = sorted(self._tiles, key=lambda tile: -tile.index if self._reverse else tile.index)
-        jobs = [tile_file(tile, _file_name(tile)) for tile in order]
+        kept = [tile for tile in order if tile.layout.trainable_numel or not trained]
+        jobs = [tile_file(tile, _file_name(tile), trained=trained) for tile in kept]
         return sorted(jobs, key=lambda job: not job.leaving)
 
 

@@ -22,6 +22,7 @@ from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
 from megatrain.optim import Plane
 from megatrain.store import Tier, Tile
 from megatrain.telemetry.cores import update_threads
+from megatrain.tile import Entry
 from megatrain.units import align
 
 _PAGE = 4096  # pieces fill whole pages of the page cache
@@ -68,6 +69,8 @@ class TileFile:
 
     Attributes:
         num_bytes: of the whole file.
+        planes: their lengths in the file.
+        entries: the parameters in it.
         released: pieces that are written from host memory, where they rest.
         leaving: all others, which are copied there first.
     """
@@ -78,6 +81,8 @@ class TileFile:
     num_bytes: int
     header: bytes
     pieces: list[Piece]
+    planes: dict[str, manifest.Plane]
+    entries: Sequence[Entry]
 
     def __post_init__(self) -> None:
         self.released = [piece for piece in self.pieces if piece.tier is Tier.HOST]
@@ -96,33 +101,36 @@ def file_name(plane: Plane) -> str:
     return plane.name.replace(" ", "_")
 
 
-def tile_file(tile: Tile, name: str) -> TileFile:
-    """The file `name` of a tile, no byte of it written."""
-    planes = planes_of(tile)
-    described = [Described(n, p.dtype, (p.numel(tile.layout),)) for n, p in planes.items()]
+def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
+    """The file `name` of a tile, no byte of it written.
+
+    Args:
+        trained: leave parameters out that no step changes; they lie last in every plane.
+    """
+    planes, layout = planes_of(tile), tile.layout
+    stop = layout.trainable_numel if trained else layout.numel
+    lengths = {n: min(p.numel(layout), p.place(0, stop).stop) for n, p in planes.items()}
+    described = [Described(n, p.dtype, (lengths[n],)) for n, p in planes.items()]
     metadata = {"tile": tile.name, "version": str(tile.version)}
     header = header_bytes(described, metadata, boundary=_PAGE)
     end, pieces = len(header), []
     for plane, each in zip(planes.values(), described, strict=True):
         buffer, tier, size = tile.planes[plane], tile.rests.tier(plane), plane.dtype.itemsize
         flat = buffer.as_bytes()
-        for shard in tile.shards(plane):
+        for shard in tile.shards(plane, each.shape[0]):
             first, stop = shard.start * size, (shard.start + shard.numel) * size
             for start in range(first, stop, files.PIECE_BYTES):
                 part = flat.piece(start, min(start + files.PIECE_BYTES, stop))
                 offset = end + shard.at * size + start - first
                 pieces.append(Piece(buffer, part, offset, tier))
         end += each.num_bytes
-    return TileFile(tile, name, tile.version, end, header, pieces)
+    kept = {n: manifest.Plane(dtype_name(p), lengths[n]) for n, p in planes.items()}
+    entries = layout.trainable if trained else layout.entries
+    return TileFile(tile, name, tile.version, end, header, pieces, kept, entries)
 
 
 def tile_record(job: TileFile) -> manifest.TileRecord:
     """What the manifest says of a tile."""
-    tile = job.tile
-    planes = {
-        name: manifest.Plane(dtype_name(plane), plane.numel(tile.layout))
-        for name, plane in planes_of(tile).items()
-    }
     parameters = tuple(
         manifest.Parameter(
             each.name,
@@ -131,9 +139,9 @@ def tile_record(job: TileFile) -> manifest.TileRecord:
             each.group,
             each.packed.name if each.packed else None,
         )
-        for each in tile.layout.entries
+        for each in job.entries
     )
-    return manifest.TileRecord(tile.name, job.name, job.version, planes, parameters)
+    return manifest.TileRecord(job.tile.name, job.name, job.version, job.planes, parameters)
 
 
 def dtype_name(plane: Plane) -> str:

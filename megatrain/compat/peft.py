@@ -3,10 +3,12 @@
 import copy
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from megatrain.errors import InputError, in_one_line
@@ -17,7 +19,7 @@ Model = TypeVar("Model", bound=nn.Module)
 KEYS = frozenset((
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
     "bias", "use_rslora", "modules_to_save", "init_lora_weights", "layers_to_transform",
-    "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias",
+    "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "target_parameters",
 ))  # fmt: skip
 _OF_FILES = frozenset((
     "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode",
@@ -132,6 +134,10 @@ def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
             _library().inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         raise InputError(f"adapter: {in_one_line(error, _LONGEST)}") from error
+    found = [f".{base_path(path)}.{parameter_of(module)}" for path, module in wrappers(model)]
+    for name in (name for each in configs.values() for name in _parameters(each)):
+        if not any(own.endswith(f".{name}") for own in found):  # of which PEFT only warns
+            raise InputError(f"adapter: the model has no parameter {name!r} (target_parameters)")
     for _, module in wrappers(model):
         module.set_adapter(active)
     tidy(model)
@@ -140,9 +146,13 @@ def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
 def tidy(model: nn.Module) -> None:
     """Take from wrappers what only their construction has asked for: names and devices.
 
-    Layers that are alike otherwise would not be.
+    Layers that are alike otherwise would not be. And let those of parameters leave the base's
+    modules as they are: PEFT registers a parametrization in each forward, and what a template is
+    bound to would come out of that as buffers.
     """
     for _, module in wrappers(model):
+        if parameter_of(module) is not None:
+            module.__class__ = _adapted_parameter()
         if isinstance(getattr(module, "kwargs", None), dict):
             module.kwargs = {}
 
@@ -152,6 +162,31 @@ def _classes() -> tuple[type, type]:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     return BaseTunerLayer, AuxiliaryTrainingWrapper
+
+
+@cache
+def _adapted_parameter() -> type:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    class AdaptedParameter(ParamWrapper):
+        """PEFT's wrapper of a parameter; it computes the same and registers nothing."""
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            values: dict[str, Tensor] = {}  # a call of `dict[...]` would break compiled graphs
+            module = self
+            while isinstance(module, ParamWrapper):
+                weight, [adapter] = module.get_param(), module.active_adapters
+                if adapter in module.lora_A and module.num_experts > 1:
+                    left, right, scale = module.get_delta_factors(adapter)
+                    values[module.parameter_name] = torch.baddbmm(weight, left, right, alpha=scale)
+                elif adapter in module.lora_A:
+                    values[module.parameter_name] = weight + module.get_delta_weight(adapter)
+                module = module.base_layer
+            return torch.func.functional_call(module, values, (x, *args), kwargs)
+
+    if not hasattr(ParamWrapper, "get_delta_factors"):
+        raise InputError("target_parameters need a newer PEFT; pip install --upgrade peft")
+    return AdaptedParameter
 
 
 def wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -174,26 +209,47 @@ def stripped(model: Model) -> Model:
     """A copy of a model without weights, without its adapters."""
     base = copy.deepcopy(model)
     for path, module in list(wrappers(base)):
+        if base_path(path) != path:
+            continue  # inside of another one, of the same module
         parent, _, name = path.rpartition(".")
         setattr(base.get_submodule(parent), name, inner(module))
     vars(base).pop("peft_config", None)
     return base
 
 
+def base_path(path: str) -> str:
+    """The path in the base of the module that the wrapper at `path` wraps.
+
+    A module of which several parameters are targets has a wrapper for each, one in the other.
+    """
+    while path.endswith(".base_layer"):
+        path = path.removesuffix(".base_layer")
+    return path
+
+
+def _parameters(config: Any) -> Iterable[str]:
+    return getattr(config, "target_parameters", None) or ()
+
+
+def parameter_of(module: Any) -> str | None:
+    """The parameter that a wrapper adapts (`target_parameters`); None: it adapts the module."""
+    return getattr(module, "parameter_name", None)
+
+
 def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """For names of the model that the base has, the name there; for those of copies, likewise."""
     held: dict[str, str] = {}
     copies: dict[str, str] = {}
-    paths = dict(wrappers(model))
+    inmost = sorted((path for path, _ in wrappers(model)), key=len, reverse=True)
     both = model.named_parameters(remove_duplicate=False), model.named_buffers()
     for name in (name for named in both for name, _ in named):
-        wrapper = next((path for path in paths if name.startswith(f"{path}.")), None)
+        wrapper = next((path for path in inmost if name.startswith(f"{path}.")), None)
         if wrapper is None:
             held[name] = name
             continue
         first, rest = name[len(wrapper) + 1 :].split(".", 1)
         if first in ("base_layer", "original_module"):
-            held[name] = f"{wrapper}.{rest}"
+            held[name] = f"{base_path(wrapper)}.{rest}"
         elif first == "modules_to_save":
             copies[name] = f"{wrapper}.{rest.split('.', 1)[1]}"
     return held, copies
@@ -221,6 +277,9 @@ def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> 
     own.r, own.lora_alpha = module.r[active], module.lora_alpha[active]
     own.rank_pattern, own.alpha_pattern, own.target_modules = {}, {}, ["inside"]
     own.exclude_modules = own.layers_to_transform = own.layers_pattern = None
+    own.target_parameters = None
+    if parameter := parameter_of(module):
+        own.target_modules, own.target_parameters = [], [f"inside.{parameter}"]
     own.modules_to_save, own.bias = None, "none"
     box = nn.Module()
     box.inside = within

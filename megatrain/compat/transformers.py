@@ -19,12 +19,16 @@ from transformers.core_model_loading import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatrain.compat.torch import FORWARD_HOOKS
 
 __all__ = [
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "CausalLMOutput",
     "DynamicLayer",
     "WeightConverter",
@@ -41,6 +45,9 @@ __all__ = [
 CAUSAL_LM_CLASSES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """Names of transformers' classes of causal language models."""
 
+SEQUENCE_CLASSES = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
+"""Names of transformers' classes that score whole rows."""
+
 MODULE_MARKS = frozenset({"_is_hf_initialized"})
 """Attributes that transformers leaves on modules, without a meaning for their forward."""
 
@@ -50,6 +57,19 @@ def exports_state(callback: Any) -> bool:
     from transformers.trainer_callback import ExportableState  # brings PEFT, which takes long
 
     return isinstance(callback, ExportableState)
+
+
+def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int, str]]:
+    """What a model says its routers' logits are: of which modules, which result, in which place."""
+    found: dict[tuple[type[nn.Module], int, str], None] = {}
+    for module in model.modules():
+        given = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
+        for each in given if isinstance(given, list | tuple) else (given,):
+            kind = getattr(each, "target_class", each)  # a class alone stands for its second result
+            if isinstance(kind, type):
+                index, place = getattr(each, "index", 1), getattr(each, "layer_name", None) or ""
+                found[kind, index, place] = None
+    return list(found)
 
 
 def attention_of(config: PreTrainedConfig) -> str | None:

@@ -13,13 +13,14 @@ class AdapterSection(Section):
     """LoRA, rsLoRA or DoRA, by the keys of PEFT's LoraConfig; `method: lora` says that it is used.
 
     `target_modules`: names of modules, a regular expression, or `all-linear`; null: what PEFT takes
-    for the model's family.
+    for the model's family. `target_parameters`: names of weights, such as those of experts.
     """
 
     method: Literal["lora"] | None = None
     r: Positive = 8
     lora_alpha: Positive = 8
     target_modules: list[Name] | Name | None = None
+    target_parameters: list[Name] | None = None
     exclude_modules: list[Name] | Name | None = None
     lora_dropout: Fraction = 0.0
     bias: Literal["none", "all", "lora_only"] = "none"

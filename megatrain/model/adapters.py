@@ -142,7 +142,10 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
         own = module.modules_to_save if peft.is_copy(module) else module.r
         if found.active not in own:
             continue
+        only, there = peft.parameter_of(module), peft.base_path(path)
         for name, parameter in within.items():
+            if only not in (None, name):
+                continue
             if uses[id(parameter)] > 1:
                 raise InputError(
                     f"{path} is tied to another module, and merging would change both; export the "
@@ -150,10 +153,10 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
                 )
             if peft.is_copy(module):
                 mine = f"{path}.modules_to_save.{found.active}.{name}"
-                out[f"{path}.{name}"] = values[mine]
+                out[f"{there}.{name}"] = values[mine]
             else:
                 every = {n: values[first[id(p)]] for n, p in module.named_parameters()}
-                out[f"{path}.{name}"] = partial(_merged, module, found.active, every, name)
+                out[f"{there}.{name}"] = partial(_merged, module, found.active, every, name)
     return out
 
 

@@ -21,6 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from megatrain.compat.transformers import (
     CAUSAL_LM_CLASSES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    SEQUENCE_CLASSES,
     in_fp32,
     model_of,
 )
@@ -76,13 +78,37 @@ def empty_model(
 def model_class(
     config: PreTrainedConfig, *, trust_remote_code: bool = False
 ) -> Callable[..., PreTrainedModel]:
-    """What makes the causal language model of `config`."""
+    """What makes the model of `config`: the class that it names, or a causal language model."""
     for name in config.architectures or ():  # the text model of a larger one has no mapping
-        if name in CAUSAL_LM_CLASSES:
+        if name in CAUSAL_LM_CLASSES | SEQUENCE_CLASSES:
             named = getattr(transformers, name)
             if type(config) is named.config_class:
                 return partial(model_of, named)
     return partial(AutoModelForCausalLM.from_config, trust_remote_code=trust_remote_code)
+
+
+def scoring(config: PreTrainedConfig) -> PreTrainedConfig:
+    """That of the same model with a head that gives one score of each row.
+
+    Rows end before padding, so one that names no token for it takes the end of texts.
+
+    Raises:
+        InputError: transformers has no such head for it, or nothing tells where rows end.
+    """
+    if (config.architectures or [""])[0] in SEQUENCE_CLASSES:
+        return config
+    made = copy.deepcopy(config)
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(made.model_type)
+    if name is None:
+        raise InputError(f"transformers has no sequence head for a {made.model_type}")
+    made.architectures, made.num_labels = [name], 1
+    text = made.get_text_config(decoder=True)
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    if text.pad_token_id is None:
+        text.pad_token_id = ends[0]
+    if text.pad_token_id is None:
+        raise InputError(f"the {made.model_type} has no pad_token_id, which tells where rows end")
+    return made
 
 
 def build(

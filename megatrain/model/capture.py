@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatrain.compat.torch import memory_of, pytree
+from megatrain.compat.transformers import SEQUENCE_CLASSES
 from megatrain.errors import InputError
 from megatrain.model.given import refuse_lookup
 from megatrain.model.layer_template import containers, lay_aside, put_back, template
@@ -202,6 +203,7 @@ class Capture:
         model: the model; layer parameters on the meta device, buffers real.
         trunk: the outermost submodule that contains the stack and is called as a whole; what runs
             after it is the language-model head.
+        scores_rows: its head gives a score of each row, not logits of each token.
         takes_any: whether the forward hands keyword arguments that it does not know to its layers.
     """
 
@@ -210,6 +212,7 @@ class Capture:
         self.trunk: nn.Module = model
         self.outputs: list[Callable[[Mapping[int, Any]], Any]] = []
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
+        self.scores_rows = type(model).__name__ in SEQUENCE_CLASSES
         self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
@@ -223,7 +226,7 @@ class Capture:
         def recorder(*args: Any, **kwargs: Any) -> Any:
             assert self._handler is not None
             shared = containers(args, kwargs)
-            output, written = self._handler(layer, args, kwargs)
+            output, written, _ = self._handler(layer, args, kwargs)
             for container, entries in zip(shared, written, strict=True):
                 container.update(entries)
             return output
@@ -300,8 +303,19 @@ class Capture:
 
     def head(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk."""
+        if self.scores_rows:
+            return self._scores(weights, output)
         result = self._after_trunk(weights, output, inputs)
         return result.logits if hasattr(result, "logits") else result[0]
+
+    def _scores(self, weights: Mapping[str, Tensor], output: Any) -> Tensor:
+        """Of each token as if it were a row of its own: rows are scored at one of their tokens."""
+        hidden_BTD = last_hidden(output)
+        rows = hidden_BTD.reshape(-1, 1, hidden_BTD.shape[-1])
+        ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=rows.device)
+        inputs = self.inputs({"input_ids": ids})
+        result = self._after_trunk(weights, with_hidden(output, rows), inputs)
+        return result.logits.view(*hidden_BTD.shape[:-1], -1)
 
     def own_loss(
         self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any], labels: Tensor

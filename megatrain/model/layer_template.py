@@ -16,6 +16,7 @@ from megatrain.model.compiled import compile_and_tell, own_code
 from megatrain.model.experts import Experts, find_experts
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES, OWN_BEHAVIOUR
 from megatrain.model.rng_use import draws
+from megatrain.model.routers import taken
 from megatrain.model.token_chunks import tile_parts
 from megatrain.placement import Saves
 
@@ -59,6 +60,7 @@ class LayerTemplate:
     output_spec: Any = None
     example: list[Any] = field(default_factory=list)
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    routes: bool = False  # the last of what a call returns is of its routers (model/routers.py)
     random: bool | None = None  # whether it draws random numbers in training; None: not tried yet
 
     @functools.cached_property
@@ -72,10 +74,12 @@ class LayerTemplate:
         args: tuple,
         kwargs: dict[str, Any],
         saves: Saves | None = None,
+        counted_N: Tensor | None = None,
     ) -> list[Tensor | Any]:
         """The layer's outputs as a flat list; `saves`: what a graph that waits holds.
 
-        After what it returns comes what it put into containers among its arguments.
+        After what it returns comes what it put into containers among its arguments, and what the
+        loss of its routers is of, if that is asked for; `counted_N` says which tokens count in it.
         """
         purpose = RECOMPUTE if torch.is_grad_enabled() else FORWARD
         if saves == "nothing":
@@ -84,7 +88,7 @@ class LayerTemplate:
             whole = saves == "all" or self._random(weights, args, kwargs)
             purpose = KEEP_ALL if whole else KEEP
         function = self.compiled.get(purpose, _apply)
-        output = function(self.module, weights, args, kwargs)
+        output = function(self.module, weights, args, kwargs, counted_N)
         leaves, self.output_spec = pytree.tree_flatten(output)
         return leaves
 
@@ -130,8 +134,14 @@ class LayerTemplate:
         return bool(self.random)
 
 
-def _apply(module: nn.Module, weights: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
-    """The layer's output, and what it put into each container among its arguments."""
+def _apply(
+    module: nn.Module,
+    weights: dict[str, Tensor],
+    args: tuple,
+    kwargs: dict,
+    counted_N: Tensor | None = None,
+) -> Any:
+    """The layer's output, what it put into each container among its arguments, its routers'."""
     shared = containers(args, kwargs)
     before = [dict(container) for container in shared]
     output = functional_call(module, weights, args, kwargs)
@@ -139,7 +149,7 @@ def _apply(module: nn.Module, weights: dict[str, Tensor], args: tuple, kwargs: d
         {key: value for key, value in now.items() if old.get(key) is not value}
         for now, old in zip(shared, before, strict=True)
     ]
-    return output, written
+    return output, written, taken(module, counted_N)
 
 
 def containers(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping]:

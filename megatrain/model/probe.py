@@ -33,6 +33,7 @@ from megatrain.model.given import refuse_behaviour
 from megatrain.model.layer_template import LayerTemplate, NumberRead, without_index
 from megatrain.model.own_loss import label_shift
 from megatrain.model.projection import mixes_tokens
+from megatrain.model.routers import RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.state import OtherRandomness, example, refuse_state, settle
 from megatrain.model.unsupported import Unsupported, Watch, draws_for_layers, refuse_settings
@@ -41,8 +42,8 @@ from megatrain.model.zeros import zero_pages
 _MORE_STATES = "its head computes logits from more than the last hidden states"
 
 
-def spec(model: PreTrainedModel) -> ModelSpec:
-    """Learn the structure of `model` (meta parameters, real CPU buffers).
+def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
+    """Learn the structure of `model` (meta parameters, real CPU buffers), to be trained or not.
 
     Raises:
         Unsupported: the model has no stack of layers, or one that cannot be streamed, or its
@@ -51,7 +52,7 @@ def spec(model: PreTrainedModel) -> ModelSpec:
     refuse_settings(model.config)
     refuse_behaviour(model)
     try:
-        found = _spec(model)
+        found = _spec(model, router_loss(model) if trained else None)
         found.label_shift = label_shift(found)
         return found
     except Unsupported:
@@ -73,10 +74,10 @@ def _refuse_broken(model: PreTrainedModel) -> None:
         ) from error
 
 
-def _spec(model: PreTrainedModel) -> ModelSpec:
+def _spec(model: PreTrainedModel, routers: RouterLoss | None) -> ModelSpec:
     tried = []
     for name, stack in find_stacks(model):
-        probe = _Probe(model, name, stack)
+        probe = _Probe(model, (name, stack), routers)
         try:
             return probe.run()
         except NotCalled:
@@ -108,8 +109,11 @@ class NotCalled(Exception):
 class _Probe:
     """One structure run over a model."""
 
-    def __init__(self, model: PreTrainedModel, stack_name: str, stack: nn.ModuleList) -> None:
-        self.model, self.stack_name, self.stack = model, stack_name, stack
+    def __init__(
+        self, model: PreTrainedModel, named: tuple[str, nn.ModuleList], routers: RouterLoss | None
+    ) -> None:
+        self.model, self.router_loss = model, routers
+        self.stack_name, self.stack = stack_name, stack = named
         self.paths = {id(layer): f"{stack_name}.{i}" for i, layer in enumerate(stack)}
         inside = {id(p) for p in stack.parameters()}
         self.outer = {n: p for n, p in model.named_parameters() if id(p) not in inside}
@@ -267,16 +271,21 @@ class _Probe:
         key = self.signatures[id(module)]
         if key in self.kinds:
             return self.kinds[key]
-        kind, reads = LayerTemplate(without_index(self.capture.template(module))), NumberRead.count
+        kind, reads = self._template(module, path, numbered=False), NumberRead.count
         with suppress(Exception):  # whatever a forward makes of a number that is not there
             example(kind, path, module, args, kwargs)
             if NumberRead.count == reads:
                 self.kinds[key] = kind
                 return kind
         # This forward reads its number, or fails in any case: such a layer is a kind of its own.
-        kind = LayerTemplate(self.capture.template(module))
+        kind = self._template(module, path)
         example(kind, path, module, args, kwargs)
         return kind
+
+    def _template(self, module: nn.Module, path: str, *, numbered: bool = True) -> LayerTemplate:
+        made, loss = self.capture.template(module), self.router_loss
+        made = made if numbered else without_index(made)
+        return LayerTemplate(made, routes=loss is not None and tap(made, path, self.model, loss))
 
     def _tagged(self, visit: int, kind: LayerTemplate) -> Any:
         leaves = []
@@ -333,6 +342,7 @@ class _Probe:
             trunk=with_hidden(output, last_hidden(output).detach()[:0]),
             fixed=fixed,
             unused=[n for n in rest if n not in fixed] + self._skipped_layers(),
+            router_loss=self.router_loss,
         )
 
     def _logits(self, weights: dict[str, Tensor], output: Any, inputs: Mapping) -> Tensor:

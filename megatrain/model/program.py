@@ -256,7 +256,9 @@ class ModelProgram:
         args, kwargs = batch.calls[visit].arguments(values)
         layer = self.spec.layers[visit]
         bound = {**self.buffers[visit], **weights}
-        leaves = layer.kind.call(bound, args, kwargs, saves)
+        mask = batch.inputs.get("attention_mask") if layer.kind.routes else None
+        counted_N = None if mask is None else mask.flatten().float()
+        leaves = layer.kind.call(bound, args, kwargs, saves, counted_N)
         return {ref: leaves[ref.leaf] for ref in self.spec.outputs[visit]}
 
     def repeats(

@@ -36,7 +36,7 @@ OWN_MAPPING_BYTES = 4 * MIB  # below two huge pages a mapping costs more than it
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
     "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F32": torch.float32, "F64": torch.float64,
+    "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -55,6 +55,10 @@ class Stored:
     def read(self) -> Tensor:
         """The tensor's values in new memory, on the CPU, in the file's dtype."""
         return self.read_bytes(0, self.num_bytes).view(self.dtype).view(self.shape)
+
+    def values(self) -> Tensor:
+        """The same; of a quantised weight, what it stands for."""
+        return self.read()
 
     def read_bytes(self, offset: int, num_bytes: int) -> Tensor:
         """A part of its bytes, uint8.

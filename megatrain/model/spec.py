@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatrain.model.capture import PROLOGUE, Capture, Ref, with_hidden
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.projection import Projection, find_projection
+from megatrain.model.routers import RouterLoss
 from megatrain.tile.packed import Packing
 
 PROBE_SHAPE = (2, 8)  # rows, tokens of the structure run
@@ -51,6 +52,8 @@ class ModelSpec:
         unused: parameters that text training never touches; they stay as they are.
         wide: parameters whose source has bits that bf16 does not hold.
         packed: how frozen parameters are kept that are not kept in bf16.
+        router_loss: what the model's configuration asks for; None: nothing.
+        routed: what it is of: the sums of each layer's routers.
     """
 
     capture: Capture
@@ -68,10 +71,13 @@ class ModelSpec:
     label_shift: int = 1
     wide: Collection[str] = ()
     packed: Mapping[str, Packing] = field(default_factory=dict)
+    router_loss: RouterLoss | None = None
     outputs: list[list[Ref]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        read = {ref for layer in self.layers for ref in layer.inputs} | set(self.epilogue_inputs)
+        kinds = [layer.kind for layer in self.layers]
+        self.routed = [Ref(v, len(k.example) - 1) for v, k in enumerate(kinds) if k.routes]
+        read = self.read.union(self.epilogue_inputs, self.routed)
         self.outputs = [
             sorted(ref for ref in read if ref.visit == visit) for visit in range(len(self.layers))
         ]
@@ -104,7 +110,7 @@ class ModelSpec:
     @cached_property
     def live_after(self) -> list[frozenset[Ref]]:
         """Per layer, the activations that anything later reads."""
-        found = [frozenset(self.epilogue_inputs)]
+        found = [frozenset((*self.epilogue_inputs, *self.routed))]
         for layer in reversed(self.layers):
             found.append(found[-1].union(layer.inputs))
         return found[-2::-1]

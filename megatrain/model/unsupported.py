@@ -18,17 +18,12 @@ class Unsupported(InputError):
 
 
 def refuse_settings(config: PreTrainedConfig) -> None:
-    """Refuse settings that add to the loss, or change which layers run, unseen by the engine.
+    """Refuse settings that change which layers run, unseen by the engine.
 
     Raises:
         Unsupported: such a setting is on.
     """
     for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
-        if getattr(part, "output_router_logits", None) and _router_weight(part):
-            raise Unsupported(
-                "output_router_logits is on in the model's configuration, which adds a router "
-                "loss that is not computed here; set it to false"
-            )
         for name, value in vars(part).items():
             if "layerdrop" in name and isinstance(value, float) and value > 0:
                 raise Unsupported(
@@ -62,12 +57,6 @@ def refuse_rounding(
             f"({len(wide)} parameters in all), and here all weights would be bf16; set "
             "precision to fp32"
         )
-
-
-def _router_weight(config: PreTrainedConfig) -> float:
-    names = ("router_aux_loss_coef", "aux_loss_coef")
-    given = [getattr(config, name) for name in names if hasattr(config, name)]
-    return max(given, default=1.0)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Weights in: from a safetensors checkpoint straight to wherever the caller keeps them."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
+from operator import methodcaller
 from pathlib import Path
 from threading import Condition, Event
 from types import SimpleNamespace
@@ -20,10 +22,11 @@ from huggingface_hub.errors import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.compat.transformers import drop_ignorable
+from megatrain.compat.transformers import CAUSAL_LM_CLASSES, SEQUENCE_CLASSES, drop_ignorable
 from megatrain.errors import InputError, first_line
 from megatrain.json_yaml import read_json
 from megatrain.model.conversion import LoadPlan, Recipe, plan_load
+from megatrain.model.quantised import Quantised, gathered
 from megatrain.model.safetensors_io import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -31,6 +34,7 @@ from megatrain.model.safetensors_io import (
     has_pickle_weights,
     stored_tensors,
 )
+from megatrain.tile.packed import Packing
 from megatrain.units import GIB, MIB
 
 Write = Callable[[str, Tensor], None]
@@ -45,15 +49,18 @@ HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def resolve_model(path_or_id: str | Path) -> Path:
+def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
     """The folder of a model: a local one as it is, otherwise downloaded from the hub.
+
+    Args:
+        revision: of a model on the hub; None: its newest.
 
     Raises:
         InputError: no such folder or hub model, no access, no network, or only pickle weights.
     """
     folder = Path(os.path.expanduser(path_or_id))
     if not folder.exists():
-        folder = _download(str(path_or_id))
+        folder = _download(str(path_or_id), revision)
     if not folder.is_dir():
         raise InputError(f"{path_or_id}: not a folder; give the model's folder or its hub id")
     if not (folder / "config.json").is_file():
@@ -64,10 +71,15 @@ def resolve_model(path_or_id: str | Path) -> Path:
     return folder
 
 
-def _download(model_id: str) -> Path:
+def _download(model_id: str, revision: str | None) -> Path:
     try:
         return Path(
-            snapshot_download(model_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_EXTRAS)
+            snapshot_download(
+                model_id,
+                revision=revision,
+                allow_patterns=HUB_FILES,
+                ignore_patterns=HUB_EXTRAS,
+            )
         )
     except HFValidationError as error:
         raise InputError(f"{model_id}: no such folder, and not a hub id (owner/name)") from error
@@ -117,7 +129,12 @@ def source_dtype(folder: Path) -> torch.dtype:
 
 
 def read_weights(
-    folder: Path, model: PreTrainedModel, write: Write, *, threads: int
+    folder: Path,
+    model: PreTrainedModel,
+    write: Write,
+    *,
+    threads: int,
+    packed: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Read every parameter and persistent buffer of `model` from the checkpoint in `folder`.
 
@@ -132,6 +149,8 @@ def read_weights(
             `_weight_conversions` is set as `from_pretrained` does.
         write: takes the values; an exception from it ends the load and is raised again.
         threads: how many tensors are read at once, within IN_FLIGHT_BYTES.
+        packed: names of those that are handed over as the bytes that a tile keeps, uint8, where
+            the folder has them quantised; all others as their values.
 
     Returns:
         Names which the model's class lets a checkpoint leave out, and this one does: they are
@@ -144,8 +163,42 @@ def read_weights(
     recipes = _without_tied_copies(plan.recipes, first_name)
     missing = set(first_name.values()) - {first_name[name] for name in built}
     left_out = _check_complete(folder, model, missing, plan.unexpected)
-    _read_all(recipes, model, lambda name, tensor: write(first_name[name], tensor), threads)
+    as_bytes = {name for name, first in first_name.items() if first in packed}
+    hand_over: Write = lambda name, tensor: write(first_name[name], tensor)  # noqa: E731
+    _read_all(recipes, model, hand_over, threads, as_bytes)
     return left_out
+
+
+def lazy_weights(folder: Path, model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
+    """For each parameter and buffer of `model`, by its first name, a function that reads it.
+
+    Raises:
+        InputError: as `stored_types`.
+    """
+    plan, _, first_name = _planned(folder, model)
+
+    def read(recipe: Recipe, name: str) -> Tensor:
+        return recipe.build(model, methodcaller("values"))[name]
+
+    return {
+        first_name[name]: partial(read, recipe, name)
+        for recipe in plan.recipes
+        for name in recipe.build(model, Stored.blank)
+    }
+
+
+def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, Packing]:
+    """How `folder` has each quantised parameter of `model`, by its first name.
+
+    Raises:
+        InputError: as `stored_types`.
+    """
+    plan, _, first_name = _planned(folder, model)
+    return {
+        first_name[recipe.target]: recipe.sources[0][1].packing
+        for recipe in plan.recipes
+        if recipe.converter is None and isinstance(recipe.sources[0][1], Quantised)
+    }
 
 
 def stored_types(folder: Path, model: PreTrainedModel) -> dict[str, torch.dtype]:
@@ -162,11 +215,8 @@ def _planned(
     folder: Path, model: PreTrainedModel
 ) -> tuple[LoadPlan, dict[str, torch.dtype], dict[str, str]]:
     """How the folder's tensors become the model's, their dtypes, and each name's first name."""
-    quantization = getattr(model.config, "quantization_config", None)
-    if quantization is not None:
-        raise InputError(f"{folder}: its weights are quantised; use the unquantised model")
     references, first_name = _references(model)
-    plan = plan_load(model, stored_tensors(folder))
+    plan = plan_load(model, gathered(folder, stored_tensors(folder)))
     if plan.repeated:
         again = plan.repeated[0]
         raise InputError(f"{again.file}: {again.name!r} is stored again under another name")
@@ -248,6 +298,8 @@ def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -
 
 def _same_values(one: Recipe, other: Recipe) -> bool:
     a, b = one.sources[0][1], other.sources[0][1]
+    if isinstance(a, Quantised) or isinstance(b, Quantised):
+        return torch.equal(a.values(), b.values())
     if one.converter or other.converter or (a.dtype, a.num_bytes) != (b.dtype, b.num_bytes):
         return False
     return all(
@@ -263,6 +315,10 @@ def _check_complete(
     """Refuse what the class does not declare ignorable; returns the missing that it does."""
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     drop_ignorable(model, report)
+    named = (read_json(folder / "config.json").get("architectures") or [""])[0]
+    if type(model).__name__ in SEQUENCE_CLASSES and named in CAUSAL_LM_CLASSES:
+        report.missing_keys = {n for n in report.missing_keys if not n.startswith("score.")}
+        report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith("lm_head.")}
     if report.missing_keys:
         raise InputError(
             f"{folder}: {_some(report.missing_keys)} missing from the checkpoint of a "
@@ -283,11 +339,18 @@ def _some(names: set[str]) -> str:
     return f"{len(names)} tensors ({min(names)!r} the first) are"
 
 
-def _read_all(recipes: list[Recipe], model: PreTrainedModel, write: Write, threads: int) -> None:
+def _read_all(
+    recipes: list[Recipe],
+    model: PreTrainedModel,
+    write: Write,
+    threads: int,
+    as_bytes: Collection[str],
+) -> None:
     room = _Room(IN_FLIGHT_BYTES)
 
     def deliver(recipe: Recipe) -> None:
-        for name, tensor in recipe.build(model, Stored.read).items():
+        load = "read" if recipe.converter is None and recipe.target in as_bytes else "values"
+        for name, tensor in recipe.build(model, methodcaller(load)).items():
             write(name, tensor)
 
     failed = Event()

@@ -8,7 +8,7 @@ from megatrain.errors import InputError
 from megatrain.model.adapters import adapted
 from megatrain.model.float8 import ROUTERS
 from megatrain.model.spec import ModelSpec
-from megatrain.tile.packed import PACKINGS, Packing
+from megatrain.tile.packed import BASES, Packing
 
 Base = Literal["bf16", "fp8", "nf4"]
 
@@ -26,9 +26,9 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
     """
     if base == "bf16":
         return {}
-    if base not in PACKINGS:
-        raise InputError(f"base is {base!r}; it must be bf16, {' or '.join(PACKINGS)}")
-    packing, found = PACKINGS[base], adapted(spec.capture.model)
+    if base not in BASES:
+        raise InputError(f"base is {base!r}; it must be bf16, {' or '.join(BASES)}")
+    packing, found = BASES[base], adapted(spec.capture.model)
     held = None if found is None else found.held
     names = [
         f"{layer.name}.{path}.weight"

@@ -1,17 +1,23 @@
 """A model as a folder: of Hugging Face's layout, or its adapter alone in PEFT's."""
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.checkpoint import Checkpoint, masters
 from megatrain.errors import InputError
-from megatrain.model.adapters import Values, adapted, merged_into_base
+from megatrain.model.adapters import Values, adapted, merged_into_base, plain
 from megatrain.model.companions import Companions
 from megatrain.model.export import write_adapter, write_weights
+from megatrain.model.weights import lazy_weights, stored_types
 from megatrain.source.base import Base
+from megatrain.source.fill import read_adapter
+from megatrain.source.left_out import whole_masters
+from megatrain.source.source import open_source
 from megatrain.source.state_io import open_model, read_untrained, saved_companions, saved_dtype
 from megatrain.source.untrained import Untrained
 
@@ -71,14 +77,51 @@ def write_saved(
         merged: of a model with an adapter the whole, not the adapter alone.
     """
     model = open_model(checkpoint)
+    values = whole_masters(checkpoint, model) if merged else masters(checkpoint)
     write_model(
         folder,
         model,
-        masters(checkpoint),
+        values,
         read_untrained(checkpoint, model),
         dtype=dtype,
         source_dtype=saved_dtype(checkpoint),
         beside=saved_companions(checkpoint),
         merged=merged,
         base=checkpoint.settings.base,
+    )
+
+
+def write_merged(adapter: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the model that an adapter's folder and its base make, one parameter in memory at once.
+
+    Args:
+        dtype: of all floating tensors; None: that of the base.
+
+    Raises:
+        InputError: the adapter or its base cannot be read, or cannot be merged.
+    """
+    source = open_source(adapter)
+    base, own, untrained = plain(source.model), dict[str, Tensor](), Untrained()
+    if source.saved is not None:
+        whole, untrained = masters(source.saved), read_untrained(source.saved, base)
+    else:
+        assert source.folder is not None
+        whole = lazy_weights(source.folder, base)
+        untrained.dtypes = stored_types(source.folder, base)
+    read_adapter(source, own.__setitem__)
+    names = source.names
+    values = {names.get(name, name): read for name, read in whole.items()}
+    values |= {name: partial(Tensor.detach, value) for name, value in own.items()}
+    if missing := [n for n, _ in source.model.named_parameters() if n not in values]:
+        raise InputError(f"{adapter}: its base has no {missing[0]!r}; complete the base")
+    untrained.dtypes = {names.get(n, n): each for n, each in untrained.dtypes.items()}
+    write_model(
+        folder,
+        source.model,
+        values,
+        untrained,
+        dtype=dtype,
+        source_dtype=source.dtype,
+        beside=source.companions,
+        merged=True,
     )

@@ -6,14 +6,17 @@ from typing import Any
 import torch
 import transformers
 
+from megatrain.compat import peft
 from megatrain.distributed import Ranks, require_same
 from megatrain.errors import InputError
-from megatrain.loss import JointLoss, given_loss
+from megatrain.loss import Reward, TokenScore, given_loss
 from megatrain.model.adapters import adapted
+from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.placement import Placement
+from megatrain.source.fill import kept
 from megatrain.source.opened import Opened
-from megatrain.source.source import Source, kept
+from megatrain.source.source import Source
 from megatrain.source.state_io import saved_optimizer
 from megatrain.tile import TileLayout
 
@@ -22,8 +25,14 @@ _SHARED = (
     *("slots", "prefetch", "layer_inputs", "layer_input_lanes", "gradient_lanes", "keep_rows"),
     *("save_activations", "save_all", "save_attention", "offload_activations", "chunk_tokens"),
     *("host_grad_buffers", "head_tokens", "update_threads", "save_bytes", "compile"),
-    "keep_weights",
+    *("keep_weights", "resident", "passes"),
 )
+
+
+def not_shared(placement: Placement) -> list[str]:
+    """Names of its choices that several ranks cannot have."""
+    names, plain = sorted({*Placement.names()} - {*_SHARED}), Placement()
+    return [name for name in names if getattr(placement, name) != getattr(plain, name)]
 
 
 NO_LABELS = "no labels"  # in the place of a loss
@@ -44,6 +53,7 @@ def check_shared(opened: Opened, placement: Placement) -> None:
 
 def check_call(
     ranks: Ranks,
+    spec: ModelSpec,
     steps: int,
     optimizer: StreamedOptimizer | None,
     loss: object,
@@ -66,13 +76,9 @@ def check_call(
         if optimizer is not None:
             optimizer.check()
         given = loss if loss is NO_LABELS else given_loss(loss)
+        _check_head(loss, spec)
         if ranks.size == 1:
             return {}
-        if isinstance(given, JointLoss):
-            raise InputError(
-                f"{type(given).__name__} compares rows of all micro-batches, which several ranks "
-                "cannot do yet; train with one"
-            )
         return {
             "call": f"{'an evaluation' if optimizer is None else 'a step'} after {steps} steps",
             "loss": str(given),
@@ -82,6 +88,17 @@ def check_call(
 
     ranks.meet()
     require_same(ranks.agree(wanted))
+
+
+def _check_head(loss: object, spec: ModelSpec) -> None:
+    """Raises InputError: the loss is of scores of rows and the model's head is not, or likewise."""
+    of_scores = isinstance(loss, Reward | TokenScore)
+    if loss is not NO_LABELS and of_scores != spec.capture.scores_rows:
+        raise InputError(
+            f"{type(loss).__name__} is not for a {type(spec.capture.model).__name__}: Reward and "
+            "Engine.rewards are for models with a head of one score for each row "
+            "(AutoModelForSequenceClassification), and other losses for language models"
+        )
 
 
 def _settings(optimizer: StreamedOptimizer) -> list[tuple[list[str], dict[str, Any]]]:
@@ -99,9 +116,8 @@ def require_alone(ranks: Ranks, what: str) -> None:
 
 
 def _refuse(opened: Opened, placement: Placement) -> None:
-    for name in sorted({*Placement.names()} - {*_SHARED}):
-        if getattr(placement, name) != getattr(Placement(), name):
-            raise InputError(f"placement.{name} is not for several ranks yet; leave it out")
+    for name in not_shared(placement):
+        raise InputError(f"placement.{name} is not for several ranks yet; leave it out")
     source, rule = opened.source, opened.model.rule
     if source.saved is not None and source.resumes and rule is not None:
         saved = saved_optimizer(source.saved)
@@ -112,11 +128,14 @@ def _refuse(opened: Opened, placement: Placement) -> None:
             )
     if source.base != "bf16":
         raise InputError(f"base {source.base} is not for several ranks yet; leave it out")
-    if adapted(opened.source.model) is not None:
-        raise InputError("adapters are not for several ranks yet; train them with one")
     if rule is not None:
         _check_rule(rule)
     spec = opened.model.spec
+    if spec.routed:
+        raise InputError(
+            "the loss of routers (output_router_logits) is of all tokens of a step, which several "
+            "ranks cannot do yet; train with one, or set it to false"
+        )
     if len(spec.gathered) > 1:
         raise InputError(
             f"several ranks cannot share a model with {len(spec.gathered)} tables of tokens yet "
@@ -147,7 +166,7 @@ def _check_table(name: str, layout: TileLayout) -> None:
 def _described(opened: Opened, placement: Placement) -> dict[str, str]:
     from megatrain import __version__
 
-    model = opened.model
+    model, adapter = opened.model, adapted(opened.source.model)
     tiles = [(t.name, t.numel, t.trainable_numel, t.entries) for t in model.layouts]
     found = {
         "version of megatrain": __version__,
@@ -161,6 +180,8 @@ def _described(opened: Opened, placement: Placement) -> dict[str, str]:
         "max_grad_norm": opened.max_grad_norm,
         "precision": opened.precision,
         "base": opened.source.base,
+        "adapter": None if adapter is None else adapter.as_json(),
+        "file of the adapter": _checksum_of_adapter(opened.source),
         "placement": placement.as_dict(),
         "seed": opened.seed,
     }
@@ -177,3 +198,9 @@ def _checksum(source: Source) -> int:
             flat = each.detach().cpu().contiguous().view(-1).view(torch.uint8)
             found = zlib.crc32(flat.numpy().data, found)
     return found
+
+
+def _checksum_of_adapter(source: Source) -> int:
+    """Of a folder's file of weights; what is drawn follows from the seed."""
+    folder = source.adapter_folder
+    return 0 if folder is None else zlib.crc32((folder / peft.WEIGHTS_FILE).read_bytes())

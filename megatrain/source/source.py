@@ -1,53 +1,42 @@
 """A model's structure, and its weights from where they are to their place."""
 
 import copy
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import (
     Checkpoint,
+    LeftOut,
     is_checkpoint,
-    masters,
-    offering_another,
     open_checkpoint,
-    read_converted,
-    read_tiles,
 )
 from megatrain.compat import peft
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
-from megatrain.model.adapters import adapted, draw_adapters, noted, plain, with_adapters
-from megatrain.model.build import empty_model, load_config, loaded_types
+from megatrain.model.adapters import adapted, noted, plain, with_adapters
+from megatrain.model.build import empty_model, load_config, loaded_types, scoring
 from megatrain.model.companions import Companions, companions, set_generation
-from megatrain.model.init import initialise
 from megatrain.model.probe import spec
+from megatrain.model.quantised import quantised_base
 from megatrain.model.rebuilt import emptied
-from megatrain.model.safetensors_io import read_header
+from megatrain.model.routers import ask_for
 from megatrain.model.spec import ModelSpec
-from megatrain.model.unsupported import refuse_rounding
-from megatrain.model.weights import read_weights, resolve_model, source_dtype, stored_types
-from megatrain.optim import Rule
+from megatrain.model.weights import resolve_model, source_dtype, stored_packings, stored_types
 from megatrain.source.base import Base, packed_weights
+from megatrain.source.left_out import Origin, left_out, left_out_names, origin_of
 from megatrain.source.state_io import (
     open_model,
-    read_untrained,
     saved_companions,
     saved_dtype,
-    saved_optimizer,
 )
-from megatrain.source.untrained import Untrained, computed_buffers, persistent_buffers
-from megatrain.store import Store
-from megatrain.telemetry.cores import update_threads
-
-Write = Callable[[str, Tensor], None]
+from megatrain.source.untrained import Untrained, persistent_buffers
+from megatrain.tile import Entry
+from megatrain.tile.packed import PACKINGS, Packing
 
 
 @dataclass
@@ -59,6 +48,7 @@ class Source:
         resumes: the optimizer's state is that of `saved`, too.
         untrained: see there; `fill` puts in what comes from the source.
         companions: files of the folder or checkpoint that exports and checkpoints have as well.
+        origin: where the base of adapters was read; None: checkpoints have all of it.
         lost: what neither a checkpoint nor an export would have of the model; None: nothing.
         base: how frozen linear layers are kept; a checkpoint's own, where its state is taken.
         alike: what is drawn is drawn once for all layers that are alike.
@@ -74,6 +64,7 @@ class Source:
     resumes: bool = False
     untrained: Untrained = field(default_factory=Untrained)
     companions: Companions = field(default_factory=dict)
+    origin: Origin | None = None
     lost: str | None = None
     base: Base = "bf16"
     alike: bool = False
@@ -92,6 +83,10 @@ class Source:
         found = adapted(self.model)
         return found.names if self.grows and found is not None else {}
 
+    def left_out(self, entries: Iterable[Entry]) -> LeftOut | None:
+        """What a checkpoint of these parameters need not have; None: it has everything."""
+        return left_out(self.model, self.origin, entries)
+
 
 @dataclass(frozen=True)
 class Resumed:
@@ -107,10 +102,17 @@ class Alike:
     config: PreTrainedConfig
 
 
-def open_source(model: Any, *, adapter: Any = None, base: Base = "bf16", **how: Any) -> Source:
+def open_source(
+    model: Any,
+    adapter: Any = None,
+    base: Base = "bf16",
+    router_aux_loss_coef: float | None = None,
+    **how: Any,
+) -> Source:
     """As `open_plain`, and also of a PeftModel.
 
     Args:
+        router_aux_loss_coef: of the routers' loss; None: as the model's configuration says.
         adapter: a LoraConfig of PEFT, or its keys: what the model is trained with.
 
     Raises:
@@ -121,18 +123,33 @@ def open_source(model: Any, *, adapter: Any = None, base: Base = "bf16", **how: 
         source = open_plain(inner, **how)
         noted(source.model, configs, active)
     elif (folder := adapter_folder(model)) is not None:
-        keys = read_json(folder / peft.CONFIG_FILE)
-        config = peft.from_json(keys | {"inference_mode": False})  # to be trained
-        source = _grown(open_plain(_base_of(config, folder), **how), config)
+        config, base_path = folder_adapter(folder)
+        source = open_plain(base_path, **how)
+        if adapted(source.model) is not None:
+            raise InputError(
+                f"{folder / peft.CONFIG_FILE}: its base {base_path} has an adapter itself; merge "
+                f"that first: megatrain export {base_path} OUT --merged"
+            )
+        source = _grown(source, config)
         source.adapter_folder = folder
         source.companions = {**source.companions, **companions(folder)}
     else:
         source = open_plain(model, **how)
-    source.base = source.saved.settings.base if source.saved and source.resumes else base
+    if router_aux_loss_coef is not None:
+        ask_for(source.model, router_aux_loss_coef)
+    if source.saved is not None and source.resumes:
+        source.base = source.saved.settings.base
+    elif source.base == "bf16":
+        source.base = base
+    elif base not in ("bf16", source.base):
+        raise InputError(f"base is {base!r}, but the model comes in {source.base}; leave base out")
     if adapter is None:
         return source
     if adapted(source.model) is not None or source.resumes:
-        raise InputError("the model has an adapter already; leave adapter out, or merge it first")
+        raise InputError(
+            "the model has an adapter already; leave adapter out to go on with that one, or merge "
+            "it first: megatrain export MODEL OUT --merged"
+        )
     config = peft.lora_config(adapter) if isinstance(adapter, Mapping) else copy.copy(adapter)
     peft.check(config)
     if isinstance(model, str | Path | Checkpoint):
@@ -150,13 +167,19 @@ def adapter_folder(model: Any) -> Path | None:
     return folder if (folder / peft.CONFIG_FILE).is_file() else None
 
 
-def _base_of(config: Any, folder: Path) -> str:
+def folder_adapter(folder: Path) -> tuple[Any, str]:
+    """The configuration of an adapter in a folder, to be trained, and its base's folder or hub id.
+
+    Raises:
+        InputError: it cannot be read or followed, or names no base.
+    """
+    config = peft.from_json(read_json(folder / peft.CONFIG_FILE) | {"inference_mode": False})
     if not config.base_model_name_or_path:
         raise InputError(
             f"{folder / peft.CONFIG_FILE}: names no base_model_name_or_path; put the base's folder "
             "or hub id there"
         )
-    return str(config.base_model_name_or_path)
+    return config, str(config.base_model_name_or_path)
 
 
 def _grown(source: Source, config: Any) -> Source:
@@ -167,29 +190,17 @@ def _grown(source: Source, config: Any) -> Source:
     return source
 
 
-def read_adapter(source: Source, write: Write) -> None:
-    """Read the adapter of the source's folder, if it has one. Raises InputError: another's."""
-    found = adapted(source.model)
-    if source.adapter_folder is None or found is None:
-        return
-    path = source.adapter_folder / peft.WEIGHTS_FILE
-    names = peft.file_names(source.model, found.active)
-    shapes = {name: tuple(p.shape) for name, p in source.model.named_parameters()}
-    stored = {each.name: each for each in read_header(path)}
-    wanted = {name: shapes[own] for name, own in names.items()}
-    if {name: each.shape for name, each in stored.items()} != wanted:
-        raise InputError(f"{path}: its tensors are not those that {peft.CONFIG_FILE} makes")
-    for name, mine in names.items():
-        write(mine, stored[name].read())
-
-
 def open_plain(
     model: PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Resumed | str | Path,
     *,
+    scores: bool = False,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
 ) -> Source:
     """Structure of a model given as a module, a configuration, a checkpoint, a folder or a hub id.
+
+    Args:
+        scores: of a folder, hub id or configuration the model that gives a score of each row.
 
     Raises:
         InputError: it cannot be read or is not a causal language model.
@@ -205,29 +216,38 @@ def open_plain(
         )
         beside = saved_companions(saved)
         set_generation(empty, beside)
-        return Source(empty, saved_dtype(saved), saved=saved, resumes=resumes, companions=beside)
+        source = Source(empty, saved_dtype(saved), saved=saved, resumes=resumes, companions=beside)
+        source.origin = origin_of(saved, resumes=resumes)
+        return source
     if isinstance(model, PreTrainedModel):
         empty = emptied(model, attn_implementation=attn_implementation)
         dtype = next(model.parameters()).dtype
         return Source(empty, dtype, given=model, untrained=_drawn_buffers(empty, dtype))
-    folder, beside = None, dict[str, bytes]()
+    folder, beside, origin, quantised = None, dict[str, bytes](), None, None
     if isinstance(model, PreTrainedConfig):
         config, dtype = model, getattr(model, "dtype", None) or torch.float32
     elif isinstance(model, str | Path):
         folder = resolve_model(model)
         config = load_config(folder, trust_remote_code=trust_remote_code)
+        quantised = quantised_base(read_json(folder / "config.json"), folder)
+        vars(config).pop("quantization_config", None)  # exports are whole
         dtype, beside = source_dtype(folder), companions(folder)
+        local = Path(model).expanduser().exists()
+        origin = Origin(str(folder.absolute())) if local else Origin(str(model), folder.name)
     else:
         raise InputError(
             f"the model is a {type(model).__name__}; give a transformers model or configuration, "
             "a folder, or a hub id"
         )
+    config = scoring(config) if scores else config
     empty = empty_model(
         config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
     )
     set_generation(empty, beside)
     untrained = _drawn_buffers(empty, dtype)
-    return Source(empty, dtype, folder, untrained=untrained, companions=beside, alike=alike)
+    source = Source(empty, dtype, folder, untrained=untrained, companions=beside, alike=alike)
+    source.origin, source.base = origin, quantised or "bf16"
+    return source
 
 
 def structure(source: Source, *, trained: bool = True) -> ModelSpec:
@@ -236,13 +256,35 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
     Raises:
         InputError: it cannot be streamed.
     """
-    found = spec(source.model)
+    found = spec(source.model, trained=trained)
     frozen = [name for name, p in source.model.named_parameters() if not p.requires_grad]
     if still := [*frozen, *found.unused, *found.fixed]:
         types = _types(source)
         found.wide = {n for n in still if types.get(n, source.dtype) != torch.bfloat16}
-    found.packed = packed_weights(found, source.base, frozen=not trained)
+    found.packed = _packings(source, found, trained=trained)
     return found
+
+
+def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, Packing]:
+    """How frozen weights are kept: as a checkpoint or folder has them, or else as is asked for."""
+    saved = source.saved
+    if saved is not None and source.resumes:
+        left = saved.settings.left_out
+        own = (each for tile in saved.manifest.tiles for each in tile.parameters)
+        kept = {each.name: each.packed for each in own if each.packed}
+        kept |= {} if left is None else left.packed
+        return {name: PACKINGS[how] for name, how in kept.items()}
+    if source.folder is None or not (there := stored_packings(source.folder, plain(source.model))):
+        return packed_weights(spec, source.base, frozen=not trained)
+    parameters, names = dict(source.model.named_parameters()), source.names
+    packed = {names.get(name, name): how for name, how in there.items()}
+    if taught := [n for n in packed if trained and parameters[n].requires_grad]:
+        raise InputError(
+            f"{source.folder}: the weights of {taught[0]!r} are quantised, and such are not "
+            "trained; give an adapter, or take the unquantised model"
+        )
+    layers = (f"{v.name}.{n}" for v in spec.layers for n, _ in v.module.named_parameters())
+    return {name: packed[name] for name in layers if name in packed}
 
 
 def _types(source: Source) -> dict[str, torch.dtype]:
@@ -250,7 +292,8 @@ def _types(source: Source) -> dict[str, torch.dtype]:
     names = source.names
     if source.saved is not None:
         others = source.saved.settings.frozen_dtypes
-        return {
+        away = left_out_names(source.saved, source.model).values()
+        return {name: saved_dtype(source.saved, others.get(name)) for name in away} | {
             names.get(each.name, each.name): saved_dtype(source.saved, others.get(each.name))
             if each.group is None
             else torch.float32  # a master
@@ -263,113 +306,6 @@ def _types(source: Source) -> dict[str, torch.dtype]:
     if source.copied is None:
         return {}
     return {names.get(n, n): p.dtype for n, p in source.copied.named_parameters()}
-
-
-def fill(source: Source, found: ModelSpec, store: Store, seed: int) -> None:
-    """Bring every weight and persistent buffer to its place: read, copied, or drawn.
-
-    From a checkpoint, also the rest of a tile's state.
-
-    Raises:
-        InputError: float64 weights that a float32 master cannot hold, or weights that would be
-            computed with in fewer bits than transformers keeps.
-    """
-    dtype = store.tiles[0].weights.data.dtype
-    refuse_rounding(loaded_types(source.model, dtype), found.computed, dtype)
-    write = _writer(store, source, threads=1)  # one of many readers at a time
-    drawn = source.saved is None and source.folder is None and source.copied is None
-    whole = adapted(source.model)
-    base = None if whole is None else set(whole.held)
-
-    def draw(only: Any = None) -> None:
-        threads = update_threads()
-        write = _writer(store, source, threads=threads)
-        frozen = {entry.name: entry for _, entry in store.entries() if entry.group is None}
-
-        def as_source(name: str, values: Tensor) -> Tensor:
-            if name not in frozen:
-                return values
-            values, packed = values.to(source.dtype), frozen[name].packed
-            return values if packed is None else packed.pack(values)
-
-        named, alike = base if only is None else only, source.alike
-        initialise(found, seed, write, named, threads=threads, kept=as_source, alike=alike)
-
-    if source.saved is not None:
-        with offering_another(source.saved.folder):
-            if source.resumes:
-                _read_state(source.saved, store)
-            else:
-                _read_masters(source.saved, write)
-            rounded = source.untrained.rounded
-            source.untrained = read_untrained(source.saved, source.model)
-            source.untrained.rounded = rounded
-    elif source.folder is not None:
-        model = plain(source.model)
-        missing = read_weights(source.folder, model, write, threads=update_threads())
-        if missing:
-            draw({source.names.get(name, name) for name in missing})
-    elif source.copied is None:
-        draw()
-    else:
-        for name, parameter in source.copied.named_parameters():
-            write(name, parameter.detach().cpu())
-        for name, buffer in persistent_buffers(source.copied).items():
-            if not buffer.is_meta:
-                write(name, buffer.detach().cpu().clone())
-    read_adapter(source, write)
-    if source.adapter_folder is None and whole is not None and (source.grows or drawn):
-        read = {e.name: partial(tile.read_master, e) for tile, e in store.entries()}
-        draw_adapters(source.model, read, write, seed)
-    source.untrained.computed = computed_buffers(source.model)
-
-
-def _read_state(checkpoint: Checkpoint, store: Store) -> None:
-    """Weights and the optimizer's state, which is converted where the rule keeps it otherwise."""
-    saved, rule, threads = saved_optimizer(checkpoint), store.rule, update_threads()
-    if saved is None or rule is None or kept(saved) == kept(rule):
-        read_tiles(checkpoint, store.tiles, threads)
-    else:
-        read_converted(checkpoint, store.tiles, threads, saved, rule)
-
-
-def kept(rule: Rule) -> tuple[Any, ...]:
-    """In which form a rule keeps masters and states."""
-    return rule.state_planes, rule.remainder
-
-
-def _read_masters(checkpoint: Checkpoint, write: Write) -> None:
-    """Read the exact fp32 weights, whatever optimizer the checkpoint or the engine has."""
-    values = masters(checkpoint)
-    with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-masters") as pool:
-        list(pool.map(lambda name: write(name, values[name]()), values))
-
-
-def _writer(store: Store, source: Source, *, threads: int) -> Write:
-    places = {entry.name: (tile, entry) for tile, entry in store.entries()}
-    buffers, untrained = dict(source.model.named_buffers()), source.untrained
-    names = source.names
-
-    def write(name: str, values: Tensor) -> None:
-        name = names.get(name, name)
-        if name not in places:
-            untrained.buffers[name] = values
-            buffers[name].copy_(values)
-            return
-        if values.dtype == torch.float64 and not torch.equal(values.float().double(), values):
-            raise InputError(
-                f"{name!r} has float64 values that a float32 master cannot hold; convert the "
-                "weights to float32 first"
-            )
-        tile, entry = places[name]
-        if entry.group is None:
-            came = values.dtype if values.is_floating_point() else source.dtype
-            untrained.dtypes[name] = came
-            narrow = tile.remainder_of(entry) is None and tile.weights.data.dtype == torch.bfloat16
-            untrained.rounded |= narrow and not entry.packed and came != torch.bfloat16
-        tile.write_master(entry, values, threads)
-
-    return write
 
 
 def _drawn_buffers(model: PreTrainedModel, dtype: torch.dtype) -> Untrained:

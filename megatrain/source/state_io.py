@@ -19,6 +19,7 @@ from megatrain.model.export import write_configs
 from megatrain.model.safetensors_io import Described, read_header, write_shard
 from megatrain.optim import RULES, AdamW, Rule
 from megatrain.placement import Placement, renamed
+from megatrain.source.left_out import left_out_names
 from megatrain.source.untrained import Untrained, computed_buffers, persistent_buffers
 
 
@@ -85,6 +86,8 @@ def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
         for each in tile.parameters:
             if each.group is None:
                 found.dtypes[each.name] = saved_dtype(checkpoint, others.get(each.name))
+    for name in left_out_names(checkpoint, model).values():
+        found.dtypes[name] = saved_dtype(checkpoint, others.get(name))
     _restore_computed(checkpoint, model)
     return found
 

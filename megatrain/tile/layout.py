@@ -171,6 +171,11 @@ class TileLayout:
         return sum(entry.numel for entry in self.entries)
 
     @property
+    def num_trained(self) -> int:
+        """Of them, those that have a gradient."""
+        return sum(entry.numel for entry in self.trainable)
+
+    @property
     def trainable(self) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.group is not None)
 

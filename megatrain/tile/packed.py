@@ -84,15 +84,21 @@ def _nf4_bytes(shape: Sequence[int]) -> int:
     return 4 * (1 + groups) + values // 2 + blocks
 
 
-def _pack_nf4(values: Tensor) -> Tensor:
-    _, blocks, groups = _nf4_sizes(values.shape)
-    code = _nf4_values(values.device)
+def _nf4_codes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Two values a byte, and the fp32 scale of each block."""
+    blocks, code = _nf4_sizes(values.shape)[1], _nf4_values(values.device)
     blocked = values.reshape(blocks, _BLOCK).float()
     scales = blocked.abs().amax(1)
     scaled = (blocked * (1.0 / scales.clamp(min=_TINY))[:, None]).clamp(-1, 1)
     of = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8)
     pairs = of.view(-1, 2)
-    mean = scales.mean()
+    return (pairs[:, 0] << 4) | pairs[:, 1], scales
+
+
+def _pack_nf4(values: Tensor) -> Tensor:
+    _, blocks, groups = _nf4_sizes(values.shape)
+    codes, scales = _nf4_codes(values)
+    mean = scales.expand(2, blocks).mean(1)[0]  # of one thread, so the same however many there are
     padded = torch.zeros(groups * _GROUP)
     padded[:blocks] = scales - mean
     largest = padded.view(groups, _GROUP).abs().amax(1)
@@ -101,7 +107,30 @@ def _pack_nf4(values: Tensor) -> Tensor:
     bounds = (dynamic[:-1] + dynamic[1:]) / 2
     scale_codes = torch.bucketize(shares.clamp(-1, 1), bounds, out_int32=True).to(torch.uint8)
     floats = torch.cat((mean.view(1), largest)).view(torch.uint8)
-    return torch.cat((floats, (pairs[:, 0] << 4) | pairs[:, 1], scale_codes.view(-1)[:blocks]))
+    return torch.cat((floats, codes, scale_codes.view(-1)[:blocks]))
+
+
+def _pack_wide(values: Tensor) -> Tensor:
+    codes, scales = _nf4_codes(values)
+    return torch.cat((scales.view(torch.uint8), codes))
+
+
+def _wide_bytes(shape: Sequence[int]) -> int:
+    values, blocks, _ = _nf4_sizes(shape)
+    return 4 * blocks + values // 2
+
+
+def _wide_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    scales, codes = stored.split((4 * _nf4_sizes(shape)[1], prod(shape) // 2))
+    return codes, scales.view(torch.float32)
+
+
+def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
+    """Whether values, and scales where they have codes, are coded as here."""
+    same = torch.equal(codes, _nf4_values(codes.device))
+    return same and (
+        scale_codes is None or torch.equal(scale_codes, _dynamic_values(scale_codes.device))
+    )
 
 
 def _nf4_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -162,5 +191,7 @@ def _no_values(device: torch.device) -> Tensor:
 
 
 NF4 = Packing("nf4", _nf4_bytes, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
+NF4_WIDE = Packing("nf4_wide", _wide_bytes, _pack_wide, _wide_parts, _expand_nf4, _nf4_values)
 FP8 = Packing("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
-PACKINGS = {each.name: each for each in (NF4, FP8)}
+BASES = {each.name: each for each in (NF4, FP8)}
+PACKINGS = BASES | {NF4_WIDE.name: NF4_WIDE}  # this one is only read, of folders

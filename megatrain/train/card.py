@@ -20,6 +20,12 @@ from megatrain.train.folders import CONFIG, ENVIRONMENT, METRICS
 
 CARD, CURVE = "README.md", "loss.png"
 _SETTINGS = ("adapter", "data", "training", "optimizer", "schedule", "loss")
+_RESULTS = {
+    "loss": "Training loss",
+    "eval_loss": "Evaluation loss",
+    "eval_accuracy": "Evaluation accuracy",
+    "eval_rewards/accuracies": "Preferred replies of the evaluation",
+}
 _OF_THIS_MACHINE = ("cache_dir",)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What licences begin with, and their names on the hub.
@@ -170,7 +176,7 @@ def _use(*, is_chat: bool, is_adapter: bool) -> str:
 
 def _results(records: list[Mapping[str, Any]]) -> str:
     found = []
-    for key, name in (("loss", "Training loss"), ("eval_loss", "Evaluation loss")):
+    for key, name in _RESULTS.items():
         values = [(r["step"], r[key]) for r in records if isinstance(r.get(key), float)]
         if values:
             (first, begin), (last, end) = values[0], values[-1]
@@ -187,7 +193,11 @@ def _settings(config: Mapping[str, Any]) -> str:
     for name in ("path", "eval_path"):
         chosen["data"][name] = _all_short(chosen["data"].get(name))
     chosen["engine"] = {"precision": config["engine"]["precision"]}
-    return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
+    told = {
+        section: {name: value for name, value in keys.items() if value not in (None, [], {})}
+        for section, keys in chosen.items()
+    }
+    return yaml.safe_dump(told, sort_keys=False, allow_unicode=True)
 
 
 def _environment(path: Path) -> dict[str, Any]:

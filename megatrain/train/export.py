@@ -8,13 +8,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatrain.api import Engine
 from megatrain.checkpoint import Checkpoint
 from megatrain.disk import whole_folder
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
-from megatrain.source.exported import write_saved
+from megatrain.source.exported import write_merged, write_saved
 from megatrain.source.source import adapter_folder
 from megatrain.train.card import write_card
 from megatrain.train.finished import model_state
@@ -67,17 +66,23 @@ def export(run: str, out: Path, dtype: str | None = None, *, merged: bool = Fals
         if dtype is not None and (folder / "config.json").is_file():
             _name_dtype(folder / "config.json", dtype)
             _name_size(folder / "model.safetensors.index.json", total_bytes)
-        if source.name == MODEL:
-            write_card(folder, source.absolute().parent, model_state(source.absolute().parent))
+        _tell_run(folder, source)
 
 
 def _export_merged(source: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """An adapter's folder and its base as one model; all of it is in host memory, in fp32."""
+    """An adapter's folder and its base as one model."""
     if adapter_folder(source) is None:
         raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
     require_empty(out)
-    with Engine(source, precision="fp32", device="cpu") as engine, whole_folder(out) as folder:
-        engine.save_pretrained(folder, dtype=dtype, merged=True)
+    with whole_folder(out) as folder:
+        write_merged(source, folder, dtype)
+        _tell_run(folder, source)
+
+
+def _tell_run(folder: Path, source: Path) -> None:
+    if source.name == MODEL:
+        run = source.absolute().parent
+        write_card(folder, run, model_state(run))
 
 
 def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:

@@ -1,5 +1,8 @@
 """A run that trains an adapter: what it writes, how it goes on, and what is made of it."""
 
+import json
+import shutil
+
 import pytest
 import torch
 import yaml
@@ -7,6 +10,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatrain.telemetry.flops import model_tflops
+from megatrain.telemetry.metrics import read_metrics
 from tests.cli.cases import sets
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -37,12 +42,18 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
     assert any(values.any() for name, values in whole.items() if "lora_B" in name)
 
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "model")
+    sizes = loaded.num_parameters(), sum(values.numel() for values in whole.values())
+    for step in (r for r in read_metrics(run / "metrics.jsonl") if "model_tflops" in r):
+        assert step["model_tflops"] == pytest.approx(
+            model_tflops(*sizes, step["tokens"], step["seconds"]), rel=1e-3, abs=1e-6
+        )
     ids = torch.arange(8)[None]
     with torch.no_grad():
         wanted = loaded(ids).logits
     for name, source in {"finished": run, "saved": run / "checkpoints" / "step-00000004"}.items():
         result = megatrain("export", source, tmp_path / name, "--merged")
         assert result.exit_code == 0, result.output
+        assert "LoRA of rank" in (tmp_path / name / "README.md").read_text()
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         with torch.no_grad():
             assert torch.allclose(merged(ids).logits, wanted, atol=1e-5)
@@ -60,17 +71,53 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
     assert said[0].stdout == said[1].stdout
 
 
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_a_run_begins_with_the_adapter_of_another(
+    tokenizer, megatrain, adapter_file, base, tmp_path
+):
+    def trained(name, **changes):
+        run = sets(output__folder=str(tmp_path / name), training__steps=2, **changes)
+        result = megatrain("train", adapter_file, *run)
+        assert result.exit_code == 0, result.output
+        return load_file(tmp_path / name / "model" / "adapter_model.safetensors")
+
+    first = trained("first")
+    start = tmp_path / "first"
+    if not tokenizer:  # a folder as PEFT writes it
+        start = tmp_path / "theirs"
+        model = AutoModelForCausalLM.from_pretrained(base)
+        PeftModel.from_pretrained(model, tmp_path / "first" / "model").save_pretrained(start)
+    tree = yaml.safe_load(adapter_file.read_text())
+    del tree["adapter"]
+    adapter_file.write_text(yaml.safe_dump(tree))
+    goes_on = {"model__path": str(start), "optimizer__lr": 1e-9}
+    second = trained("second", **goes_on)
+    assert second.keys() == first.keys()
+    assert all(torch.allclose(second[n], first[n], atol=1e-6) for n in first)
+    assert (tmp_path / "second" / "model" / "tokenizer.json").exists()
+    options = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--json")
+    chosen = {"engine__precision": "bf16", "engine__device": "auto", **goes_on}
+    plan = yaml.safe_load(megatrain("plan", adapter_file, *sets(**chosen), *options).stdout)
+    layers = next(tile for tile in plan["tiles"] if tile["name"].startswith("layer"))
+    assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
+    result = megatrain("train", adapter_file, *sets(**goes_on, adapter=LORA))
+    assert result.exit_code == 2 and "leave adapter out to go on with that one" in result.stderr
+
+
 def test_a_plan_knows_the_adapter(megatrain, adapter_file):
     options = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--json")
     chosen = sets(engine__precision="bf16", engine__device="auto")
     result = megatrain("plan", adapter_file, *chosen, *options)
     assert result.exit_code == 0, result.output
     told = yaml.safe_load(result.stdout)
+    step = told["forecast"]
+    usual = 6 * step["parameters"] * step["tokens_per_second"] / 1e12
+    assert 0.66 < step["model_tflops"] / usual < 0.9  # no gradients of what is frozen
     layers = next(tile for tile in told["tiles"] if tile["name"].startswith("layer"))
     assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
 
 
-def test_a_run_has_a_smaller_base(megatrain, adapter_file, tmp_path):
+def test_a_run_has_a_smaller_base(megatrain, adapter_file, base, tmp_path):
     packed = sets(model__base="nf4", engine__precision="bf16")
     plan = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--json")
     bf16, nf4 = (
@@ -84,6 +131,13 @@ def test_a_run_has_a_smaller_base(megatrain, adapter_file, tmp_path):
         next(t for t in told["tiles"] if t["name"].startswith("layer")) for told in (bf16, nf4)
     ]
     assert layers[1]["planes"]["weights"] < 0.6 * layers[0]["planes"]["weights"]
+    quantised = shutil.copytree(base, tmp_path / "quantised")  # as bitsandbytes writes it
+    how = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": how}
+    (quantised / "config.json").write_text(json.dumps(config))
+    chosen = {"engine__precision": "bf16", "engine__device": "auto", "model__path": str(quantised)}
+    told = yaml.safe_load(megatrain("plan", adapter_file, *sets(**chosen), *plan).stdout)
+    assert next(t for t in told["tiles"] if t["name"].startswith("layer")) == layers[1]
     run = sets(output__folder=str(tmp_path / "run"), training__steps=2)
     assert megatrain("train", adapter_file, *packed, *run).exit_code == 0
     longer = sets(output__folder=str(tmp_path / "run"), training__steps=3)

@@ -22,7 +22,8 @@ def test_an_export_of_a_run_tells_where_it_comes_from(megatrain, trained, talker
     assert "trained from random weights" in first.read_text()
     assert "- rows.jsonl" in first.read_text() and "- torch " in first.read_text()
     assert "(step 6)" in first.read_text() and "Evaluation loss" in first.read_text()
-    assert "lr: 0.01" in first.read_text()
+    assert "lr: 0.01" in first.read_text() and "null" not in first.read_text()
+    assert "Evaluation accuracy: " in first.read_text()
     assert "a chat model, trained from `model`" in last.read_text()
     assert '"role": "user"' in last.read_text()
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, InputError, Placement
+from megatrain.model.adapters import with_adapters
+from megatrain.model.rebuilt import emptied
 from tests.families.plain import accumulate, shares
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
@@ -27,6 +29,7 @@ from tests.parity.cases import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "all linear": ("llama", {"target_modules": "all-linear"}),
     "DoRA, rsLoRA": (
@@ -40,6 +43,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tables": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
     "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "experts' layers": ("mixtral", {"target_modules": ["q_proj", "v_proj"]}),
+    "experts": (
+        "mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "r": 2}
+    ),
+    "experts with biases": (
+        "gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}
+    ),
     "a tied table": ("gemma2", {"target_modules": "all-linear"}),
 }  # fmt: skip
 
@@ -65,7 +74,7 @@ def test_gradients_are_those_of_the_plain_model(case: str) -> None:
     assert result.loss == pytest.approx(loss, rel=1e-6)
     assert got.keys() == wanted.keys()
     assert relative_error(got, wanted) < (1e-6 if family == "mixtral" else 1e-30)
-    kinds = 2 if case in ("some layers", "a tied table") else 1
+    kinds = 2 if case in ("some layers", "a tied table", "experts with biases") else 1
     assert len(engine._program.kinds) == kinds
 
 
@@ -154,6 +163,41 @@ def test_the_adapter_and_the_merged_model_are_loaded_by_their_libraries(
     assert torch.equal(whole.get_submodule(q_proj).weight, merged)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_adapters_of_experts_are_drawn_resumed_and_merged(family: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path / "base")
+    keys: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "r": 2}
+    steps = make_batches(2)
+    with make_engine(tmp_path / "base", adapter=keys, lr=0.1) as engine:
+        assert engine.evaluate(steps[0]) == make_engine(tmp_path / "base").evaluate(steps[0])
+        engine.step(steps[0])
+        engine.save(tmp_path / "saved")
+        loss = engine.step(steps[1]).loss
+        wanted, evaluated = masters(engine), engine.evaluate(steps[0])
+        engine.save_pretrained(tmp_path / "adapter")
+        engine.save_pretrained(tmp_path / "merged", merged=True)
+    with Engine.load(tmp_path / "saved", device="cpu") as again:
+        assert again.step(steps[1]).loss == loss
+        assert same(masters(again), wanted)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    assert loss_of(loaded.get_base_model(), steps[0]) == pytest.approx(evaluated, rel=1e-6)
+    reference = dict(loaded.merge_and_unload().named_parameters())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert same(dict(merged.named_parameters()), reference)
+
+
+def test_adapters_of_experts_do_not_break_compiled_graphs() -> None:
+    model = with_adapters(
+        emptied(tiny_model("qwen3_moe")), {"default": LoraConfig(target_parameters=EXPERTS, r=2)}
+    )
+    experts = model.model.layers[0].mlp
+    weights = {name: torch.zeros(p.shape) for name, p in experts.named_parameters()}
+    given = weights, torch.zeros(1, 4, model.config.hidden_size)
+    found = torch._dynamo.explain(lambda of, x: torch.func.functional_call(experts, of, (x,)))
+    assert found(*given).graph_break_count == 0
+
+
 def loss_of(model: Any, step: Any) -> float:
     with torch.no_grad():
         return sum(map(float, shares(model.eval(), step)))
@@ -236,9 +280,14 @@ REFUSED = {
     "PiSSA": (
         llama, {"adapter": {"init_lora_weights": "pissa", "target_modules": ["q_proj"]}}, "pissa"
     ),
-    "experts' weights": (
-        lambda: adapted("mixtral", target_parameters=["mlp.experts.gate_up_proj"]), {},
-        "target_parameters",
+    "no such parameter": (
+        lambda: tiny_model("mixtral"),
+        {"adapter": {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.w1"]}},
+        "no parameter 'mlp.experts.w1'",
+    ),
+    "dropout of experts": (
+        lambda: tiny_model("mixtral"),
+        {"adapter": {"target_parameters": EXPERTS, "lora_dropout": 0.1}}, "lora_dropout",
     ),
 }  # fmt: skip
 

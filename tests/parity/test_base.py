@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from megatrain import Engine, InputError, Placement
-from megatrain.tile.packed import FP8, NF4, PACKINGS, Packing
+from megatrain.tile.packed import BASES, FP8, NF4, Packing
 from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -74,6 +74,19 @@ def test_values_are_near_and_few_bytes(packing: Packing, most: float, bytes_each
     assert (again - values).norm() < most * values.norm()
 
 
+def test_packed_bytes_do_not_depend_on_the_number_of_threads() -> None:
+    torch.manual_seed(0)
+    values, before = torch.randn(4096, 2048), torch.get_num_threads()
+    packed = []
+    try:
+        for threads in range(1, 5):
+            torch.set_num_threads(threads)
+            packed.append(NF4.pack(values)[:4])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(each, packed[0]) for each in packed)
+
+
 def adapted(model: Any) -> PeftModel:
     torch.manual_seed(1)
     return get_peft_model(copy.deepcopy(model), LoraConfig(**LORA))
@@ -96,11 +109,11 @@ PLACEMENTS = (
 )
 
 
-@pytest.mark.parametrize("base", PACKINGS)
+@pytest.mark.parametrize("base", BASES)
 def test_training_is_that_on_the_unpacked_weights(base: Any) -> None:
     plain, [step] = in_dtype(llama(), torch.bfloat16), make_batches(1)
     how = {"precision": "bf16", "clip": 1e9}
-    engine = make_engine(adapted(rounded(plain, PACKINGS[base])), **how)
+    engine = make_engine(adapted(rounded(plain, BASES[base])), **how)
     wanted, grads = engine.step(step), gradients(engine)
     for placement in PLACEMENTS:
         packed = make_engine(adapted(plain), base=base, placement=placement, **how)

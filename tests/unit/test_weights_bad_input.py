@@ -70,7 +70,7 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
         ),
         (
             lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}),
-            rf"'{UP}' is stored as F8_E4M3; only plain float weights",
+            rf"'{UP}' has dtype float8_e4m3fn; only float weights can be trained",
         ),
         (
             lambda t: t.update({UP.removeprefix("model."): t[UP].clone()}),
@@ -113,8 +113,11 @@ def test_tied_weights_that_differ(tmp_path: Path) -> None:
 
 def test_a_quantised_model(tmp_path: Path) -> None:
     model = saved_model("llama", tmp_path)
-    model.config.quantization_config = {"quant_method": "fp8"}
-    assert "quantised" in refusal(tmp_path, model)
+    path = tmp_path / "config.json"
+    kept = json.loads(path.read_text())
+    for method in ("fp8", "gptq", "awq", "mxfp4", "compressed-tensors"):
+        path.write_text(json.dumps(kept | {"quantization_config": {"quant_method": method}}))
+        assert f"its weights are quantised by {method}; only NF4" in refusal(tmp_path, model)
 
 
 def sharded(folder: Path) -> tuple[PreTrainedModel, Path, dict[str, Any]]:

@@ -1,0 +1,169 @@
+"""Weights that a folder has in fewer bytes: NF4 of bitsandbytes, float8 of torchao.
+
+Several tensors of a file are one weight; they become the bytes in which a tile keeps it, and no
+value changes. https://github.com/bitsandbytes-foundation/bitsandbytes (QuantState.as_dict),
+https://github.com/pytorch/ao (prototype/safetensors).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.json_yaml import DAMAGED, parse_object, read_json
+from megatrain.model.safetensors_io import Stored
+from megatrain.tile.packed import FP8, NF4, NF4_WIDE, Packing, is_nf4
+
+_STATE = ".quant_state.bitsandbytes__"
+_PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+_QDATA, _SCALE = "._weight_qdata", "._weight_scale"
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_REMEDY = "take the unquantised model, with `base: nf4` or `base: fp8` it is packed as it is read"
+
+
+@dataclass(frozen=True)
+class Quantised(Stored):
+    """A weight of several tensors; its dtype and shape are those of its values."""
+
+    packing: Packing
+    pack: Callable[[], Tensor]
+
+    def read(self) -> Tensor:
+        """The bytes in which a tile keeps it, uint8."""
+        return self.pack()
+
+    def values(self) -> Tensor:
+        """What its library unpacks, in its dtype."""
+        return self.packing.unpacked(self.pack(), self.shape).to(self.dtype)
+
+
+def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8", "nf4"] | None:
+    """How a model's folder has its weights; None: as they are.
+
+    Args:
+        config: of its config.json.
+
+    Raises:
+        InputError: in a way that is not taken.
+    """
+    how = config.get("quantization_config")
+    if how is None:
+        return None
+    how = how if isinstance(how, dict) else {"quant_method": how}
+    method = how.get("quant_method")
+    if method == "bitsandbytes" and how.get("load_in_4bit"):
+        if how.get("bnb_4bit_quant_type") == "nf4":
+            return "nf4"
+        method = "bitsandbytes in FP4"
+    elif method == "torchao":
+        kind = how.get("quant_type")
+        kind = kind.get("default") if isinstance(kind, dict) else kind
+        kind = kind.get("_type") if isinstance(kind, dict) else kind
+        if kind == "Float8WeightOnlyConfig":
+            return "fp8"
+        method = f"torchao ({str(kind)[:80]})"
+    elif method == "bitsandbytes":
+        method = "bitsandbytes in 8 bits"
+    raise InputError(
+        f"{where}: its weights are quantised by {str(method)[:120]}; only NF4 of bitsandbytes and "
+        f"float8 of torchao (Float8WeightOnlyConfig) are taken as they are; {_REMEDY}"
+    )
+
+
+def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors of a folder, with quantised weights in the place of their parts.
+
+    Raises:
+        InputError: they are quantised otherwise than `quantised_base` says, or parts are damaged.
+    """
+    base = quantised_base(read_json(folder / "config.json"), folder)
+    if base is None:
+        return dict(stored)
+    find = _nf4_weights if base == "nf4" else _fp8_weights
+    found, parts = find(stored)
+    return {name: each for name, each in stored.items() if name not in parts} | found
+
+
+def _nf4_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
+    found, parts = dict[str, Stored](), set[str]()
+    for name, state in stored.items():
+        weight, mark, _ = name.partition(_STATE)
+        if not mark:
+            continue
+        said = parse_object(state.read().numpy().tobytes(), state.file)
+        pieces = {part: stored[weight + part] for part in _PARTS if weight + part in stored}
+        found[weight] = _nf4(weight, state.file, said, pieces)
+        parts |= {name, *(weight + part for part in pieces)}
+    return found, parts
+
+
+def _nf4(name: str, file: Path, said: Mapping[str, Any], pieces: Mapping[str, Stored]) -> Stored:
+    nested, offset = ".nested_absmax" in pieces, said.get("nested_offset")
+    dtype, shape = _DTYPES.get(str(said.get("dtype"))), _matrix(said.get("shape"))
+    wanted = {"quant_type": "nf4", "blocksize": 64}
+    wanted |= {"nested_blocksize": 256, "nested_dtype": "float32"} if nested else {}
+    others = {key: said.get(key) for key, value in wanted.items() if said.get(key) != value}
+    others |= {"nested_offset": offset} if nested and not isinstance(offset, int | float) else {}
+    if others or dtype is None:
+        told = others or {"dtype": said.get("dtype")}
+        raise InputError(f"{file}: {name!r} is quantised with {str(told)[:200]}; {_REMEDY}")
+    packing = NF4 if nested else NF4_WIDE
+    order = (".nested_absmax", "", ".absmax") if nested else (".absmax", "")
+    whole = pieces.keys() == {*(_PARTS if nested else _PARTS[:3])}
+    size = sum(pieces[part].num_bytes for part in order) + 4 * nested if whole else 0
+    if not whole or not packing.takes(shape) or size != packing.bytes_of(shape):
+        raise InputError(f"{file}: the parts of {name!r} do not make up its shape; {DAMAGED}")
+    maps = pieces[".quant_map"].read(), pieces[".nested_quant_map"].read() if nested else None
+    if not is_nf4(*maps):
+        raise InputError(f"{file}: {name!r} is quantised with other codes than NF4's; {_REMEDY}")
+    mean = torch.tensor([offset] if nested else [], dtype=torch.float32)
+
+    def pack() -> Tensor:
+        flat = (pieces[part].read().view(-1).view(torch.uint8) for part in order)
+        return torch.cat((mean.view(torch.uint8), *flat))
+
+    return Quantised(name, file, dtype, shape, 0, size, packing, pack)
+
+
+def _matrix(said: Any) -> tuple[int, ...]:
+    """A shape of two dimensions; what is none is empty."""
+    if not isinstance(said, list) or len(said) != 2 or not all(type(n) is int for n in said):
+        return ()
+    return tuple(said)
+
+
+def _fp8_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
+    found, parts = dict[str, Stored](), set[str]()
+    for name, data in stored.items():
+        if not name.endswith(_QDATA):
+            continue
+        weight = f"{name.removesuffix(_QDATA)}.weight"
+        scale = stored.get(name.removesuffix(_QDATA) + _SCALE)
+        rows = data.shape[:1]
+        if (
+            scale is None
+            or len(data.shape) != 2
+            or (data.dtype, scale.dtype) != (torch.float8_e4m3fn, torch.float32)
+            or scale.shape != (*rows, 1)
+            or prod(data.shape) % 64
+        ):
+            raise InputError(
+                f"{data.file}: {weight!r} has no float8 (e4m3) values with an fp32 scale for each "
+                f"row; {_REMEDY}"
+            )
+        size = data.num_bytes + scale.num_bytes
+        pack = partial(_joined, scale, data)
+        where = weight, data.file, torch.bfloat16, data.shape
+        found[weight] = Quantised(*where, 0, size, FP8, pack)
+        parts |= {name, scale.name}
+    return found, parts
+
+
+def _joined(*parts: Stored) -> Tensor:
+    return torch.cat([each.read().view(-1).view(torch.uint8) for each in parts])

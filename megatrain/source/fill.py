@@ -1,0 +1,172 @@
+"""A model's weights, and what else its source has, to their places."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint import Checkpoint, masters, offering_another, read_converted, read_tiles
+from megatrain.compat import peft
+from megatrain.distributed import Ranks
+from megatrain.errors import InputError
+from megatrain.model.adapters import adapted, draw_adapters, plain
+from megatrain.model.build import loaded_types
+from megatrain.model.init import initialise
+from megatrain.model.safetensors_io import read_header
+from megatrain.model.spec import ModelSpec
+from megatrain.model.unsupported import refuse_rounding
+from megatrain.model.weights import read_weights
+from megatrain.optim import Rule
+from megatrain.source.left_out import read_left_out
+from megatrain.source.source import Source
+from megatrain.source.state_io import read_untrained, saved_optimizer
+from megatrain.source.untrained import computed_buffers, persistent_buffers
+from megatrain.store import Store
+from megatrain.telemetry.cores import update_threads
+
+Write = Callable[[str, Tensor], None]
+
+
+def fill(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks) -> None:
+    """Bring every weight and persistent buffer to its place: read, copied, or drawn.
+
+    From a checkpoint, also the rest of a tile's state. All ranks call this.
+
+    Raises:
+        InputError: float64 weights that a float32 master cannot hold, or weights that would be
+            computed with in fewer bits than transformers keeps.
+    """
+    ranks.agree(lambda: _fill(source, spec, store, seed))
+    drawn = source.saved is None and source.folder is None and source.copied is None
+    if adapted(source.model) is None or source.adapter_folder or not (source.grows or drawn):
+        return
+    write = _writer(store, source, threads=1)
+    read = {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
+    ranks.agree(lambda: draw_adapters(source.model, read, write, seed))
+
+
+def _fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
+    """All but adapters that are drawn: what they begin with may depend on the rest."""
+    dtype = store.tiles[0].weights.data.dtype
+    refuse_rounding(loaded_types(source.model, dtype), spec.computed, dtype)
+    write = _writer(store, source, threads=1)  # one of many readers at a time
+    whole = adapted(source.model)
+    base = None if whole is None else set(whole.held)
+
+    def draw(only: Any = None) -> None:
+        threads = update_threads()
+        write = _writer(store, source, threads=threads)
+        frozen = {entry.name: entry for _, entry in store.entries() if entry.group is None}
+
+        def as_source(name: str, values: Tensor) -> Tensor:
+            if name not in frozen:
+                return values
+            values, packed = values.to(source.dtype), frozen[name].packed
+            return values if packed is None else packed.pack(values)
+
+        named, alike = base if only is None else only, source.alike
+        initialise(spec, seed, write, named, threads=threads, kept=as_source, alike=alike)
+
+    if source.saved is not None:
+        _read_saved(source, source.saved, store, write)
+    elif source.folder is not None:
+        model = plain(source.model)
+        own = {name: mine for mine, name in source.names.items()}
+        packed = {own.get(name, name) for name in spec.packed}
+        how: dict[str, Any] = {"threads": update_threads(), "packed": packed}
+        missing = read_weights(source.folder, model, write, **how)
+        if missing:
+            source.origin = None  # of what is drawn
+            draw({source.names.get(name, name) for name in missing})
+    elif source.copied is None:
+        draw()
+    else:
+        for name, parameter in source.copied.named_parameters():
+            write(name, parameter.detach().cpu())
+        for name, buffer in persistent_buffers(source.copied).items():
+            if not buffer.is_meta:
+                write(name, buffer.detach().cpu().clone())
+    read_adapter(source, write)
+    source.untrained.computed = computed_buffers(source.model)
+
+
+def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -> None:
+    with offering_another(saved.folder):
+        if source.resumes:
+            _read_state(saved, store)
+        else:
+            _read_masters(saved, write)
+        found = read_untrained(saved, source.model)
+    read_left_out(saved, source.model, write, as_came=source.resumes)
+    found.rounded = source.untrained.rounded
+    source.untrained = found
+
+
+def _read_state(checkpoint: Checkpoint, store: Store) -> None:
+    """Weights and the optimizer's state, which is converted where the rule keeps it otherwise."""
+    saved, rule, threads = saved_optimizer(checkpoint), store.rule, update_threads()
+    if saved is None or rule is None or kept(saved) == kept(rule):
+        read_tiles(checkpoint, store.tiles, threads)
+    else:
+        read_converted(checkpoint, store.tiles, threads, saved, rule)
+
+
+def kept(rule: Rule) -> tuple[Any, ...]:
+    """In which form a rule keeps masters and states."""
+    return rule.state_planes, rule.remainder
+
+
+def _read_masters(checkpoint: Checkpoint, write: Write) -> None:
+    """Read the exact fp32 weights, whatever optimizer the checkpoint or the engine has."""
+    values = masters(checkpoint)
+    with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-masters") as pool:
+        list(pool.map(lambda name: write(name, values[name]()), values))
+
+
+def _writer(store: Store, source: Source, *, threads: int) -> Write:
+    places = {entry.name: (tile, entry) for tile, entry in store.entries()}
+    origin = None if adapted(source.model) is None else source.origin
+    buffers, untrained = dict(source.model.named_buffers()), source.untrained
+    names = source.names
+
+    def write(name: str, values: Tensor) -> None:
+        name = names.get(name, name)
+        if name not in places:
+            untrained.buffers[name] = values
+            buffers[name].copy_(values)
+            return
+        if values.dtype == torch.float64 and not torch.equal(values.float().double(), values):
+            raise InputError(
+                f"{name!r} has float64 values that a float32 master cannot hold; convert the "
+                "weights to float32 first"
+            )
+        tile, entry = places[name]
+        if entry.group is None:
+            came = values.dtype if values.is_floating_point() else source.dtype
+            untrained.dtypes[name] = came
+            if origin is not None:
+                origin.fingerprint.add(name, values)
+            narrow = tile.remainder_of(entry) is None and tile.weights.data.dtype == torch.bfloat16
+            untrained.rounded |= narrow and not entry.packed and came != torch.bfloat16
+        tile.write_master(entry, values, threads)
+
+    return write
+
+
+def read_adapter(source: Source, write: Write) -> None:
+    """Read the adapter of the source's folder, if it has one. Raises InputError: another's."""
+    found = adapted(source.model)
+    if source.adapter_folder is None or found is None:
+        return
+    path = source.adapter_folder / peft.WEIGHTS_FILE
+    names = peft.file_names(source.model, found.active)
+    shapes = {name: tuple(p.shape) for name, p in source.model.named_parameters()}
+    stored = {each.name: each for each in read_header(path)}
+    wanted = {name: shapes[own] for name, own in names.items()}
+    if {name: each.shape for name, each in stored.items()} != wanted:
+        raise InputError(f"{path}: its tensors are not those that {peft.CONFIG_FILE} makes")
+    for name, mine in names.items():
+        write(mine, stored[name].read())

@@ -1,0 +1,197 @@
+"""The base of an adapter, which its checkpoints leave out: it is read again from where it was.
+
+A base whose values are others is refused: training would go on, on another model.
+"""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatrain.checkpoint import (
+    Checkpoint,
+    LeftOut,
+    is_checkpoint,
+    mark,
+    masters,
+    open_checkpoint,
+)
+from megatrain.checkpoint.files import ALGORITHM, ALGORITHMS
+from megatrain.errors import InputError
+from megatrain.model.adapters import Values, adapted
+from megatrain.model.weights import lazy_weights, read_weights, resolve_model, stored_packings
+from megatrain.telemetry.cores import update_threads
+from megatrain.tile import Entry
+from megatrain.tile.packed import PACKINGS
+
+Write = Callable[[str, Tensor], None]
+
+
+class Fingerprint:
+    """Of tensors that come in any order, by any threads: dtypes, shapes and every byte."""
+
+    def __init__(self, algorithm: str = ALGORITHM) -> None:
+        self._algorithm = algorithm
+        self._sums: dict[str, str] = {}
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Note a tensor as it came."""
+        flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        shape = "x".join(map(str, values.shape))
+        self._sums[name] = f"{values.dtype} {shape} {ALGORITHMS[self._algorithm](flat.data)}"
+
+    def of(self, names: Iterable[str]) -> str:
+        """The fingerprint of these together, behind the name of its algorithm."""
+        lines = "\n".join(f"{name} {self._sums.get(name)}" for name in sorted(names))
+        return f"{self._algorithm}:{ALGORITHMS[self._algorithm](lines.encode())}"
+
+
+@dataclass
+class Origin:
+    """Where a model's weights were read, and which they were.
+
+    Attributes:
+        path: a folder, a checkpoint or a hub id.
+        revision: of a hub id.
+        fingerprint: of all that is not trained.
+    """
+
+    path: str
+    revision: str | None = None
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
+
+
+def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
+    """Where the base of an adapter is that is trained on a checkpoint, or goes on from it.
+
+    None where its values are no file's: those of another adapter's, or unpacked.
+    """
+    settings = checkpoint.settings
+    if left := settings.left_out:
+        return Origin(left.path, left.revision) if resumes or not left.packed else None
+    return Origin(str(checkpoint.folder.absolute())) if settings.adapter is None else None
+
+
+def left_out(
+    model: PreTrainedModel, origin: Origin | None, entries: Iterable[Entry]
+) -> LeftOut | None:
+    """What a checkpoint of an adapter need not have; None: it has everything.
+
+    A base that is a checkpoint of ours is marked, so that it stays.
+
+    Args:
+        origin: of the base; None: it was not read, or not all of it.
+        entries: all parameters of the model.
+    """
+    found, frozen = adapted(model), [each for each in entries if each.group is None]
+    if found is None or origin is None or any(each.name not in found.held for each in frozen):
+        return None
+    if is_checkpoint(origin.path):
+        try:
+            mark(origin.path)
+        except OSError:  # who may not write there cannot see to it that it stays
+            return None
+    packed = {each.name: each.packed.name for each in frozen if each.packed}
+    fingerprint = origin.fingerprint.of(each.name for each in frozen)
+    return LeftOut(origin.path, origin.revision, fingerprint, packed)
+
+
+def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, str]:
+    """The parameters that a checkpoint leaves out: names in the base, and in the model."""
+    found = adapted(model)
+    if checkpoint.settings.left_out is None or found is None:
+        return {}
+    there = {each.name for tile in checkpoint.manifest.tiles for each in tile.parameters}
+    return {
+        found.held[name]: name
+        for name, _ in model.named_parameters()
+        if name in found.held and name not in there
+    }
+
+
+def read_left_out(
+    checkpoint: Checkpoint, model: PreTrainedModel, write: Write, *, as_came: bool = False
+) -> None:
+    """Hand what a checkpoint leaves out to `write`, by many threads at a time.
+
+    Args:
+        as_came: also what is packed, which else has the values that were computed with.
+
+    Raises:
+        InputError: the base is not there, or is another one.
+    """
+    names, left = left_out_names(checkpoint, model), checkpoint.settings.left_out
+    found = adapted(model)
+    if left is None or found is None:
+        return
+    seen = Fingerprint(left.fingerprint.partition(":")[0])
+
+    def hand_out(name: str, values: Tensor) -> None:
+        if name in names:
+            seen.add(names[name], values)
+            write(names[name], values if as_came else _kept(left, model, names[name], values))
+
+    base = _open(checkpoint, left)
+    if isinstance(base, Checkpoint):
+        whole = masters(base)
+        with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-base") as pool:
+            list(pool.map(lambda name: hand_out(name, whole[name]()), names.keys() & whole.keys()))
+    else:
+        kept = {name for name, mine in names.items() if mine in left.packed}
+        read_weights(base, found.base, hand_out, threads=update_threads(), packed=kept)
+    if seen.of(names.values()) != left.fingerprint:
+        raise InputError(
+            f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; put "
+            "the base back as it was"
+        )
+
+
+def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
+    """As `masters`, with what the checkpoint leaves out, which is read twice: to be checked first.
+
+    Raises:
+        InputError: a file is damaged, or the base is not there, or is another one.
+    """
+    names, left = left_out_names(checkpoint, model), checkpoint.settings.left_out
+    found, own = adapted(model), masters(checkpoint)
+    if left is None or found is None:
+        return own
+    read_left_out(checkpoint, model, lambda name, values: None, as_came=True)
+    base = _open(checkpoint, left)
+    if isinstance(base, Checkpoint):
+        whole, already = masters(base), set[str]()
+    else:
+        whole, already = lazy_weights(base, found.base), {*stored_packings(base, found.base)}
+
+    def read(name: str, mine: str) -> Tensor:
+        return whole[name]() if name in already else _kept(left, model, mine, whole[name]())
+
+    return {**own, **{mine: partial(read, name, mine) for name, mine in names.items()}}
+
+
+def _kept(left: LeftOut, model: PreTrainedModel, name: str, came: Tensor) -> Tensor:
+    """The values that layers are computed with."""
+    if name not in left.packed:
+        return came
+    packing = PACKINGS[left.packed[name]]
+    stored = came if came.dtype == torch.uint8 else packing.pack(came)
+    return packing.unpacked(stored, model.get_parameter(name).shape)
+
+
+def _open(checkpoint: Checkpoint, left: LeftOut) -> Checkpoint | Path:
+    path = Path(left.path)
+    try:
+        if path.is_absolute() and not path.exists():
+            raise InputError(f"{path} is not there; put it back")
+        if is_checkpoint(path):
+            return open_checkpoint(path)
+        return resolve_model(left.path, left.revision)
+    except InputError as error:
+        raise InputError(
+            f"{checkpoint.folder}: has an adapter alone, and its base cannot be read: {error}"
+        ) from error

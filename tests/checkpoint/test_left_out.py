@@ -1,0 +1,131 @@
+"""A checkpoint of an adapter leaves out its base, and knows it again."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatrain import Engine, InputError
+from megatrain.checkpoint import open_checkpoint
+from megatrain.checkpoint.manifest import KEEP
+from megatrain.generate import Resident
+from megatrain.generate.opening import open_model
+from megatrain.model.trained import Trained
+from megatrain.train.export import export
+from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, qwen2, same
+
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+STEPS = make_batches(2)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    in_dtype(llama(), torch.bfloat16).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def trained(model: Any, saved: Path, **how: Any) -> tuple[float, dict[str, Any]]:
+    """A step, a save, and a step; that one's loss, and all masters in the end."""
+    with make_engine(model, adapter=LORA, precision="bf16", **how) as engine:
+        engine.step(STEPS[0])
+        engine.save(saved)
+        return engine.step(STEPS[1]).loss, masters(engine)
+
+
+@pytest.mark.parametrize("packed", ["bf16", "nf4"])
+def test_a_run_goes_on_to_the_bit(packed: Any, base: Path, tmp_path: Path) -> None:
+    loss, wanted = trained(base, tmp_path / "saved", base=packed)
+    saved = open_checkpoint(tmp_path / "saved")
+    held = {each.name for tile in saved.manifest.tiles for each in tile.parameters}
+    assert held and all("lora_" in name for name in held)
+    assert saved.num_bytes < 14 * sum(wanted[name].numel() for name in held) + 60_000
+    for folder in (tmp_path / "saved", tmp_path / "again"):
+        with Engine.load(folder, device="cpu") as engine:
+            engine.save(tmp_path / "again")
+            assert engine.step(STEPS[1]).loss == loss
+            assert same(masters(engine), wanted)
+
+
+@pytest.mark.parametrize("packed", ["bf16", "nf4"])
+def test_its_weights_and_its_merged_model_are_whole(
+    packed: Any, base: Path, tmp_path: Path
+) -> None:
+    with make_engine(base, adapter=LORA, precision="bf16", base=packed) as engine:
+        engine.step(STEPS[0])
+        engine.save(tmp_path / "saved")
+        engine.save_pretrained(tmp_path / "merged", merged=True)
+        wanted = masters(engine)
+    with make_engine(tmp_path / "saved") as opened:
+        assert same(masters(opened), wanted)
+    resident = open_model(open_checkpoint(tmp_path / "saved"), precision="fp32", device="cpu")
+    assert isinstance(resident, Resident)
+    with resident.whole_model() as model:
+        assert same(dict(model.named_parameters()), wanted)
+    export(str(tmp_path / "saved"), tmp_path / "exported", merged=True)
+    parts = [load_file(tmp_path / n / "model.safetensors") for n in ("merged", "exported")]
+    assert same(*parts)
+
+
+def test_a_base_that_has_changed_or_gone_is_refused(base: Path, tmp_path: Path) -> None:
+    saved, file = tmp_path / "saved", base / "model.safetensors"
+    trained(base, saved)
+    values = load_file(file)
+    values["model.layers.1.mlp.up_proj.weight"][3, 5] *= 1.01
+    save_file(values, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"{base}: its weights are not those that {saved} was"):
+        Engine.load(saved, device="cpu")
+    with pytest.raises(InputError, match="put the base back"):
+        make_engine(saved)
+    shutil.rmtree(base)
+    with pytest.raises(InputError, match="its base cannot be read: .*base is not there"):
+        Engine.load(saved, device="cpu")
+
+
+def test_a_base_that_is_a_checkpoint_of_ours_stays(tmp_path: Path) -> None:
+    with make_engine(llama(), precision="bf16") as engine:
+        engine.step(STEPS[0])
+        engine.save(tmp_path / "base")
+    loss, wanted = trained(tmp_path / "base", tmp_path / "saved")
+    assert (tmp_path / "base" / KEEP).exists()
+    assert open_checkpoint(tmp_path / "saved").settings.left_out
+    with Engine.load(tmp_path / "saved", device="cpu") as engine:
+        assert engine.step(STEPS[1]).loss == loss
+        assert same(masters(engine), wanted)
+
+
+def test_what_is_no_file_s_is_saved(base: Path, tmp_path: Path) -> None:
+    frozen = Trained(freeze=("lora_A",))
+    for name, model, how in (
+        ("given", AutoModelForCausalLM.from_pretrained(base), {}),
+        ("part of the adapter", base, {"trained": frozen}),
+    ):
+        loss, _ = trained(model, tmp_path / name, **how)
+        assert open_checkpoint(tmp_path / name).settings.left_out is None
+        with Engine.load(tmp_path / name, device="cpu") as engine:
+            assert engine.step(STEPS[1]).loss == loss
+
+
+def test_parts_of_the_base_that_are_trained_are_saved(tmp_path: Path) -> None:
+    qwen2().save_pretrained(tmp_path / "base")
+    lora = {"target_modules": ["q_proj"], "modules_to_save": ["norm"], "bias": "all"}
+    with make_engine(tmp_path / "base", adapter=lora) as engine:
+        engine.step(STEPS[0])
+        engine.save(tmp_path / "saved")
+        loss, wanted = engine.step(STEPS[1]).loss, masters(engine)
+    with Engine.load(tmp_path / "saved", device="cpu") as engine:
+        assert engine.step(STEPS[1]).loss == loss
+        assert same(masters(engine), wanted)
+
+
+def test_a_base_that_has_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
+    trained(base, tmp_path / "saved")
+    with make_engine(base, adapter=LORA) as engine:
+        engine.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(file.read_text().replace(str(base), str(tmp_path / "saved")))
+    with pytest.raises(InputError, match="saved has an adapter itself; merge that first"):
+        make_engine(tmp_path / "adapter")
