@@ -35,6 +35,7 @@ PLACEMENTS = {
     "streamed": Placement(slots=3),
     "small": Placement(slots=1, layer_inputs="host", keep_rows=False),
     "graphs": Placement(slots=3, save_activations=2),
+    "resident": Placement(slots=3, resident=("embedding", "layer 1", "head"), passes=2),
 }
 
 
@@ -109,7 +110,7 @@ def parity(group: Any, placement: Placement) -> dict[str, float]:
 def measured(case: StepCase, make: Callable[[], Engine]) -> dict[str, Any]:
     """Seconds of steps of an engine, all ranks' tokens in them, and its memory."""
     with make() as engine:
-        seconds = []
+        seconds, sizes = [], (engine.num_parameters, engine.num_trained)
         for index in range(case.warmup + case.steps):
             micro_batches = random_step(case, engine.config.vocab_size, case.seed + index)
             started = time.perf_counter()
@@ -118,7 +119,7 @@ def measured(case: StepCase, make: Callable[[], Engine]) -> dict[str, Any]:
         return {
             "step_seconds": seconds,
             "loss": done.loss,
-            **statistics_of(seconds[case.warmup :], done.tokens, engine.num_parameters),
+            **statistics_of(seconds[case.warmup :], done.tokens, *sizes),
             "memory": engine.memory(),
             "host_peak_bytes": peak_process_bytes(),
         }

@@ -1,7 +1,8 @@
 """The engine as its users see it: it settles the placement, and hands it on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,11 +15,11 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from megatrain.autoplace.auto import settle
 from megatrain.autoplace.fits import limits, told_bytes
 from megatrain.checkpoint import Checkpoint, open_checkpoint
-from megatrain.device import Device, Recording, open_device
+from megatrain.device import Device, Recording, free_bytes, open_device
 from megatrain.distributed import Ranks, local_rank, open_ranks
 from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
 from megatrain.errors import InputError
-from megatrain.loss import CROSS_ENTROPY, SCORE, Loss, given_loss
+from megatrain.loss import CROSS_ENTROPY, SCORE, TOKEN_SCORE, Loss, Reward, given_loss
 from megatrain.model.adapters import adapted
 from megatrain.model.neftune import add_noise
 from megatrain.model.rebuilt import difference
@@ -27,15 +28,32 @@ from megatrain.optim import Rule, is_number
 from megatrain.placement import Placement, Precision
 from megatrain.source.base import Base
 from megatrain.source.opened import DTYPES, Model, Opened
-from megatrain.source.sharing import require_alone
+from megatrain.source.sharing import NO_LABELS, check_call, require_alone
 from megatrain.source.source import Alike, Resumed, Source, open_source, structure
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
-from megatrain.whole import is_whole, whole_model
+from megatrain.whole import held_bytes, is_whole, whole_model
 
-__all__ = ["Engine", "StepResult"]
+__all__ = ["Engine", "StepResult", "UpdatedTile"]
+
+
+@dataclass(frozen=True)
+class UpdatedTile:
+    """The weights of a layer, the head or the embedding after their newest update.
+
+    Attributes:
+        version: how many updates they have had; 0 of what is frozen.
+        weights: of each parameter in its shape, in the type of the compute, where they rest: no
+            copy (but of what rests on a disk), so they hold until the next step, and are not to be
+            written.
+    """
+
+    name: str
+    version: int
+    weights: Mapping[str, Tensor]
 
 
 ALL = Trained()
+_HELD = 0.9  # of the memory that is free; the rest is for the work
 
 
 class Engine(PlacedEngine):
@@ -45,6 +63,7 @@ class Engine(PlacedEngine):
         config: the model's transformers configuration.
         optimizer: a `torch.optim.Optimizer` whose groups can be scheduled; None for inference.
         num_parameters: distinct parameters, frozen ones included.
+        num_trained: of them, those that have a gradient.
         label_shift: how many tokens after its logits a label is; 1, unless the model's own is 0.
         placement: where state rests and how it is streamed; it never changes.
         micro_batch: rows that micro-batches should have; None where nothing was foreseen.
@@ -74,19 +93,21 @@ class Engine(PlacedEngine):
         saveable: bool = True,
         adapter: Any = None,
         base: Base = "bf16",
+        router_aux_loss_coef: float | None = None,
         group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         """Open a model and bring its weights to host memory.
 
         Args:
-            model: a transformers model or PeftModel (copied; on the meta device: drawn), a
-                configuration (drawn), a folder, a hub id, or a checkpoint, for its weights alone.
+            model: a transformers model or PeftModel (copied; on the meta device: drawn), a folder,
+                a configuration (drawn), a hub id, or a checkpoint, for its weights alone.
             optimizer: None leaves out all that only training needs (2 bytes per parameter).
             max_grad_norm: exact clipping of the global norm; None for none.
             precision: what layers are computed in (fp8: their linear modules); masters are fp32.
             device, seed: a device or its name (None: the GPU, if there is one); of draws, dropout.
             tokens_per_step, sequence_length: at most, for "auto"; None: 98,304 in rows of 1,024.
             micro_batch, loss: rows and loss of steps to come; None: chosen, see `micro_batch`.
+            router_aux_loss_coef: weight of the loss of routers; None: as the model says.
             attn_implementation: any that transformers knows; None leaves it the choice.
             trained: which parameters are, by patterns of names; else those that require gradients.
             device_memory, host_memory: all that the process may take (`"10GiB"`, bytes, None: any).
@@ -95,13 +116,11 @@ class Engine(PlacedEngine):
             adapter, base: a `peft.LoraConfig` or its keys; how frozen linear layers are kept.
             group: of torch.distributed, whose ranks share the model (docs/distributed.md).
 
-        Raises:
-            InputError: a model or argument that cannot be used; the message says why.
-            DoesNotFit: not enough host or device memory.
-        """
+        Raises: InputError (a model or argument that cannot be used), DoesNotFit."""
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss)
-        code = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
-        source = open_source(model, adapter=adapter, base=base, **code)
+        code: dict[str, Any] = {"attn_implementation": attn_implementation}
+        code |= {"trust_remote_code": trust_remote_code, "scores": isinstance(loss, Reward)}
+        source = open_source(model, adapter, base, router_aux_loss_coef, **code)
         _choose(source, trained, optimizer, precision)
         on, ranks = _limited(device, group, device_memory, host_memory, disk_space)
         shared = _learn(source, optimizer, ranks, saveable=saveable)
@@ -142,24 +161,58 @@ class Engine(PlacedEngine):
         shift = self.label_shift
         return [-each.cpu().roll(shift, 1) for each in found]
 
+    def rewards(self, micro_batches: MicroBatches) -> list[Tensor]:
+        """The score of each label `[B, T]` in its place, fp32 on the CPU; 0 without a label.
+
+        Of a model with a sequence head; see `megatrain.loss.Reward`.
+        """
+        batch = self._prepare(micro_batches, TOKEN_SCORE)
+        found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
+        return [each.cpu() for each in found]
+
     @contextmanager
-    def whole_model(self) -> Iterator[PreTrainedModel]:
+    def whole_model(self, *, spare: int | None = None) -> Iterator[PreTrainedModel]:
         """The transformers model itself, for `generate` and the like, while the engine streams it.
 
-        In evaluation mode, without gradients. No other method may be called within.
+        In evaluation mode, without gradients. No other method may be called within. Several ranks
+        call it with the same inputs, and are given the same logits.
+
+        Args:
+            spare: hold the weights on the device meanwhile, where that leaves so many bytes free;
+                one of several ranks does not.
 
         Raises:
-            InputError: layers or the head are streamed in slices (`is_whole` says so before), or
-                there are several ranks.
+            InputError: layers or the head are streamed in slices (`is_whole` says so before).
         """
-        require_alone(self._ranks, "generating")
+        check_call(self._ranks, self._spec, self._steps, None, NO_LABELS, None)
+        if self._spec.capture.scores_rows:
+            raise InputError("the model gives scores of rows, and no texts; use Engine.rewards")
         self.flush()
         self._program.train(False)
-        with (
-            self._undisturbed(),
-            whole_model(self.device, self._parts, self._spec, self._store) as model,
-        ):
+        of = self._parts, self._spec, self._store
+        free = free_bytes(self.device, self._opened.host_limit)
+        held = spare is not None and held_bytes(*of) + spare <= _HELD * free
+        held = held and not self._ranks.together
+        with self._undisturbed(), whole_model(self.device, *of, self._ranks, held=held) as model:
             yield model
+
+    def updated_tiles(self) -> Iterator[UpdatedTile]:
+        """Every tile as soon as its update is done, in the order of updates; before the next step.
+
+        Distinct parameters, each once: a tied one has its first name.
+
+        Raises:
+            InputError: there are several ranks, or the base is packed.
+        """
+        require_alone(self._ranks, "weights without a copy")
+        if self._opened.source.base != "bf16":
+            raise InputError(f"base is {self._opened.source.base!r}: it has no weights to hand out")
+        for tile in (tile for tile in self._store.tiles if tile.layout.entries):
+            self.device.synchronize(tile.updated, "version complete")
+            self.device.synchronize(tile.written, "version complete on disk")
+            views = {e.name: tile.weights.values(tile.place(e)[0]) for e in tile.layout.entries}
+            shaped = {e.name: views[e.name].view(e.shape) for e in tile.layout.entries}
+            yield UpdatedTile(tile.name, tile.version, shaped)
 
     @property
     def generation_config(self) -> GenerationConfig:

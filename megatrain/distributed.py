@@ -6,6 +6,7 @@ The collectives are torch.distributed's. Launch and rendezvous are, too (`torchr
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -22,11 +23,20 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatrain.compat.torch import all_gather_single, reduce_scatter_single
-from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed, first_line
+from megatrain.errors import (
+    DoesNotFit,
+    InputError,
+    MegatrainError,
+    RunFailed,
+    first_line,
+    in_one_line,
+)
 
 T = TypeVar("T")
 
 _LONGEST = 1_000_000  # seconds
+# What says how fast the link is: so many gathers, with so many elements of each rank.
+_GATHERS, _GATHERED = 4, 1 << 23
 
 
 def patience() -> timedelta:
@@ -49,6 +59,7 @@ class Ranks:
         on_host: how many of them share this machine's memory and cores.
         together: whether there are collectives.
         host: their group of torch.distributed for what is on the host, CPU tensors and objects.
+        link_gbps: what a device receives of the others in a gather; None where nobody measured.
     """
 
     together: ClassVar[bool] = False
@@ -56,6 +67,7 @@ class Ranks:
     size: int = 1
     on_host: int = 1
     host: ProcessGroup | None = None
+    link_gbps: float | None = None
 
     def exchange(self, value: T) -> list[T]:
         """What every rank gives here, in their order; pickled."""
@@ -141,14 +153,23 @@ def require_same(values: Sequence[Mapping[str, str]]) -> None:
     first, *others = values
     for rank, found in enumerate(others, 1):
         for name, value in found.items():
-            if value != first.get(name):
+            if value != (wanted := str(first.get(name))):
+                both = enumerate(zip(value, wanted, strict=False))
+                at = max(0, next((i for i, (a, b) in both if a != b), 0) - 50)
+                mine, theirs = (in_one_line(each[at:], 200) for each in (value, wanted))
                 raise InputError(
-                    f"rank {rank} has another {name} than rank 0: {value[:200]} instead of "
-                    f"{str(first.get(name))[:200]}; start all ranks alike"
+                    f"rank {rank} has another {name} than rank 0: {mine} instead of {theirs}; "
+                    "start all ranks alike"
                 )
 
 
 ALONE = Ranks()
+
+
+class Foreseen(Ranks):
+    """Ranks of a forecast: what they do together is priced, not done."""
+
+    together = True
 
 
 def _as_seen(error: BaseException) -> tuple[type[MegatrainError], str]:
@@ -274,23 +295,37 @@ def connected(group: ProcessGroup, device: torch.device) -> Ranks:
     dist.all_gather_object(names, socket.gethostname(), group=host)
     on_host = names.count(names[rank])
     if device.type == "cpu":
-        return ProcessGroups(rank, len(members), on_host, host, saves, host, host)
-    ranks = ProcessGroups(rank, len(members), on_host, host, saves, made("nccl"), made("nccl"))
-    _connect(ranks, device)
-    return ranks
+        groups = {"saves": saves, "incoming": host, "outgoing": host}
+        return ProcessGroups(rank, len(members), on_host, host, **groups)
+    groups = {"saves": saves, "incoming": made("nccl"), "outgoing": made("nccl")}
+    ranks = ProcessGroups(rank, len(members), on_host, host, **groups)
+    return replace(ranks, link_gbps=_connect(ranks, device))
 
 
-def _connect(ranks: Ranks, device: torch.device) -> None:
-    """Let NCCL take its memory now: in a step that would wait for the device, which may wait."""
-    values = torch.ones(ranks.size << 20, device=device)
+def _connect(ranks: Ranks, device: torch.device) -> float:
+    """Let NCCL take its memory now: in a step that would wait for the device, which may wait.
+
+    Returns:
+        What a rank receives in a gather, in GB/s; the same on all ranks.
+    """
+    values = torch.ones(ranks.size * _GATHERED, device=device)
     ranks.gather(values)
     ranks.scatter_sum(values)
     ranks.sum(values[:1])
     assert float(values[0]) > 0  # waits for the device
+    ranks.meet()
+    started = time.perf_counter()
+    for _ in range(_GATHERS):
+        ranks.gather(values)
+    assert float(values[0]) > 0
+    received = _GATHERS * values.nbytes * (ranks.size - 1) / ranks.size
+    return min(ranks.exchange(received / (time.perf_counter() - started) / 1e9))
 
 
 def by_owner(found: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
     """The ids of all ranks in a block for each that keeps them, ascending; where one's own are."""
+    if ranks.size == 1:
+        return found[0], slice(None)
     every_U = torch.unique(torch.cat(list(found)))
     bounds = torch.arange(ranks.size + 1) * rows_each
     places = torch.searchsorted(every_U, bounds).tolist()

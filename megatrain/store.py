@@ -5,7 +5,7 @@ gradients belongs to the sink (engine/sink.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.device import Buffer, Device, disk
 from megatrain.device.base import COMPUTE, UPDATE, Name
+from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.optim import Plane, PlaneKind, Rule, tile_planes
 from megatrain.placement import CPU_PLACEMENT, Placement
@@ -51,7 +52,7 @@ class Rests:
     """Where the planes of a tile rest, by their kinds; how a step goes about it follows.
 
     Attributes:
-        stays: whether the device keeps a copy of weights that rest elsewhere.
+        stays: whether the device keeps a copy of weights that rest elsewhere, or in ranks' blocks.
     """
 
     weights: Tier = Tier.HOST
@@ -150,12 +151,12 @@ class Tile:
             start += own
         return spans
 
-    def shards(self, plane: Plane) -> Iterator[Span]:
-        """What of a plane's values is here: from `start` on, and at `at` in the whole plane."""
-        size = plane.numel(self.layout) * plane.per
+    def shards(self, plane: Plane, numel: int) -> Iterator[Span]:
+        """What of a plane's first values is here: from `start` on, at `at` in the whole plane."""
+        size = numel * plane.per
         for span in self.spans:
-            if (numel := min(span.numel, size - span.at)) > 0:
-                yield Span(span.start // plane.per, span.at // plane.per, numel // plane.per)
+            if (length := min(span.numel, size - span.at)) > 0:
+                yield Span(span.start // plane.per, span.at // plane.per, length // plane.per)
 
     @property
     def trained(self) -> slice:
@@ -223,6 +224,10 @@ class Tile:
         remainder = rest.values(place).cpu()
         kernels.join(weights.cpu(), remainder, master, threads=threads)
         return master.view(shape)
+
+    def whole_master(self, entry: Entry, ranks: Ranks) -> Tensor:
+        """As `read_master`, with the parts of all ranks, which all call this."""
+        return ranks.join(self.read_master(entry), self.place(entry)[1], entry.shape)
 
 
 class Store:
@@ -316,8 +321,9 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
     # While a head takes the slots of layers, nothing else can be on its way: it stays first.
     heads = [t.name for t in elsewhere if t.kind is TileKind.HEAD][: placement.keep_weights]
     staying = {*heads, *_spread(layers, placement.keep_weights - len(heads))}
+    looked_up = TileKind.EMBEDDING, TileKind.UNUSED
     return [
-        _RESIDENT
+        replace(_RESIDENT, stays=layout.ranks > 1 and layout.kind not in looked_up)
         if layout.name in placement.resident
         else Rests(
             **{each: Tier.DISK for each, names in there.items() if layout.name in names},

@@ -8,6 +8,8 @@ embedding tables are gathered on the host.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from transformers import PreTrainedModel
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COPY_IN
+from megatrain.distributed import ALONE, Ranks
 from megatrain.engine.layer import Layer
 from megatrain.engine.modules import Head, Prologue
 from megatrain.engine.step import Parts
@@ -41,11 +44,28 @@ def is_whole(parts: Parts, spec: ModelSpec) -> bool:
     return len(units) == len(spec.layers) + 2 and isinstance(parts.head.tile, Tile)
 
 
+def held_bytes(parts: Parts, spec: ModelSpec, store: Store) -> int:
+    """Device memory that `whole_model` takes with `held`."""
+    units = [unit for unit in (*parts.trunk, parts.head) if not parts.stream.keeps(unit.tile)]
+    numel = sum(tile.layout.unpacked.numel for tile in {unit.tile.whole for unit in units})
+    tables = sum(entry.numel for _, entry in store.entries() if entry.name in spec.gathered)
+    return (numel + tables) * store.tiles[0].weights.data.dtype.itemsize
+
+
 @contextmanager
 def whole_model(
-    device: Device, parts: Parts, spec: ModelSpec, store: Store
+    device: Device,
+    parts: Parts,
+    spec: ModelSpec,
+    store: Store,
+    ranks: Ranks = ALONE,
+    *,
+    held: bool = False,
 ) -> Iterator[PreTrainedModel]:
     """The model of `spec`, in the mode that it is in; within this context it can be called.
+
+    With `held` all its weights are on the device meanwhile, brought there once. Several `ranks`
+    call it alike, with `held` none; all are given the logits of the first one.
 
     Raises:
         InputError: layers or head are streamed in slices.
@@ -55,19 +75,47 @@ def whole_model(
             "layers or the head are streamed in slices, so the model cannot run as a whole: "
             "leave placement.max_stream_bytes out"
         )
-    with ExitStack() as held:
+    with ExitStack() as opened:
         # What was loaded ahead must not be read any more when the next update writes it.
-        held.callback(lambda: device.synchronize(device.record(COPY_IN), "weights read"))
-        model = held.enter_context(spec.capture.with_layers())
+        opened.callback(lambda: device.synchronize(device.record(COPY_IN), "weights read"))
+        model = opened.enter_context(spec.capture.with_layers())
         places = _Places(model)
-        held.callback(places.restore)
-        tables = _Tables(device, places, spec, store)
-        held.enter_context(tables)
+        opened.callback(places.restore)
+        if held:
+            _hold(device, places, parts, spec, store)
+            opened.enter_context(to_generate())
+            yield model
+            return
+        tables = _Tables(device, places, spec, store, ranks)
+        opened.enter_context(tables)
         feed = _Feed(parts, places, tables)
         for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
-            held.callback(hook.remove)
-        held.enter_context(to_generate())
+            opened.callback(hook.remove)
+        if ranks.together:
+            opened.callback(model.register_forward_hook(partial(_from_first, ranks)).remove)
+        opened.enter_context(to_generate())
         yield model
+
+
+def _from_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None:
+    """What ranks draw from must be the same to the bit, or they would part."""
+    own = output.logits.float()
+    logits = own.clone() if ranks.rank == 0 else torch.zeros_like(own)  # 0 * -inf is no number
+    ranks.sum(logits)
+    output.logits = logits.to(output.logits.dtype)
+
+
+def _hold(device: Device, places: "_Places", parts: Parts, spec: ModelSpec, store: Store) -> None:
+    """Put all weights in their places; of those that move through slots, copies."""
+    for tile, entry in store.entries():
+        if entry.name in spec.gathered:
+            places.put(entry.name, _view(tile, entry).to(device.torch_device, copy=True))
+    units = [*parts.trunk, parts.head]
+    parts.stream.begin(units)
+    for unit, slot in parts.stream.visit(units):
+        data = slot.data if parts.stream.keeps(unit.tile) else slot.data.clone()
+        for name, values in unit.tile.layout.unpacked.views(data).items():
+            places.put(name, values)
 
 
 @contextmanager
@@ -114,19 +162,20 @@ class _Tables(TorchFunctionMode):
         places: _Places,
         spec: ModelSpec,
         store: Store,
+        ranks: Ranks,
     ) -> None:
         super().__init__()
-        self._device, self._places = device.torch_device, places
+        self._device, self._places, self._ranks = device.torch_device, places, ranks
         entries = {entry.name: (tile, entry) for tile, entry in store.entries()}
-        self._rest = {name: _view(*entries[name]) for name in spec.gathered}
+        self._rest = {name: _Rows(*entries[name]) for name in spec.gathered}
         self._dtype = store.tiles[0].weights.data.dtype
-        self._tables: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._tables: dict[int, tuple[nn.Parameter, _Rows]] = {}
 
     def put(self) -> None:
         """Stand-ins in their places: of a tied table the head has taken it."""
         self._tables = {}
         for name, table in self._rest.items():
-            made = self._places.put(name, stand_in(table, self._device, self._dtype))
+            made = self._places.put(name, stand_in(table.whole, self._device, self._dtype))
             self._tables[id(made)] = made, table
 
     def __enter__(self) -> Any:
@@ -136,17 +185,40 @@ class _Tables(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.embedding and (table := self._of(args[1])) is not None:
-            return F.embedding(args[0].to(table.device), table, *args[2:], **kwargs).to(
-                self._device
-            )
+            if not self._ranks.together:
+                ids, own = args[0].to(table.own.device), table.own
+                return F.embedding(ids, own, *args[2:], **kwargs).to(self._device)
+            return self._summed(table, args[0])
         if func is Tensor.__getitem__ and (table := self._of(args[0])) is not None:
-            return table[args[1]].to(self._device)
+            if not self._ranks.together:
+                return table.own[args[1]].to(self._device)
+            return self._summed(table, args[1])
         if any(self._of(each) is not None for each in args) and _name(func) not in _HARMLESS:
             raise RunFailed(f"the model's forward uses an embedding table for {_name(func)}")
         return func(*args, **kwargs)
 
-    def _of(self, value: Any) -> Tensor | None:
+    def _summed(self, table: "_Rows", ids: Tensor) -> Tensor:
+        """Rows of all ranks' parts of a table."""
+        ids = ids.to(table.own.device) - table.first
+        here = (ids >= 0) & (ids < len(table.own))
+        rows = torch.zeros(*ids.shape, table.own.shape[1], device=ids.device)
+        rows[here] = table.own[ids[here]].float()  # a sum with zeros keeps every bit
+        rows = rows.to(self._device)
+        self._ranks.sum(rows)
+        return rows.to(self._dtype)
+
+    def _of(self, value: Any) -> "_Rows | None":
         return self._tables[id(value)][1] if id(value) in self._tables else None
+
+
+class _Rows:
+    """The rows of a table that are here, and a stand-in of all of it."""
+
+    def __init__(self, tile: Tile, entry: Entry) -> None:
+        planes, part = tile.place(entry)
+        self.own = tile.weights.data[planes].view(-1, *entry.shape[1:])
+        self.first = part.start // prod(entry.shape[1:])
+        self.whole = torch.empty(entry.shape, device="meta")
 
 
 def _name(func: Any) -> str:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatrain.device.base import Buffer, Device, available_bytes
+from megatrain.device.base import Buffer, Device, available_bytes, free_bytes
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.recording import Recording
 from megatrain.device.trace import TraceDevice
@@ -15,6 +15,7 @@ __all__ = [
     "Recording",
     "TraceDevice",
     "available_bytes",
+    "free_bytes",
     "open_device",
 ]
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from megatrain.telemetry.memory import host_available_bytes
+
 COMPUTE = "compute"  # layers, in order
 COPY_IN = "copy in"  # host to device
 COPY_OUT = "copy out"  # device to host
@@ -215,3 +217,11 @@ def available_bytes(device: Device) -> int:
     """Device memory that is this process's or nobody's."""
     memory = device.memory()
     return memory["device_free_bytes"] + memory["device_bytes"]
+
+
+def free_bytes(device: Device, host_limit: int | None = None) -> int:
+    """Memory where the device computes that nothing uses."""
+    if device.kind != "cuda":
+        return host_available_bytes(host_limit)
+    memory = device.memory()
+    return memory["device_free_bytes"] + memory["device_bytes"] - memory["device_used_bytes"]

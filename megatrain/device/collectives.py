@@ -5,7 +5,10 @@ which the placement alone decides. Their micro-batches may differ in number and 
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
+
+import torch
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, GATHER, REDUCE, Kind, Name
@@ -18,16 +21,16 @@ class Collectives:
     def __init__(self, device: Device, ranks: Ranks) -> None:
         self._device, self.ranks = device, ranks
 
-    def gather(self, parts: Sequence[Buffer], what: str) -> Any:
-        """Fill buffers of one equal block a rank, whose own is on its way on COPY_IN.
+    def gather(self, parts: Sequence[Buffer], what: str, stream: str = COPY_IN) -> Any:
+        """Fill buffers of one equal block a rank, whose own is on its way on `stream`.
 
         Returns:
             The event of their being whole.
         """
         device = self._device
         if not self.ranks.together:
-            return device.record(COPY_IN)
-        device.wait(GATHER, device.record(COPY_IN), "shard arrived")
+            return device.record(stream)
+        device.wait(GATHER, device.record(stream), "shard arrived")
         for part in parts:
             self._run(GATHER, f"gather {what}", self.ranks.gather, part)
         return device.record(GATHER)
@@ -47,6 +50,34 @@ class Collectives:
         self._device.wait(REDUCE, self._device.record(COMPUTE), "numbers ready")
         self._run(REDUCE, f"sum {what}", self.ranks.sum, numbers)
         return self._device.record(REDUCE)
+
+    def join(self, own: Sequence[Any], shapes: Sequence[Sequence[int]], first: int) -> list[Any]:
+        """fp32 tensors of all ranks, in their order, for COMPUTE, which makes this rank's own.
+
+        Args:
+            own: its own; None each where nothing is computed, and in what is returned.
+            shapes: of all; `first`: the number of this rank's first one.
+        """
+        if not self.ranks.together:
+            return list(own)
+        device, sizes = self._device, [prod(shape) for shape in shapes]
+        every = device.empty("numbers of all ranks", sum(sizes), torch.float32)
+        parts = every.data.split(sizes)
+
+        def note() -> None:
+            every.data.zero_()  # the others': a sum with zeros keeps every bit
+            for part, values in zip(parts[first:], own, strict=False):
+                part.copy_(values.flatten())
+
+        device.run(COMPUTE, "note own numbers", note, writes=[every])
+        device.wait(COMPUTE, self.sum(every, "numbers of all ranks"), "numbers of all ranks")
+
+        def take() -> list[Any]:
+            return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+        return device.run(COMPUTE, "take numbers of all ranks", take, [every]) or [None] * len(
+            sizes
+        )
 
     def _run(self, stream: str, name: str, work: Any, buffer: Buffer) -> None:
         data = buffer.data

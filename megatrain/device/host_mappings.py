@@ -4,8 +4,6 @@ Not torch's pinned allocator: that one rounds sizes up to powers of two and touc
 thread. A range lives as long as any tensor that views it.
 """
 
-import mmap
-
 import torch
 from torch import Tensor
 
@@ -14,6 +12,8 @@ from megatrain.errors import DoesNotFit
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import size
+
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, for which Python has no name
 
 
 def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | None = None) -> Tensor:
@@ -41,8 +41,9 @@ def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | Non
         raise DoesNotFit(
             f"no host memory for {name}: {size(num_bytes)} wanted ({error.strerror}); {remedy}"
         ) from error
-    # Pinned pages of a process of its own would be copied for a child that is forked.
-    mapping.madvise(mmap.MADV_DONTFORK)
+    # Pinned pages would be copied for a child that is forked. It has zeros at this address instead:
+    # were nothing there, the child's own memory might be, which goes when it drops the tensor.
+    mapping.madvise(_WIPE_ON_FORK)
     flat = torch.frombuffer(mapping, dtype=torch.uint8)
     kernels.first_touch(flat, threads=usable_cores())
     return flat.view(dtype)[:numel]

@@ -9,6 +9,7 @@ import torch
 
 from megatrain.device.base import (
     DEVICE_STREAMS,
+    DISK_OUT,
     DISK_WEIGHTS,
     HOST_STREAMS,
     UPDATE,
@@ -65,7 +66,7 @@ class Recording:
         after = self._after(stream)
         if stream in HOST_STREAMS:
             num_bytes = _update_bytes(reads, writes) if stream == UPDATE else 0
-            if stream == DISK_WEIGHTS:
+            if stream in (DISK_WEIGHTS, DISK_OUT):
                 num_bytes = sum(buffer.data.nbytes for buffer in reads)
             timed = self._timed(stream, name, work, after, num_bytes)
             return self._device.run(stream, name, timed, reads, writes)

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import takewhile
+from typing import ClassVar
 
 import torch
 
 from megatrain.device import Device
 from megatrain.device.collectives import Collectives
-from megatrain.disk_staging import DiskStaging, WeightsReader
+from megatrain.disk_staging import DiskReader, DiskStaging
 from megatrain.distributed import ALONE, Ranks
 from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.embedding import Embedding
@@ -49,7 +50,7 @@ LEAVING, RETURNING = 2, 2
 
 @dataclass
 class Assembly:
-    """Everything that `parts` is made of; `piece`: elements of a gradient that leave at once.
+    """Everything that `parts` is made of.
 
     The forecast makes what computes in another way (forecast/meta_assembly.py).
     """
@@ -59,8 +60,8 @@ class Assembly:
     store: Store
     dtype: torch.dtype
     placement: Placement
-    piece: int | None = None
     ranks: Ranks = ALONE
+    sinks: ClassVar[type[Sink]] = Sink
 
     @cached_property
     def expert_slices(self) -> dict[int, ExpertSlices]:
@@ -129,7 +130,7 @@ class Assembly:
         staying = [tile for tile in self.store.tiles if tile.rests.stays]
         packed = (tile.layout.unpacked.numel for tile in self.layers if tile.layout.is_packed)
         unpacked = max(packed, default=0)
-        disk = WeightsReader(self.device, self.layers)
+        disk = DiskReader(self.device, [tile.weights for tile in self.layers])
         given = slots, distance, layer, largest, self.dtype, self.collectives, disk, staying
         return Stream(self.device, *given, unpacked, self.unpack())
 
@@ -161,7 +162,7 @@ class Assembly:
                 trunk += staged(device, program, self.expert_slices[visit], visit)
             else:
                 trunk.append(self.layer(visit, policy, offload))
-        head = Head(device, program, self.head, self.whole_head())
+        head = Head(device, program, self.head, self.whole_head(), self.collectives)
         if self.vocab_slices is not None:
             shards, head = in_shards(device, program, self.vocab_slices, self.vocab_split())
             trunk += shards
@@ -241,7 +242,7 @@ class Assembly:
         lanes, shared = placement.gradient_lanes, placement.host_grad_buffers
         given = self.dtype, shared, waiting, update.ready, update, work, self.collectives, lanes
         passes = placement.passes
-        sink = Sink(device, tiles, self.visited, *given, self.piece, passes=passes > 1)
+        sink = self.sinks(device, tiles, self.visited, *given, passes=passes > 1)
         embedding = self.embedding(sink, work)
         trunk, head = self.units(embedding)
         saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries(device)
@@ -260,6 +261,7 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
         sizes["host_gradients_bytes"] = parts.sink.host_bytes
         sizes["host_boundaries_bytes"] = parts.saved.host_bytes
         sizes["host_disk_lanes_bytes"] += parts.update.disk.host_bytes
+        sizes["host_disk_lanes_bytes"] += parts.update.directions.host_bytes
         offload = kept_offload(parts)
         sizes["host_kept_bytes"] = 0 if offload is None else offload.host_bytes
     return sizes

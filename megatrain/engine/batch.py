@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from megatrain.distributed import ALONE, Ranks, by_owner
 from megatrain.errors import InputError
-from megatrain.loss import IGNORED, Loss, targets_of
+from megatrain.loss import IGNORED, JointLoss, Loss, targets_of
 from megatrain.model.capture import Rows
 from megatrain.model.documents import is_packed, told_by_lengths
 from megatrain.model.program import MicroBatch
@@ -34,6 +34,9 @@ class Batch:
             the place among those of all ranks.
         own: where in `unique_U` the rows are that this rank keeps.
         all_tokens: positions of all ranks.
+        most: micro-batches of the rank that has the most; others may have passes without any.
+        judged: targets and what the loss takes beside them, on the device; of a joint loss those
+            of the micro-batches of all ranks.
         measured: what a joint loss measures, on the device, once the head has been visited.
     """
 
@@ -43,10 +46,12 @@ class Batch:
     unique_U: Tensor
     seed: int
     first: int = 0
+    judged: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
     measured: dict[str, Tensor] = field(default_factory=dict)
     before: int = 0
     own: slice = field(default_factory=lambda: slice(None))
     all_tokens: int = 0
+    most: int = 0
 
     @property
     def own_U(self) -> Tensor:
@@ -55,7 +60,7 @@ class Batch:
 
     def passes(self, count: int) -> list["Batch"]:
         """The micro-batches in at most `count` groups, in order, as even as can be."""
-        count = min(count, len(self.micro))
+        count = min(count, max(self.most, len(self.micro)))
         ends = [len(self.micro) * part // count for part in range(count + 1)]
         return [
             replace(self, micro=self.micro[start:stop], first=start)
@@ -108,20 +113,20 @@ def prepare(
     normaliser = 0.0 if loss is None else loss.normaliser(*zip(*losses, strict=True))
     if loss is not None and normaliser == 0:
         raise InputError("no token of this step has a label; check the data's labels (all -100)")
-    unique_U, own = parts[0].unique, slice(None)
-    if ranks.size > 1:
-        unique_U, own = by_owner([part.unique for part in parts], ranks, rows_each)
+    unique_U, own = by_owner([part.unique for part in parts], ranks, rows_each)
     mine = parts[ranks.rank]
     moved = [_moved(micro, takes, unique_U, device, by_lengths) for micro in micro_batches]
+    batch = Batch(moved, normaliser, mine.num_tokens, unique_U, seed, own=own)
+    batch.before = sum(part.num for part in parts[: ranks.rank])
+    batch.most = max(part.num for part in parts)
+    batch.all_tokens = sum(part.num_tokens for part in parts)
     if loss is not None:
-        for made, (targets, beside) in zip(moved, mine.losses, strict=True):
-            made.targets, made.loss = targets.to(device), loss
-            made.given = [each.to(device) for each in beside]
-    before = sum(part.num for part in parts[: ranks.rank])
-    every = sum(part.num_tokens for part in parts)
-    return Batch(
-        moved, normaliser, mine.num_tokens, unique_U, seed, before=before, own=own, all_tokens=every
-    )
+        judged = losses if isinstance(loss, JointLoss) else mine.losses
+        batch.judged = [(t.to(device), [each.to(device) for each in g]) for t, g in judged]
+        first = batch.before if isinstance(loss, JointLoss) else 0
+        for made, (targets, given) in zip(moved, batch.judged[first:], strict=False):
+            made.targets, made.loss, made.given = targets, loss, given
+    return batch
 
 
 class _Part(NamedTuple):

@@ -1,6 +1,7 @@
 """Gradients become directions on the device, where their sums are complete (`Rule.direct`).
 
-What a rule keeps for that comes in from the host while the layer's backward runs, and goes back.
+What a rule keeps for that comes in from the host, or a disk, while the layer's backward runs, and
+goes back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,18 @@ from typing import Any
 import torch
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE, Kind, Memory, Name
+from megatrain.device.base import (
+    COMPUTE,
+    COPY_IN,
+    COPY_OUT,
+    DISK_OUT,
+    DISK_WEIGHTS,
+    UPDATE,
+    Kind,
+    Memory,
+    Name,
+)
+from megatrain.disk_staging import DiskFerry
 from megatrain.errors import InputError
 from megatrain.optim import Rule
 from megatrain.store import Tier, Tile
@@ -18,6 +30,7 @@ from megatrain.tile import TileKind
 
 # Of state on its way: one comes in while another one leaves.
 _ROOMS = 2
+_FLOATS = 1024  # of a block on a disk
 
 Settings = Mapping[str, Any]
 
@@ -59,12 +72,13 @@ class Directions:
                 f"{type(rule).__name__} takes {name!r} for a matrix of a layer, but it is outside "
                 "of the layers; choose another optimizer"
             )
-        if rule.needs_matrices and any(Tier.DISK in vars(t.rests).values() for t in tiles):
+        if rule.needs_whole and any(Tier.DISK in vars(t.rests).values() for t in tiles):
             raise InputError(
-                f"{type(rule).__name__} updates whole parameters: its planes cannot rest on a disk "
-                "yet; leave placement.disk_* out"
+                f"{type(rule).__name__} updates whole parameters: its planes cannot rest on a "
+                "disk; leave placement.disk_* out"
             )
         numels = [self._range(t)[1] - self._range(t)[0] for t in directed if self._comes(t)]
+        self._ferry = DiskFerry(device, [self._state(tile) for tile in directed])
         self._rooms = [
             _Room(device.empty(Name(Memory.GRADIENTS, name), max(numels), torch.float32), None)
             for name in (f"state {i} of directions" for i in range(_ROOMS if numels else 0))
@@ -87,10 +101,15 @@ class Directions:
 
     def _range(self, tile: Tile) -> tuple[int, int]:
         entries = self._of[tile.index]
-        return entries[0].offset, entries[-1].offset + entries[-1].numel
+        return entries[0].offset // _FLOATS * _FLOATS, entries[-1].offset + entries[-1].numel
 
     def _comes(self, tile: Tile) -> bool:
-        return tile.rests.moments is Tier.HOST
+        return tile.rests.moments is not Tier.DEVICE
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of lanes from and to a disk."""
+        return self._ferry.host_bytes
 
     def bring(self, tile: Tile) -> None:
         """Start the state's way in; its tile's gradient is going to be complete."""
@@ -98,12 +117,15 @@ class Directions:
             return
         room, device = self._rooms[self._turn % _ROOMS], self._device
         self._turn += 1
+        self._coming[tile.index], state = room, self._state(tile)
+        own, on_disk = room.buffer.piece(0, len(state.data)), tile.rests.moments is Tier.DISK
+        device.wait(DISK_WEIGHTS if on_disk else COPY_IN, room.free, "directions' room free")
+        if on_disk:
+            room.ready = self._ferry.bring(tile, state, own)
+            return
         # That it is the newest one is seen to: the tile's weights have come in on this stream.
-        device.wait(COPY_IN, room.free, "directions' room free")
-        state = self._state(tile)
-        device.copy(COPY_IN, room.buffer.piece(0, len(state.data)), state)
+        device.copy(COPY_IN, own, state)
         room.ready = device.record(COPY_IN)
-        self._coming[tile.index] = room
 
     def turn(
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float = 1.0
@@ -131,9 +153,13 @@ class Directions:
         device.run(COMPUTE, name, work, [self._proceed], [sums, state])
         if room is None:
             return
-        device.wait(COPY_OUT, device.record(COMPUTE), "directions' state ready")
+        out = DISK_OUT if tile.rests.moments is Tier.DISK else COPY_OUT
+        device.wait(out, device.record(COMPUTE), "directions' state ready")
         if tile.readers:
             self._give_way(tile, UPDATE)
-            device.wait(COPY_OUT, device.record(UPDATE), "directions' state released")
+            device.wait(out, device.record(UPDATE), "directions' state released")
+        if out == DISK_OUT:
+            room.free = self._ferry.take(tile, state, whole)
+            return
         device.copy(COPY_OUT, whole, state)
         room.free = device.record(COPY_OUT)

@@ -177,9 +177,10 @@ class Embedding:
             self._gather_there(table, batch)
         else:
             self._arrive(table, batch)
-            arrived = table.rows.piece(0, len(batch.unique_U) * table.width)
-            ready = self._collectives.gather([arrived], table.entry.name)
-            self._device.wait(COMPUTE, ready, "rows arrived")
+        arrived = table.rows.piece(0, len(batch.unique_U) * table.width)
+        stream = COMPUTE if table.tile.rests.weights is Tier.DEVICE else COPY_IN
+        ready = self._collectives.gather([arrived], table.entry.name, stream)
+        self._device.wait(COMPUTE, ready, "rows arrived")
 
     @property
     def trained(self) -> list[str]:
@@ -223,11 +224,11 @@ class Embedding:
         for table in self._tables:
             if table.entry.group is None:
                 continue
+            sums = table.sums.piece(0, len(batch.unique_U) * table.width)
+            self._collectives.scatter_sum(sums, table.entry.name)
             if table.tile.rests.gradient is Tier.DEVICE:
                 given[table.tile.index] = self._add_there(table, batch)
                 continue
-            sums = table.sums.piece(0, len(batch.unique_U) * table.width)
-            self._collectives.scatter_sum(sums, table.entry.name)
             if table.tied:
                 host_grad, landed = self.sink.landed[table.tile.index]
                 self._add_dense(table, host_grad, landed, batch)
@@ -243,10 +244,10 @@ class Embedding:
 
     def _gather_there(self, table: _Table, batch: Batch) -> None:
         """Rows of a table that rests on the device."""
-        out_UD = table.first(table.rows, batch.unique_U)
+        out_UD = table.own(table.rows, batch).data.view(-1, table.width)
 
         def work() -> None:
-            ids_U = batch.unique_U.to(out_UD.device)
+            ids_U = table.ids(batch).to(out_UD.device)
             torch.index_select(table.of(table.tile.weights), 0, ids_U, out=out_UD)
 
         self._device.run(COMPUTE, "gather", work, [table.tile.weights], [table.rows])
@@ -254,10 +255,10 @@ class Embedding:
     def _add_there(self, table: _Table, batch: Batch) -> tuple[Tile, HostGrad, Any]:
         """Add the row gradients of a table that rests on the device to its gradient there."""
         host_grad = self.sink.claim(table.tile, COMPUTE)
-        sums_UD = table.first(table.sums, batch.unique_U)
+        sums_UD = table.own(table.sums, batch).data.view(-1, table.width)
 
         def work() -> None:
-            ids_U = batch.unique_U.to(sums_UD.device)
+            ids_U = table.ids(batch).to(sums_UD.device)
             plane = table.of(host_grad.buffer)
             if table.tied:
                 rows_UD = plane[ids_U].float()

@@ -22,7 +22,7 @@ from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
 from megatrain.engine.modules import Head, State
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import DoesNotFit, InputError, RunFailed
-from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, as_numbers
+from megatrain.loss import CROSS_ENTROPY, TOKEN_SCORE, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values
 from megatrain.model.masks import check_masks
 from megatrain.model.packing import Packing
@@ -31,13 +31,12 @@ from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.seeds import derived_seed
 from megatrain.source.exported import write_model
+from megatrain.source.fill import fill
 from megatrain.source.opened import Opened
 from megatrain.source.sharing import NO_LABELS, check_call, check_shared
-from megatrain.source.source import fill
 from megatrain.source.state_io import describe_optimizer, documents, settings_of
-from megatrain.store import Store, Tile
+from megatrain.store import Store
 from megatrain.telemetry.timeline import Span
-from megatrain.tile import Entry
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
 
@@ -68,6 +67,7 @@ class PlacedEngine:
         config: the model's transformers configuration.
         optimizer: a `torch.optim.Optimizer` whose groups can be scheduled; None for inference.
         num_parameters: distinct parameters, frozen ones included.
+        num_trained: of them, those that have a gradient.
         label_shift: how many tokens after its logits a label is; 1, unless the model's own is 0.
         placement: where state rests and how it is streamed; it never changes.
     """
@@ -98,14 +98,15 @@ class PlacedEngine:
             open_file=opened.open_file,
             rank=self._ranks.rank,
         )
-        self.num_parameters = sum(t.layout.num_parameters for t in self._store.tiles)
+        self.num_parameters = sum(layout.num_parameters for layout in layouts)
+        self.num_trained = sum(layout.num_trained for layout in layouts)
         # Without clipping, updates follow the backward: the last tile is the first.
         rest = self._store.tiles, placement.save_bytes, opened.host_limit
         reverse = opened.max_grad_norm is None
         self._saver = Saver(self.device, *rest, reverse=reverse, ranks=self._ranks)
         with self._undisturbed():
             source = opened.source
-            self._ranks.agree(lambda: fill(source, self._spec, self._store, opened.seed))
+            fill(source, self._spec, self._store, opened.seed, self._ranks)
         # What the weights came from is not held.
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
         self._program = ModelProgram(
@@ -154,8 +155,8 @@ class PlacedEngine:
         self._parts.update.norm_limit = norm_limit
         # In a batch larger than the placement was chosen for, layers save no graphs on the device.
         graphs = self._planned is None or self._planned.holds(batch)
-        # A joint loss sees all micro-batches at once: one pass, whose graphs would be too many.
-        joint = isinstance(loss, JointLoss) and self._parts.passes > 1
+        # Such a loss sees all micro-batches at once: one pass, whose graphs would be too many.
+        joint = self._parts.passes > 1 and (isinstance(loss, JointLoss) or self._spec.routed)
         with self._undisturbed(), self._host.of(batch.num_tokens) as host:
             policies = self._policies(graphs=graphs and not joint, host=host)
             parts = self._parts.under(policies)
@@ -200,7 +201,7 @@ class PlacedEngine:
     def _prepare(self, micro_batches: MicroBatches, loss: Any, limit: float | None = None) -> Batch:
         """Args: `limit`: of the gradient's norm, in a step; None: nothing is trained."""
         trained = None if limit is None else self.optimizer
-        check_call(self._ranks, self._steps, trained, loss, limit)
+        check_call(self._ranks, self._spec, self._steps, trained, loss, limit)
         with torch.inference_mode(False):
             batch = self._checked(micro_batches, None if loss is NO_LABELS else loss)
             self._packing.check(micro_batches, self._ranks)
@@ -214,7 +215,8 @@ class PlacedEngine:
 
     def _trial_losses(self, micro_batches: MicroBatches) -> list[Tensor]:
         self._program.train(False)
-        batch = self._checked(micro_batches, CROSS_ENTROPY)
+        loss = TOKEN_SCORE if self._spec.capture.scores_rows else CROSS_ENTROPY
+        batch = self._checked(micro_batches, loss)
         with self._program.eager():
             found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
         return self._ranks.exchange([each.cpu() for each in found])[0]  # all decide alike
@@ -255,10 +257,7 @@ class PlacedEngine:
         """Every distinct parameter: name and a copy of its fp32 master on the CPU; by all ranks."""
         self.flush()
         for tile, entry in self._store.entries():
-            yield entry.name, self._master(tile, entry)
-
-    def _master(self, tile: Tile, entry: Entry) -> Tensor:
-        return self._ranks.join(tile.read_master(entry), tile.place(entry)[1], entry.shape)
+            yield entry.name, tile.whole_master(entry, self._ranks)
 
     def save_pretrained(
         self, folder: str | Path, *, dtype: torch.dtype | None = None, merged: bool = False
@@ -282,14 +281,14 @@ class PlacedEngine:
         source.untrained.check_export(dtype)
         self.flush()
         told: dict[str, Any] = {"dtype": dtype, "source_dtype": source.dtype, "merged": merged}
-        told["base"] = source.base
+        told |= {"base": source.base, "beside": source.companions}
 
         def write(masters: Values) -> None:
-            beside, untrained = source.companions, source.untrained
-            write_model(Path(folder), source.model, masters, untrained, beside=beside, **told)
+            write_model(Path(folder), source.model, masters, source.untrained, **told)
 
-        masters = {e.name: partial(self._master, tile, e) for tile, e in self._store.entries()}
-        self._ranks.serve(masters, write)
+        ranks, entries = self._ranks, self._store.entries()
+        masters = {e.name: partial(t.whole_master, e, ranks) for t, e in entries}
+        ranks.serve(masters, write)
 
     def save(
         self,
@@ -357,6 +356,7 @@ class PlacedEngine:
             optimizer=describe_optimizer(self._opened.model.rule),
             groups=() if optimizer is None else tuple(optimizer.saved_groups()),
             num_steps=0 if optimizer is None else optimizer.num_steps,
+            left_out=source.left_out(e for _, e in self._store.entries()),
         )
 
     @property

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
+from megatrain.device.collectives import Collectives
+from megatrain.distributed import ALONE
 from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import HeadMath
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.tile_slice import TileSlice
-from megatrain.loss import TOKEN_WEIGHTS, JointLoss
+from megatrain.loss import JointLoss
 from megatrain.model.capture import PROLOGUE, Ref
 from megatrain.model.program import Activations, MicroBatch, Program
 from megatrain.placement import ActivationPolicy
@@ -161,10 +163,17 @@ class Head(StreamedModule):
     """Epilogue and language-model head: from the last activations to loss or logits."""
 
     def __init__(
-        self, device: Device, program: Program, tile: Tile | TileSlice, computed: HeadMath
+        self,
+        device: Device,
+        program: Program,
+        tile: Tile | TileSlice,
+        computed: HeadMath,
+        collectives: Collectives | None = None,
     ) -> None:
+        """Args: `collectives` of several ranks; None: there is one."""
         super().__init__(device, program, tile)
         self.computed, self.visit = computed, len(program.spec.layers)
+        self.collectives = collectives or Collectives(device, ALONE)
 
     def loss_and_vjp(
         self, slot: Buffer, batch: Batch, h: State, room: GradAccumulator
@@ -174,6 +183,7 @@ class Head(StreamedModule):
         Takes the activations out of `h`.
         """
         batch, joint = self._weighed(slot, batch, h)
+        balance, slopes = self._balanced(batch, h)
         losses: list[Any] = []
         dh: list[Any] = []
         for index, micro in enumerate(batch.micro):
@@ -185,32 +195,52 @@ class Head(StreamedModule):
                 return self.computed.gradients_of(weights, names, micro, h[index], count, room)
 
             result = self.device.run(COMPUTE, HEAD_NAME, work, [slot], [room.sums])
-            loss, gradients = result if result is not None else (None, None)
+            loss, gradients = result if result is not None else (None, {})
             losses.append(loss)
-            dh.append(gradients)
+            dh.append(gradients | slopes)
             h[index] = {}  # nobody reads it any more: it would stay until the backward's end
-        return joint or losses, dh
+        return [*(joint or losses), *balance], dh
+
+    def _balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], Activations]:
+        """The loss of the routers of all layers, if the model has one, and its slopes.
+
+        Takes what it is of out of `h`.
+        """
+        loss, routed = self.program.spec.router_loss, self.program.spec.routed
+        if loss is None:
+            return [], {}
+
+        def work() -> tuple[Tensor, Tensor]:
+            return loss.balance([values.pop(ref) for values in h for ref in routed])
+
+        made = self.device.run(COMPUTE, HEAD_NAME, work)
+        if made is None:  # nothing is computed
+            return [], {}
+        balance, slope = made
+        batch.measured["aux_loss"] = balance  # as transformers calls it
+        return [loss.weight * balance], dict.fromkeys(routed, slope)
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
         """Of a joint loss: the batch with its labels weighed by the loss, and the losses.
 
         That takes a visit of the head. Any other loss: the batch as it is, and no losses.
         """
-        loss = batch.micro[0].loss
+        loss = batch.micro[0].loss if batch.micro else None
         if not isinstance(loss, JointLoss):
             return batch, []
-        found = self.losses(slot, batch, h)
-        targets = [micro.targets for micro in batch.micro if micro.targets is not None]
-        given = [micro.given for micro in batch.micro]
+        own = slice(batch.before, batch.before + len(batch.micro))
+        targets, given = zip(*batch.judged, strict=True)
+        shapes = [each.shape for each in targets]
+        found = self.collectives.join(self.losses(slot, batch, h), shapes, own.start)
         work = partial(loss.weigh, found, targets, given, batch.normaliser)
         nothing: Any = [None] * len(found), [None] * len(found), {}
         losses, weights, measured = self.device.run(COMPUTE, HEAD_NAME, work) or nothing
         batch.measured |= measured
         micro = [
-            replace(each, loss=TOKEN_WEIGHTS, given=[own])
-            for each, own in zip(batch.micro, weights, strict=True)
+            replace(each, loss=loss.weighed, given=[weight])
+            for each, weight in zip(batch.micro, weights[own], strict=True)
         ]
-        return replace(batch, micro=micro, normaliser=1.0), losses
+        return replace(batch, micro=micro, normaliser=1.0), losses[own]
 
     def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's share of the step's loss, without gradients."""

@@ -89,11 +89,10 @@ class Sink:
         work: ScratchArena,
         collectives: Collectives,
         lanes: int | None,
-        piece: int | None = None,
         *,
         passes: bool = False,
     ) -> None:
-        """Args: `visited`: what rooms are asked for; `piece`: elements sent at once, not `PIECE`.
+        """Args: `visited`: what rooms are asked for.
 
         `passes`: sums stay from one pass of a step to the next, so each of `visited` has its own.
 
@@ -105,10 +104,11 @@ class Sink:
         self._device, self.ready, self._work, self._directs = device, ready, work, directs
         numel = max(tile.trained.stop - tile.trained.start for tile in tiles)
         largest = max([1, *(t.layout.trainable_numel for t in visited)])
-        self._piece = min(piece or PIECE, largest)
+        layers = [t.layout.trainable_numel for t in visited if t.layout.kind is TileKind.LAYER]
+        self._piece = min(self._most_at_once(max(layers, default=0), lanes), largest)
         self._lanes = [
             _Lane(device.empty(Name(Memory.GRADIENTS, f"leaving gradient {i}"), self._piece, dtype))
-            for i in range(lanes or self._pieces_of_a_layer(visited))
+            for i in range(lanes or max(1, -(-max(layers, default=0) // self._piece)))
         ]
         self._sums = {
             id(each): device.empty(
@@ -136,10 +136,14 @@ class Sink:
         on_host = [self._own[tile.index] for tile in own if tile.rests.gradient is Tier.HOST]
         self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
 
-    def _pieces_of_a_layer(self, tiles: Sequence[Tile | TileSlice]) -> int:
-        layouts = [tile.layout for tile in tiles]
-        layers = [each.trainable_numel for each in layouts if each.kind is TileKind.LAYER]
-        return max(1, -(-max(layers, default=0) // self._piece))
+    def _most_at_once(self, layer: int, lanes: int | None) -> int:
+        """Elements of a lane, where the largest layer (or slice of one) has so many."""
+        return PIECE
+
+    def _pieces(self, numel: int) -> Iterable[tuple[int, int]]:
+        """Where each piece of a gradient begins and ends; an empty one has its turn, too."""
+        starts = range(0, max(1, numel), self._piece)
+        return ((start, min(start + self._piece, numel)) for start in starts)
 
     def begin(self, *, first: bool, last: bool) -> None:
         """A pass of a step begins: its first, its last, both or neither."""
@@ -187,13 +191,13 @@ class Sink:
         """Put what is in `room` on its way to where the update reads it; when it is there."""
         tile, numel = room.tile, len(room.sums.data)
         if tile.rests.gradient is Tier.DEVICE:
-            if host_grad.buffer is not room.sums:
-                self._round(room, slice(0, numel), host_grad.buffer)
+            if tile.index in self._own:
+                self._round(room, tile.trained, host_grad.buffer)
             return self._device.record(COMPUTE)
         for span in tile.spans:
             left = max(0, min(span.numel, numel - span.at))  # the rest is frozen
-            for start in range(0, max(1, left), self._piece):  # an empty one has its turn, too
-                self._send_piece(room, host_grad, span, start, min(start + self._piece, left))
+            for start, stop in self._pieces(left):
+                self._send_piece(room, host_grad, span, start, stop)
         return self._device.record(COPY_OUT)
 
     def recall(self, tile: Tile, host_grad: HostGrad) -> GradAccumulator:
@@ -263,7 +267,7 @@ class Sink:
         if tile.index in self._own:
             return self._own[tile.index]
         if tile.rests.gradient is Tier.DEVICE:  # in the sums of passes, which stay until the update
-            return HostGrad(self._sums[id(tile)])
+            return HostGrad(self._sums[id(tile)].piece(tile.trained.start, tile.trained.stop))
         host_grad = self._shared[self._claimed % len(self._shared)]
         self._claimed += 1
         self._device.wait(stream, host_grad.free, "host gradient free")

@@ -14,7 +14,7 @@ import torch
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Kind, Memory, Name
 from megatrain.device.collectives import Collectives
-from megatrain.disk_staging import WeightsReader
+from megatrain.disk_staging import DiskReader
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.store import Tier, Tile
@@ -52,7 +52,7 @@ class Stream:
         largest: int,
         dtype: torch.dtype,
         collectives: Collectives,
-        disk: WeightsReader,
+        disk: DiskReader,
         staying: Sequence[Tile] = (),
         unpacked: int = 0,
         unpack: Unpack | None = None,
@@ -91,6 +91,11 @@ class Stream:
         self._places: list[_Place] = []
         self._loaded = self._visited = 0
 
+    def keeps(self, tile: Tile | TileSlice) -> bool:
+        """Whether a visit finds the weights where they stay until they are updated."""
+        on_device = tile.rests.weights is Tier.DEVICE or tile.index in self._staying
+        return on_device and not tile.layout.is_packed
+
     def begin(self, itinerary: Sequence[StreamedModule]) -> None:
         """Set all visits of a step, both sweeps, and start the first loads."""
         self._itinerary, due = [], {i: place.version for i, place in self._staying.items()}
@@ -128,7 +133,7 @@ class Stream:
     def visit(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, Buffer]]:
         """Each unit with its weights, which hold until the next one is asked for."""
         for unit in units:
-            if unit.tile.rests.weights is Tier.DEVICE:
+            if unit.tile.rests.weights is Tier.DEVICE and not unit.tile.rests.stays:
                 yield unit, self._computed(unit.tile, unit.tile.weights)
                 continue
             place, position = self._staying.get(unit.tile.index), self._visited
@@ -171,7 +176,7 @@ class Stream:
         if isinstance(tile, Tile) and tile.rests.weights is Tier.DISK:
             for slot in place.slots:
                 self._device.wait(DISK_WEIGHTS, slot.free, "slot free for the disk")
-            place.ready = self.disk.bring(tile, place.buffer)
+            place.ready = self.disk.bring(tile, tile.weights, place.buffer)
             return
         self._device.wait(COPY_IN, tile.updated, "version due")
         for slot in place.slots:

@@ -230,10 +230,11 @@ class Update:
                 yield _Run(self._groups[index], start, stop, states)
             return
         for entry in tile.layout.trainable:
-            group, stop = self._groups[self._group_of[entry.name]], entry.offset + entry.numel
+            group = self._groups[self._group_of[entry.name]] | {"shape": entry.shape}
             own = [plane for plane in states if plane.has(entry)]
-            directed = self._optimizer.rule.directed(entry)
-            yield _Run(group, entry.offset, stop, own, entry.shape, directed)
+            shape = entry.shape if self._optimizer.rule.needs_whole else (-1,)
+            directed, stop = self._optimizer.rule.directed(entry), entry.offset + entry.numel
+            yield _Run(group, entry.offset, stop, own, shape, directed)
 
     def expect(self, tile: Tile | TileSlice) -> None:
         """A tile's gradient is going to be complete on the device."""

@@ -211,7 +211,7 @@ class Epilogue(_AfterLayers):
         self.inputs = self.grad_inputs = spec.epilogue_inputs
         self.new_inputs = [ref for ref in self.inputs if ref not in spec.read]
         self.made = [Ref(self.visit, leaf) for leaf in range(LOGITS)]
-        self.live_out = frozenset()
+        self.live_out = frozenset(spec.routed)
 
     def _call(
         self,

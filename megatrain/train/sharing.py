@@ -5,12 +5,14 @@ from itertools import accumulate
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
+from megatrain.api import Engine
 from megatrain.config import Config
 from megatrain.data import Step
 from megatrain.distributed import Ranks, require_same
 from megatrain.errors import InputError
-from megatrain.loss import IGNORED, JointLoss
+from megatrain.loss import IGNORED, PolicyLoss
 
 T = TypeVar("T")
 
@@ -25,9 +27,8 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
     unable = {
         "data.streaming": config.data.streaming,
         "training.samples": config.training.samples is not None,
-        "adapter": config.adapter.method is not None,
         "engine.disk": config.engine.disk is not None,
-        f"loss.name {config.loss.name}": isinstance(config.loss.loss(), JointLoss),
+        f"loss.name {config.loss.name}": isinstance(config.loss.loss(), PolicyLoss),
         "callbacks": callbacks,
     }
     for name, wanted in unable.items():
@@ -53,6 +54,18 @@ def part_of(step: Step, ranks: Ranks) -> Step:
         return own
     row = {name: value[:1] for name, value in step[0].items()}
     return [row | {"labels": torch.full_like(row["labels"], IGNORED)}]
+
+
+def logprobs(engine: Engine, step: Step, ranks: Ranks, *, scores: bool = False) -> list[Tensor]:
+    """As `Engine.logprobs`, of all micro-batches and on all ranks, which share the work.
+
+    Args: `scores`: as `Engine.rewards`.
+    """
+    own = part_of(step, ranks)
+    found = (engine.rewards if scores else engine.logprobs)(own)
+    if not any(own[0] is micro for micro in step):
+        found = []  # of the row without a label
+    return [each for part in ranks.exchange(found) for each in part]
 
 
 def in_turn(ranks: Ranks, make: Callable[[], T]) -> T:

@@ -28,7 +28,7 @@ from tests.cli.cases import sets
 from tests.parity.ranks import run_ranks
 from tests.race.schedule import Alike
 
-CHANGED = ("training.micro_batch_size=1", "checkpoint.every=3")
+CHANGED = ("training.micro_batch_size=1", "training.batch_size=2", "checkpoint.every=3")
 
 
 def run_of(

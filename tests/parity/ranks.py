@@ -21,8 +21,9 @@ def run_ranks(size: int, folder: Path, work: Work, *, whole: bool = True) -> lis
     """
     children = [_fork(rank, size, folder, work) for rank in range(size)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    said = [(folder / f"error {rank}").read_text() for rank, code in enumerate(codes) if code]
-    assert not said, "\n".join(said)
+    errors = [folder / f"error {rank}" for rank in range(size)]
+    said = [path.read_text() for path in errors if path.exists()]
+    assert not any(codes), "\n".join([f"they end with {codes}", *said])
     paths = [folder / f"result {rank}" for rank in range(size if whole else 0)]
     return [torch.load(path, weights_only=False) for path in paths]
 

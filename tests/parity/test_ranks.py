@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,22 +12,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from megatrain import Engine, Placement
+from megatrain import Engine, Placement, distributed
 from megatrain.checkpoint import files, open_checkpoint, verify
+from megatrain.distributed import connected
 from megatrain.errors import InputError, RunFailed, StepRefused
+from megatrain.generate import Sampling, continued
 from megatrain.kernels.states import GROUP
-from megatrain.loss import DPO, TOKEN_WEIGHTS, LabelSmoothing
+from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, JointLoss, LabelSmoothing, Loss
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
 from tests.families.plain import Step
 from tests.families.tiny import tiny_model
-from tests.parity.cases import llama, make_batches, make_engine, masters, qwen2
+from tests.parity.cases import llama, make_batches, make_engine, masters, qwen2, same
 from tests.parity.ranks import run_ranks
+from tests.parity.test_preferences import replies
 from tests.race.schedule import Alike
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (2, 9))
+LORA = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
+FP32 = {"dtype": torch.float32}
 RATES = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
 
@@ -51,19 +57,28 @@ def weighed(steps: list[Step]) -> list[Step]:
     ]
 
 
-def train(group: Any, model: Any, loss: Any = None, steps: int = 2, **options: Any) -> dict:
+def pairs(loss: JointLoss) -> list[Step]:
+    """Two steps of replies, those of a pair in micro-batches of different ranks."""
+    *rest, last = replies(loss)
+    both = [{name: value[part] for name, value in last.items()} for part in (slice(2), slice(2, 3))]
+    return [[*rest, *both]] * 2
+
+
+def train(
+    group: Any, model: Any, loss: Loss = CROSS_ENTROPY, batches: Any = None, **options: Any
+) -> dict:
     """What training leaves, and says."""
     engine = make_engine(model, group=group, **options)
-    batches, how = make_batches(steps, SHAPES), {} if loss is None else {"loss": loss}
-    said = [engine.step(part_of(s, group), **how) for s in weighed(batches) if loss] or [
-        engine.step(part_of(step, group)) for step in batches
-    ]
+    batches = batches or make_batches(2, SHAPES)
+    said = [engine.step(part_of(step, group), loss) for step in batches]
     last = part_of(batches[-1], group)
+    plain = [{name: micro[name] for name in ("input_ids", "labels")} for micro in last]
     found = {
+        "measures": torch.tensor([v for each in said for v in each.measures.values()]),
         "losses": torch.tensor([each.loss for each in said]),
         "norms": torch.tensor([each.grad_norm for each in said]),
         "tokens": torch.tensor([float(each.tokens) for each in said]),
-        "evaluated": torch.tensor([engine.evaluate(last), *engine.score(last)]),
+        "evaluated": torch.tensor([engine.evaluate(last, loss), *engine.score(plain)]),
         **masters(engine),
     }
     engine.close()
@@ -83,8 +98,37 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
         qwen2(tie_word_embeddings=True),
         placement=Placement(slots=3, keep_rows=False, save_activations=2, keep_weights=2),
     ),
+    "resident, in passes": lambda group: train(
+        group,
+        tiny_model("qwen3_moe"),
+        clip=0.5,
+        placement=Placement(
+            slots=2,
+            passes=3,
+            resident=("embedding", "layer 0", "head"),
+            layer_inputs="host",
+        ),
+    ),
+    "tied, resident in part, not clipped": lambda group: train(
+        group,
+        qwen2(tie_word_embeddings=True),
+        clip=None,
+        trained=Trained(freeze=("k_proj", "layers.1")),
+        placement=Placement(
+            slots=1, resident=("layer 0", "layer 1", "head"), offload_activations=1
+        ),
+    ),
     "frozen in part": lambda group: train(
         group, llama(), trained=Trained(freeze=("embed_tokens", "q_proj", "norm"))
+    ),
+    "preferences, in passes": lambda group: train(
+        group, llama(), DPO(), pairs(DPO()), placement=Placement(passes=2, resident=("head",))
+    ),
+    "adapter": lambda group: train(
+        group,
+        qwen2(tie_word_embeddings=True),
+        adapter=LORA | {"use_dora": True, "modules_to_save": ["norm"]},  # begin as the base is
+        placement=Placement(resident=("layer 1",), keep_weights=2),
     ),
     "experts": lambda group: train(group, tiny_model("mixtral"), rule="sgd", clip=None),
 }
@@ -94,6 +138,7 @@ EXACT: dict[str, Callable[[Any], dict]] = {
         group,
         llama(tie_word_embeddings=rule == "lion"),
         TOKEN_WEIGHTS,
+        weighed(make_batches(2, SHAPES)),
         clip=1e9,
         precision=precision,
         rule=rule,
@@ -102,7 +147,11 @@ EXACT: dict[str, Callable[[Any], dict]] = {
 }
 
 
-USUAL = ("tied, rows that are not kept, graphs that are", "frozen in part", "bf16, lion")
+USUAL = (
+    *("tied, rows that are not kept, graphs that are", "frozen in part", "bf16, lion"),
+    *("resident, in passes", "tied, resident in part, not clipped"),
+    *("preferences, in passes", "adapter"),
+)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +174,41 @@ def test_ranks_train_as_one(size: int, names: Sequence[str], tmp_path: Path) -> 
                     assert torch.equal(mine, value), (rank, name, what)
                 close = torch.allclose(mine, value, rtol=2e-6, atol=1e-6)
                 assert close, (rank, name, what, float((mine - value).abs().max()))
+
+
+def test_ranks_make_the_texts_of_one(tmp_path: Path) -> None:
+    """Greedy and drawn ones, with tiles that rest and stay, tied or not, learnt positions."""
+    ids = [torch.arange(3, 3 + count).tolist() for count in (5, 2)]
+    placement = Placement(slots=2, keep_weights=1, resident=("layer 0",))
+    makes = (lambda: llama(tie_word_embeddings=True), llama, lambda: tiny_model("gpt2"))
+
+    def work(group: Any) -> tuple[list[Any], list[torch.Tensor]]:
+        found, first = [], []
+        for make in makes:
+            engine = make_engine(make(), group=group, placement=placement)
+            engine.step(part_of(make_batches(1, SHAPES)[0], group))
+            for how in ({"temperature": 0}, {"temperature": 1.0, "seed": 3}):
+                sampling = Sampling(max_new_tokens=6, **how)
+                found.append(
+                    continued(
+                        engine, ids, sampling, GenerationConfig(), stops=set(), pad=0, batch_size=2
+                    )
+                )
+            with engine.whole_model() as model:
+
+                def differs(module: Any, given: Any, output: Any) -> None:
+                    output.logits = output.logits + (0 if group is None else dist.get_rank(group))
+
+                with model.register_forward_hook(differs, prepend=True):
+                    logits = model(torch.tensor(ids[:1])).logits
+            first.append(logits)  # as rank 0 has them
+        return found, first
+
+    wanted, first = work(None)
+    assert len({str(each) for each in wanted}) == 2 * len(makes)
+    for texts, logits in run_ranks(2, tmp_path, work):
+        assert texts == wanted
+        assert all(map(partial(torch.allclose, atol=1e-5), logits, first))
 
 
 def test_packed_rows_are_tried_by_all_ranks(tmp_path: Path) -> None:
@@ -152,7 +236,7 @@ def refused(
     """That `call` is refused in words that hold `wanted`."""
     with pytest.raises(kind) as caught:
         call(*given, **options)
-    assert wanted in str(caught.value), str(caught.value)
+    assert wanted in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
 
 
 def other_weights() -> Any:
@@ -169,12 +253,11 @@ OTHERWISE: dict[str, tuple[dict, str]] = {
     "optimizer": ({"lr": 0.3}, "rank 1 has another optimizer"),
     "model": ({"model": qwen2}, "rank 1 has another model"),
     "weights": ({"model": other_weights}, "rank 1 has another model in memory"),
+    "depth": ({"model": lambda: llama(num_hidden_layers=2)}, '"num_hidden_layers": 2, '),
 }
 
 IMPOSSIBLE: dict[str, tuple[dict, str]] = {
-    "passes": ({"placement": Placement(passes=2)}, "placement.passes"),
     "slices": ({"placement": Placement(max_stream_bytes=1 << 20)}, "placement.max_stream_bytes"),
-    "resident": ({"placement": Placement(resident=("layer 0",))}, "placement.resident"),
     "disk": ({"placement": Placement(disk_moments=1)}, "placement.disk_moments"),
     "remainder": ({"placement": Placement(disk_remainder=1)}, "placement.disk_remainder"),
     "muon": ({"rule": "muon"}, "Muon needs whole matrices"),
@@ -192,6 +275,10 @@ def test_what_ranks_cannot_do_is_refused_by_name() -> None:
 
 def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path: Path) -> None:
     [step] = make_batches(1, SHAPES)
+    llama().save_pretrained(tmp_path / "base")
+    for seed in range(2):
+        with make_engine(tmp_path / "base", adapter=LORA, seed=seed) as engine:
+            engine.save_pretrained(tmp_path / f"adapter {seed}")
 
     def work(group: Any) -> None:
         rank = dist.get_rank(group)
@@ -199,6 +286,8 @@ def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path: Path) -> None:
             options = {"model": llama, **(own if rank else {})}
             model = options.pop("model")()
             refused(InputError, words, make_engine, model, group=group, **options)
+        adapter, words = tmp_path / f"adapter {rank}", "rank 1 has another file of the adapter"
+        refused(InputError, words, make_engine, adapter, group=group)
         engine = make_engine(llama(), group=group)
         before = masters(engine)
         for call, words in bad_calls(engine, step, rank).values():
@@ -209,7 +298,10 @@ def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path: Path) -> None:
         after = masters(engine)
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert engine.step(good).loss > 0
-        mesh = init_device_mesh("cpu", (2,))
+        mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
+        with mock.patch.object(distributed, "_GATHERED", 1 << 10):
+            links = connected(group, cpu).exchange(distributed._connect(connected(group, cpu), cpu))
+        assert links[0] == links[1] > 0
         only_run = Engine(llama(), group=mesh, device="cpu", precision="fp32")
         alone = Engine(llama(), device="cpu", precision="fp32")
         assert only_run.evaluate(good) == pytest.approx(alone.evaluate(step), abs=1e-6)
@@ -235,7 +327,6 @@ def bad_calls(engine: Engine, step: Step, rank: int) -> dict[str, tuple[Callable
     return {
         "tokens": (lambda: engine.step(broken), "outside the model's vocabulary"),
         "nothing": (lambda: engine.step(own[: 1 - rank]), "at least one micro-batch"),
-        "joint": (lambda: engine.step(own, DPO()), "DPO compares rows"),
         "schedule": (scheduled, "another settings of the optimizer"),
         "loss": (
             lambda: engine.step(own, LabelSmoothing(0.1 + rank / 10)),
@@ -262,6 +353,12 @@ def test_a_rank_that_ends_ends_the_others(tmp_path: Path) -> None:
     run_ranks(2, tmp_path, work, whole=False)
 
 
+def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of an exported folder."""
+    [path] = folder.glob("*.safetensors")
+    return {each.name: each.read() for each in read_header(path)}
+
+
 def saved_state(folder: Path) -> dict[str, torch.Tensor]:
     """Every number of every parameter in a checkpoint, by plane and name; not its padding."""
     found, checkpoint = {}, open_checkpoint(folder)
@@ -280,6 +377,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Pat
     """Two ranks save, three load and save, one loads that; then all that was saved is the same."""
     first, second = make_batches(2, SHAPES)
     options = {"precision": "bf16", "rule": "adamw int8", "trained": Trained(freeze=("q_proj",))}
+    options |= {"placement": Placement(resident=("layer 1", "head"))}
 
     def save(group: Any) -> tuple[dict, float]:
         engine = make_engine(llama(tie_word_embeddings=True), group=group, **options)
@@ -288,6 +386,11 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Pat
         loss = engine.step(part_of(second, group)).loss  # meanwhile
         saving.wait()
         engine.save_pretrained(tmp_path / "model of two")
+        lora = make_engine(llama(), group=group, adapter=LORA)
+        lora.step(part_of(first, group))
+        lora.save(tmp_path / "adapter")
+        lora.save_pretrained(tmp_path / "adapter alone")
+        lora.save_pretrained(tmp_path / "merged", merged=True, **FP32)
         return masters(engine), loss
 
     def load(group: Any) -> tuple[dict, float]:
@@ -315,6 +418,11 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Pat
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model of two", dtype=torch.float32)
     for name, value in model.named_parameters():
         assert torch.equal(value, trained[name]), name
+    lora = Engine.load(tmp_path / "adapter", device="cpu")
+    for folder, how in (("adapter alone", {}), ("merged", {"merged": True, **FP32})):
+        lora.save_pretrained(tmp_path / f"{folder} again", **how)
+        ours, theirs = (load_folder(tmp_path / name) for name in (folder, f"{folder} again"))
+        assert same(ours, theirs) and len(ours) > 3
 
 
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:

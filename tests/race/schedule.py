@@ -2,9 +2,9 @@
 
 import functools
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -198,19 +198,39 @@ class Alike(Ranks):
         return [value] * self.size
 
 
+@dataclass(frozen=True)
+class Told(Alike):
+    """A rank that is told what each of them says; the first to be asked are only listened to."""
+
+    said: dict[int, Any] = field(default_factory=dict)
+
+    def exchange(self, value: T) -> list[T]:
+        self.said.setdefault(self.rank, value)
+        return [self.said.get(rank, value) for rank in range(self.size)]
+
+
 def shared_schedules() -> Iterator[dict]:
     """Those of the second of three ranks."""
-    rest = itertools.cycle(itertools.product((False, True), (False, True), STAYING))
-    for slots, boundaries, clip in itertools.product((1, 3), ("device", "host"), (1.0, None)):
-        tied, keep_rows, staying = next(rest)
+    rest = itertools.cycle(itertools.product((False, True), KEPT_ROWS, STAYING))
+    losses = itertools.cycle(LOSSES)
+    places = itertools.product((1, 3), ("device", "host"), (1.0, None), RESIDENT)
+    for slots, boundaries, clip, resident in places:
+        tied, rows, staying = next(rest)
         placement = Placement(
             slots=slots,
             layer_inputs=boundaries,
             layer_input_lanes=1,
-            keep_rows=keep_rows,
+            resident=resident,
+            **rows,
             keep_weights=staying,
         )
-        yield {"placement": placement, "max_grad_norm": clip, "tied": tied, "ranks": Alike(1, 3)}
+        yield {
+            "placement": placement,
+            "max_grad_norm": clip,
+            "tied": tied,
+            "loss": next(losses),
+            "ranks": Alike(1, 3),
+        }
 
 
 def trace(
@@ -225,6 +245,7 @@ def trace(
     loss: Loss = CROSS_ENTROPY,
     ranks: Ranks = ALONE,
     lowest: int = 0,
+    rows: Sequence[int] = (2, 1, 3),
     without: frozenset[str] = frozenset(),
 ) -> TraceDevice:
     """The device after a few steps and an evaluation of uneven micro-batches.
@@ -250,8 +271,8 @@ def trace(
         assembly = Assembly(device, program, store, dtype, placement, ranks=ranks)
         parts = assembly.training(optimizer, max_grad_norm)
     micro_batches = [
-        {"input_ids": torch.ones(rows, 4).long(), "labels": torch.ones(rows, 4).long()}
-        for rows in (2, 1, 3)
+        {"input_ids": torch.ones(each, 4).long(), "labels": torch.ones(each, 4).long()}
+        for each in rows
     ]
     how = {"ranks": ranks, "rows_each": parts.embedding.rows_each}
     batch = prepare(micro_batches, torch.device("cpu"), VOCAB, takes=str, loss=loss, seed=0, **how)

@@ -2,11 +2,15 @@
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields
+from itertools import islice
+from unittest import mock
 
 from megatrain import Placement
-from megatrain.device.base import COPY_IN
-from tests.race.schedule import STEPS, schedules, trace
+from megatrain.device.base import COPY_IN, GATHER, REDUCE
+from megatrain.engine.batch import Batch
+from tests.race.schedule import STEPS, Told, schedules, shared_schedules, trace
 
 
 @functools.cache
@@ -57,3 +61,37 @@ def test_weights_that_stay_cross_the_bus_once_a_version_and_need_each_wait() -> 
     for why in ("version due", "weights arrived", "slot free"):
         races = trace(**schedule, without=frozenset({why})).races
         assert any("kept weights" in race or "weights ->" in race for race in races), why
+
+
+def collectives() -> Iterator[list[list[tuple[str, str]]]]:
+    """Of some schedules what each rank puts on, of three with other numbers of micro-batches."""
+    for schedule in islice(shared_schedules(), 0, None, 3):
+        said: dict = {}
+        for _ in range(2):  # the first time they only say what they have
+            each = [
+                trace(**schedule | {"ranks": Told(rank, 3, said=said), "rows": rows}).operations
+                for rank, rows in enumerate([(1,), (2, 1, 3, 1), (1, 2)])
+            ]
+        yield [[op for op in every if op[0] in (GATHER, REDUCE)] for every in each]
+
+
+def test_all_ranks_put_on_the_same_collectives_in_the_same_order() -> None:
+    """Over both streams: all waits are for what was put on before, so no rank waits in a circle."""
+    for first, *others in collectives():
+        assert len(first) > 20 and {stream for stream, _ in first} == {GATHER, REDUCE}
+        assert others == [first] * 2
+    taken = Batch.passes
+    own = mock.patch.object(
+        Batch, "passes", lambda batch, count: taken(batch, min(count, len(batch.micro)))
+    )
+    with own:  # a rank takes as many passes as it has micro-batches for
+        assert any(others != [first] * 2 for first, *others in collectives())
+
+
+def test_momentum_on_a_disk_needs_each_wait_of_its_way() -> None:
+    schedule: dict = {"max_grad_norm": None, "tied": False, "rule": "muon", "saves": (0, 1)}
+    schedule["placement"] = Placement(disk_moments=9, disk_weights=2)
+    waits = ("room free", "state arrived", "state ready")
+    for why in (f"directions' {each}" for each in waits):
+        races = trace(**schedule, without=frozenset({why})).races
+        assert any("momentum" in race or "state" in race for race in races), why
