@@ -20,7 +20,7 @@ from megatrain.cli.bench import bench
 from megatrain.cli.options import DeviceMemory, DeviceName, HostMemory
 from megatrain.cli.planning import doctor, plan
 from megatrain.errors import InputError, MegatrainError, RunFailed, in_one_line, told
-from megatrain.telemetry.log import StderrHandler
+from megatrain.telemetry.log import StderrHandler, wrapped
 
 _PATH_ERRORS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
@@ -41,7 +41,7 @@ class ReportingGroup(TyperGroup):
             known = _known(error) if isinstance(error, OSError) else error
             with suppress(OSError):  # the exit code says it, too
                 who = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
-                print(f"megatrain: error: {who}{in_one_line(known)}", file=sys.stderr)
+                print(wrapped(f"megatrain: error: {who}{in_one_line(known)}"), file=sys.stderr)
             raise typer.Exit(known.exit_code) from error
         except KeyboardInterrupt as error:
             print("megatrain: interrupted", file=sys.stderr)

@@ -9,6 +9,7 @@ from rich.text import Text
 from megatrain import config
 from megatrain.data import PackedDataset, Stream
 from megatrain.data.preview import Piece, Summary, shown, summarise
+from megatrain.telemetry.console import say
 
 _BAR = 40  # characters of the longest bar
 _LONGEST = 3000  # characters of a document that are shown
@@ -22,7 +23,7 @@ def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None)
     Raises:
         InputError: the run file or its data cannot be used.
     """
-    loaded = config.load(run, overrides)
+    loaded = config.load(run, overrides, endless=True)
     from megatrain.train.data import data_alone
 
     tokenizer, training, evaluation = data_alone(loaded)
@@ -34,8 +35,9 @@ def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None)
     console = Console(highlight=False)
     summary = summarise(training)
     _print_summary(console, name, summary)
-    for set_name, held in evaluation.items():
-        said = f"evaluation, {set_name}" if set_name else "evaluation"
+    for number, (set_name, held) in enumerate(evaluation.items()):
+        said = "" if number else "\n"
+        said += f"evaluation, {set_name}" if set_name else "evaluation"
         print(f"{said}: {held.num_tokens:,} tokens in {len(held):,} rows")
     for row in range(min(rows, len(training))):
         _print_row(console, row, shown(training, row, tokenizer))
@@ -54,27 +56,24 @@ def _write_page(
 
 
 def _print_summary(console: Console, name: str, summary: Summary) -> None:
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=not console.is_terminal)
-
     what = summary.what
     counts, tokens = summary.facts()
-    say(f"{name}: {counts}")
-    say(tokens)
+    say(console, f"{name}: {counts}")
+    say(console, tokens)
     for note in summary.notes():
-        say(note)
-    say(f"\ntokens by source{f' in {summary.folder}' if summary.folder else ''}")
+        say(console, note)
+    say(console, f"\ntokens by source{f' in {summary.folder}' if summary.folder else ''}")
     widest = sorted(summary.sources, key=lambda source: -source.tokens)
     for source in widest[:_SOURCES]:
-        say(f"  {source.tokens:>14,}  {source.documents:>10,} {what}  {source.name}")
+        say(console, f"  {source.tokens:>14,}  {source.documents:>10,} {what}  {source.name}")
     if (more := len(widest) - _SOURCES) > 0:
-        say(f"  {sum(s.tokens for s in widest[_SOURCES:]):>14,}  in {more:,} more")
-    say(f"\nlengths of {what} in tokens")
+        say(console, f"  {sum(s.tokens for s in widest[_SOURCES:]):>14,}  in {more:,} more")
+    say(console, f"\nlengths of {what} in tokens")
     histogram = summary.histogram()
     most = max(count for *_, count in histogram)
     for shortest, longest, count in histogram:
         bar = "█" * max(round(_BAR * count / most), bool(count))
-        say(f"  {shortest:>8,} - {longest:<8,} {count:>10,} {bar}")
+        say(console, f"  {shortest:>8,} - {longest:<8,} {count:>10,} {bar}")
 
 
 def _print_row(console: Console, row: int, pieces: Sequence[Piece]) -> None:

@@ -94,7 +94,7 @@ def print_memory(outcome: Outcome) -> None:
     places = {
         "host: weights": outcome.memory["host_weights_bytes"],
         "host: master remainders (bf16 runs)": outcome.memory["host_remainder_bytes"],
-        "host: Adam moments": outcome.memory["host_moments_bytes"],
+        "host: optimizer states": outcome.memory["host_moments_bytes"],
         "host: gradients": outcome.memory["host_gradients_bytes"],
         "host: layer inputs": outcome.memory["host_boundaries_bytes"],
         "device, at peak": outcome.memory["device_peak_bytes"],

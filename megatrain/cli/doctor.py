@@ -9,6 +9,7 @@ from rich.table import Table
 from megatrain.plan.doctor import Diagnosis, diagnose
 from megatrain.plan.facts import Facts
 from megatrain.plan.rate_measurement import Measurement
+from megatrain.telemetry.console import say
 from megatrain.units import duration, gib
 
 
@@ -22,30 +23,30 @@ def run_doctor(device: str, folder: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(diagnosis.as_dict(), indent=2))
         return
-    show(diagnosis, Console(highlight=False, soft_wrap=True))
+    show(diagnosis, Console(highlight=False))
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
     """The machine, its rates, and what is wrong with it."""
     for line in _facts(diagnosis.facts):
-        console.print(line, markup=False)
-    console.print(_table(diagnosis.measurements))
+        say(console, line)
+    console.print(_table(diagnosis.measurements), soft_wrap=not console.is_terminal)
     for measurement in diagnosis.measurements:
         if measurement.value is None:
             text = f"{measurement.label}: not measured because {measurement.why_not}"
-            console.print(text, markup=False)
+            say(console, text)
     wrong = [finding for finding in diagnosis.findings if finding.wrong]
     notes = [finding for finding in diagnosis.findings if not finding.wrong]
     for title, found in (("Wrong or slow", wrong), ("To know", notes)):
         if found:
             console.print(f"\n{title}:")
         for finding in found:
-            console.print(f"- {finding.what}\n  {finding.remedy}", markup=False)
+            say(console, f"- {finding.what}\n  {finding.remedy}")
     if not wrong:
         console.print("\nNothing is wrong.")
     kept = f"kept in {diagnosis.kept}, which `megatrain plan` and `placement: auto` read"
     not_kept = f"not kept for `megatrain plan`: {diagnosis.not_kept}"
-    console.print(f"\n{duration(diagnosis.seconds)}; {kept if diagnosis.kept else not_kept}")
+    say(console, f"\n{duration(diagnosis.seconds)}; {kept if diagnosis.kept else not_kept}")
 
 
 def _facts(facts: Facts) -> list[str]:

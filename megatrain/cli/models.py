@@ -2,9 +2,10 @@
 
 import difflib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.cli.shapes import SHAPES, qwen2_config
 from megatrain.errors import InputError, first_line
@@ -28,12 +29,24 @@ class NamedModel:
     name: str
     config: "PreTrainedConfig"
     section: "ModelSection | None" = None
-    adapter: dict[str, Any] | None = None
+    adapter: Any = None
+
+    @property
+    def base(self) -> Literal["fp8", "nf4"] | None:
+        """How its weights are quantised; None: they are not, or in a way that is not taken."""
+        from megatrain.model.quantised import quantised_base
+
+        how = {"quantization_config": getattr(self.config, "quantization_config", None)}
+        with suppress(InputError):
+            return quantised_base(how, self.name)
+        return None
 
     @property
     def quantised(self) -> str | None:
         """Why its weights cannot be trained; None: they can."""
         if getattr(self.config, "quantization_config", None) is None:
+            return None
+        if self.base is not None and self.adapter is not None:
             return None
         return f"the weights of {self.name} are quantised, and such are not trained"
 
@@ -58,7 +71,8 @@ class NamedModel:
         source = open_source(
             self.config,
             adapter=self.adapter,
-            base=section.base,
+            base=self.base or section.base,
+            router_aux_loss_coef=section.router_aux_loss_coef,
             trust_remote_code=section.trust_remote_code,
             attn_implementation=section.attn_implementation,
         )
@@ -67,19 +81,40 @@ class NamedModel:
 
 
 def model_of_run(
-    name: str, section: "ModelSection", adapter: dict[str, Any] | None = None
+    name: str,
+    section: "ModelSection",
+    adapter: dict[str, Any] | None = None,
+    *,
+    scores: bool = False,
 ) -> NamedModel:
-    """The model of a run file of this name, and its adapter."""
+    """The model of a run file of this name, and its adapter; `scores`: with a sequence head."""
     from megatrain.data import load_tokenizer
+    from megatrain.model.build import scoring
     from megatrain.train.model_config import model_config
 
     trusted = section.trust_remote_code
     if section.path is not None:
         config = named_config(section.path, trust_remote_code=trusted)
+        adapter = adapter or _adapter_of(section)
     else:
         tokenizer = load_tokenizer(str(section.tokenizer), trust_remote_code=trusted)
         config = model_config(section, tokenizer)
-    return NamedModel(name, config, section, adapter)
+    return NamedModel(name, scoring(config) if scores else config, section, adapter)
+
+
+def _adapter_of(section: "ModelSection") -> Any:
+    """The configuration of the adapter that `model.path` has already; None: it has none."""
+    from megatrain.checkpoint import Checkpoint
+    from megatrain.compat import peft
+    from megatrain.source.source import adapter_folder, folder_adapter
+    from megatrain.train.resolve_model import named_model
+
+    _, found = named_model(section)
+    if isinstance(found, Checkpoint):
+        saved = found.settings.adapter
+        return None if saved is None else peft.from_json(saved["configs"][saved["active"]])
+    folder = adapter_folder(found)
+    return None if folder is None else folder_adapter(folder)[0]
 
 
 def named_config(

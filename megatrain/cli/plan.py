@@ -62,6 +62,7 @@ def run_plan(
     where: Where,
     *,
     total_tokens: int | None,
+    gpus: int | None,
     as_json: bool,
     picture: Path | None,
     **further: Any,
@@ -70,6 +71,7 @@ def run_plan(
 
     Args:
         options: those of the workload, as `changed` takes them.
+        gpus: None: `engine.devices` of the run.
         further: as `make_plan` takes it.
 
     Raises:
@@ -86,6 +88,7 @@ def run_plan(
     if loaded is not None:
         where = where._replace(device=loaded.engine.device)
         total_tokens = total_tokens or _all_tokens(loaded, workload)
+        gpus = gpus or loaded.engine.devices
     workload = changed(workload, options)
     workload.check()
     named.check_length(workload.sequence_length)
@@ -93,7 +96,8 @@ def run_plan(
     machine = _machine(where, workload, options, warnings)
     if machine.unified:
         workload = replace(workload, placement=workload.placement or CPU_PLACEMENT)
-    plan = _plan(named, machine, workload, total_tokens=total_tokens, warnings=warnings, **further)
+    further |= {"total_tokens": total_tokens, "gpus": gpus or 1, "warnings": warnings}
+    plan = _plan(named, machine, workload, **further)
     if as_json:
         print(json.dumps({"model": named.name, **plan.as_dict()}, indent=2))
     else:
@@ -118,7 +122,8 @@ def _opened(
     from megatrain import config as run_files
 
     loaded = run_files.load(run, overrides)
-    return model_of_run(run.name, loaded.model, loaded.adapter.keys), loaded
+    scores = loaded.loss.name == "reward"
+    return model_of_run(run.name, loaded.model, loaded.adapter.keys, scores=scores), loaded
 
 
 def _all_tokens(run: "Config", workload: Workload) -> int | None:

@@ -10,6 +10,7 @@ from megatrain.plan.planner import Plan
 from megatrain.plan.remedies import Remedy
 from megatrain.plan.tiles import PLANES, by_tier
 from megatrain.plan.wear import DiskUse
+from megatrain.telemetry.console import say
 from megatrain.units import GIB, duration, gib, size
 
 _WIDTH = 140
@@ -37,18 +38,18 @@ def show(plan: Plan, name: str) -> None:
     if not console.is_terminal:
         console.width = _WIDTH  # a file has no width, and tables should not be cut to guess one
 
-    def say(lines: list[str]) -> None:
-        for line in lines:  # a terminal's are wrapped at words
-            console.print(line, markup=False, soft_wrap=not console.is_terminal)
+    def say_all(lines: list[str]) -> None:
+        for line in lines:
+            say(console, line)
 
-    say(_head(plan, name))
+    say_all(_head(plan, name))
     console.print()
     console.print(_tiles(plan, gap=2 if console.width > _NARROW else 1))
     console.print()
-    say([*_memory(plan), *_time(plan)])
+    say_all([*_memory(plan), *_time(plan)])
     if not plan.fits:
-        say(_remedies(plan))
-    say([f"note: {warning}" for warning in plan.warnings])
+        say_all(_remedies(plan))
+    say_all([f"note: {warning}" for warning in plan.warnings])
 
 
 def missing(plan: Plan) -> str:
@@ -157,9 +158,9 @@ def _time(plan: Plan) -> list[str]:
         several = plan.several
         lines.append(
             f"{several.gpus} GPUs   {several.seconds:.2f} s, {several.tokens_per_second:,.0f} "
-            f"tokens/s; binds: {_BINDS.get(several.binds, several.binds)}. An estimate: this "
-            "version trains on one GPU. Assumed: the same step split evenly, each GPU with its own "
-            "bus, one host that updates once"
+            f"tokens/s; binds: {_BINDS.get(several.binds, several.binds)}. The same step split "
+            "evenly, each GPU with its own bus and its share of the host, and half a bus between "
+            "them (no such forecast has been compared with a measured step)"
         )
     rate = (plan.several or told).tokens_per_second
     tokens, seconds = plan.total_tokens, plan.run_seconds

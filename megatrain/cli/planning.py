@@ -57,7 +57,7 @@ def plan(
     sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens a row; 1024.")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows at once; chosen.")] = None,
     total_tokens: TotalTokens = None,
-    gpus: Annotated[int, typer.Option(min=1, max=64, help="GPUs of one host: an estimate.")] = 1,
+    gpus: Annotated[int | None, typer.Option(min=1, max=64, help="Of one host; 1.")] = None,
     clip: Annotated[bool | None, typer.Option("--clip/--no-clip", help="Exactly; on.")] = None,
     precision: ComputeDtype = None,
     states: States = None,

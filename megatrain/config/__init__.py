@@ -6,6 +6,7 @@ it from untrusted text and puts it together with the overrides of the command li
 
 from megatrain.config.learning import TrainingSection
 from megatrain.config.load import load, overridden, validate
+from megatrain.config.rollout import RolloutSection
 from megatrain.config.schema import CheckpointSection, Config, DataSection, ModelSection
 from megatrain.config.section import nearest
 
@@ -14,6 +15,7 @@ __all__ = [
     "Config",
     "DataSection",
     "ModelSection",
+    "RolloutSection",
     "TrainingSection",
     "load",
     "nearest",

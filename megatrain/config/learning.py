@@ -67,7 +67,9 @@ class OptimizerSection(Section):
         from megatrain.optim import RULES
 
         if name not in RULES:
-            raise ValueError(f"unknown optimizer {name!r}{nearest(name, list(RULES))}")
+            eight = " with states: int8" if "8bit" in name else ""
+            near = f"; take adamw{eight}" if "adamw" in name else nearest(name, list(RULES))
+            raise ValueError(f"unknown optimizer {name!r}{near}")
         return name
 
     @property
@@ -88,19 +90,34 @@ class OptimizerSection(Section):
         return RULES[self.name](**self.settings, **given)
 
 
+_KINDS: dict[str, Any] = {"sft": None, "kto": "rated", "grpo": "prompts", "rloo": "prompts"}
+
+
 class LossSection(Section):
     """What is minimised: `sft` is cross entropy, others are of replies (docs/losses.md).
 
     Other keys are the settings that a loss of `megatrain.loss` has; null: as it has them.
     """
 
-    name: Literal["sft", "dpo", "simpo", "orpo", "kto"] = "sft"
+    name: Literal["sft", "dpo", "simpo", "orpo", "kto", "reward", "grpo", "rloo"] = "sft"
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
-    beta: Annotated[float, Field(gt=0)] | None = None
+    z_loss: Annotated[float, Field(ge=0)] | None = None
+    beta: Annotated[float, Field(ge=0)] | None = None
     loss_type: str | None = None
     gamma: float | None = None
     desirable_weight: Annotated[float, Field(ge=0)] | None = None
     undesirable_weight: Annotated[float, Field(ge=0)] | None = None
+    center_rewards_coefficient: Annotated[float, Field(gt=0)] | None = None
+    epsilon: float | None = None
+    epsilon_high: float | None = None
+    delta: float | None = None
+    importance_sampling_level: str | None = None
+    scale_rewards: str | None = None
+    normalize_advantages: bool | None = None
+    num_generations: int | None = None
+    num_iterations: int | None = None
+    max_completion_length: int | None = None
+    mask_truncated_completions: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -125,10 +142,14 @@ class LossSection(Section):
 
     def loss(self) -> "Loss":
         """The loss as a step takes it."""
-        from megatrain.loss import CROSS_ENTROPY, LabelSmoothing
+        from megatrain.loss import CROSS_ENTROPY, LabelSmoothing, ZLoss
 
         if self.name != "sft":
             return _of_replies()[self.name](**self._own)
+        if self.z_loss:
+            if self.label_smoothing:
+                raise InputError("sft has z_loss or label_smoothing, not both; leave one out")
+            return ZLoss(self.z_loss)
         return LabelSmoothing(self.label_smoothing) if self.label_smoothing else CROSS_ENTROPY
 
     @property
@@ -136,9 +157,9 @@ class LossSection(Section):
         return {name: getattr(self, name) for name in _settings(self.name) or ()}
 
     @property
-    def kind(self) -> Literal["pairs", "rated"] | None:
+    def kind(self) -> Literal["pairs", "rated", "prompts"] | None:
         """Of data, that it needs; None: texts or chats."""
-        return None if self.name == "sft" else "rated" if self.name == "kto" else "pairs"
+        return _KINDS.get(self.name, "pairs")
 
     @property
     def lines(self) -> int:
@@ -150,22 +171,27 @@ class LossSection(Section):
         """What evaluations measure."""
         if self.name == "sft":
             return "loss", "perplexity", "accuracy"
+        if self.kind == "prompts":
+            return ("reward",)
         kinds = ("chosen", "rejected", "margins", *(["accuracies"] if self.name != "kto" else []))
         return "loss", *(f"rewards/{kind}" for kind in kinds)
 
 
 def _of_replies() -> dict[str, Any]:
-    from megatrain.loss import DPO, KTO, ORPO, SimPO
+    from megatrain.loss import DPO, GRPO, KTO, ORPO, RLOO, Reward, SimPO
 
-    return {"dpo": DPO, "simpo": SimPO, "orpo": ORPO, "kto": KTO}
+    of_pairs = {"dpo": DPO, "simpo": SimPO, "orpo": ORPO, "kto": KTO, "reward": Reward}
+    return of_pairs | {"grpo": GRPO, "rloo": RLOO}
 
 
 def _settings(name: Any) -> dict[str, Any] | None:
     """The settings of a loss and their values; None: there is no such loss."""
     if name == "sft":
-        return {"label_smoothing": 0.0}
-    loss = _of_replies().get(str(name))
-    return None if loss is None else {field.name: field.default for field in fields(loss)}
+        return {"label_smoothing": 0.0, "z_loss": 0.0}
+    loss, known = _of_replies().get(str(name)), LossSection.model_fields
+    if loss is None:
+        return None
+    return {field.name: field.default for field in fields(loss) if field.name in known}
 
 
 class ScheduleSection(Section):

@@ -19,10 +19,11 @@ from megatrain.errors import InputError
 from megatrain.json_yaml import parse_yaml, read_yaml
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = False) -> Config:
     """Read a run file and apply `overrides` (`path.to.key=value`, the value in YAML).
 
-    The file of a run's folder is its `config.yaml`.
+    The file of a run's folder is its `config.yaml`. An `endless` one need not say how long to
+    train, for those who only look at its data.
 
     Raises:
         InputError: the file cannot be read or is not a valid run file.
@@ -30,10 +31,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     file = Path(path)
     if (file / "config.yaml").is_file():
         file /= "config.yaml"
-    return overridden(read_yaml(file), str(file), overrides)
+    return overridden(read_yaml(file), str(file), overrides, endless=endless)
 
 
-def overridden(tree: Mapping[str, Any], source: str, overrides: Sequence[str]) -> Config:
+def overridden(
+    tree: Mapping[str, Any], source: str, overrides: Sequence[str], *, endless: bool = False
+) -> Config:
     """`tree` with `overrides` as a Config; `source` serves the message only.
 
     Raises:
@@ -41,6 +44,9 @@ def overridden(tree: Mapping[str, Any], source: str, overrides: Sequence[str]) -
     """
     changed = copy.deepcopy(dict(tree))
     names = [_apply_override(changed, text) for text in overrides]
+    training = changed.setdefault("training", {}) if endless else None
+    if isinstance(training, dict) and not training.keys() & {"steps", "epochs"}:
+        training["steps"] = 1
     return validate(changed, source, names)
 
 
@@ -57,7 +63,9 @@ def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = (
         # An unknown key is the likeliest cause of the others (a misspelt one is also missing).
         details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
         others = len({tuple(_keys(detail)) for detail in details}) - 1
-        more = f" (and {others} more)" if others else ""
+        theirs = [d for d in details if d["type"] == "extra_forbidden" and foreign(_keys(d)[-1])]
+        where = "; docs/coming-from.md has the keys of other trainers" if len(theirs) > 2 else ""
+        more = f" (and {others} more{where})" if others else ""
         raise InputError(_describe(details[0], source, set(overridden)) + more) from error
 
 
@@ -92,9 +100,17 @@ def _describe(detail: ErrorDetails, source: str, overridden: set[str]) -> str:
     if detail["type"] == "value_error":
         return f"{place}: {detail['ctx']['error']}"
     if detail["type"] == "model_type":
-        return f"{place}: should be a mapping, got {shown(detail['input'])}"
+        return f"{place}: should be a mapping{_as_mapping(detail)}, got {shown(detail['input'])}"
     message = detail["msg"].removeprefix("Input ").replace("valid dictionary", "mapping")
     return f"{place}: {message}, got {shown(detail['input'])}"
+
+
+def _as_mapping(detail: ErrorDetails) -> str:
+    """How a section is written that was given as one word, as `adapter: lora`."""
+    (section, *nested), given = detail["loc"], detail["input"]
+    keys = () if nested else _section(str(section)).model_fields
+    key = next((name for name in ("path", "name", "method", "folder") if name in keys), None)
+    return f", such as {section}: {{{key}: {given}}}" if key and isinstance(given, str) else ""
 
 
 def _keys(detail: ErrorDetails) -> list[str]:
@@ -116,11 +132,10 @@ def _nearest_key(first: str, second: str | None = None) -> str:
     name = second or first
     if known := foreign(name):
         return f"; {known}"
-    near = nearest(name, sections[first] if second else list(sections))
-    elsewhere = [section for section, keys in sections.items() if name in keys]
-    if not elsewhere or near.startswith("; did you mean"):
-        return near
-    return f"; {name!r} is a key of {' and '.join(elsewhere)}{near.replace('valid', 'valid here')}"
+    elsewhere = [f"{section}.{name}" for section, keys in sections.items() if name in keys]
+    if elsewhere:
+        return f"; its name here is {' or '.join(elsewhere)}"
+    return nearest(name, sections[first] if second else list(sections))
 
 
 def _section(name: str) -> type[Section]:

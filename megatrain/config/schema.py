@@ -13,6 +13,7 @@ from megatrain.config.learning import (
     ScheduleSection,
     TrainingSection,
 )
+from megatrain.config.rollout import RolloutSection, check_rollout
 from megatrain.config.section import Fraction, Name, Pattern, Positive, Section, nearest, shown
 from megatrain.errors import InputError
 from megatrain.placement import RENAMED, Placement, Precision
@@ -26,6 +27,7 @@ class ModelSection(Section):
     `eos_token`: the token that ends texts, instead of the tokenizer's own; also in the result. What
     the chat template ends replies with is known without it.
     `base`: how frozen linear layers are kept, see docs/adapters.md.
+    `router_aux_loss_coef`: weight of the loss that balances experts; null: as the model says.
     `freeze`, `train_only`: regular expressions searched for in parameters' names, of what is not
     trained, and of all that is; null: everything.
     """
@@ -38,6 +40,7 @@ class ModelSection(Section):
     freeze: list[Pattern] = Field(default_factory=list)
     train_only: Annotated[list[Pattern], Field(min_length=1)] | None = None
     base: Literal["bf16", "fp8", "nf4"] = "bf16"
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
     trust_remote_code: bool = False
     attn_implementation: str | None = None
 
@@ -275,6 +278,7 @@ class Config(Section):
     training: TrainingSection
     optimizer: OptimizerSection = OptimizerSection()
     loss: LossSection = LossSection()
+    rollout: RolloutSection = RolloutSection()
     schedule: ScheduleSection = ScheduleSection()
     engine: EngineSection = EngineSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -293,15 +297,17 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _data_of_replies(self) -> Self:
-        if self.loss.kind is None:
-            return self
-        for key, given in (
-            ("kind", self.data.kind != "auto"),
-            ("weights", self.data.weights is not None),
-            ("streaming", self.data.streaming),
-        ):
-            if given:
-                raise ValueError(f"loss.name {self.loss.name} cannot have data.{key}; leave it out")
+        check_rollout(self.rollout, self.loss, self.data.sequence_length)
+        data, scores = self.data, self.loss.name == "reward"
+        for key, given in {
+            "data.kind": data.kind != "auto" and self.loss.kind != "prompts",
+            "data.weights": data.weights,
+            "data.streaming": data.streaming,
+            "training.samples": scores and self.training.samples,
+            "adapter": scores and self.adapter.method,
+        }.items():
+            if given and self.loss.kind is not None:
+                raise ValueError(f"loss.name {self.loss.name} cannot have {key}; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -341,7 +347,7 @@ class Config(Section):
         if self.training.early_stopping is not None:
             wanted["training.early_stopping"] = self.watched
         if self.training.samples is not None:
-            wanted["training.samples"] = "eval_loss"
+            wanted["training.samples"] = f"eval_{self.loss.metrics[0]}"
         for key, metric in wanted.items():
             if metric is not None and not (metrics and every):
                 raise ValueError(
@@ -360,13 +366,13 @@ class Config(Section):
     @property
     def watched(self) -> str:
         """The metric of the best state and of early stopping."""
-        return self.checkpoint.best or "eval_loss"
+        return self.checkpoint.best or f"eval_{self.loss.metrics[0]}"
 
     @property
     def larger_is_better(self) -> bool:
         """Whether large values of that metric are good."""
         mode = self.checkpoint.mode
-        large = ("accuracy", "accuracies", "margins", "chosen")
+        large = ("accuracy", "accuracies", "margins", "chosen", "reward")
         return self.watched.endswith(large) if mode is None else mode == "max"
 
     def as_yaml(self) -> str:

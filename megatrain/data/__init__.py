@@ -6,6 +6,7 @@ Read in this order: `sources` (which files), `readers` (their rows, checked), `t
 `opening` ties them together.
 """
 
+from megatrain.data.asked import Asked, Prompts, open_prompts
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.demo import stdlib_corpus, train_bpe_tokenizer
 from megatrain.data.loader import Step, StepLoader, StreamLoader
@@ -16,8 +17,10 @@ from megatrain.data.tokenizer import load_tokenizer
 
 __all__ = [
     "PLAIN",
+    "Asked",
     "MicroBatch",
     "PackedDataset",
+    "Prompts",
     "ReplyDataset",
     "Step",
     "StepLoader",
@@ -26,6 +29,7 @@ __all__ = [
     "load_tokenizer",
     "numbered",
     "open_dataset",
+    "open_prompts",
     "open_stream",
     "stdlib_corpus",
     "train_bpe_tokenizer",

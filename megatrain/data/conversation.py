@@ -11,7 +11,7 @@ from megatrain.json_yaml import parse_json
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # ShareGPT's and LLaMA-Factory's names of the roles, which some write into `role`, too.
-_SPEAKERS = {
+SPEAKERS = {
     **{role: role for role in ROLES}, "human": "user", "gpt": "assistant", "chatgpt": "assistant",
     "model": "assistant", "bot": "assistant", "function_call": "assistant", "observation": "tool",
     "function_response": "tool", "tool_response": "tool",
@@ -86,8 +86,8 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
     kept = {key: value for key, value in message.items() if value is not None}
     if "role" not in kept and isinstance(kept.get("from"), str):
         kept["role"] = kept.pop("from")
-        if kept["role"] not in _SPEAKERS:
-            known = ", ".join(_SPEAKERS)
+        if kept["role"] not in SPEAKERS:
+            known = ", ".join(SPEAKERS)
             raise InputError(f"{where}: 'from' is {kept['role']!r:.40}, none of these: {known}")
         if "value" in kept and "content" in kept:
             raise InputError(f"{where} has both 'value' and 'content': keep one")
@@ -98,7 +98,7 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
     if kept["role"] == "function_call" and "content" in kept:
         calls = from_json(kept.pop("content"), "value", where)
         kept["tool_calls"] = calls if isinstance(calls, list) else [calls]
-    kept["role"] = _SPEAKERS.get(kept["role"], kept["role"])
+    kept["role"] = SPEAKERS.get(kept["role"], kept["role"])
     learnt = _learnt(kept, where)
     refuse_unheeded_of_message(kept, where)
     if isinstance(kept.get("content"), Sequence) and not isinstance(kept["content"], str):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from megatrain.data.conversation import Conversation, Message, from_json, messages, tools
+from megatrain.data.conversation import SPEAKERS, Conversation, Message, from_json, messages, tools
 from megatrain.data.sources import Kind
 from megatrain.data.tables import Row
 from megatrain.data.unheeded import empty, refuse_unheeded, says_training
@@ -249,7 +249,7 @@ _NAMES = {
 }
 _OF_MESSAGES = ("role", "content")
 # What a reply rests on: were it passed over, another conversation would be learnt.
-_BESIDE = ("instruction", "input", "context", "history")
+_BESIDE = ("instruction", "input", "context", "history", "choices", "options")
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,8 @@ class Reading:
     def wanted(self, column: str) -> bool:
         """Whether a column of a table is to be read at all."""
         mapped = column in self.fields.values()
-        return mapped or (column not in self.fields and (column in _NAMES or says_training(column)))
+        known = column in (*_NAMES, *_BESIDE, "role") or says_training(column)
+        return mapped or (column not in self.fields and known)
 
     def find(self, row: Row, where: str) -> Format:
         """The format of a row.
@@ -352,7 +353,11 @@ class Reading:
 
     def _refuse_message(self, form: Format, row: Row, where: str) -> None:
         """Raises InputError: the row is one message, whose content is no text of its own."""
-        if form is FORMATS[-1] and "role" in row and "role" not in self.fields:
+        spoken = form is FORMATS[-1] or row.get("role") in (
+            *SPEAKERS,
+            "prompter",
+        )  # OpenAssistant's
+        if form.kind == "text" and spoken and "role" in row and "role" not in self.fields:
             raise InputError(
                 f"{where}: one message is no row: put those of a conversation into 'messages' of "
                 "one row (role: null in data.fields passes it over)"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megatrain.data.asked import Prompts
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.packing import Ints, shuffled
 from megatrain.data.preferences import numbered
@@ -40,7 +41,7 @@ class StepLoader:
 
     def __init__(
         self,
-        dataset: PackedDataset | Stream,
+        dataset: PackedDataset | Prompts | Stream,
         *,
         rows_per_step: int,
         rows_per_micro_batch: int,
@@ -54,7 +55,7 @@ class StepLoader:
                 f"must be positive, workers {workers} and seed {seed} not negative"
             )
         self._dataset = dataset
-        self._num_rows = len(dataset) if isinstance(dataset, PackedDataset) else 0
+        self._num_rows = 0 if isinstance(dataset, Stream) else len(dataset)
         self._rows_per_step = rows_per_step
         self._rows_per_micro_batch = rows_per_micro_batch
         self._seed = seed
@@ -161,7 +162,8 @@ class StepLoader:
             self._ahead.pop().cancel()
 
     def _make(self, step: int) -> Step:
-        return numbered([self._dataset.batch(rows) for rows in self._plan(step)])
+        made: Any = [self._dataset.batch(rows) for rows in self._plan(step)]
+        return made if isinstance(self._dataset, Prompts) else numbered(made)
 
     def _plan(self, step: int) -> list[list[int]]:
         """The rows of each micro-batch of a step."""

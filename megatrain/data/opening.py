@@ -74,7 +74,7 @@ def open_dataset(
     """
     _check_numbers(sequence_length, seed)
     reading = _reading(kind, text_field, fields)
-    sources, groups = _sources(source, kind, hub_config, hub_split, weights)
+    sources, groups = open_sources(source, kind, hub_config, hub_split, weights)
     examples = Examples(sources, reading, bad_rows)
     settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer)]
     encoder = Encoder(tokenizer, vocab_size)
@@ -116,7 +116,7 @@ def open_stream(
     """
     _check_numbers(sequence_length, seed)
     reading = _reading(kind, text_field, fields)
-    sources, _ = _sources(source, kind, hub_config, hub_split, None, streaming=True)
+    sources, _ = open_sources(source, kind, hub_config, hub_split, None, streaming=True)
     settings = StreamSettings(
         sequence_length, packing, overlong, pad_id(tokenizer, vocab_size), seed, block_tokens
     )
@@ -178,7 +178,7 @@ def _say(notes: Mapping[str, Any]) -> None:
             _log.warning("  and %d more", more)
 
 
-def _sources(
+def open_sources(
     source: str | Path | Sequence[str | Path],
     kind: Kind,
     hub_config: str | None,

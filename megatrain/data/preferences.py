@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.packing import Ints
-from megatrain.loss import IGNORED, KTO, PairLoss
+from megatrain.loss import IGNORED, KTO, PairLoss, Reward
 
 REPLIES = ("pairs", "rated")
 PLAIN = ("input_ids", "labels", "attention_mask")
@@ -33,11 +33,13 @@ class ReplyDataset(PackedDataset):
 
     Attributes:
         loss: whose inputs micro-batches have.
+        pad: the model's token for padding, before which rows end; of scores of rows alone.
         reference: `[rows, lines]` log-probabilities of the replies in a reference model.
     """
 
     loss: PairLoss | KTO
     reference: Tensor | None = None
+    pad: int = -1
 
     @property
     def fill(self) -> float:
@@ -70,6 +72,8 @@ class ReplyDataset(PackedDataset):
             there = made.get("attention_mask", torch.ones_like(ids)) == 1
             there &= torch.arange(labels.shape[1]) > 0
             made["labels"] = torch.where(there & (kinds == 1)[:, None], ids, labels)
+        if isinstance(self.loss, Reward):
+            made["labels"] = scored(ids, made.get("attention_mask"), self.pad)
         return made
 
     def _kinds(self, row: int) -> list[int]:
@@ -93,6 +97,16 @@ class ReplyDataset(PackedDataset):
         parts = zip((own[:begin], labels[:begin]), (other[start:], learnt[start:]), strict=True)
         ids, targets = (np.concatenate(part)[: self.sequence_length] for part in parts)
         return ids, targets
+
+
+def scored(ids: Tensor, mask: Tensor | None, pad: int) -> Tensor:
+    """`[B, T]`: 0 at the token where transformers' models score a row, -100 elsewhere.
+
+    It is the last one that is not `pad`; tokens that `mask` leaves out are none.
+    """
+    there = (ids != pad) if mask is None else (ids != pad) & (mask == 1)
+    last = (torch.arange(ids.shape[1]) * there).argmax(1, keepdim=True)
+    return torch.full_like(ids, IGNORED).scatter(1, last, 0)
 
 
 def _first_label(labels: Ints) -> int:

@@ -41,7 +41,7 @@ class Summary:
     """A data set in numbers.
 
     Attributes:
-        kind: text or chat. formats: their titles.
+        kind: text, chat, pairs or rated. formats: their titles.
         num_tokens: in all rows, padding not counted; num_learnt: those of them that are learnt.
         fill: the share of the rows' room that holds tokens, 0 to 1.
         folder: of all sources, where they have one; their names and places are inside of it.
@@ -71,15 +71,18 @@ class Summary:
     @property
     def what(self) -> str:
         """What a document is called."""
-        return "documents" if self.kind == "text" else "conversations"
+        names = {"text": "documents", "pairs": "replies", "rated": "replies"}
+        return names.get(self.kind, "conversations")
 
     def facts(self) -> list[str]:
         """How many documents, rows and tokens there are, in sentences."""
         share = self.num_learnt / self.num_tokens
+        formats = [name for name in self.formats if name != self.what]
+        of = f" ({', '.join(formats)})" if formats else ""
         return [
-            f"{len(self.lengths):,} {self.what} ({', '.join(self.formats)}) in {self.num_rows:,} "
+            f"{len(self.lengths):,} {self.what}{of} in {self.num_rows:,} "
             f"rows of {self.sequence_length:,} tokens, {self.fill:.0%} full",
-            f"tokens: {self.num_tokens:,}, of which {self.num_learnt:,} ({share:.0%}) learnt",
+            f"{self.num_tokens:,} tokens, of which {self.num_learnt:,} ({share:.0%}) are learnt",
         ]
 
     def notes(self) -> list[str]:
@@ -96,7 +99,10 @@ class Summary:
             notes.append(f"{self.num_bad:,} bad rows are left out")
         if self.repeated is not None:
             first, earlier = self.repeated
-            notes.append(f"{self.num_repeated:,} {self.what} repeat another: {first} is {earlier}")
+            repeats = "repeats" if self.num_repeated == 1 else "repeat"
+            notes.append(
+                f"{self.num_repeated:,} of the {self.what} {repeats} another: {first} is {earlier}"
+            )
         return notes
 
     def histogram(self) -> list[tuple[int, int, int]]:

@@ -17,6 +17,7 @@ _TALK = Conversation(
     [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}],
     [False, True],
 )
+_LONGER = Conversation([*_TALK.messages, _TALK.messages[0]], [*_TALK.learnt, False])
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: str) -> list[int]:
@@ -42,15 +43,25 @@ def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: st
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The token that the chat template ends a reply with.
+    """The token that the chat template ends a reply with, be it only where another turn follows.
 
     None: there is no template, or it ends replies otherwise.
     """
+    ends = (_end_of_reply(tokenizer, talk) for talk in (_TALK, _LONGER))
+    return next((end for end in ends if end is not None), None)
+
+
+def ends_last(tokenizer: Any) -> bool:
+    """Whether the chat template ends a reply that no other turn follows."""
+    return _end_of_reply(tokenizer, _TALK) is not None
+
+
+def _end_of_reply(tokenizer: Any, talk: Conversation) -> int | None:
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
     added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
     try:
-        replies = Replies(Template(tokenizer), list(added), _TALK, "the chat template")
+        replies = Replies(Template(tokenizer), list(added), talk, "the chat template")
         begin, end = replies.span(1)
     except InputError:  # it takes other conversations only
         return None

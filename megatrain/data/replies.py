@@ -11,11 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from megatrain.data.conversation import Conversation, Message
+from megatrain.data.conversation import Conversation
+from megatrain.data.said import called, tool_names, with_names_ending, with_signs
 from megatrain.data.template import REASONING, SAID, Template
 from megatrain.errors import InputError
 
-_WORD = re.compile(r"[A-Za-z0-9]+")  # which no way of writing a string changes
 # What replies begin with and end with where a template always asks for another reply (Command R7B,
 # the first of Llama 3), ends calls with the next header (Command R+), writes them otherwise at the
 # end (Apriel), or has the tokens that begin and end a turn within it, too (Kimi K3).
@@ -62,6 +62,8 @@ class Replies:
         self._sign = re.compile(f"[{''.join(sign for _, *pair in self._signs for sign in pair)}]")
         self._texts: dict[tuple[int, bool], str] = {}
         self._refuse_left_out()
+        if tool_names(talk):
+            self._refuse_tools_left_out()
 
     def spans(self, turn: int) -> list[Span]:
         """Where the parts of the reply `messages[turn]` begin and end, with its end of turn.
@@ -127,7 +129,7 @@ class Replies:
                 "otherwise when more follows, so replies cannot be told apart: mark them in the "
                 "template with {% generation %}, or give each reply a row of its own"
             )
-        if any(word not in self.text[slice(*found)] for word in _called(self._talk.messages[turn])):
+        if any(word not in self.text[slice(*found)] for word in called(self._talk.messages[turn])):
             raise self._left_out(turn)
         return found[0], self._ended(turn, found[0], self._closed(turn, *found))
 
@@ -143,21 +145,21 @@ class Replies:
         return end if tokens is None else tokens.end()
 
     def _ended(self, turn: int, begin: int, end: int) -> int:
-        """After the tokens that end a reply which only has an end where a question follows it.
+        """After the tokens that end a reply which only has an end where another turn follows it.
 
-        These are the tokens between the two that do not stand before the first question as well.
+        These are the tokens before a question's header, or where there are none, its first (GLM's).
         """
         roles = [message["role"] for message in self._talk.messages]
+        num_opening, opening_ends = self._template.header(self._talk, self._token)
+        if opening_ends and turn + 1 < len(roles) and roles[turn + 1] != "assistant":
+            start = len(self.text) - len(self.text[end:].lstrip())
+            opening = self._token.match(self.text, start)
+            return end if opening is None else opening.end()
         if roles[turn + 1 : turn + 2] != ["user"] or self._ends_in_token(begin, end):
             return end
-        first, following = self._start(roles.index("user")), self._start(turn + 1)
-        if first is None or following is None:
-            return end
-        opening = self._token.findall(self.text, 0, first)
-        between = self._token.findall(self.text, end, following)
-        while between and opening and between[-1] == opening[-1]:
-            between.pop(), opening.pop()
-        return self._past("".join(between), end)
+        following = self._start(turn + 1)
+        between = [] if following is None else self._token.findall(self.text, end, following)
+        return self._past("".join(between[: len(between) - num_opening]), end)
 
     def _ends_in_token(self, begin: int, end: int) -> bool:
         stop = begin + len(self.text[begin:end].rstrip())
@@ -191,7 +193,7 @@ class Replies:
         begin, end = spans[roles[:turn].count("assistant")]
         begin += self._common(asked.rpartition(header)[2], begin)
         follows = begin >= self._places.get(turn - 1, 0)  # not a header that somebody quotes
-        return (begin, end) if follows and self._says(turn, begin, end) else None
+        return (begin, end) if follows and self._says_alone(turn, begin, end) else None
 
     def _by_prefixes(self, turn: int, asked: str) -> Span | None:
         """What a reply adds to the text, where that is the beginning of the whole text."""
@@ -218,18 +220,32 @@ class Replies:
         return len(closing) > 1 and closing[-1:] == self._token.findall(asked)[-1:]
 
     def _unheaded(self, turn: int, asked: str, begin: int, end: int) -> int:
-        """Where a reply begins that follows a reply or a result, for which templates do not ask."""
+        """Where a reply begins behind a header that a template asks for otherwise, or only once."""
         first = next(i for i, m in enumerate(self._talk.messages) if i and m["role"] == "assistant")
         header = self._header(first, self._render(first, asking=True))
-        if turn == first or not header.strip() or self._header(turn, asked):
+        asks = header.strip() in self._header(turn, asked)
+        if asks and self.text.startswith(asked):
             return begin
         content = self._start(turn)
-        place = self.text.find(header, begin, end if content is None else content)
-        return begin if place < 0 else place + len(header)
+        before = self._places.get(turn - 1, begin)
+        start, stop = self._headed(header, before, end if content is None else content)
+        return begin if asks and self.text[begin:start].strip() else max(begin, stop)
+
+    def _headed(self, header: str, begin: int, end: int) -> Span:
+        """Where a header is in text[begin:end], with whatever white space; -1 if it is not."""
+        words = r"\s*".join(map(re.escape, header.split())) or r"(?!)"
+        found = re.compile(words).search(self.text, begin, end)
+        if found is None:
+            return -1, -1
+        return found.start(), found.end() + self._same(header[len(header.rstrip()) :], found.end())
 
     def _header(self, turn: int, asked: str) -> str:
-        """What the template writes to ask for a reply."""
+        """What the template writes to ask for a reply, maybe in place of what ends the text."""
         unasked = self._render(turn)
+        if not asked.startswith(unasked) and self._talk.messages[turn - 1]["role"] != "assistant":
+            unasked = unasked.rstrip()
+            ends = (token for token in self._names if token and unasked.endswith(token))
+            unasked = unasked.removesuffix(max(ends, key=len, default=""))
         return asked[len(unasked) :] if asked.startswith(unasked) else ""
 
     def _by_signs(self, turn: int, asked: str) -> Span | None:
@@ -245,7 +261,7 @@ class Replies:
         closings = self._token.findall(asked[before : len(asked) - len(header)])
         end = self._end(upto[after:], closings, places[turn], turn)
         begin = self._in_turn(turn) if begin is None else begin
-        if begin is None or not self._says(turn, begin, end):
+        if begin is None or not self._says_alone(turn, begin, end):
             return None
         return begin, end
 
@@ -257,7 +273,10 @@ class Replies:
             return place + common
         opening = self._token.match(header.lstrip())
         start = -1 if opening is None else self.text.find(opening.group(), place, end)
-        return None if start < 0 else start + self._common(header.lstrip(), start)
+        if start >= 0:
+            return start + self._common(header.lstrip(), start)
+        start, stop = self._headed(header, place, end)
+        return None if start < 0 or self.text[place:start].strip() else stop
 
     def _in_turn(self, turn: int) -> int | None:
         """Where a reply begins that goes on with its turn after the result of a tool."""
@@ -305,10 +324,12 @@ class Replies:
             return same
         return max((m.end() for m in self._borders.finditer(expected, 0, same)), default=0)
 
-    def _says(self, turn: int, begin: int, end: int) -> bool:
+    def _says_alone(self, turn: int, begin: int, end: int) -> bool:
+        """Whether all of this message is in this part of the text, and the end of no other."""
         message, text = self._talk.messages[turn], self.text[begin:end]
-        said = [*_called(message), message.get("content", "").split("</think>")[-1].strip()]
-        return all(each in text for each in said)
+        said = [*called(message), message.get("content", "").split("</think>")[-1].strip()]
+        alone = not any(begin < place < end for t, place in self._places.items() if t != turn)
+        return alone and all(each in text for each in said)
 
     @cached_property
     def _places(self) -> Mapping[int, int]:
@@ -336,9 +357,22 @@ class Replies:
     def _shown(self, num_messages: int, *, asking: bool = False, empty: bool = False) -> str:
         """The text of the first messages with their signs; with `empty`, in empty replies too."""
         talk = self._talk.upto(num_messages)
-        signed = [_signed(*each, empty=empty) for each in self._signs[:num_messages]]
+        signed = [with_signs(*each, empty=empty) for each in self._signs[:num_messages]]
         talk = talk._replace(messages=[*signed, *talk.messages[len(signed) :]])
         return self._template.render(talk, self._where, add_generation_prompt=asking)[0]
+
+    def _refuse_tools_left_out(self) -> None:
+        """Raises InputError: a tool is not described, though calls may name it."""
+        names, ending = tool_names(self._talk), "z"
+        while any(name + ending in self.text for name in names):
+            ending += "z"
+        talk = with_names_ending(self._talk, ending)
+        text = self._template.render(talk, self._where, add_generation_prompt=False)[0]
+        if any(name + ending not in text for name in names):
+            raise InputError(
+                f"{self._where}: the chat template leaves out 'tools' in this conversation: give "
+                "it a system message, which some ask for, use another template, or drop them"
+            )
 
     def _refuse_left_out(self) -> None:
         """Raises InputError: what a message says is nowhere in the text, however it is written."""
@@ -351,7 +385,7 @@ class Replies:
         for turn, (content, (message, sign, _)) in enumerate(
             zip(contents, self._signs, strict=True)
         ):
-            said = [*_called(message), *([reasoning] if message is messages[-1] else [])]
+            said = [*called(message), *([reasoning] if message is messages[-1] else [])]
             if any(each not in self.text for each in said) or (
                 content not in self.text and sign not in shown
             ):
@@ -362,24 +396,3 @@ class Replies:
             f"{self._where}: the chat template leaves out message {turn + 1}, or a part of it: use "
             "one that has a place for it, or drop the message"
         )
-
-
-def _called(message: Message) -> list[str]:
-    """What the calls of a message must show in its text, however a template writes arguments."""
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    values = [value for function in functions for value in function["arguments"].values()]
-    words = [word for value in values if isinstance(value, str) for word in _WORD.findall(value)]
-    return [*(function["name"] for function in functions), *words]
-
-
-def _signed(message: Message, of_content: str, of_calls: str, *, empty: bool) -> Message:
-    """With one sign at the end of the content, and the other after the name of the last call."""
-    made = dict(message)
-    text = message.get("content", "").rstrip()
-    if text or (empty and "content" in message and "tool_calls" not in message):
-        made["content"] = text + of_content + message["content"][len(text) :]
-    if "tool_calls" in message:
-        *others, last = message["tool_calls"]
-        function = {**last["function"], "name": last["function"]["name"] + of_calls}
-        made["tool_calls"] = [*others, {**last, "function": function}]
-    return made

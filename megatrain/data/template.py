@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from megatrain.data.bounded import bounded
@@ -68,6 +69,7 @@ class Template:
         self._tokenizer = tokenizer
         self._shapes: dict[tuple[str, bool], Shape] = {}
         self._reasoning: dict[tuple[str, str, bool], str | None] = {}
+        self._headers: dict[tuple[str, str], tuple[int, bool]] = {}
 
     def source(self, talk: Conversation) -> str:
         """The text of the template that the conversation gets: one may be for tools."""
@@ -133,6 +135,24 @@ class Template:
         shape = self._shape(talk._replace(messages=said))
         text = self._tried(talk._replace(messages=[shape.put(message) for message in said]))
         return "some thought" in text
+
+    def header(self, talk: Conversation, token: re.Pattern[str]) -> tuple[int, bool]:
+        """How many tokens begin a question, and whether nothing else ends replies (GLM's)."""
+        key = (self.source(talk), repr(sorted(talk.options.items())))
+        if key not in self._headers:
+            said = [_ASKED, {"role": "assistant", "content": _VALUE}, _ASKED]
+            shape = self._shape(talk._replace(messages=said))
+            text, alone = (
+                self._tried(talk._replace(messages=[shape.put(each) for each in messages]))
+                for messages in (said, said[:2])
+            )
+            opening = token.findall(text.partition(_ASKED["content"])[0])
+            between = token.findall(text.rpartition(_VALUE)[2].partition(_ASKED["content"])[0])
+            pairs = zip(reversed(opening), reversed(between), strict=False)
+            common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            ended = token.search(alone.rpartition(_VALUE)[2]) is not None
+            self._headers[key] = common, 0 < common == len(between) and not ended
+        return self._headers[key]
 
     def _named(self, talk: Conversation, message: Message) -> Message:
         """With reasoning under the name that the template asks for."""

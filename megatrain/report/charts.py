@@ -9,6 +9,7 @@ from megatrain.report.markup import data, short, text, ticks
 from megatrain.report.series import Numbers, Reduced, reduce
 
 WIDTH, HEIGHT = 1000, 240  # of the drawing's own units
+COLOURS = 6  # of lines in page.css; further lines have them again
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,16 @@ class _Scale:
 
 def draw(chart: Chart) -> str:
     """The chart as an HTML figure; nothing when there is no value to show."""
-    reduced = [reduce(line.x, line.y) for line in chart.lines]
-    shown = [(line, points) for line, points in zip(chart.lines, reduced, strict=True)
-             if len(points.x)]  # fmt: skip
+    reduced = [(i % COLOURS, line, reduce(line.x, line.y)) for i, line in enumerate(chart.lines)]
+    shown = [(line, points) for _, line, points in reduced if len(points.x)]
+    colours = [colour for colour, _, points in reduced if len(points.x)]
     if not shown:
         return ""
     across, up = _scales(chart, [points for _, points in shown])
-    shapes = "".join(_shape(i, line, points, across, up) for i, (line, points) in enumerate(shown))
+    shapes = "".join(
+        _shape(colour, line, points, across, up)
+        for colour, (line, points) in zip(colours, shown, strict=True)
+    )
     levels = ticks(up.low, up.high)
     grid = "".join(
         f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
@@ -67,7 +71,7 @@ def draw(chart: Chart) -> str:
     return (
         f'<figure class="chart" data-chart="{_readings(chart, shown, across)}">'
         f"<figcaption><h3>{text(chart.title)} <small>{text(chart.unit)}</small></h3>"
-        f"{_legend(shown)}</figcaption>"
+        f"{_legend(shown, colours)}</figcaption>"
         f'<div class="plot"><div class="levels" aria-hidden="true">{_levels(chart, levels, up)}'
         f'</div><div class="area"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" '
         f'role="img" aria-label="{text(_summary(chart, shown))}">{grid}{roof}{shapes}</svg>'
@@ -90,18 +94,18 @@ def _scales(chart: Chart, points: Sequence[Reduced]) -> tuple[_Scale, _Scale]:
     )
 
 
-def _shape(index: int, line: Line, points: Reduced, across: _Scale, up: _Scale) -> str:
+def _shape(colour: int, line: Line, points: Reduced, across: _Scale, up: _Scale) -> str:
     x, y = across(points.x), HEIGHT - up(points.mean)
     parts = []
     if points.is_band:
         top, bottom = HEIGHT - up(points.high), HEIGHT - up(points.low)
         outline = _path(np.append(x, x[::-1]), np.append(top, bottom[::-1]))
-        parts.append(f'<path class="band s{index}" d="{outline}Z"/>')
-    parts.append(f'<path class="line s{index}" d="{_path(x, y)}"/>')
+        parts.append(f'<path class="band s{colour}" d="{outline}Z"/>')
+    parts.append(f'<path class="line s{colour}" d="{_path(x, y)}"/>')
     if line.mark or len(x) == 1:
         # A line without length and with round ends: a dot that does not stretch.
         dots = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in zip(x, y, strict=True))
-        parts.append(f'<path class="dot s{index}" d="{dots}"/>')
+        parts.append(f'<path class="dot s{colour}" d="{dots}"/>')
     return "".join(parts)
 
 
@@ -134,11 +138,12 @@ def _places(chart: Chart, across: _Scale) -> str:
     return f'{places}<span class="axis">{text(chart.axis)}</span>'
 
 
-def _legend(shown: Sequence[tuple[Line, Reduced]]) -> str:
+def _legend(shown: Sequence[tuple[Line, Reduced]], colours: Sequence[int]) -> str:
     if len(shown) < 2:
         return ""
     labels = [text(line.label) for line, _ in shown]
-    names = (f'<li><i class="s{i}"></i>{label}</li>' for i, label in enumerate(labels))
+    of = zip(colours, labels, strict=True)
+    names = (f'<li><i class="s{colour}"></i>{label}</li>' for colour, label in of)
     return f'<ul class="legend">{"".join(names)}</ul>'
 
 

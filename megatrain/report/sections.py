@@ -1,6 +1,6 @@
 """The parts of a report in the order of the page: figures, charts, where the time went, facts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,9 +70,14 @@ def _trend(source: Source) -> str:
     values = values[np.isfinite(values)]
     start = f"from {short(float(values[0]))}" if len(values) else ""
     evaluated = [loss for _, loss, _ in source.metrics.evaluations if np.isfinite(loss)]
-    accuracy = source.metrics.accuracy
-    share = f", {accuracy:.1%} of tokens right" if np.isfinite(accuracy) else ""
+    _, accuracy = (source.metrics.accuracies.get("") or [(0.0, np.nan)])[-1]
+    of = "pairs preferred" if _is_of_replies(source) else "tokens right"
+    share = f", {accuracy:.1%} of {of}" if np.isfinite(accuracy) else ""
     return f"{start}; evaluation {short(evaluated[-1])}{share}" if evaluated else start
+
+
+def _is_of_replies(source: Source) -> bool:
+    return source.metrics.last("rewards/margins") is not None
 
 
 def _utilisation(tflops: float | None, peak: float | None) -> str:
@@ -101,12 +106,10 @@ def charts(source: Source) -> str:
     losses = [
         Line("training", steps, columns["loss"]),
         Line("evaluation", evaluations[:, 0], evaluations[:, 1], mark=True),
+        *_of_sets(source.metrics.sets),
     ]
-    for name, points in source.metrics.sets.items():
-        over, loss = np.array(points).T
-        losses.append(Line(f"evaluation, {name}", over, loss, mark=True))
     peak, margins = source.peak_tflops, np.array(source.metrics.margins).reshape(-1, 2)
-    of_replies = source.metrics.last("rewards/margins") is not None
+    of_replies = _is_of_replies(source)
 
     def over_time(title: str, unit_of: str, name: str, **more: Any) -> Chart:
         scale = GIB if name.endswith("_bytes") else 1.0
@@ -121,17 +124,44 @@ def charts(source: Source) -> str:
                   roof=("published peak", peak) if peak else None),
         over_time("Host memory", "GiB", "host_bytes", roof=_roof("usable", host)),
     ]  # fmt: skip
+    if right := _of_sets(source.metrics.accuracies):
+        lines = [Line("training", steps, columns["rewards/accuracies"]), *right]
+        of = "of pairs" if of_replies else "of tokens"
+        shown.insert(1, Chart("Accuracy", of, "step", lines, True, format=_percent))
     if of_replies:
         lines = [
             Line("training", steps, columns["rewards/margins"]),
             Line("evaluation", margins[:, 0], margins[:, 1], mark=True),
         ]
         shown.insert(1, Chart("Margin of rewards", "", "step", lines, True))
+    if np.isfinite(columns["reward"]).any():
+        held = np.array(source.metrics.rewards).reshape(-1, 2)
+        lines = [
+            Line("training", steps, columns["reward"]),
+            Line("evaluation", held[:, 0], held[:, 1], mark=True),
+        ]
+        shown.insert(0, Chart("Mean reward", "", "step", lines, True))
+    if source.metrics.largest("aux_loss"):
+        lines = [Line("all layers", steps, columns["aux_loss"])]
+        shown.insert(1, Chart("Loss of routers, not weighed", "", "step", lines, True))
     if source.metrics.largest("device_peak_bytes"):
         roof = _roof("of the device", total)
         shown.append(over_time("Device memory", "GiB", "device_peak_bytes", roof=roof))
     drawn = "".join(draw(chart) for chart in shown)
     return f'<section><h2>Over the run</h2><div class="charts">{drawn}</div></section>'
+
+
+def _of_sets(points: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:
+    """A line of evaluations for each set; that over all has no name."""
+    lines = []
+    for name, each in points.items():
+        x, y = np.array(each).T
+        lines.append(Line(f"evaluation, {name}" if name else "evaluation", x, y, mark=True))
+    return lines
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
 
 
 def samples(source: Source) -> str:
@@ -140,7 +170,7 @@ def samples(source: Source) -> str:
         return ""
     rows = [[text(prompt), text(made)] for prompt, made in source.metrics.samples]
     shown = table(["prompt", "text"], rows, label="Samples of the last evaluation")
-    return f"<section><h2>Samples</h2>{shown}</section>"
+    return f"<section><h2>Samples after step {source.metrics.sampled:,.0f}</h2>{shown}</section>"
 
 
 def _roof(name: str, num_bytes: Any) -> tuple[str, float] | None:

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.telemetry.metrics import is_evaluation
+
 Numbers = NDArray[np.float64]
 
 COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second"),
     *("model_tflops", "mfu", "device_peak_bytes", "host_bytes", "rewards/margins"),
+    *("rewards/accuracies", "aux_loss", "reward"),
 )
 
 # Columns of pixels that a line is drawn with; of each, its least and largest value are kept.
@@ -29,9 +32,11 @@ class Metrics:
         columns: each of COLUMNS over the finished steps; NaN where there is no value.
         evaluations: step, loss and seconds of each evaluation.
         sets: step and loss of those of each named set.
-        accuracy: of the last evaluation.
+        accuracies: step and share of right tokens, or of preferred replies, over all sets and of
+            each.
         margins: step and margin of rewards of each evaluation, where a loss has them.
-        samples: prompts and texts that the last evaluation has generated.
+        rewards: step and mean reward of each evaluation, likewise.
+        samples: prompts and texts that an evaluation has generated last, after step `sampled`.
         resumed: how often the run went back to an earlier step; what it did twice counts once.
         skipped: steps that were left out.
         failed: what ended the run, if its last line says so.
@@ -40,9 +45,11 @@ class Metrics:
     columns: dict[str, Numbers]
     evaluations: list[tuple[float, float, float]] = field(default_factory=list)
     sets: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    accuracy: float = math.nan
+    accuracies: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     margins: list[tuple[float, float]] = field(default_factory=list)
+    rewards: list[tuple[float, float]] = field(default_factory=list)
     samples: list[tuple[str, str]] = field(default_factory=list)
+    sampled: float = math.nan
     resumed: int = 0
     skipped: int = 0
     failed: str | None = None
@@ -91,7 +98,7 @@ def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
         if not math.isfinite(step):
             continue
         failed = str(record["failed"]) if "failed" in record else None
-        if "eval_loss" in record:
+        if is_evaluation(record):
             evaluated = {before: r for before, r in evaluated.items() if before < step}
             evaluated[step] = record
         elif "skipped" in record:
@@ -116,18 +123,20 @@ def _metrics(
     if resumed:
         later = np.append(np.minimum.accumulate(steps[::-1])[::-1][1:], np.inf)
         columns = {name: values[steps < later] for name, values in columns.items()}
-    evaluations, sets, accuracy = [], dict[str, list[tuple[float, float]]](), math.nan
-    samples: list[tuple[str, str]] = []
-    margins = [(step, _number(r.get("eval_rewards/margins"))) for step, r in evaluated.items()]
+    found = Metrics(columns, resumed=resumed, skipped=skipped, failed=failed)
     for step, record in evaluated.items():
         loss, seconds = (_number(record.get(f"eval_{name}")) for name in ("loss", "seconds"))
-        evaluations.append((step, loss, seconds))
-        accuracy = _number(record.get("eval_accuracy"))
-        samples = _samples(record.get("samples")) or samples
+        found.evaluations.append((step, loss, seconds))
+        found.margins.append((step, _number(record.get("eval_rewards/margins"))))
+        found.rewards.append((step, _number(record.get("eval_reward"))))
+        if samples := _samples(record.get("samples")):
+            found.samples, found.sampled = samples, step
         for name, value in record.items():
-            if found := re.fullmatch("eval_(.+)_loss", name):
-                sets.setdefault(found[1], []).append((step, _number(value)))
-    return Metrics(columns, evaluations, sets, accuracy, margins, samples, resumed, skipped, failed)
+            if named := re.fullmatch("eval_(.+)_loss", name):
+                found.sets.setdefault(named[1], []).append((step, _number(value)))
+            if named := re.fullmatch("eval_(?:(.+)_)?(?:accuracy|rewards/accuracies)", name):
+                found.accuracies.setdefault(named[1] or "", []).append((step, _number(value)))
+    return found
 
 
 def _samples(given: Any) -> list[tuple[str, str]]:

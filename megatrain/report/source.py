@@ -11,6 +11,7 @@ from megatrain.placement import Precision
 from megatrain.report.series import Metrics, collect
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, read_trace
+from megatrain.train.finished import early_end, model_state, model_steps
 from megatrain.train.folders import CONFIG, ENVIRONMENT, METRICS, MODEL
 from megatrain.train.timeline import TIMELINE
 
@@ -72,7 +73,7 @@ def _read_run(folder: Path, timeline: Path | None) -> Source:
     metrics = _metrics(folder / METRICS, missing)
     source = Source(
         name=folder.resolve().name,
-        status=_status(metrics, config, finished=(folder / MODEL).is_dir()),
+        status=_status(metrics, config, folder),
         metrics=metrics,
         environment=environment,
         config=config,
@@ -111,15 +112,19 @@ def _is_cut(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _status(metrics: Metrics, config: Mapping[str, Any], *, finished: bool) -> str:
+def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
     total = _count(at(config, "training", "steps"))
     last = metrics.last("step")
     of = f" of {total:,}" if total else ""
     done = f"{last:,.0f}{of} steps" if last else f"no step{of} done"
     if metrics.failed is not None:
         return f"Failed after {done}: {metrics.failed}"
-    if finished and not (total and last and last < total):  # else it was made longer
-        return f"Finished: {done}."
+    early, state, whole = early_end(folder), model_state(folder), model_steps(folder)
+    longer = bool(total and last and last < total) and (early is None or whole != last)
+    if (folder / MODEL).is_dir() and not longer:
+        why = f", stopped early: {early}" if early else ""
+        best = f" The model is that of step {state:,}, the best." if state != whole else ""
+        return f"Finished: {done}{why}.{best}"
     return f"Still going, or ended before its model was written: {done}."
 
 
@@ -162,13 +167,14 @@ def _bench_records(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     seconds, losses = result.get("step_seconds"), result.get("losses")
     if not isinstance(seconds, list) or not isinstance(losses, list):
         return []
-    tokens, parameters = real(result.get("tokens_per_step")), real(result.get("parameters"))
+    tokens, rate = real(result.get("tokens_per_step")), real(result.get("model_tflops"))
+    median = real(result.get("median_seconds"))
     records: list[dict[str, Any]] = []
     for step, (duration, loss) in enumerate(zip(seconds, losses, strict=False), 1):
         record = {"step": step, "loss": loss, "seconds": duration, "tokens": tokens}
         if tokens and real(duration):
             record["tokens_per_second"] = tokens / duration
-            record["model_tflops"] = 6e-12 * (parameters or 0) * tokens / duration
+            record["model_tflops"] = rate * median / duration if rate and median else None
         records.append(record)
     return records
 

@@ -13,10 +13,17 @@ from rich.text import Text
 from megatrain.units import duration, gib
 
 
+def say(console: Console, text: str) -> None:
+    """Print text as it is; a terminal's lines are wrapped at words, a file's are not."""
+    console.print(text, markup=False, soft_wrap=not console.is_terminal)
+
+
 def described_rewards(record: Mapping[str, Any], prefix: str = "") -> list[str]:
     """What a loss of replies measures, in few words; nothing of other losses."""
     found = {name: record.get(f"{prefix}rewards/{name}") for name in ("accuracies", "margins")}
     said = {"accuracies": "preferred {:.1%}", "margins": "margin {:.4g}"}
+    if (reward := record.get(f"{prefix}reward")) is not None:
+        return [f"reward {reward:.4g}"]
     return [said[name].format(value) for name, value in found.items() if value is not None]
 
 
@@ -85,8 +92,7 @@ class TrainingProgress:
     def say(self, text: str) -> None:
         """Print a line that stays; a full disk or a reader that went away cost it, not the run."""
         with suppress(OSError, SystemExit):  # rich ends the program when nobody reads any more
-            # A terminal's lines are wrapped at words, a file's are not.
-            self._console.print(text, markup=False, soft_wrap=not self._console.is_terminal)
+            say(self._console, text)
 
     def _eta(self, done: int) -> str:
         # Evaluations are part of the elapsed time, so the estimate counts those to come.

@@ -86,3 +86,8 @@ def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
         except ValueError:
             record = None
         yield line, record if isinstance(record, dict) else None
+
+
+def is_evaluation(record: Mapping[str, Any]) -> bool:
+    """Whether a line of `metrics.jsonl` is of an evaluation."""
+    return any(name.startswith("eval_") for name in record)

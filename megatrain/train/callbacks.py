@@ -2,55 +2,64 @@
 
 import json
 import logging
+import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.data import StepLoader
 from megatrain.errors import InputError, first_line
+from megatrain.telemetry.metrics import is_evaluation
+from megatrain.train.folders import checkpoint_folder
 from megatrain.train.setup import Job
 
 log = logging.getLogger(__name__)
 
+_NEVER = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
+_TRACKERS = {"WandbCallback": "wandb", "TrackioCallback": "trackio", "SwanLabCallback": "wandb"}
+
 
 class Callbacks:
-    """Calls those of a run at on_train_begin, on_step_begin, on_step_end, on_log, on_evaluate,
-    on_save and on_train_end; their `model` is the engine.
+    """Calls those of a run at Trainer's events, in its order; their `model` is the engine.
 
-    `should_save`, `should_evaluate` and `should_training_stop` are done at the step's end.
+    What they ask for by `TrainerControl` is done at the step's end, but for `should_epoch_stop`.
     """
 
     def __init__(self, given: Sequence[Any], job: Job, config: Config, folder: Path) -> None:
         """Make what callbacks are given; without any nothing is imported.
 
         Raises:
-            InputError: one is no `TrainerCallback`.
+            InputError: one is no `TrainerCallback`, or has an event that never comes.
         """
         self._all: list[Any] = []
+        self._epoch_begins, self._epoch_ends = True, False
         if not given:
             return
-        from transformers import TrainerCallback, TrainerControl, TrainerState
+        from transformers import TrainerControl, TrainerState
 
-        if not isinstance(given, list | tuple):
-            raise InputError(f"callbacks: {given!r} is no list of transformers.TrainerCallback")
-        self._all = [each() if isinstance(each, type) else each for each in given]
-        for each in self._all:
-            if not isinstance(each, TrainerCallback):
-                raise InputError(f"callbacks: {each!r} is no transformers.TrainerCallback")
-        self._job, self._log_every = job, config.output.log_every
+        self._all = _checked(given)
+        self._job, self._folder, self._log_every = job, folder, config.output.log_every
+        self._saves_best = config.checkpoint.best is not None
         self._arguments = _arguments(config, folder, job.total_steps)
         self._state = TrainerState(
+            epoch=0,
             max_steps=job.total_steps,
+            num_train_epochs=_epochs(config, job),
             global_step=job.resumed.step if job.resumed else 0,
             logging_steps=self._log_every,
             eval_steps=self._arguments.eval_steps,
+            save_steps=self._arguments.save_steps,
             train_batch_size=config.training.batch_size,
         )
         self._control = TrainerControl()
         self._evaluated = -1  # the step of the last evaluation that they were told of
         if job.resumed is not None:
             self._load(job.resumed.callbacks)
+        self._losses: list[float] = []
+        self.call("on_init_end")
 
     def state_dict(self) -> dict[str, Any]:
         """What those that are an `ExportableState` of transformers want to find again, as JSON."""
@@ -80,6 +89,35 @@ class Callbacks:
 
         return [each for each in self._all if exports_state(each)]
 
+    def begin(self, logged: Sequence[Mapping[str, Any]]) -> None:
+        """The first step comes next; the lines that the log has of earlier ones."""
+        if not self._all:
+            return
+        for record in logged:
+            self._state.epoch = record.get("epoch", self._state.epoch)
+            evaluated = is_evaluation(record)
+            if record["step"] <= self._evaluated if evaluated else self._is_logged(record):
+                self._note(_metrics(record) if evaluated else _losses(record), record["step"])
+        self._started = time.perf_counter()
+        self.call("on_train_begin")
+
+    def epoch(self, *, more: bool) -> bool:
+        """Whether an epoch, or the last step, is over; `more` steps begin the next epoch."""
+        ends = bool(self._all) and (self._epoch_ends or not more)
+        if ends:
+            self.call("on_epoch_end")
+            self._epoch_begins = more
+        return ends
+
+    def end(self) -> None:
+        """The run is over, and all that it writes is there."""
+        if not self._all:
+            return
+        seconds, steps = time.perf_counter() - self._started, len(self._losses)
+        logs = {"train_runtime": seconds, "train_steps_per_second": steps / seconds}
+        self._log(logs | ({"train_loss": sum(self._losses) / steps} if steps else {}))
+        self.call("on_train_end")
+
     @property
     def stop(self) -> bool:
         """Whether one has asked for the end."""
@@ -92,6 +130,13 @@ class Callbacks:
         asked = getattr(self._control, flag)
         setattr(self._control, flag, False)
         return asked
+
+    def step_begins(self) -> None:
+        """The next step comes."""
+        if self._epoch_begins:
+            self.call("on_epoch_begin")
+            self._epoch_begins = False
+        self.call("on_step_begin")
 
     def call(self, event: str, **more: Any) -> None:
         """An event that needs nothing more than what all are given."""
@@ -114,45 +159,118 @@ class Callbacks:
         """A step is done; its line of the log."""
         if not self._all:
             return
+        before = self._state.epoch
         self._state.global_step, self._state.epoch = record["step"], record["epoch"]
+        self._epoch_ends = int(record["epoch"]) > int(before)
         self.call("on_step_end")
-        if record["step"] % self._log_every == 0 and "loss" in record:
-            names = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
-            self._log({there: record[here] for here, there in names.items()})
+        if self.take("should_epoch_stop"):
+            log.warning("callbacks: should_epoch_stop is not heeded; an epoch is taken whole")
+        if "loss" in record:
+            self._losses.append(record["loss"])
+        if self.take("should_log") or self._is_logged(record):
+            self._log(_losses(record))
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """An evaluation is done; its line of the log. One that they know of is passed over."""
         if not self._all or record["step"] <= self._evaluated:
             return
         self._evaluated = record["step"]
-        metrics = {name: value for name, value in record.items() if name.startswith("eval_")}
+        metrics = _metrics(record)
         self._log(metrics)
-        self.call("on_evaluate", metrics=metrics)
+        self.call("on_evaluate", metrics={**metrics, "epoch": self._state.epoch})
 
     def found_best(self, step: int, value: float | None) -> None:
         """The best state so far; after `evaluated`, as in Trainer."""
-        if self._all:
-            self._state.best_metric, self._state.best_global_step = value, step
+        if not self._all:
+            return
+        self._state.best_metric, self._state.best_global_step = value, step
+        if self._saves_best:
+            self._state.best_model_checkpoint = str(checkpoint_folder(self._folder, step))
+
+    def saved(self, step: int) -> None:
+        """The checkpoint of `step` is whole; later ones may have been taken meanwhile."""
+        if not self._all:
+            return
+        now, self._state.global_step = self._state.global_step, step
+        self.call("on_save")
+        self._state.global_step = now
+
+    def _is_logged(self, record: Mapping[str, Any]) -> bool:
+        return "loss" in record and record["step"] % self._log_every == 0
+
+    def _note(self, logs: Mapping[str, Any], step: int) -> dict[str, Any]:
+        told = {**logs, "epoch": self._state.epoch}
+        self._state.log_history.append({**told, "step": step})
+        return told
 
     def _log(self, logs: Mapping[str, Any]) -> None:
-        told = {**logs, "epoch": self._state.epoch}
-        self._state.log_history.append({**told, "step": self._state.global_step})
-        self.call("on_log", logs=told)
+        self.call("on_log", logs=self._note(logs, self._state.global_step))
+
+
+def _checked(given: Any) -> list[Any]:
+    from transformers import TrainerCallback
+
+    if not isinstance(given, list | tuple):
+        raise InputError(f"callbacks: {given!r} is no list of transformers.TrainerCallback")
+    made = [each() if isinstance(each, type) else each for each in given]
+    for each in made:
+        kind = type(each)
+        if not isinstance(each, TrainerCallback):
+            raise InputError(f"callbacks: {each!r} is no transformers.TrainerCallback")
+        for event in _NEVER:
+            if getattr(kind, event, None) is not getattr(TrainerCallback, event, None):
+                raise InputError(
+                    f"callbacks: {kind.__name__}.{event} would never be called: a step goes "
+                    "through its micro-batches layer by layer, and updates a layer as it can; "
+                    "take on_step_end"
+                )
+        if kind.__name__ in _TRACKERS:
+            raise InputError(
+                f"callbacks: {kind.__name__} asks for a transformers model; set tracking.to: "
+                f"{_TRACKERS[kind.__name__]} in the run file"
+            )
+    return made
+
+
+def _losses(record: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
+    return {there: record[here] for here, there in names.items() if here in record}
+
+
+def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in record.items() if name.startswith("eval_")}
+    return {**found, "eval_runtime": found.get("eval_seconds")}
+
+
+def _epochs(config: Config, job: Job) -> int:
+    """Epochs that are begun; of a stream nobody knows."""
+    if isinstance(job.loader, StepLoader):
+        return math.ceil(job.total_steps / max(1, job.loader.steps_of(1)))
+    return math.ceil(config.training.epochs or 1)
 
 
 def _arguments(config: Config, folder: Path, total_steps: int) -> Any:
     """What callbacks read of a run, under the names that they know."""
     from transformers import TrainingArguments
 
+    settings, every = config.optimizer.settings, config.checkpoint.every
     made = TrainingArguments(
         output_dir=str(folder),
+        run_name=config.tracking.run_name or folder.name,
         max_steps=total_steps,
+        num_train_epochs=config.training.epochs or 1.0,
         per_device_train_batch_size=config.training.batch_size,
-        learning_rate=config.optimizer.settings["lr"],
+        learning_rate=settings["lr"],
+        weight_decay=settings.get("weight_decay", 0.0),
+        max_grad_norm=config.training.max_grad_norm or 0.0,
+        lr_scheduler_type=config.schedule.name,
+        warmup_steps=config.schedule.num_warmup_steps(total_steps),
         logging_steps=config.output.log_every,
         eval_strategy="steps" if config.eval_metrics else "no",
         eval_steps=config.training.eval_every or total_steps,
-        save_strategy="no",
+        save_strategy="steps" if every else "no",
+        save_steps=every or total_steps,
+        save_total_limit=config.checkpoint.keep,
         metric_for_best_model=config.watched,
         greater_is_better=config.larger_is_better,
         seed=config.training.seed,
@@ -160,4 +278,5 @@ def _arguments(config: Config, folder: Path, total_steps: int) -> Any:
         use_cpu=True,  # it is not asked where to compute
     )
     made.load_best_model_at_end = config.checkpoint.load_best
+    made.bf16 = config.engine.precision == "bf16"
     return made

@@ -32,14 +32,14 @@ class Checkpointing:
         settings: CheckpointSection,
         saved: int,
         best: Callable[[], int | None] = lambda: None,
-        told: Callable[[], None] = lambda: None,
+        told: Callable[[int], None] = lambda step: None,
     ) -> None:
         """Prepare for what comes.
 
         Args:
             saved: the step of the newest whole checkpoint, 0 if there is none.
             best: the step of the best state that has a checkpoint, which stays.
-            told: is called when a checkpoint is whole.
+            told: is called with the step of a checkpoint when it is whole.
         """
         self._job, self._run, self._settings = job, run, settings
         self._best, self._told = best, told
@@ -52,7 +52,8 @@ class Checkpointing:
         """A step is done: start a checkpoint if one is due and none is being written."""
         every = self._settings.every
         due = self._settings.at_end if last else every is not None and state.step % every == 0
-        if due or asked:
+        begun = self.saved if self._running is None else self._running[0]
+        if (due or asked) and state.step != begun:
             self._wanted_from = state.step
         if due and self._is_marked(state.step):
             self._stays_from = state.step
@@ -147,7 +148,7 @@ class Checkpointing:
     def _is_whole(self, step: int) -> None:
         self.saved = step
         self._rotate()
-        self._told()
+        self._told(step)
 
     def _rotate(self) -> None:
         if self._job.ranks.rank or len(checkpoints(self._run)) <= self._settings.keep:

@@ -11,8 +11,16 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.config import Config, ModelSection, nearest
-from megatrain.data import PackedDataset, Stream, load_tokenizer, open_dataset, open_stream
-from megatrain.data.prompts import end_of_turn, prompt_ids, unmet_opening
+from megatrain.data import (
+    PackedDataset,
+    Prompts,
+    Stream,
+    load_tokenizer,
+    open_dataset,
+    open_prompts,
+    open_stream,
+)
+from megatrain.data.prompts import end_of_turn, ends_last, prompt_ids, unmet_opening
 from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
 from megatrain.model.build import load_config
@@ -26,7 +34,7 @@ log = logging.getLogger(__name__)
 
 def open_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> tuple[PackedDataset | Stream, dict[str, PackedDataset]]:
+) -> tuple[PackedDataset | Stream | Prompts, dict[str, PackedDataset | Prompts]]:
     """Training rows, and evaluation rows by name: of their own files, or held out.
 
     A single evaluation set's name is empty.
@@ -35,9 +43,12 @@ def open_data(
         InputError: the data cannot be used.
     """
     data, given = config.data, (config, tokenizer, vocab_size)
-    sets = {name: _open(path, *given) for name, path in data.eval_sets.items()}
-    training: PackedDataset | Stream
-    if data.streaming:
+    opened = _open_prompts if config.loss.kind == "prompts" else _open
+    sets: dict[str, Any] = {name: opened(path, *given) for name, path in data.eval_sets.items()}
+    training: Any
+    if config.loss.kind == "prompts":
+        training = _open_prompts(data.path, *given)
+    elif data.streaming:
         training = open_stream(data.path, block_tokens=data.shuffle_buffer, **_reading(*given))
     else:
         training = _open(data.path, *given, weights=data.weights, repeat=data.repeat)
@@ -50,7 +61,7 @@ def open_data(
         return training, sets
     if not data.eval_fraction:
         return training, {}
-    assert isinstance(training, PackedDataset)
+    assert isinstance(training, PackedDataset | Prompts)
     rest, held_out = training.hold_out(data.eval_fraction)
     return rest, {"": held_out}
 
@@ -94,8 +105,28 @@ def check_prompts(
             )
 
 
+def _open_prompts(
+    path: str | list[str], config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> Prompts:
+    data, most = config.data, config.loss.max_completion_length or 0
+    return open_prompts(
+        path,
+        tokenizer=tokenizer,
+        longest=data.sequence_length - most,
+        fields=data.fields,
+        bad_rows=data.bad_rows,
+        drop=data.overlong == "drop",
+        chat=data.kind == "chat",
+        vocab_size=vocab_size,
+        hub_config=data.hub_config,
+        hub_split=data.hub_split,
+    )
+
+
 def run_ends(
-    model: ModelSection, tokenizer: PreTrainedTokenizerBase, training: PackedDataset | Stream
+    model: ModelSection,
+    tokenizer: PreTrainedTokenizerBase,
+    training: PackedDataset | Stream | Prompts,
 ) -> list[int]:
     """The tokens that end what the run teaches, beside those that the model knows already."""
     ends = [] if model.eos_token is None else [tokenizer.eos_token_id]
@@ -104,6 +135,11 @@ def run_ends(
             log.info("no token of the chat template ends a reply: the model will not know its end")
         else:
             ends.append(turn)
+            if not ends_last(tokenizer):
+                log.info(
+                    "the chat template ends a reply only where another turn follows: the last of a "
+                    "conversation does not teach its end"
+                )
     return list(dict.fromkeys(ends))
 
 
@@ -124,7 +160,11 @@ def data_alone(
         hf_config = load_config(Path(model.path).expanduser(), trust_remote_code=trusted)
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
-    return tokenizer, *open_data(config, tokenizer, vocab_size)
+    evaluation: Any
+    training, evaluation = open_data(config, tokenizer, vocab_size)
+    if isinstance(training, Prompts):
+        raise InputError(f"loss.name {config.loss.name}: prompts have no tokens to learn to show")
+    return tokenizer, training, evaluation
 
 
 def _open(

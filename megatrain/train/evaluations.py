@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from megatrain.config import Config
-from megatrain.data import PLAIN, Step
-from megatrain.loss import JointLoss, num_labelled, targets_of
+from megatrain.data import PLAIN, Prompts, Step
+from megatrain.loss import JointLoss, Reward, num_labelled, targets_of
 from megatrain.telemetry.console import described_rewards
-from megatrain.telemetry.metrics import MetricsWriter
+from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
+from megatrain.train.rollouts import Rollouts
 from megatrain.train.samples import Samples
 from megatrain.train.setup import Job
-from megatrain.train.sharing import part_of
+from megatrain.train.sharing import logprobs, part_of
 from megatrain.train.signals import Signals
 from megatrain.units import duration
 
@@ -41,17 +42,21 @@ class Evaluations:
         self._total, self._ranks = job.total_steps, job.ranks
         # As many rows at once as a step has: more would take memory that no plan counts.
         at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
-        self._sets = {name: _parts(rows, at_once) for name, rows in job.evaluation.items()}
+        self._rollouts = job.rollouts
+        self._sets: dict[str, Any] = {
+            name: rows if isinstance(rows, Prompts) else _parts(rows, at_once)
+            for name, rows in job.evaluation.items()
+        }
         self._every = config.training.eval_every
         self._samples = Samples(config, job)
-        self._done = {record["step"] for record in logged if "eval_loss" in record}
+        self._done = {record["step"] for record in logged if is_evaluation(record)}
         self._trained: list[float] = []  # losses of the steps since the last one
         for record in logged:
             self.trained(record)
 
     def trained(self, record: Mapping[str, Any]) -> None:
         """Take a line of the log in: the loss of training is said beside that of an evaluation."""
-        if "eval_loss" in record:
+        if is_evaluation(record):
             self._trained.clear()
         elif isinstance(record.get("loss"), float):
             self._trained.append(record["loss"])
@@ -78,6 +83,8 @@ class Evaluations:
 
     def _scores(self, *, final: bool) -> dict[str, float] | None:
         """Metrics over all sets, and of each named one; None: given up."""
+        if self._rollouts is not None:
+            return self._of_prompts(self._rollouts, final=final)
         if isinstance(self._loss, JointLoss):
             return self._of_replies(self._loss, final=final)
         found: dict[str, tuple[float, float, int]] = {}  # summed loss, right labels, labels
@@ -107,13 +114,25 @@ class Evaluations:
                 if self._signals.stop and not final:
                     return None
                 plain = [{key: micro[key] for key in PLAIN if key in micro} for micro in part]
-                found += self._engine.logprobs(plain)
+                scores = isinstance(loss, Reward)
+                found += logprobs(self._engine, plain, self._ranks, scores=scores)
             every = every[0] + found, every[1] + rows
             if name:
                 metrics |= {f"eval_{name}_{key}": v for key, v in loss.told(found, rows).items()}
         return {f"eval_{key}": v for key, v in loss.told(*every).items()} | metrics
 
+    def _of_prompts(self, rollouts: Rollouts, *, final: bool) -> dict[str, float] | None:
+        """Rewards of one reply to each prompt, over all sets and of each."""
+        made: dict[str, Any] = {}
+        for name, prompts in self._sets.items():
+            made[name] = rollouts.tried(prompts, lambda: bool(self._signals.stop) and not final)
+            if made[name] is None:
+                return None
+        return {f"eval_{key}": value for key, value in rollouts.rewarded(made).items()}
+
     def _described(self, found: Mapping[str, float]) -> str:
+        if "eval_loss" not in found:
+            return "evaluation " + "  ".join(described_rewards(found, "eval_"))
         beside = ""
         if self._trained:
             beside = f" (training {sum(self._trained) / len(self._trained):.4f})"

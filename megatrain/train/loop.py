@@ -14,7 +14,7 @@ from megatrain.config import Config
 from megatrain.errors import MegatrainError, RunFailed, first_line, told
 from megatrain.launch import joined
 from megatrain.telemetry.console import TrainingProgress
-from megatrain.telemetry.metrics import MetricsWriter
+from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
 from megatrain.train.callbacks import Callbacks
 from megatrain.train.checkpointing import Checkpointing
 from megatrain.train.evaluations import Evaluations
@@ -118,10 +118,10 @@ class _Run:
         self.steps = Steps(job, config, metrics, self.timeline)
         self.watch = Watch(config, ())
         self.checkpoints = Checkpointing(
-            job, folder, config.checkpoint, first, self.best_kept, lambda: callbacks.call("on_save")
+            job, folder, config.checkpoint, first, self.best_kept, callbacks.saved
         )
         self.evaluations = Evaluations(job, config, metrics, logged, signals)
-        self._logged = [record for record in logged if "eval_loss" in record]
+        self._logged = logged
 
     @property
     def state(self) -> RunState:
@@ -152,13 +152,13 @@ class _Run:
         self.signals.share(self._job.ranks)
         try:
             with progress, self.checkpoints.rescue(lambda: self.state):
-                self.callbacks.call("on_train_begin")
+                self.callbacks.begin(self._logged)
                 for record in self._logged:  # the last one may have come after the save
-                    self._heed(record)
+                    if is_evaluation(record):
+                        self._heed(record)
                 self._evaluate(progress.say)  # a kill may have come before it
                 while self.steps.done < total and not (self.signals.stop or self.early):
                     self._step(progress)
-                self.callbacks.call("on_train_end")
         except MegatrainError:
             raise
         except Exception as error:
@@ -168,15 +168,20 @@ class _Run:
             log.warning("the running step is given up: %s", first_line(error))
 
     def _step(self, progress: TrainingProgress) -> None:
-        self.callbacks.call("on_step_begin")
+        self.callbacks.step_begins()
         record = self.steps.take()
         self.evaluations.trained(record)
         progress.step(record)
         self.callbacks.step(record)
         self.signals.share(self._job.ranks)
+        self._save_and_evaluate(progress.say)
+        if self.callbacks.epoch(more=not (self._is_last or self.signals.stop or self.early)):
+            self._save_and_evaluate(progress.say)  # what they asked for at its end
+
+    def _save_and_evaluate(self, say: Callable[[str], None]) -> None:
         asked = self.signals.take_save() | self.callbacks.take("should_save")
         self.checkpoints.after(self.state, asked=asked, last=self._is_last)
-        self._evaluate(progress.say)
+        self._evaluate(say)
 
     def _evaluate(self, say: Callable[[str], None]) -> None:
         asked = self.callbacks.take("should_evaluate")
@@ -244,6 +249,7 @@ def _run(
                 run.checkpoints.now(run.state)
             else:
                 best = run.finish()
+            told.end()
         finally:  # pictures can be drawn at any time; whoever stops a run may have none to spare
             if job.ranks.rank == 0:
                 draw_curve(folder)

@@ -16,10 +16,12 @@ from megatrain.api import Engine
 from megatrain.config import Config
 from megatrain.data import ReplyDataset
 from megatrain.disk import write_file
+from megatrain.distributed import Ranks
 from megatrain.errors import InputError
-from megatrain.loss import KTO, PairLoss
+from megatrain.loss import KTO, PairLoss, Reward
 from megatrain.train.folders import REFERENCES
 from megatrain.train.resume import Start
+from megatrain.train.sharing import logprobs
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,12 @@ class References:
 
 
 def refer(
-    config: Config, engine: Engine, data: dict[str, Any], rows: int, start: Start | None
+    config: Config,
+    engine: Engine,
+    data: dict[str, Any],
+    rows: int,
+    start: Start | None,
+    ranks: Ranks,
 ) -> References | None:
     """Tell data sets of replies their loss and, where it asks for one, what its reference says.
 
@@ -67,12 +74,14 @@ def refer(
     for each in sets.values():
         assert isinstance(loss, PairLoss | KTO)  # such data are opened for these alone
         each.loss = loss
-    if "reference_logp" not in loss.inputs:
+        if isinstance(loss, Reward):
+            each.pad = engine.config.get_text_config(decoder=True).pad_token_id
+    if not sets or "reference_logp" not in loss.inputs:
         return None
     keys = {name: _key(config, each) for name, each in sets.items()}
     if start is None:
         at_once = max(1, config.training.batch_size // rows)
-        sums = {name: _sums(engine, each, rows, at_once) for name, each in sets.items()}
+        sums = {name: _sums(engine, each, rows, at_once, ranks) for name, each in sets.items()}
         found = References(sums, keys)
     else:
         run = start.checkpoint.absolute().parent.parent
@@ -94,12 +103,12 @@ def _key(config: Config, data: ReplyDataset) -> str:
     return json.dumps([data.fingerprint, data.lines, len(data), of_model], sort_keys=True)
 
 
-def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int) -> Tensor:
+def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int, ranks: Ranks) -> Tensor:
     log.info("computing the reference's log-probabilities of %s rows", f"{len(data):,}")
     starts = range(0, len(data), rows)
     every = [range(start, min(start + rows, len(data))) for start in starts]
     sums: list[Tensor] = []
     for first in range(0, len(every), at_once):
         step = [data.plain(each) for each in every[first : first + at_once]]
-        sums += [each.double().sum(1) for each in engine.logprobs(step)]
+        sums += [each.double().sum(1) for each in logprobs(engine, step, ranks)]
     return torch.cat(sums).view(len(data), -1).float()

@@ -6,6 +6,8 @@ from pathlib import Path
 from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
 from megatrain.config import ModelSection
 from megatrain.errors import InputError
+from megatrain.model.companions import tokenizer_files
+from megatrain.source.source import adapter_folder, folder_adapter
 from megatrain.train.finished import model_steps
 from megatrain.train.folders import (
     CHECKPOINTS,
@@ -47,7 +49,8 @@ def named_model(section: ModelSection) -> tuple[ModelSection, Checkpoint | str |
     """What `model.path` stands for, be it a run, a checkpoint, a model folder or a hub id.
 
     Returns the section with the folder of the configuration and the tokenizer as its path, and what
-    an engine takes; None: the model is written out.
+    an engine takes; None: the model is written out. Of an adapter's folder the path is its base's;
+    a tokenizer that lies beside the adapter is named.
 
     Raises:
         InputError: a checkpoint that cannot be used.
@@ -55,6 +58,10 @@ def named_model(section: ModelSection) -> tuple[ModelSection, Checkpoint | str |
     if section.path is None:
         return section, None
     found = trained_model(section.path)
+    if (own := None if isinstance(found, Checkpoint) else adapter_folder(found)) is not None:
+        base, _ = named_model(section.model_copy(update={"path": folder_adapter(own)[1]}))
+        beside = str(own) if any(tokenizer_files(own)) else None
+        return base.model_copy(update={"tokenizer": section.tokenizer or beside}), found
     folder = str(found.model_folder) if isinstance(found, Checkpoint) else found
     return section.model_copy(update={"path": folder}), found
 

@@ -16,7 +16,7 @@ from megatrain.train.folders import checkpoint_folder, checkpoints, require_plai
 
 # What a resumed run may do differently: it still learns the same model from the same rows. Paths of
 # data and tokenizer are free because the data position knows the rows themselves (a fingerprint).
-_FREE_SECTIONS = ("loss", "schedule", "checkpoint", "output", "tracking")
+_FREE_SECTIONS = ("loss", "rollout", "schedule", "checkpoint", "output", "tracking")
 FREE_KEYS = {
     "model": (
         "tokenizer", "chat_template", "eos_token", "trust_remote_code", "attn_implementation",
@@ -45,6 +45,7 @@ class RunState:
         refusals: what the rule for refused steps remembers (train/bad_steps.py).
         config: the run file, resolved.
         callbacks: what callbacks export of their state (train/callbacks.py).
+        rollouts: replies that steps to come will learn from again (train/rollouts.py).
     """
 
     step: int
@@ -52,6 +53,7 @@ class RunState:
     refusals: Mapping[str, Any]
     config: Mapping[str, Any]
     callbacks: Mapping[str, Any] = field(default_factory=dict)
+    rollouts: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, as JSON keeps them."""
@@ -64,7 +66,7 @@ class RunState:
         Raises:
             InputError: it has none, or one that no run has written.
         """
-        older: dict[str, Any] = {"callbacks": {}}
+        older: dict[str, Any] = {"callbacks": {}, "rollouts": {}}
         fields = {name: kept.get(name, older.get(name)) for name in cls.__dataclass_fields__}
         step, parts = fields.pop("step"), fields.values()
         if type(step) is not int or step < 0 or not all(isinstance(p, dict) for p in parts):

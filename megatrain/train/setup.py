@@ -15,18 +15,21 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_schedule
 from megatrain.api import Engine
 from megatrain.checkpoint import MODEL, Checkpoint
 from megatrain.config import Config, ModelSection
-from megatrain.data import PackedDataset, Step, StepLoader, Stream, StreamLoader, numbered
+from megatrain.data import PackedDataset, Prompts, Step, StepLoader, Stream, StreamLoader, numbered
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.companions import add_ends, tokenizer_files
 from megatrain.model.trained import Trained
+from megatrain.placement import Placement
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.references import References, refer
 from megatrain.train.resolve_model import named_model
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
+from megatrain.train.rewards import Rewards
+from megatrain.train.rollouts import Rollouts
 from megatrain.train.sharing import in_turn
 
 log = logging.getLogger(__name__)
@@ -40,8 +43,9 @@ class Job:
         own_tokenizer: whether the tokenizer is another than that in the model's folder.
         ends: tokens that end what is taught, which the model may not know yet.
         kind: whether texts or chats are trained.
-        evaluation: micro-batches of each evaluation set.
+        evaluation: micro-batches of each evaluation set, or its prompts.
         references: what the reference model says of the data, where the loss asks for it.
+        rollouts: what makes the rows of steps, where the data are prompts.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -50,12 +54,13 @@ class Job:
     engine: Engine
     loader: StepLoader
     kind: str
-    evaluation: dict[str, Step]
+    evaluation: dict[str, Step | Prompts]
     references: References | None
     schedule: LRScheduler
     total_steps: int
     resumed: RunState | None
     ranks: Ranks = ALONE
+    rollouts: Rollouts | None = None
 
     def write_tokenizer(self, folder: Path) -> None:
         """See to it that a folder with the engine's model has the run's tokenizer, and no other.
@@ -74,6 +79,8 @@ class Job:
     def close(self) -> None:
         """Stop the loader's thread and give all memory back."""
         self.loader.close()
+        if self.rollouts is not None:
+            self.rollouts.close()
         self.engine.close()
 
 
@@ -97,20 +104,21 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
         ranks, lambda: open_data(config, tokenizer, text_config.vocab_size)
     )
     loader = _loader(config, training)
-    total_steps = config.training.steps or loader.steps_of(config.training.epochs or 0)
+    total_steps = _total_steps(config, loader)
     # A wrong option should be known before weights are read, which may take minutes.
     _check_schedule(config, total_steps)
+    rewards = Rewards(config.rollout)
     done = _go_to(loader, start, total_steps)
     engine = _engine(config, hf_config if source is None else source, start, ranks)
     most = -(-config.training.batch_size // ranks.size)
-    rows = min(most, _rows_per_micro_batch(config, engine, start))
-    loader.rows_per_micro_batch = rows
+    rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))
     references = refer(
         config,
         engine,
         {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}},
         rows,
         start,
+        ranks,
     )
     log.info(
         "model: %s parameters on %s, placement: %s",
@@ -133,16 +141,60 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
         total_steps=total_steps,
         resumed=start.state if start else None,
         ranks=ranks,
+        rollouts=_rollouts(config, rewards, tokenizer, engine, loader, total_steps, start),
     )
 
 
-def _batches(evaluation: dict[str, PackedDataset], rows: int) -> dict[str, Step]:
-    made = {name: list(each.batches(rows)) for name, each in evaluation.items()}
-    numbered([micro for each in made.values() for micro in each])
+def _total_steps(config: Config, loader: StepLoader) -> int:
+    again = config.loss.num_iterations or 1  # steps that learn from the same replies
+    return config.training.steps or again * loader.steps_of(config.training.epochs or 0)
+
+
+def _rollouts(
+    config: Config,
+    rewards: Rewards,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: Engine,
+    loader: StepLoader,
+    total_steps: int,
+    start: Start | None,
+) -> Rollouts | None:
+    """What makes replies; the reference is the model as the run began, in an engine of its own."""
+    if config.loss.kind != "prompts":
+        return None
+    reference = None
+    if config.loss.beta:
+        section, source = named_model(config.model)
+        begun = model_config(section, tokenizer) if source is None else source
+        log.info("the reference model rests in host memory beside the one that is trained")
+        settings = _settings(config) | {"max_grad_norm": None}
+        reference = Engine(
+            begun,
+            precision=config.engine.precision,
+            placement=Placement(),
+            seed=config.training.seed,
+            base=config.model.base,
+            **settings,
+        )
+    made = Rollouts(config, rewards, engine, tokenizer, loader, reference, total_steps)
+    if start is not None:
+        made.load_state_dict(start.state.rollouts)
+        made.step = start.state.step
     return made
 
 
-def _loader(config: Config, training: PackedDataset | Stream) -> StepLoader:
+def _batches(
+    evaluation: dict[str, PackedDataset | Prompts], rows: int
+) -> dict[str, Step | Prompts]:
+    made = {
+        name: each if isinstance(each, Prompts) else list(each.batches(rows))
+        for name, each in evaluation.items()
+    }
+    numbered([micro for each in made.values() if isinstance(each, list) for micro in each])
+    return made
+
+
+def _loader(config: Config, training: PackedDataset | Stream | Prompts) -> StepLoader:
     rows = config.training.batch_size
     how: dict[str, Any] = {
         "rows_per_step": rows,
@@ -153,12 +205,15 @@ def _loader(config: Config, training: PackedDataset | Stream) -> StepLoader:
         tokens = f"{config.data.shuffle_buffer:,}"
         log.info("data: a stream, of which %s tokens at a time are shuffled", tokens)
         return StreamLoader(training, **how, workers=2)
-    log.info(
-        "data: %s tokens in %s rows, %.0f%% full",
-        f"{training.num_tokens:,}",
-        f"{len(training):,}",
-        100 * training.fill,
-    )
+    if isinstance(training, Prompts):
+        log.info("data: %s prompts", f"{len(training):,}")
+    else:
+        log.info(
+            "data: %s tokens in %s rows, %.0f%% full",
+            f"{training.num_tokens:,}",
+            f"{len(training):,}",
+            100 * training.fill,
+        )
     if rows > len(training):
         log.warning(
             "a step takes training.batch_size %d rows, and the data has only %d: it takes each "
@@ -258,7 +313,7 @@ def _engine(
         raise DoesNotFit(f"{error}; {plan}") from error
     if config.training.neftune_alpha is not None:
         engine.add_neftune(config.training.neftune_alpha)
-    if engine.label_shift == 0:
+    if engine.label_shift == 0 and config.loss.name != "reward":
         raise InputError(
             f"the loss of {engine.config.model_type} compares logits with the labels of the same "
             "places, so text would teach it to copy; use megatrain.Engine, with other labels"
@@ -273,6 +328,7 @@ def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str, gro
         seed=config.training.seed,
         trained=Trained(config.model.freeze, config.model.train_only),
         base=config.model.base,
+        router_aux_loss_coef=config.model.router_aux_loss_coef,
         adapter=config.adapter.keys,
         group=group,
         **_settings(config),

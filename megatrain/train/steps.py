@@ -9,6 +9,7 @@ from megatrain.api import Engine
 from megatrain.config import Config
 from megatrain.data import Step
 from megatrain.errors import DoesNotFit, MegatrainError, RunFailed, StepRefused
+from megatrain.telemetry.flops import model_tflops
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import process_bytes
 from megatrain.telemetry.metrics import MetricsWriter
@@ -54,9 +55,11 @@ class Steps:
         step, job = self.done + 1, self._job
         lr = job.schedule.get_last_lr()[0]
         started = time.perf_counter()
-        micro_batches = self._rows(step)
+        made: Mapping[str, Any] = {}
         try:
-            result = self._measured(step, micro_batches)
+            rows, made = self._rows(step)
+            tokens = sum(micro["input_ids"].numel() for micro in rows)
+            result = self._measured(step, part_of(rows, job.ranks))
         except StepRefused as error:
             outcome = self._left_out(step, error)
         except DoesNotFit as error:
@@ -66,9 +69,11 @@ class Steps:
         else:
             self._refusals.passed(result.grad_norm)
             seconds = time.perf_counter() - started
-            measured = self._meter.measure(result.tokens, seconds)
+            measured = self._meter.measure(tokens, seconds)
             outcome = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **measured}
-            outcome |= result.measures
+            outcome |= result.measures | made
+            if job.rollouts is not None:
+                outcome["train_seconds"] = round(result.seconds, 6)
             if (found := self._timeline.found) is not None:
                 outcome |= {"busy": found.busy, "idle": found.idle}
         if step < job.total_steps:  # a schedule need not be defined beyond its end
@@ -84,9 +89,14 @@ class Steps:
         engine = self._job.engine
         return self._timeline.step(step, lambda: engine.step(micro_batches, loss, norm_limit=limit))
 
-    def _rows(self, step: int) -> Step:
+    def _rows(self, step: int) -> tuple[Step, Mapping[str, Any]]:
+        """Micro-batches of all ranks, and what the log says of how they were made."""
         try:
-            return part_of(next(self._job.loader), self._job.ranks)
+            if self._job.rollouts is not None:
+                return self._job.rollouts.take(step)
+            return next(self._job.loader), {}
+        except (RunFailed, DoesNotFit):  # of replies that were to be made
+            raise
         except Exception as error:
             log.error("the rows of step %d cannot be read", step, exc_info=error)
             self._metrics.write(step=step, failed=str(error))
@@ -112,7 +122,9 @@ class Steps:
 
     def _state(self) -> RunState:
         position = self._job.loader.state_dict()
-        return RunState(self.done, position, self._refusals.state_dict(), self._settled)
+        rollouts = {} if self._job.rollouts is None else self._job.rollouts.state_dict()
+        refusals = self._refusals.state_dict()
+        return RunState(self.done, position, refusals, self._settled, rollouts=rollouts)
 
 
 def _short(text: str) -> str:
@@ -120,7 +132,7 @@ def _short(text: str) -> str:
 
 
 class Meter:
-    """Rates and memory of a step. Model TFLOPS = 6 x parameters x tokens / seconds.
+    """Rates and memory of a step.
 
     Tokens are positions computed, padding included.
     """
@@ -133,7 +145,8 @@ class Meter:
 
     def measure(self, tokens: int, seconds: float) -> dict[str, Any]:
         """What `metrics.jsonl` says of a step besides its loss."""
-        tflops = 6 * self._engine.num_parameters * tokens / seconds / 1e12
+        size = self._engine.num_parameters, self._engine.num_trained
+        tflops = model_tflops(*size, tokens, seconds)
         return {
             "tokens": tokens,
             "seconds": round(seconds, 6),

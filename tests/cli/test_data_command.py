@@ -41,13 +41,25 @@ def test_counts_lengths_and_rows_are_shown(megatrain, chats, tmp_path):
     assert result.exit_code == 0, result.output
     said = result.stdout
     assert "training: 5 conversations (questions and answers) in 5 rows of 32 tokens" in said
-    assert "1 conversations repeat another: " in said
+    assert "1 of the conversations repeats another: " in said
     for i in range(4):
         assert f"<user>the cat {i}|\n<assistant>⟦a <dog> {i}|\n⟧" in said
     assert f"tokens by source in {tmp_path}/\n" in said
     assert "\n-- rows.json:1: " in said and "row 5 (" in said
     assert "row 2 (" not in megatrain("data", chats, "--rows", 1).stdout
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("training", [None, {"seed": 3}])
+def test_how_long_to_train_need_not_be_said(megatrain, chats, training):
+    tree = yaml.safe_load(chats.read_text())
+    del tree["training"]
+    chats.write_text(yaml.safe_dump(tree if training is None else tree | {"training": training}))
+    result = megatrain("data", chats, *sets(data__streaming=True))
+    assert result.exit_code == 0 and "5 conversations" in result.stdout, result.output
+    assert megatrain("train", chats).exit_code == 2
+    wrong = megatrain("data", chats, *sets(training__steps=1, training__epochs=1))
+    assert wrong.exit_code == 2 and "give either steps or epochs" in wrong.output
 
 
 def test_what_is_cut_off_or_left_out_is_counted(megatrain, chats, tmp_path):
@@ -75,7 +87,7 @@ def test_the_page_marks_what_is_learnt(megatrain, chats, tmp_path):
         "5 conversations (questions and answers)",
         "Lengths of",
         "Row 5",
-        "repeat another",
+        "1 of the conversations repeats another",
     ):
         assert part in page.text, part
     assert "<mark>a &lt;dog&gt; 3|\n</mark>" in path.read_text()

@@ -17,8 +17,8 @@ def test_the_demo_trains_samples_and_shows_the_memory(megatrain, monkeypatch, tm
     assert (run / "model" / "config.json").is_file()
     assert "step 3/3" in result.stdout
     assert "def read_" in result.stdout
-    assert "host: Adam moments" in result.stdout
-    assert "8.00 bytes a parameter" in result.stdout
+    states = next(line for line in result.stdout.splitlines() if "optimizer states" in line)
+    assert 4 < float(states.split()[-4]) < 8  # momentum of matrices; two moments of all else
 
 
 def test_a_demo_that_is_stopped_says_how_to_go_on(megatrain, monkeypatch, tmp_path):

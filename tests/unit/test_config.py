@@ -102,10 +102,10 @@ def test_exponents_are_numbers_as_in_yaml_1_2(number):
 MISTAKES = [
     # overrides, what the line must hold
     (["optimizer.lrr=1"], "--set optimizer.lrr: unknown key; did you mean 'lr'?"),
-    (["training.lr=1"], "--set training.lr: unknown key; 'lr' is a key of optimizer; valid here"),
+    (["training.lr=1"], "--set training.lr: unknown key; its name here is optimizer.lr"),
     (
         ["model.name=x"],
-        "unknown key; 'name' is a key of optimizer and loss and schedule; valid here are path",
+        "unknown key; its name here is optimizer.name or loss.name or schedule.name",
     ),
     (["model.paht=x"], "--set model.paht: unknown key; did you mean 'path'?"),
     (["optimiser.lr=1"], "optimiser: unknown key; did you mean 'optimizer'?"),
@@ -114,6 +114,7 @@ MISTAKES = [
         ["optimizer.name=lyon"],
         "--set optimizer.name: unknown optimizer 'lyon'; did you mean 'lion'",
     ),
+    (["optimizer.name=paged_adamw_8bit"], "'paged_adamw_8bit'; take adamw with states: int8"),
     (["optimizer.name=3"], "--set optimizer.name: should be a valid string, got 3"),
     (
         ["optimizer.name=lion", "optimizer.eps=1e-8"],
@@ -130,6 +131,7 @@ MISTAKES = [
     (["optimizer.betas=[0.9, 1.0]"], "--set optimizer.betas: should be less than 1, got 1.0"),
     (["optimizer.no_decay=['[']"], "--set optimizer.no_decay: '[' is not a regular expression"),
     (["optimizer=5"], "--set optimizer: should be a mapping, got 5"),
+    (["adapter=lora"], "a mapping, such as adapter: {method: lora}, got 'lora'"),
     (["data.sequence_length='8'"], "--set data.sequence_length: should be a valid integer"),
     (["data.sequence_length=true"], "--set data.sequence_length: should be a valid integer"),
     (["data.weights=[1, 2]"], "give as many weights as paths: 1, not 2"),

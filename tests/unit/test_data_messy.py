@@ -34,7 +34,7 @@ def opened(tmp_path):
         ("a.json", json.dumps({"data": ROWS}, indent=1) + "\n"),
         ("a.jsonl", json.dumps(ROWS)),
         ("a.jsonl", b"\xef\xbb\xbf\n" + json.dumps(ROWS, indent=1).encode()),
-        ("a.json.gz", gzip.compress(json.dumps({"rows": ROWS}).encode())),
+        ("a.json.gz", gzip.compress(json.dumps({"rows": ROWS}).encode(), mtime=0)),
         ("a.csv", "question;answer\nWhat is 12 + 30?;It is 42.\nAnd the sea?;\"Calm; it was.\"\n"),
         ("a.csv", "question\tanswer\nWhat is 12 + 30?\tIt is 42.\nAnd the sea?\tCalm; it was.\n"),
         ("a.tsv", "question,answer\r\nWhat is 12 + 30?,It is 42.\r\n"
@@ -64,7 +64,7 @@ def test_a_field_of_messages_of_any_name_is_no_list_of_rows(tmp_path, opened):
         ("a.csv", b"PK\3\4\0\0", "a.csv: a zip archive"),
         ("a.json", b"  <!DOCTYPE html>\n<html>", "a.json: a page of HTML"),
         ("a.parquet", b"<html><body>404", "a.parquet: a page of HTML"),
-        ("a.jsonl", gzip.compress(b"{}"), "packed by gzip: add .gz"),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0), "packed by gzip: add .gz"),
         ("a.jsonl", b"PAR1\x15\4", "Parquet: name it .parquet"),
         ("a.jsonl", "{}".encode("utf-16"), "UTF-16: convert it: iconv"),
         ("a.csv", "question,answer\na,b\n".encode("utf-16-le"), "NUL in its header"),
@@ -72,6 +72,11 @@ def test_a_field_of_messages_of_any_name_is_no_list_of_rows(tmp_path, opened):
         ("a.csv", b"Question, answer\na,b\n",
          "perhaps data.fields: {question: 'Question', answer: ' answer'}"),
         ("a.jsonl", json.dumps(talk("a", "b")).encode(), "one message is no row"),
+        ("a.jsonl", b'{"text": "a", "role": "prompter"}', "one message is no row"),
+        ("a.csv", b"text,role\na,assistant\n", "one message is no row"),
+        ("a.jsonl", b'{"question": "a", "choices": ["b", "c"], "answer": "B"}',
+         "'choices' is not read beside questions and answers"),
+        ("a.csv", b"question,options,answer\na,b/c,B\n", "'options' is not read beside"),
         ("a.json", json.dumps({"train": ROWS, "test": ROWS}).encode(),
          "'train' is not all that it has: .* jq -c '.train..' a.json > train.jsonl"),
         ("a.json", json.dumps({"version": 1, "train": ROWS}).encode(),
@@ -84,6 +89,11 @@ def test_what_a_file_is_instead_is_said_in_a_line(tmp_path, opened, name, conten
     with pytest.raises(InputError, match=problem) as caught:
         opened(tmp_path / name)
     assert "\n" not in str(caught.value) and name in str(caught.value)
+
+
+def test_text_with_a_role_that_nobody_speaks_in_is_text(tmp_path, opened):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea was calm.", "role": "headline"}])
+    assert opened(path).num_tokens
 
 
 def test_text_may_begin_with_what_begins_other_files(tmp_path, opened):

@@ -11,7 +11,7 @@ from data_cases import LLAMA3, encode_row, make_tokenizer, talk
 from megatrain.data.chat import ChatEncoder
 from megatrain.data.examples import Found
 from megatrain.data.formats import Reading
-from megatrain.data.prompts import end_of_turn
+from megatrain.data.prompts import end_of_turn, ends_last
 from megatrain.errors import InputError
 
 READING = Reading("auto", {})
@@ -79,10 +79,10 @@ def test_replies_with_their_end_are_found_and_the_text_is_the_templates(name, wh
     whole, (first, last) = spoken(TEMPLATES[name], {"messages": turns}, tokenizer)
     if "parts" not in name:
         assert whole == tokenizer.apply_chat_template(turns, tokenize=False)
-    end = "" if "no end" in name else "<|end|>"
-    assert first.strip() == ("tell 2" + white).strip() + white * bool(end) + end
+    end = "<|u|>" if "no end" in name else "<|end|>"  # the next turn's header, as GLM's
+    assert first.strip() == ("tell 2" + white).strip() + white + end
     begin = "<think></think>" if "drops" in name else "</think>" if "beginning" in name else ""
-    end = "<|stop|>" if "otherwise" in name else end
+    end = "<|stop|>" if "otherwise" in name else "" if "no end" in name else end
     assert last.strip() == (begin + "tell 4" + white).strip() + white * bool(end) + end
 
 
@@ -263,7 +263,7 @@ def test_turns_after_a_tool_are_found_where_its_result_is_closed_otherwise():
 def test_of_empty_replies_the_end_of_turn_is_learnt(name):
     ends = [run[-7:] for run in spoken(TEMPLATES[name], {"messages": talk("a", "", "b", "")})[1]]
     last = "<|stop|>"[-7:] if "otherwise" in name else "<|end|>"
-    assert ends == ([] if "no end" in name else ["<|end|>", last])
+    assert ends == (["<|u|>"] if "no end" in name else ["<|end|>", last])
 
 
 def test_a_reply_that_goes_on_after_the_result_of_a_tool_is_learnt_from_there():
@@ -348,18 +348,104 @@ def test_a_template_that_asks_for_the_content_of_earlier_calls_gets_an_empty_one
 
 
 def test_an_end_that_only_a_question_brings_is_learnt_where_it_is():
-    """As Apertus' and Hunyuan's; GLM's has a question's header there, and no end at all."""
-    for end, first in (("<|end|>", "tell 2<|end|>"), ("", "tell 2")):
+    """As Apertus' and Hunyuan's; GLM's has a question's header there, and no other end."""
+    for end in ("<|end|>", ""):
         asks = "{%- if m.role == 'user' %}{%- if not loop.first and messages[loop.index0 - 1].role"
         asks += " == 'assistant' %}{{- '" + end + "' }}{%- endif %}{{- '<|u|>' + m.content }}"
         template = FOR + asks + OTHERS.replace("{%- if", "{%- elif").replace("<|end|>", "<|stop|>")
         template += REPLY.replace("<|end|>", "") + END
+        first = "tell 2" + (end or "<|u|>")
         for system in (None, "be 0"):
             turns = talk("ask 1", "tell 2", "ask 3", "tell 4", "ask 5", system=system)
             assert spoken(template, {"messages": turns})[1] == [first, first.replace("2", "4")]
         assert spoken(template, {"messages": TURNS})[1] == [first, "tell 4"]
         empty = spoken(template, {"messages": talk("a", "", "b", "tell")})[1]
-        assert empty == ([end, "tell"] if end else ["tell"])
+        assert empty == [end or "<|u|>", "tell"]
+        tokenizer = make_tokenizer(template, special=SPECIAL)
+        assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == (end or "<|u|>")
+        assert not ends_last(tokenizer)
+
+
+def test_headers_that_end_replies_are_not_learnt_where_replies_follow_each_other_or_end_once():
+    tool = "{%- if m.role == 'tool' %}{{- '<|tool|>' + m.content }}"
+    reply = "{%- else %}{{- '<|a|>' + (m.content or '') + calls(m) }}{%- endif %}"
+    others = tool + OTHERS.replace("{%- if", "{%- elif").replace("<|end|>", "")
+    turns = [*with_calls(city="a"), {"role": "assistant", "content": "tell 5"}]
+    _, runs = spoken(MACRO + FOR + others + reply + END, {"messages": turns})
+    assert runs == ['<|call|>weather {"city": "a"}<|tool|>', "tell 2<|u|>", "tell 4", "tell 5"]
+    once = REPLY.replace("'<|end|>'", "('<|end|>' if loop.last else '')")  # as Metharme's
+    _, runs = spoken(FOR + OTHERS.replace("<|end|>", "") + once + END, {"messages": TURNS})
+    assert runs == ["tell 2", "tell 4<|end|>"]
+    ended = END.replace("{%- endif %}", "{%- else %}{{- '</s>' }}{%- endif %}")
+    turns = [*TURNS[:-1], *turns[-2:]]
+    silent = FOR + (OTHERS + REPLY).replace("<|end|>", "") + ended
+    assert spoken(silent, {"messages": turns})[1] == ["tell 2", "tell 4", "tell 5</s>"]
+
+
+def test_what_another_says_is_never_part_of_a_reply_of_a_known_family():
+    """As in Phi 3's, which ends the text once more, with a token that may be the end of turns."""
+    special = ("<s>", "<|end|>", "<pad>", "<|assistant|>", "<|u|>")
+    template = FOR + "{{- ('<|assistant|>' if m.role == 'assistant' else '<|u|>') + '\n' }}" + (
+        "{{- m.content + '<|end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}"
+        "{{- '<|assistant|>\n' }}{%- else %}{{- eos_token }}{%- endif %}"
+    )  # fmt: skip
+    tokenizer = make_tokenizer(template, special=special, eos="<|end|>")
+    turns = talk("ask 1", "tell 2", "ask 3")
+    assert spoken(template, {"messages": turns}, tokenizer)[1] == ["tell 2<|end|>"]
+
+
+@pytest.mark.parametrize("header", ["say:", "I say:\n"])
+def test_headers_for_which_a_template_asks_with_other_white_space_are_not_learnt(header):
+    """As files of templates that are written over several lines do."""
+    reply = "{%- else %}{{- '   " + header + " ' + m.content + '<|end|>\n' }}{%- endif %}"
+    asks = END.replace("'<|a|>'", "' " + header.replace(" ", "  ") + "'")
+    turns = [*TURNS[:-1], {"role": "assistant", "content": header + " I say"}]
+    _, (first, last) = spoken(FOR + OTHERS + reply + asks, {"messages": turns})
+    assert first.lstrip() == "tell 2<|end|>"
+    assert last.lstrip() == header + " I say<|end|>"
+
+
+def test_each_of_two_replies_in_a_row_is_ended_where_the_last_of_all_ends_otherwise():
+    """As gpt-oss', which begins with words of its own that end as questions do."""
+    turns = [*TURNS[:3], {"role": "assistant", "content": "tell 5"}, *TURNS[3:]]
+    template = TEMPLATES["ends the last reply otherwise"]
+    template = template.replace("if loop.last", "if loop.last and not add_generation_prompt")
+    _, runs = spoken("{{- '<|u|>be kind<|end|>' }}" + template, {"messages": turns})
+    assert runs == ["tell 2<|end|>", "tell 5<|end|>", "tell 4<|stop|>"]
+
+
+def test_replies_are_found_where_a_template_asks_without_the_lines_before_a_header():
+    """As vLLM's Alpaca template, whose turns have no tokens, and are parted if others follow."""
+    parted = "{%- if not loop.last %}{{- '\n\n' }}{%- endif %}"
+    header = "{{- '### ' + ('Say' if m.role == 'assistant' else 'Ask') + ':\n' + m.content }}"
+    asks = END.replace("<|a|>", "### Say:\n")
+    _, runs = spoken(FOR + header + parted + asks, {"messages": TURNS})
+    assert [run.strip() for run in runs] == ["tell 2", "tell 4"]
+
+
+def test_a_header_is_not_learnt_where_another_reply_is_ended_only_when_asked():
+    """As vLLM's template for ChatML, where only a question that is asked has an end, too."""
+    said = "{{- ('<|a|>' if m.role == 'assistant' else '<|u|>') + m.content }}"
+    ended = "{%- if add_generation_prompt or not loop.last %}{{- '<|end|>' }}{%- endif %}"
+    asks = END.replace("prompt %}", "prompt and messages[-1].role != 'assistant' %}")
+    turns = [*TURNS, {"role": "assistant", "content": "tell 5"}]
+    _, runs = spoken(FOR + said + ended + asks, {"messages": turns})
+    assert runs == ["tell 2<|end|>", "tell 4", "tell 5"]  # nothing tells that end from the header
+
+
+def test_tools_that_a_template_leaves_out_without_a_system_message_are_refused():
+    """As a template of FunctionGemma's does."""
+    described = "{%- if m.role == 'system' %}{%- for t in tools %}{{- t | tojson }}{%- endfor %}"
+    template = FOR + described + "{%- endif %}" + OTHERS + REPLY + END
+    tools = [{"name": "weather", "parameters": {}}]
+    text, _ = spoken(template, {"messages": TURNS, "tools": tools})
+    assert '"name": "weather"' in text
+    calling = template.replace(
+        "m.content + '<|end|>' }}{%- endif", "(m.content or '') + calls(m) }}{%- endif"
+    )
+    for turns in (TURNS[1:], with_calls(city="a")[1:]):
+        with pytest.raises(InputError, match="leaves out 'tools' .* give it a system message"):
+            spoken(MACRO + calling, {"messages": turns, "tools": tools})
 
 
 @pytest.mark.parametrize("end", ["<|end|>", "", "<|a|>"])

@@ -44,6 +44,7 @@ def evaluated(
         total_steps=total,
         ranks=ALONE,
         loader=SimpleNamespace(rows_per_micro_batch=2),
+        rollouts=None,
     )
     training = SimpleNamespace(eval_every=1, batch_size=rows_per_step, samples=None)
     metrics: Any = SimpleNamespace(write=lambda **record: written.update(record))

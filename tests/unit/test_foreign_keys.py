@@ -24,7 +24,14 @@ OURS = {
         ({"learning_rate": 1e-5}, "learning_rate: unknown key; its name here is optimizer.lr"),
         ({"training": {"num_train_epochs": 3}}, "its name here is training.epochs"),
         ({"data": {"cutoff_len": 3}}, "data.cutoff_len: unknown key; its name here is data.seq"),
-        ({"lora_r": 16}, "lora_r: unknown key; an adapter is a section: adapter: {method: lora"),
+        ({"lora_r": 16}, "lora_r: unknown key; its name here is adapter.r"),
+        ({"use_peft": True}, "use_peft: unknown key; an adapter is a section: adapter: {method"),
+        ({"seed": 1}, "seed: unknown key; its name here is training.seed"),
+        ({"data": {"weight_decay": 1}}, "unknown key; its name here is optimizer.weight_decay"),
+        (
+            {"stage": "sft", "dataset": "x", "cutoff_len": 8},
+            "such as sft or dpo (and 5 more; docs/coming-from.md has the keys of other trainers)",
+        ),
         ({"training": {"gradient_accumulation_steps": 4}}, "training.batch_size counts the rows"),
     ],
 )

@@ -10,8 +10,9 @@ import pytest
 from megatrain.errors import InputError
 from megatrain.machine import Machine, machine_for
 from megatrain.report import write_report
+from megatrain.report.charts import COLOURS, Chart, Line, draw
 from megatrain.report.markup import compact, seconds, short, ticks
-from megatrain.report.page import page
+from megatrain.report.page import own, page
 from megatrain.report.roofs import find_machine, find_roofs
 from megatrain.report.series import PIXELS, collect, reduce
 from megatrain.report.source import read_source
@@ -187,6 +188,32 @@ def test_a_run_that_goes_on_and_one_that_failed(tmp_path):
     assert "Failed" not in made(run).text  # it was taken up again
 
 
+def test_a_run_that_ended_early_is_finished(tmp_path):
+    run = write_run(tmp_path / "run", steps=5, total=100)
+    (run / "model").mkdir()
+    noted = {"done": 5, "best": {"step": 3, "eval_loss": 1.0}, "early": "eval_loss was not better"}
+    (run / "finished.json").write_text(json.dumps(noted))
+    assert (
+        "Finished: 5 of 100 steps, stopped early: eval_loss was not better. The model is that of "
+        "step 3, the best." in made(run).text
+    )
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record(6)) + "\n")
+    assert "Still going" in made(run).text  # it was made longer
+
+
+def test_every_line_of_a_chart_has_a_colour_of_its_own():
+    lines = [Line(f"set {n}", np.arange(2.0), np.arange(2.0) + n) for n in range(COLOURS)]
+    drawn = draw(Chart("Loss", "", "step", [Line("none", np.empty(0), np.empty(0)), *lines[1:]]))
+    style = own("page.css")
+    for n in range(1, COLOURS):
+        assert f'class="line s{n}"' in drawn and f'<i class="s{n}">' in drawn
+        assert f".line.s{n}, .dot.s{n} {{ stroke: var(--s{n}); }}" in style
+        assert style.count(f"--s{n}: #") == 2, "one in light, one in dark"
+        assert f"i.s{n} {{ color: var(--s{n}); }}" in style
+    assert "s0" not in drawn
+
+
 def test_evaluation_sets_and_accuracy_are_shown(tmp_path):
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
@@ -195,7 +222,8 @@ def test_evaluation_sets_and_accuracy_are_shown(tmp_path):
         file.write(json.dumps(line) + "\n")
     text = made(run).text
     assert "evaluation 2, 62.5% of tokens right" in text and "evaluation, code" in text
-    assert "the cat" in text and "<sat>" in text
+    assert "the cat" in text and "<sat>" in text and "Samples after step 8" in text
+    assert "last 62%, from 62% to 62% of tokens" in text
 
 
 def test_what_a_resumed_run_did_twice_counts_once():

@@ -108,6 +108,20 @@ def test_progress_is_plain_lines_where_there_is_no_terminal():
     assert "\x1b" not in out.getvalue()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_of_stderr_are_wrapped_at_words_in_a_terminal_alone(terminal, monkeypatch):
+    class Stderr(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    monkeypatch.setattr(sys, "stderr", Stderr())
+    monkeypatch.setenv("COLUMNS", "12")
+    line = logging.LogRecord("", logging.INFO, "", 0, "a long line of words", (), None)
+    StderrHandler().emit(line)
+    told = sys.stderr.getvalue()
+    assert told == ("a long line\nof words\n" if terminal else "a long line of words\n")
+
+
 def test_log_lines_go_above_the_live_bar():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, legacy_windows=False)
