@@ -29,8 +29,10 @@ test: lint  ## lint, types, structure and the tests that need no GPU
 	$(PYTEST) -m "not gpu and not exhaustive"
 
 test-all: $(STAMP)  ## every model family and every exhaustive sweep
-	$(RUN) pip install --quiet --no-deps --upgrade --target build/fp8 --constraint constraints.txt torchao
-	PYTHONPATH=build/fp8 $(PYTEST) tests/parity/test_float8.py
+	$(RUN) pip install --quiet --no-deps --upgrade --target build/extras --constraint constraints.txt \
+		torchao bitsandbytes
+	PYTHONPATH=build/extras $(PYTEST) tests/parity/test_float8.py tests/parity/test_base.py \
+		tests/parity/test_quantised_folders.py
 	$(PYTEST) -m "exhaustive and not gpu"
 
 # The oldest supported torch and transformers, in an environment of their own; the newest are

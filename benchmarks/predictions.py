@@ -64,6 +64,9 @@ class Prediction:
         layers = f" of {case['layers']} layers" if case["layers"] else ""
         rows = f"{case['sequences']} x {case['sequence_length']} by {case['micro_batch']}"
         yield f"{case['shape'].upper()}{layers}, {rows}"
+        gpu = self.result["environment"]["gpu"]["name"].removeprefix("NVIDIA ").split()[0]
+        if gpu != "H200":
+            yield gpu
         if not case["max_grad_norm"]:
             yield "no clipping"
         if (states := case.get("states", "fp32")) != "fp32":

@@ -97,7 +97,7 @@ def measure(task: Task, runner: Runner, ends_at: float) -> dict[str, Any]:
         print(f"step {index}: {times[-1]:.3f} s, loss {losses[-1]:.4f}", flush=True)
     return {
         "parameters": runner.num_parameters,
-        "trained_parameters": runner.num_trained,
+        "trained_parameters": runner.num_trained or runner.num_parameters,
         "step_seconds": times,
         "losses": losses,
         "device_peak_bytes": peak,

@@ -14,7 +14,6 @@ from megatrain.autoplace.fits import check_fits
 from megatrain.autoplace.spill import fastest
 from megatrain.device import available_bytes
 from megatrain.engine.host_memory_guard import Planned
-from megatrain.errors import InputError
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
@@ -66,6 +65,8 @@ def settle(
     workload = Workload(*size, clip, opened.precision, loss=loss)
     if opened.model.rule is not None:
         workload = replace(workload, rule=opened.model.rule)
+    if opened.ranks.size > 1:
+        workload = workload.shared(opened.ranks.size)
     settled = (
         Settled(placement, micro_batch)
         if isinstance(placement, Placement)
@@ -83,7 +84,7 @@ def settle(
         opened.dtype,
         opened.host_limit,
         clip=clip,
-        tokens=tokens_per_step,
+        tokens=tokens_per_step and -(-tokens_per_step // opened.ranks.size),
         foretold=told,
     )
     return settled
@@ -96,11 +97,15 @@ def _longest(opened: Opened) -> int:
 
 
 def _chosen(opened: Opened, workload: Workload) -> Settled:
-    if opened.ranks.size > 1 and opened.device.kind == "cuda":
-        raise InputError(
-            'placement="auto" does not know of several ranks yet; give a megatrain.Placement(...), '
-            "such as Placement(slots=3, head_tokens=8192)"
-        )
+    ranks = opened.ranks
+    if ranks.size > 1:  # what one finds, all take
+        found = ranks.agree(lambda: None if ranks.rank else _for_rank(opened, workload))[0]
+        assert found is not None
+        return found
+    return _for_rank(opened, workload)
+
+
+def _for_rank(opened: Opened, workload: Workload) -> Settled:
     if opened.device.kind != "cuda":
         return Settled(CPU_PLACEMENT, workload.micro_batch)
     if opened.model.optimizer is None:
@@ -136,6 +141,7 @@ def _foreseen(opened: Opened, workload: Workload) -> Forecast | None:
     if machine is None:
         _log.info("placement: all is streamed, since this GPU is neither measured nor listed")
         return None
+    machine = machine.shared(opened.ranks.on_host, opened.ranks.link_gbps)
     # What the process has of its context is in neither free nor taken bytes.
     there = available_bytes(device) + machine.device_context_bytes
     memory = min(there, device.memory()["device_total_bytes"])

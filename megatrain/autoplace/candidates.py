@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from megatrain.autoplace.spend import FirstTiles
+from megatrain.autoplace.spend import FirstTiles, first_tiles
 from megatrain.engine.tile_slice import least_split
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.needs import UNSUMMED
 from megatrain.forecast.op_counter import Work
-from megatrain.forecast.simulate import PROCESS_BYTES, Forecast
+from megatrain.forecast.simulate import PROCESS_BYTES, Forecast, torch_bytes
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
@@ -118,7 +118,12 @@ class Candidates:
 
     @cached_property
     def slice_bytes(self) -> int | None:
-        """Bytes of the slices that layers and head can be streamed in; None: none is so large."""
+        """Bytes of the slices that layers and head can be streamed in.
+
+        None: none is so large; weights on a disk, or of several ranks, come as whole tiles.
+        """
+        if "disk_weights" in self.spilled or self.workload.ranks > 1:
+            return None
         layouts, itemsize = self._layouts, self.workload.dtype.itemsize
         head = next(t.numel for t in layouts if t.kind is TileKind.HEAD) * itemsize
         least = least_split(self.forecasts.spec, layouts, itemsize)
@@ -128,7 +133,7 @@ class Candidates:
     @cached_property
     def tiles(self) -> FirstTiles:
         """The tiles in the order in which they come to rest on the device."""
-        return FirstTiles(self._layouts, self.workload, Placement(**self.spilled))
+        return first_tiles(self.forecasts, self.workload, Placement(**self.spilled))
 
     @property
     def _layouts(self) -> list[TileLayout]:
@@ -163,6 +168,10 @@ class Candidates:
         device, host = self.static_bytes(placement)
         # Gradients that are not summed yet are among what is worked with.
         unsummed = self.forecasts.needs(self.workload, placement).device[UNSUMMED]
+        entering = self.forecasts.measured(self.workload).entering(rows).values()
+        lanes = 2 * placement.layer_input_lanes * (placement.layer_inputs == "host")
+        device += lanes * max(shape.num_bytes for shape in entering)
+        device += sum(torch_bytes({}, self.machine.device_context_bytes).values())
         return device + max(0, self._working_bytes(placement, rows) - unsummed), host
 
     def one_step_bytes(self, placement: Placement, rows: int) -> tuple[int, int]:
@@ -183,4 +192,4 @@ class Candidates:
             works += measured.layer(0, rows).computed_twice
         working = max((work.peak_bytes for work in works), default=0)
         entering = measured.entering(rows).values()
-        return working + sum(s.empty("meta").nbytes for s in entering) * self.workload.rows // rows
+        return working + sum(shape.num_bytes for shape in entering) * self.workload.rows // rows

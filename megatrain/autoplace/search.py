@@ -96,7 +96,7 @@ class Search:
         tokens, the device has no room for the sums of all gradients, or the loss sees all tokens
         at once.
         """
-        if isinstance(self._workload.loss, JointLoss):
+        if isinstance(self._workload.loss, JointLoss) or self._forecasts.spec.routed:
             return []
         if best.placement.chunk_tokens is not None or self._tiles.sums_bytes > self._budget.device:
             return []

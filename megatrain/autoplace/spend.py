@@ -41,15 +41,19 @@ class FirstTiles:
         """Args: `placement` says what rests on a disk, and how many passes a step has."""
         self.tiles = [each for each in layouts if each.kind is not TileKind.UNUSED]
         rule, dtype = workload.rule, workload.dtype
-        kept = [sum(p.num_bytes(t) for p in tile_planes(rule, dtype)) for t in self.tiles]
-        gradients = [gradient_plane(dtype).num_bytes(tile) for tile in self.tiles]
+        kept = [
+            sum(p.num_bytes(t) // t.ranks for p in tile_planes(rule, dtype)) for t in self.tiles
+        ]
+        gradients = [gradient_plane(dtype).num_bytes(tile) // tile.ranks for tile in self.tiles]
+        # Of what is cut between ranks, each has the weights whole beside its block.
+        whole = [_streamed([t]) * dtype.itemsize * (t.ranks > 1) for t in self.tiles]
         # Of gradients that do not wait for the norm the host holds only those that are in flight.
         held = [workload.clip and not rule.directs(tile) for tile in self.tiles]
         # Of layers that rest there in passes it holds the sums in any case.
         summed = placement.passes > 1 and not rule.needs_matrices
         layers = [summed and t.kind is TileKind.LAYER for t in self.tiles]
         there = [0 if layer else num for layer, num in zip(layers, gradients, strict=True)]
-        self._on_device = [0, *accumulate(map(add, kept, there))]
+        self._on_device = [0, *accumulate(map(add, map(add, kept, whole), there))]
         self._on_host = [0, *accumulate(map(add, kept, map(mul, gradients, held)))]
         # What leaves the disk for the device spares the host nothing.
         if placement.disk_moments or placement.disk_weights:
@@ -97,6 +101,15 @@ class FirstTiles:
         One more than there are if all together spare less.
         """
         return sum(num_bytes < lacking for num_bytes in self._on_host)
+
+
+def first_tiles(forecasts: ForecastCache, workload: Workload, placement: Placement) -> FirstTiles:
+    """The same for a placement, of which only what rests on a disk and passes matter."""
+    names = ("disk_moments", "disk_remainder", "disk_weights", "passes")
+    alike = Placement(**{name: getattr(placement, name) for name in names})
+    key = "tiles", workload.rule, workload.ranks, workload.dtype, workload.clip, alike
+    layouts = forecasts.model(workload).layouts
+    return forecasts.once(key, lambda: FirstTiles(layouts, workload, alike))
 
 
 def disk_bytes(
@@ -212,9 +225,8 @@ class MemoryPlans:
         self._at_once = -(-self._micro // passes)
         measured = forecasts.measured(workload, candidate.placement.chunk_tokens)
         self._work = measured.layer(0, candidate.micro_batch)
-        layouts = forecasts.model(workload).layouts
         placement = replace(candidate.placement, passes=passes)
-        self._first = FirstTiles(layouts, workload, placement)
+        self._first = first_tiles(forecasts, workload, placement)
         self._tiles = self._first.tiles
         self._costs = CostModel(budget.machine, OpCounter())
 

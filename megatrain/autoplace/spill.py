@@ -62,9 +62,11 @@ def could_fit(forecasts: ForecastCache, machine: Machine, workload: Workload) ->
 def _ways(forecasts: ForecastCache, machine: Machine, workload: Workload) -> list[Spill]:
     """Nothing on a disk; and where there is one, more and more of what it has room for."""
     there = machine.disk_space_bytes or 0
-    if workload.rule.needs_matrices:  # whose planes cannot rest there
-        there = 0
-    spills = _spills(forecasts.model(workload).layouts, workload) if there else ()
+    if not there or workload.rule.needs_whole:  # whose planes cannot rest there
+        return [Spill()]
+    layouts = forecasts.model(workload).layouts
+    key = "spills", workload.rule, workload.ranks, workload.dtype
+    spills = forecasts.once(key, lambda: [*_spills(layouts, workload)])
     return [Spill(), *(spill for spill in spills if spill.num_bytes <= there)]
 
 

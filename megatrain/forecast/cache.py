@@ -1,6 +1,8 @@
 """Forecasts of one model for one workload after the other, each made once."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from megatrain.forecast.needs import Needs, needs_of
 from megatrain.forecast.profile import Profile
@@ -8,9 +10,10 @@ from megatrain.forecast.simulate import STEADY, Forecast, forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.spec import ModelSpec
-from megatrain.optim import Rule
 from megatrain.placement import Placement
 from megatrain.source.opened import Model
+
+Found = TypeVar("Found")
 
 
 class ForecastCache:
@@ -18,47 +21,49 @@ class ForecastCache:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
-        self._models: dict[Rule, Model] = {}
-        self._measured: dict[tuple, Profile] = {}
-        self._made: dict[tuple, Forecast] = {}
-        self._needs: dict[tuple, Needs] = {}
+        self._known: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], Found]) -> Found:
+        """What `make` has made when it was first asked for `key`."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def model(self, workload: Workload) -> Model:
         """The model with the workload's optimizer, and its tiles."""
-        rule = workload.rule
-        if rule not in self._models:
-            self._models[rule] = Model.trained(self.spec, rule)
-        return self._models[rule]
+        key = workload.rule, workload.ranks
+        return self.once(key, lambda: Model.trained(self.spec, *key))
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
         """What lives as long as an engine for the workload."""
-        key = (workload, replace(placement, head_tokens=1))  # no buffer depends on them
-        if key not in self._needs:
+        alike = replace(placement, head_tokens=1, layer_inputs="device", layer_input_lanes=1)
+
+        def made() -> Needs:
             measured = self.measured(workload)
-            distinct = measured.tokens_of(workload.rows)[1]
-            self._needs[key] = needs_of(
+            return needs_of(
                 self.model(workload),
                 measured.program,
-                placement,
+                alike,
                 clip=workload.clip,
                 tokens=workload.rows * workload.sequence_length,
-                distinct=len(distinct),
+                distinct=len(measured.tokens_of(workload.rows)[1]),
             )
-        return self._needs[key]
+
+        found = self.once((workload, alike), made)
+        return found if placement.layer_inputs == "device" else found.waiting_on_host
 
     def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Profile:
         """What the model's parts take."""
-        key = (workload.precision, workload.sequence_length, workload.compile, chunk_tokens)
-        if key not in self._measured:
-            self._measured[key] = Profile(
-                self.spec,
-                workload.dtype,
-                workload.sequence_length,
+        given = self.spec, workload.dtype, workload.sequence_length
+        return self.once(
+            (workload.precision, workload.sequence_length, workload.compile, chunk_tokens),
+            lambda: Profile(
+                *given,
                 compiled=workload.compile,
                 chunk_tokens=chunk_tokens,
                 float8=workload.precision == "fp8",
-            )
-        return self._measured[key]
+            ),
+        )
 
     def of(
         self,
@@ -71,8 +76,9 @@ class ForecastCache:
         """A forecast; budgets of memory do not enter it."""
         rates = replace(machine, device_memory_bytes=0, host_memory_bytes=0)
         key = (rates, placement, replace(workload, micro_batch=micro_batch), steps)
-        if key not in self._made:
-            self._made[key] = forecast(
+
+        def made() -> Forecast:
+            return forecast(
                 self.model(workload),
                 machine,
                 placement,
@@ -83,4 +89,5 @@ class ForecastCache:
                 loss=workload.loss,
                 steps=steps,
             )
-        return replace(self._made[key], machine=machine)
+
+        return replace(self.once(key, made), machine=machine)

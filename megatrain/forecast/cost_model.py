@@ -78,11 +78,16 @@ class CostModel:
         puts: how often something is put on a stream for one of them.
     """
 
-    def __init__(self, machine: Machine, counter: OpCounter, pace: float = 1.0) -> None:
-        """Args: `pace`: of updates on the host (`Rule.pace`)."""
+    def __init__(
+        self, machine: Machine, counter: OpCounter, pace: float = 1.0, ranks: int = 1
+    ) -> None:
+        """Args: `pace`: of updates on the host (`Rule.pace`); `ranks` that share the model."""
         self.counter, self._pace = counter, pace
         self.group, self.puts = 1, 2
         self._known: dict[tuple, Cost] = {}
+        # By way of the host, where nobody measured: in and out again.
+        bus = min(machine.to_device_gbps, machine.from_device_gbps) / 2
+        self._ranks, self._link = ranks, (machine.link_gbps or bus) * 1e9
         self._machine = machine
         self._rate = {
             COPY_IN: machine.to_device_gbps * 1e9,
@@ -128,9 +133,12 @@ class CostModel:
         if stream == ROWS:
             moved = 2 * min((b.data.nbytes for b in (*reads, *writes)), default=0)
             return Cost(moved / self._rate[ROWS], num_bytes=moved)
-        if stream == DISK_WEIGHTS:
+        if stream in (DISK_WEIGHTS, DISK_OUT):
             moved = sum(buffer.data.nbytes for buffer in reads)
             return Cost(moved / self._rate[stream], num_bytes=moved)
+        if kind is Kind.COLLECTIVE:
+            received = sum(buffer.data.nbytes for buffer in writes) * (1 - 1 / self._ranks)
+            return Cost(received / self._link)
         if stream != COMPUTE:
             return Cost()
         if kind is Kind.NOTE:

@@ -1,8 +1,10 @@
 """Puts together a step that computes nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
@@ -11,6 +13,7 @@ from megatrain.engine.assemble import Assembly
 from megatrain.engine.head import HeadMath
 from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.layer import Layer
+from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.stream import Unpack
 from megatrain.engine.vocab_split import VocabSplit
 from megatrain.forecast.meta_layer import MetaLayer
@@ -24,6 +27,30 @@ from megatrain.tile import TileLayout
 from megatrain.units import align
 
 _PIECES = 8  # of a tile: many more take long to follow, and take as long in the step
+_GROWTH = 8  # of a piece that is followed as one: it is rounded while the one before it leaves
+
+
+class CoarseSink(Sink):
+    """Sends as many bytes through as much device memory, a gradient in a few pieces."""
+
+    def _most_at_once(self, layer: int, lanes: int | None) -> int:
+        """All of a layer's pieces have lanes, which take as much as if there were more of them."""
+        return PIECE if lanes else max(PIECE, -(-align(layer, PIECE) // _PIECES))
+
+    def _pieces(self, numel: int) -> Iterator[tuple[int, int]]:
+        """The first and the last, one for each lane, are as they are; others leave together."""
+        size, most = self._piece, len(self._lanes) * self._piece
+        start, stop = 0, min(size, numel)
+        yield start, stop
+        while stop < numel:
+            together = _GROWTH * (stop - start) // size * size if stop >= most else size
+            start, stop = stop, min(stop + max(size, min(together, numel - most - stop)), numel)
+            yield start, stop
+
+    def _round(self, room: GradAccumulator, part: slice, to: Buffer) -> None:
+        """A lane counts as large as what it is given."""
+        data = torch.empty(part.stop - part.start, dtype=to.data.dtype, device="meta")
+        super()._round(room, part, Buffer(to.name, data))
 
 
 @dataclass(kw_only=True)
@@ -32,6 +59,7 @@ class MetaAssembly(Assembly):
 
     measured: Profile
     counter: OpCounter
+    sinks: ClassVar[type[Sink]] = CoarseSink
 
     def layer(self, visit: int, policy: ActivationPolicy, offload: HostOffload | None) -> Layer:
         given = self.device, self.program, self.layers[visit], visit, policy, offload

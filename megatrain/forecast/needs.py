@@ -26,6 +26,7 @@ from megatrain.tile import TileKind
 
 # Under this name counts the working set of the smallest step.
 UNSUMMED = "gradients before they are summed"
+_BOUNDARIES = "boundaries"
 
 
 @dataclass
@@ -34,6 +35,13 @@ class Needs:
 
     device: Counter[str] = field(default_factory=Counter)
     host: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def waiting_on_host(self) -> "Needs":
+        """The same where boundaries wait on the host."""
+        device, host = self.device.copy(), self.host.copy()
+        host[_BOUNDARIES] = device.pop(_BOUNDARIES)
+        return Needs(device, host)
 
 
 class _Counting(TraceDevice):
@@ -77,14 +85,15 @@ def needs_of(
         else assembly.training(model.optimizer, 1.0 if clip else None)
     )
     if tokens is not None:
-        # The rooms are replaced by larger ones: the first are given back.
-        device.needs.device[Memory.SUMS.value] = 0
+        # The range is replaced by a larger one, if it must grow: the first is given back.
+        sums = device.needs.device.pop(Memory.SUMS.value)
         parts.embedding.reserve(tokens if distinct is None else distinct)
+        device.needs.device[Memory.SUMS.value] = max(sums, device.needs.device[Memory.SUMS.value])
     if isinstance(parts, TrainingParts):
         device.needs.device[UNSUMMED] += _unsummed_bytes(assembly.visited, dtype)
         at_once = (tokens or 0) // placement.passes  # at least: of one pass
         where = device.needs.host if placement.layer_inputs == "host" else device.needs.device
-        where["boundaries"] += _boundary_numel(model.spec) * dtype.itemsize * at_once
+        where[_BOUNDARIES] += _boundary_numel(model.spec) * dtype.itemsize * at_once
     return device.needs
 
 

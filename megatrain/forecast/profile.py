@@ -306,7 +306,7 @@ class Profile:
             views = {entry.name: entry.view(sums.data) for entry in layout.trainable}
             given = [torch.empty(rows, self.tokens) for _ in loss.inputs]
             micro = replace(self.micro_batch(rows), loss=loss, given=given)
-            refs = self.spec.epilogue_inputs
+            refs = [*self.spec.epilogue_inputs, *self.spec.routed]
             h = [{ref: self.shape(ref, rows).empty("cpu") for ref in refs}]
             batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)
             few = partial(few_chunks, counter), partial(few_losses, counter)

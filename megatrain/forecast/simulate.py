@@ -14,8 +14,8 @@ import torch
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_STREAMS, UPDATE
 from megatrain.device.clock import ClockDevice
+from megatrain.distributed import ALONE, Foreseen
 from megatrain.engine.assemble import host_bytes
-from megatrain.engine.sink import PIECE
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.forecast.cost_model import CostModel
 from megatrain.forecast.groups import grouped
@@ -37,6 +37,7 @@ from megatrain.model.weights import IN_FLIGHT_BYTES
 from megatrain.placement import Placement
 from megatrain.source.opened import Model
 from megatrain.store import Store
+from megatrain.telemetry.flops import model_tflops
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
 from megatrain.tile import Entry, TileKind, TileLayout
 from megatrain.tile.layout import ALIGNMENT
@@ -87,7 +88,7 @@ class Forecast:
 
     Attributes:
         seconds: from one step's end to the next one's, while the updates of the first run.
-        model_tflops: `6 x parameters x tokens / seconds`, in 1e12.
+        parameters, trained: distinct ones, and of them those that have a gradient.
         spans: what each stream does when, from the step's begin (telemetry/timeline.py).
         bounds: seconds that each resource is busy; no schedule can be faster than the largest.
         binds: the name of the largest.
@@ -105,6 +106,7 @@ class Forecast:
     placement: Placement
     machine: Machine
     parameters: int
+    trained: int
     tokens_per_step: int
     sequence_length: int
     micro_batch: int
@@ -120,7 +122,7 @@ class Forecast:
 
     @property
     def model_tflops(self) -> float:
-        return 6 * self.parameters * self.tokens_per_step / self.seconds / 1e12
+        return model_tflops(self.parameters, self.trained, self.tokens_per_step, self.seconds)
 
     @property
     def breakdown(self) -> Breakdown:
@@ -222,6 +224,7 @@ def forecast(
         placement=placement,
         machine=machine,
         parameters=sum(each.num_parameters for each in model.layouts),
+        trained=sum(each.num_trained for each in model.layouts),
         tokens_per_step=rows * measured.tokens,
         sequence_length=measured.tokens,
         micro_batch=micro_batch,
@@ -245,16 +248,19 @@ def _memory(
         return {}, run.host_bytes | here
     return {
         **used,
-        "libraries": int(_WORKSPACES * context),
-        "allocator": _allocator_bytes(used, context, in_tiles=in_tiles),
+        **torch_bytes(used, context, in_tiles=in_tiles),
         "context": context + mapping_bytes(sum(run.host_bytes.values())),
     }, dict(run.host_bytes)
 
 
-def _allocator_bytes(used: Mapping[str, int], context_bytes: int, *, in_tiles: bool) -> int:
+def torch_bytes(
+    used: Mapping[str, int], context_bytes: int, *, in_tiles: bool = False
+) -> dict[str, int]:
+    """What torch and its libraries take besides what is in use, by part."""
     waiting = sum(used.get(place, 0) for place in (KEPT_GRAPHS, KEPT_ATTENTION, ACTIVATIONS))
     torn = used.get(WORKING_SET, 0) if in_tiles else 0
-    return int(_ALLOCATOR * context_bytes + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn)
+    beyond = _ALLOCATOR * context_bytes + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn
+    return {"libraries": int(_WORKSPACES * context_bytes), "allocator": int(beyond)}
 
 
 @dataclass(frozen=True)
@@ -281,10 +287,14 @@ def _run(
     """The last of so many steps."""
     counter = OpCounter()
     assert model.rule is not None
-    costs = CostModel(machine, counter, model.rule.pace)
+    costs = CostModel(machine, counter, model.rule.pace, model.ranks)
     device = ClockDevice(costs)
     most = _followed(model, placement, measured.dtype, steps)
     batch = measured.batch(rows, micro_batch, most, 1 if joint else placement.passes)
+    if model.ranks > 1:  # the rows of all ranks' tokens, a block of which is a rank's own
+        unique_U = measured.tokens_of(rows * model.ranks)[1]
+        block = len(unique_U) // model.ranks
+        batch = replace(batch, unique_U=unique_U[: block * model.ranks], own=slice(block))
     if joint:
         batch = replace(batch, micro=[replace(each, loss=TWO_VISITS) for each in batch.micro])
     costs.group = max(map(grouped, batch.micro))
@@ -348,32 +358,19 @@ def _assemble(
     joint: bool,
 ) -> tuple[Store, TrainingParts]:
     """The parts of a step as the engine makes them, around a program that computes nothing."""
-    joined = [
-        each
-        if model.rule is None or model.rule.needs_matrices
-        else _joined(each, measured.dtype, placement)
-        for each in model.layouts
-    ]
+    joined = list(model.layouts)
+    if model.rule is not None and not model.rule.needs_matrices:
+        joined = [_joined(each, measured.dtype, placement) for each in joined]
     store = Store(device, joined, measured.dtype, rule=model.rule, placement=placement)
     program = MetaProgram(measured, counter, placement.head_tokens)
-    piece = _coarse(joined) if placement.gradient_lanes is None else None
-    given = device, program, store, measured.dtype, placement, piece
-    assembly = MetaAssembly(*given, measured=measured, counter=counter)
+    given = device, program, store, measured.dtype, placement
+    ranks = Foreseen(0, model.ranks, model.ranks) if model.ranks > 1 else ALONE
+    assembly = MetaAssembly(*given, ranks=ranks, measured=measured, counter=counter)
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if clip else None)
     if joint and parts.passes > 1:  # as the engine takes such a step
         parts = replace(parts.under(assembly.policies(graphs=False)), passes=1)
     return store, parts
-
-
-def _coarse(layouts: Sequence[TileLayout]) -> int:
-    """Elements of a gradient that leave at once: a large layer's in eight pieces.
-
-    All of a layer's pieces have lanes, which take as much memory as if there were more of them.
-    """
-    layers = [each.trainable_numel for each in layouts if each.kind is TileKind.LAYER]
-    pieces = -(-max(layers, default=0) // PIECE)
-    return max(PIECE, -(-pieces * PIECE // 8))
 
 
 def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> TileLayout:
@@ -396,4 +393,5 @@ def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> Til
         ],
         layout.kind,
         [own[0].name for (_, wide), own in alike.items() if wide],
+        ranks=layout.ranks,
     )

@@ -37,6 +37,7 @@ class Workload:
         device_memory, host_memory: bytes that the process may take; None: all that is there.
         disk: folder on a disk that planes may rest on.
         disk_space: bytes that planes may take on a disk; None: what is free in `disk`.
+        ranks: cards that train the model together, each with a step of this size.
         loss: of steps; forecasts ask whether it is joint, for which the head is visited twice.
     """
 
@@ -53,6 +54,7 @@ class Workload:
     disk: str | None = None
     disk_space: int | None = None
     loss: Loss = CROSS_ENTROPY
+    ranks: int = 1
 
     @classmethod
     def of_run(cls, run: "Config") -> "Workload":
@@ -104,6 +106,13 @@ class Workload:
     def disk_bytes(self) -> int | None:
         """What planes may take on a disk; None: none may. Raises InputError: no such disk."""
         return self.disk_space if self.disk is None else disk_bytes(self.disk, self.disk_space)
+
+    def shared(self, ranks: int) -> "Workload":
+        """One rank's part of it, where so many take a step together."""
+        rows = -(-self.rows // ranks)
+        most = self.micro_batch and min(self.micro_batch, rows)
+        tokens = rows * self.sequence_length
+        return replace(self, tokens_per_step=tokens, micro_batch=most, ranks=ranks)
 
     @property
     def rows(self) -> int:

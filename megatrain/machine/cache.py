@@ -93,11 +93,12 @@ def read(key: Key, precision: str) -> Machine | None:
 
 def _checked(values: dict[str, Any]) -> Machine:
     """Raises ValueError, TypeError or KeyError for what no doctor would have written."""
-    if set(values) != {field.name for field in fields(Machine)}:
+    if {*values, "link_gbps"} != {field.name for field in fields(Machine)}:
         raise ValueError("other fields")
+    values = {"link_gbps": None} | values  # which earlier files have not
     for field in fields(Machine):
         value = values[field.name]
-        if value is None and field.name.startswith("disk_"):
+        if value is None and field.name.startswith(("disk_", "link_")):
             continue
         if field.type is int and type(value) is not int:
             raise ValueError(field.name)

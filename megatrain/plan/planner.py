@@ -16,6 +16,7 @@ from megatrain.machine import Machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Placement
 from megatrain.plan.remedies import (
+    Plans,
     Remedy,
     Shortage,
     compute_bound_tokens,
@@ -25,9 +26,9 @@ from megatrain.plan.remedies import (
 )
 from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
 from megatrain.plan.wear import DiskUse, disk_use
+from megatrain.source.sharing import not_shared
 from megatrain.units import gib, size
 
-UPDATE = "update"
 _NO_DISK_RATES = (
     f"no rate of the disk is measured here: taken to read {DISK_READ_GBPS} GB/s and write "
     f"{DISK_WRITE_GBPS}, not both at once (megatrain doctor --folder FOLDER measures them)"
@@ -36,7 +37,7 @@ _NO_DISK_RATES = (
 
 @dataclass(frozen=True)
 class SeveralGpus:
-    """The same step split among GPUs of one host; `several_gpus` states what is assumed."""
+    """The same step split among GPUs of one host (`several_gpus`)."""
 
     gpus: int
     seconds: float
@@ -202,24 +203,22 @@ def make_plan(
             told.bounds, told.tokens_per_step, told.sequence_length
         ),
         total_tokens=total_tokens,
-        several=several_gpus(told, gpus) if gpus > 1 else None,
+        several=several_gpus(plans, machine, workload, gpus) if gpus > 1 else None,
         disk=disk,
         warnings=warnings,
     )
 
 
-def several_gpus(told: Forecast, gpus: int) -> SeveralGpus:
-    """The step of `told` split among `gpus` on one host.
+def several_gpus(
+    plans: Plans, machine: Machine, workload: Workload, gpus: int
+) -> SeveralGpus | None:
+    """The same step split among `gpus` on one host, as one of their ranks takes it.
 
-    Assumed: each computes an equal share of the tokens; each brings its share of the weights over
-    its own bus and takes its share of the gradients back, the GPUs exchange the rest among
-    themselves meanwhile; the host updates once, with the memory and cores that one GPU's plan has.
-    What no stream hides in `told` stays as long as it is.
+    Where the link between them is not known it counts as half of a GPU's bus. None: it does not
+    fit, or has a placement that several ranks cannot have.
     """
-    bounds = {
-        name: seconds if name == UPDATE else seconds / gpus for name, seconds in told.bounds.items()
-    }
-    unhidden = max(0.0, told.seconds - max(told.bounds.values()))
-    seconds = max(bounds.values()) + unhidden / gpus
-    binds = max(bounds, key=bounds.__getitem__)
-    return SeveralGpus(gpus, seconds, binds, told.tokens_per_step / seconds)
+    told = fitting(plans, machine.shared(gpus, machine.link_gbps), workload.shared(gpus))
+    if told is None or not_shared(told.placement):
+        return None
+    rate = workload.tokens_per_step / told.seconds
+    return SeveralGpus(gpus, told.seconds, told.binds, rate)

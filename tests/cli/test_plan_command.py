@@ -72,6 +72,15 @@ def test_json_for_programs(megatrain, model_file):
     assert told["save_bytes"] == 2 * PIECE_BYTES  # a small model's planes need not each have one
 
 
+def test_a_run_on_several_devices_is_planned_on_as_many(megatrain, run_file):
+    devices = ["--set", "engine.devices=2", "--set", "training.batch_size=4"]
+    told = json.loads(megatrain("plan", run_file, *HERE, *devices, "--json").stdout)
+    assert told["several_gpus"]["gpus"] == 2
+    alone = json.loads(megatrain("plan", run_file, *HERE, *devices, "--gpus", 1, "--json").stdout)
+    assert alone["several_gpus"] is None
+    assert told["run_seconds"] != alone["run_seconds"]
+
+
 def test_the_plan_of_a_run_with_lion_counts_its_planes(megatrain, run_file):
     adamw, lion = (
         json.loads(megatrain("plan", run_file, *HERE, "--json", *change).stdout)

@@ -22,7 +22,7 @@ from megatrain.kernels.states import (
     encode_first,
     encode_second,
     random16,
-    round_by_chance,
+    stochastic_round,
 )
 
 # The patterns of transformers.Trainer.get_decay_parameter_names (transformers 5.23).
@@ -253,7 +253,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         else:
             chances = random16(self.at.get(p, 0), len(m), self.steps, m.device)
             for moment, chance in zip((m, v), chances, strict=True):
-                moment.copy_(round_by_chance(moment.clone(), chance))
+                moment.copy_(stochastic_round(moment.clone(), chance))
 
 
 def _adamw(

@@ -85,11 +85,11 @@ of routers and decay rates): in bf16 such a model is refused, which its notes sa
 type that transformers gives it in a model of the same precision.
 
 The loss is that of the model's own forward: cross entropy of the next token, or, where it does not
-shift labels (decoders of models for pairs of texts), of the token in the same place. A class,
-function or configuration that adds to it, such as a router's auxiliary loss
-(`output_router_logits: true`), or leaves out layers at random (`layerdrop`), is refused by name. So
-is, whatever the family, a model whose layers share weights, that computes between its layers, that
-calls a layer twice, or that keeps state of its own.
+shift labels (decoders of models for pairs of texts), of the token in the same place, and what its
+configuration adds for its routers (`output_router_logits: true`, see [losses.md](losses.md)). A
+class, function or configuration that adds to it otherwise, or leaves out layers at random
+(`layerdrop`), is refused by name. So is, whatever the family, a model whose layers share weights,
+that computes between its layers, that calls a layer twice, or that keeps state of its own.
 """
 
 

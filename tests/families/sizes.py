@@ -245,7 +245,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral full attention": ("mistral", {"sliding_window": None}),
     "big_bird full attention": ("big_bird", {"attention_type": "original_full"}),
-    "mixtral with its router's loss": ("mixtral", {"output_router_logits": True}),
     "opt with layers left out": ("opt", {"layerdrop": 0.1}),
     "zamba2 with several hybrid layers": (
         "zamba2",

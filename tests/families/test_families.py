@@ -54,7 +54,6 @@ REPRESENTATIVE = {
 }
 QUICK_VARIANTS = [
     "gemma4 keys and values shared between layers",
-    "mixtral with its router's loss",
     "opt with layers left out",
     "zamba2 with several hybrid layers",
 ]

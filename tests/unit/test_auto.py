@@ -1,6 +1,7 @@
 """What `placement="auto"` takes on a GPU: by forecast, or where nothing can be foreseen."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,15 @@ from transformers import PreTrainedModel
 from megatrain import AdamW
 from megatrain.autoplace import auto
 from megatrain.device import CpuDevice
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO, Loss
 from megatrain.model.probe import spec
 from megatrain.placement import Placement
 from megatrain.source.opened import Model, Opened
 from megatrain.source.source import open_source
+from megatrain.units import GIB
+from tests.race.schedule import Alike
 from tests.unit.forecast_cases import small_machine, tiny_config
 
 FREE = 20 << 20
@@ -74,6 +78,22 @@ def test_sizes_that_nobody_gives_are_stated_ones(
     settled(monkeypatch, opened(), tokens, length, loss=DPO())
     assert [(each.tokens_per_step, each.sequence_length) for each in seen] == [wanted]
     assert seen[0].loss == DPO()
+
+
+def test_of_several_ranks_each_is_planned_with_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step's rows, of host memory and of updates, by the link that was measured."""
+    alone, ranks = opened(), Alike(0, 3, on_host=3, link_gbps=0.25)
+    model = Model(alone.model.spec, alone.model.optimizer, ranks.size)
+    seen: list[Forecast] = []
+    choose = auto.choose
+    monkeypatch.setattr(auto, "choose", lambda *given: seen.append(choose(*given)) or seen[-1])
+    machine = small_machine(1e6, host_gib=12)
+    found = settled(monkeypatch, replace(alone, model=model, ranks=ranks), machine=machine)
+    assert found.planned is not None and found.planned.tokens_per_step == 64 * 3  # of 8 rows
+    [told] = seen
+    assert told.machine.host_memory_bytes == 4 * GIB and told.machine.link_gbps == 0.25
+    assert told.machine.update_gbps == pytest.approx(machine.update_gbps / 3)
+    assert told.placement == found.placement
 
 
 def test_rows_are_no_longer_than_the_model_allows(monkeypatch: pytest.MonkeyPatch) -> None:

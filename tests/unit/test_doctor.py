@@ -1,5 +1,6 @@
 """The doctor: what it measures, what it says, and that nothing stops it."""
 
+import io
 import json
 import os
 from dataclasses import fields, replace
@@ -7,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from megatrain import kernels
+from megatrain.cli.doctor import show
 from megatrain.device import CpuDevice
 from megatrain.machine import Machine, cache
 from megatrain.plan import device_rates, doctor, facts, host_rates, rate_measurement
@@ -280,7 +283,7 @@ def test_a_diagnosis_is_kept_for_plans(gpu_machine):
         assert machine.device_context_bytes == 500 * MIB
         for field in fields(Machine):
             known = getattr(machine, field.name) is not None
-            assert known or field.name in ("disk_write_gbps", "disk_space_bytes")
+            assert known or field.name in ("disk_write_gbps", "disk_space_bytes", "link_gbps")
     assert json.loads(json.dumps(diagnosis.as_dict()))["facts"]["cpu"] == "Some CPU"
 
 
@@ -322,3 +325,14 @@ def test_matrix_rates_are_weighed_by_their_time():
     }
     mean = doctor._mean_tflops(SMALL.products, "bf16", rates.__getitem__)
     assert mean == pytest.approx((36 + 16) / (36 / 10 + 16 / 5))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_wrong_is_wrapped_at_words_in_a_terminal_alone(terminal):
+    finding = SimpleNamespace(what="few cores", remedy="allow this process more", wrong=True)
+    told = SimpleNamespace(facts=HEALTHY, measurements=[], findings=[finding], kept=None,
+                           not_kept="too small", seconds=1.0)  # fmt: skip
+    out = io.StringIO()
+    show(told, Console(file=out, force_terminal=terminal, width=16, legacy_windows=False))
+    remedy = "  allow this \nprocess more\n" if terminal else "  allow this process more\n"
+    assert remedy in out.getvalue()

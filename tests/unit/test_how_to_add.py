@@ -44,11 +44,13 @@ def test_the_rule_moves_every_weight_by_its_rate(shown: dict[str, Any]) -> None:
     torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), rtol=0, atol=1e-6)
 
 
-def test_the_loss_is_more_than_cross_entropy(shown: dict[str, Any]) -> None:
+def test_the_loss_counts_likely_labels_less(shown: dict[str, Any]) -> None:
     with make_engine(llama()) as engine:
-        plain, more = engine.evaluate(STEP), engine.evaluate(STEP, shown["ZLoss"](share=1.0))
-        assert more > plain + 1
-        assert engine.step(STEP, shown["ZLoss"](share=1.0)).loss == pytest.approx(more, rel=1e-6)
+        plain = engine.evaluate(STEP)
+        assert engine.evaluate(STEP, shown["FocalLoss"](0.0)) == pytest.approx(plain, rel=1e-6)
+        less = engine.evaluate(STEP, shown["FocalLoss"](100.0))
+        assert 0 < less < plain
+        assert engine.step(STEP, shown["FocalLoss"](100.0)).loss == pytest.approx(less, rel=1e-6)
 
 
 def test_the_device_counts_weights_and_gradients(shown: dict[str, Any]) -> None:

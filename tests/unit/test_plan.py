@@ -36,6 +36,7 @@ def toy_forecast(there: Machine, ask: Workload, device: int, host: int) -> Forec
         placement=ask.placement or PLACED,
         machine=there,
         parameters=10**9,
+        trained=10**9,
         tokens_per_step=ask.tokens_per_step,
         sequence_length=ask.sequence_length,
         micro_batch=ask.micro_batch or 1,
@@ -388,14 +389,22 @@ def test_arithmetic_binds_from_where_it_takes_as_long_as_the_rest():
     assert toy_forecast(MACHINE, less, 0, 0).binds == "update"
 
 
-def test_several_gpus_share_the_host():
-    told = toy_forecast(MACHINE, replace(ASKED, tokens_per_step=16384), 0, 0)
-    several = planner.several_gpus(told, 4)
-    assert several.seconds == pytest.approx(16.384 / 4 + 0.25 / 4)
-    assert several.binds == "compute"
-    many = planner.several_gpus(told, 64)
-    assert many.binds == "update" and many.seconds > 2.0
-    assert many.tokens_per_second == 16384 / many.seconds
+def test_several_gpus_share_the_step_and_the_host():
+    found, plans = spec(open_source(qwen2()).model), []
+
+    class Seen(planner.Planner):
+        def once(self, machine, workload, *, thorough=True):
+            plans.append((machine, workload))
+            return super().once(machine, workload, thorough=thorough)
+
+    ask = Workload(tokens_per_step=1024, sequence_length=16, placement=Placement(slots=2))
+    several = planner.several_gpus(Seen(found), MACHINE, ask, 4)
+    machine, part = plans[-1]
+    assert part.tokens_per_step == 256 and part.ranks == 4
+    assert machine.host_memory_bytes == MACHINE.host_memory_bytes // 4
+    assert several.gpus == 4 and several.tokens_per_second == 1024 / several.seconds
+    disk = replace(ask, placement=Placement(slots=2, disk_moments=1))
+    assert planner.several_gpus(planner.Planner(found), MACHINE, disk, 4) is None
 
 
 def tiny(**changes):

@@ -1,22 +1,36 @@
 """What a plan costs: counted in layers that are recorded and steps that are followed."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from transformers import GPT2Config, PreTrainedConfig
 
 from megatrain.autoplace.auto import choose
 from megatrain.cli.shapes import qwen2_config
-from megatrain.forecast import meta_loss, profile, simulate
+from megatrain.device.clock import ClockDevice
+from megatrain.engine import sink
+from megatrain.forecast import cache, meta_assembly, meta_loss, profile, simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.profile_head import some_rows
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.model.probe import spec
+from megatrain.placement import Placement
+from megatrain.plan.planner import make_plan
 from megatrain.source.source import open_source
 from megatrain.tile import TileKind
 from megatrain.units import GIB
-from tests.unit.forecast_cases import experts_config, tiny_config, wide_config, wide_spec
+from tests.unit.forecast_cases import (
+    experts_config,
+    small_machine,
+    tiny_config,
+    tiny_spec,
+    wide_config,
+    wide_spec,
+)
 
 FAMILIES = {
     "llama": tiny_config(2),
@@ -32,9 +46,12 @@ class Counted:
         self.calls, self._function = 0, getattr(module, name)
         patch.setattr(module, name, self)
 
-    def __call__(self, *given: object) -> object:
+    def __call__(self, *given: object, **named: object) -> object:
         self.calls += 1
-        return self._function(*given)
+        return self._function(*given, **named)
+
+    def __get__(self, instance: object, owner: type) -> object:
+        return partial(self, instance)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -90,6 +107,24 @@ def test_chunks_of_some_of_a_head_s_rows_that_are_alike_are_run_once(
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_pieces_of_a_gradient_that_leave_together_take_as_long(
+    lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And as much memory, though a tenth of them are followed; the bus is what binds."""
+    for module in (sink, meta_assembly):
+        monkeypatch.setattr(module, "PIECE", 2048)
+    machine, workload = small_machine(), Workload(512, 64)
+    placement = Placement(slots=2, gradient_lanes=lanes)
+    together = ForecastCache(tiny_spec(2)).of(machine, placement, workload, 8)
+    sent = Counted(monkeypatch, sink.Sink, "_send_piece")
+    monkeypatch.setattr(meta_assembly.MetaAssembly, "sinks", sink.Sink)
+    each = ForecastCache(tiny_spec(2)).of(machine, placement, workload, 8)
+    assert sent.calls > 1000 and len(together.spans) < len(each.spans) / 4
+    assert together.seconds == pytest.approx(each.seconds, rel=2e-3)
+    assert together.device_bytes == each.device_bytes
+
+
 def test_a_plan_follows_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four layers of 7B, some of which rest on the device or keep graphs; passes are tried."""
     cache = ForecastCache(spec(open_source(qwen2_config("7b", layers=4)).model))
@@ -100,3 +135,15 @@ def test_a_plan_follows_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.placement.resident and found.placement.save_all and found.placement.passes > 1
     assert recorded.calls == 2  # for micro-batches of 48, 32, 16, and 8 rows
     assert followed.calls <= 22  # in twelve forecasts
+
+
+def test_a_refusal_and_its_remedies_follow_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 25,000 micro-batches, beside a disk: what is certain tells whether a change is enough."""
+    machine = replace(small_machine(64, host_gib=3), disk_space_bytes=GIB)
+    followed = Counted(monkeypatch, simulate, "train_step")
+    passed = Counted(monkeypatch, ClockDevice, "_pass")
+    counted = Counted(monkeypatch, cache, "needs_of")
+    plan = make_plan(tiny_spec(6), machine, Workload(25_000 * 64, 64, micro_batch=1))
+    assert not plan.fits and len(plan.remedies) == 3
+    assert followed.calls <= 55 and passed.calls <= 17_000
+    assert counted.calls <= 40

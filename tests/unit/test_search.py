@@ -79,6 +79,13 @@ def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch: pytest.MonkeyPa
     assert could_fit(FEW_LAYERS, enough, WORKLOAD)
 
 
+def test_beside_weights_on_a_disk_no_head_is_tried_in_slices() -> None:
+    short = replace(small_machine(1.0, host_gib=1.0), disk_space_bytes=1 << 40)
+    forecasts = ForecastCache(wide_spec())
+    assert Search(forecasts, short, WORKLOAD).least().placement.max_stream_bytes
+    assert not could_fit(forecasts, short, WORKLOAD)  # with weights on the disk
+
+
 def test_budgets_are_never_exceeded_and_more_memory_is_never_slower() -> None:
     budgets = [least_mib(FEW_LAYERS) * times for times in (1.0, 1.4, 2.0, 8.0)]
     found = [choose(budget, forecasts=FEW_LAYERS) for budget in budgets]
@@ -311,7 +318,7 @@ def test_what_is_told_without_a_forecast_is_never_too_much(clip: bool) -> None:
     for placement in asked._candidates.families(8)[0]:
         device, host = asked._candidates.min_bytes(placement, 8)
         told = asked._candidates.of(placement, 8)
-        assert 0.5 * told.device_peak_bytes < device <= told.device_peak_bytes
+        assert 0.9 * told.device_peak_bytes < device <= told.device_peak_bytes
         assert 0.9 * told.host_peak_bytes < host <= 1.001 * told.host_peak_bytes
 
 
