@@ -236,14 +236,21 @@ def parameter_of(module: Any) -> str | None:
     return getattr(module, "parameter_name", None)
 
 
+def _parents(name: str) -> Iterator[str]:
+    """Paths of the modules that a parameter is in, the inmost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
 def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """For names of the model that the base has, the name there; for those of copies, likewise."""
     held: dict[str, str] = {}
     copies: dict[str, str] = {}
-    inmost = sorted((path for path, _ in wrappers(model)), key=len, reverse=True)
+    paths = {path for path, _ in wrappers(model)}
     both = model.named_parameters(remove_duplicate=False), model.named_buffers()
     for name in (name for named in both for name, _ in named):
-        wrapper = next((path for path in inmost if name.startswith(f"{path}.")), None)
+        wrapper = next((path for path in _parents(name) if path in paths), None)
         if wrapper is None:
             held[name] = name
             continue
