@@ -146,7 +146,7 @@ class DiskReader:
             yield start, part, lane[: align(part.nbytes, BLOCK)]
 
 
-class DiskFerry(DiskReader):
+class DiskTransfer(DiskReader):
     """And the way back, to planes that nothing else touches behind what is taken."""
 
     def __init__(self, device: Device, buffers: Sequence[Buffer]) -> None:

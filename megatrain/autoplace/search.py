@@ -53,7 +53,7 @@ class Search:
         self._candidates = Candidates(forecasts, machine, workload, spilled or {})
         self._budget = Budget(machine)
         self._tiles = self._candidates.tiles
-        self._frugal = MinMemory(self._candidates, self._budget)
+        self._min_memory = MinMemory(self._candidates, self._budget)
 
     def best(self) -> Forecast:
         """The fastest forecast that fits. Raises DoesNotFit."""
@@ -113,11 +113,11 @@ class Search:
 
     def could_fit(self) -> bool:
         """Whether there likely is a way; quicker to tell than what is fastest."""
-        return self._frugal.could_fit()
+        return self._min_memory.could_fit()
 
     def least(self) -> Forecast:
         """What lacks least, on the machine with the memory that it lacks besides."""
-        return self._frugal.least()
+        return self._min_memory.least()
 
     def _fitting_frames(self, sizes: list[int]) -> list[Forecast]:
         """Candidates that fit, of the two largest micro-batches that do, and more sparing ones."""
@@ -163,7 +163,7 @@ class Search:
         return -(-self._workload.rows // rows) >= _MANY
 
     def _first_fitting(self, family: list[Placement], rows: int) -> list[Forecast]:
-        hopeful = (each for each in family if self._frugal.hopeful(each, rows))
+        hopeful = (each for each in family if self._min_memory.hopeful(each, rows))
         fitting = filter(self._holds, (self._candidates.of(each, rows) for each in hopeful))
         return [*islice(fitting, 1)]
 

@@ -22,7 +22,7 @@ from megatrain.device.base import (
     Memory,
     Name,
 )
-from megatrain.disk_staging import DiskFerry
+from megatrain.disk_staging import DiskTransfer
 from megatrain.errors import InputError
 from megatrain.optim import Rule
 from megatrain.store import Tier, Tile
@@ -78,7 +78,7 @@ class Directions:
                 "disk; leave placement.disk_* out"
             )
         numels = [self._range(t)[1] - self._range(t)[0] for t in directed if self._comes(t)]
-        self._ferry = DiskFerry(device, [self._state(tile) for tile in directed])
+        self._disk = DiskTransfer(device, [self._state(tile) for tile in directed])
         self._rooms = [
             _Room(device.empty(Name(Memory.GRADIENTS, name), max(numels), torch.float32), None)
             for name in (f"state {i} of directions" for i in range(_ROOMS if numels else 0))
@@ -109,7 +109,7 @@ class Directions:
     @property
     def host_bytes(self) -> int:
         """Host memory of lanes from and to a disk."""
-        return self._ferry.host_bytes
+        return self._disk.host_bytes
 
     def bring(self, tile: Tile) -> None:
         """Start the state's way in; its tile's gradient is going to be complete."""
@@ -121,7 +121,7 @@ class Directions:
         own, on_disk = room.buffer.piece(0, len(state.data)), tile.rests.moments is Tier.DISK
         device.wait(DISK_WEIGHTS if on_disk else COPY_IN, room.free, "directions' room free")
         if on_disk:
-            room.ready = self._ferry.bring(tile, state, own)
+            room.ready = self._disk.bring(tile, state, own)
             return
         # That it is the newest one is seen to: the tile's weights have come in on this stream.
         device.copy(COPY_IN, own, state)
@@ -159,7 +159,7 @@ class Directions:
             self._give_way(tile, UPDATE)
             device.wait(out, device.record(UPDATE), "directions' state released")
         if out == DISK_OUT:
-            room.free = self._ferry.take(tile, state, whole)
+            room.free = self._disk.take(tile, state, whole)
             return
         device.copy(COPY_OUT, whole, state)
         room.free = device.record(COPY_OUT)
