@@ -52,6 +52,11 @@ MODULE_MARKS = frozenset({"_is_hf_initialized"})
 """Attributes that transformers leaves on modules, without a meaning for their forward."""
 
 
+def scores_rows(model: object) -> bool:
+    """Whether a model scores whole rows: its class is one for sequence classification."""
+    return type(model).__name__ in SEQUENCE_CLASSES
+
+
 def exports_state(callback: Any) -> bool:
     """Whether a callback of transformers says what is to be saved of it."""
     from transformers.trainer_callback import ExportableState  # brings PEFT, which takes long

@@ -5,7 +5,7 @@ import logging
 from megatrain.api import Engine
 from megatrain.autoplace.fits import limits
 from megatrain.checkpoint import Checkpoint
-from megatrain.compat.transformers import SEQUENCE_CLASSES
+from megatrain.compat.transformers import scores_rows
 from megatrain.device import free_bytes, open_device
 from megatrain.errors import InputError
 from megatrain.generate.resident import Resident
@@ -43,7 +43,7 @@ def open_model(
     device_limit, host_limit = limits(device_memory, host_memory)
     opened.limit(device_limit, host_limit)
     source = open_source(model)
-    if type(source.model).__name__ in SEQUENCE_CLASSES:
+    if scores_rows(source.model):
         raise InputError(f"{model}: its model gives scores of rows, and no texts")
     types = loaded_types(source.model, DTYPES[precision])
     needed = sum(p.numel() * types[n].itemsize for n, p in source.model.named_parameters())

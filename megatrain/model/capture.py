@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatrain.compat.torch import memory_of, pytree
-from megatrain.compat.transformers import SEQUENCE_CLASSES
+from megatrain.compat.transformers import scores_rows
 from megatrain.errors import InputError
 from megatrain.model.given import refuse_lookup
 from megatrain.model.layer_template import containers, lay_aside, put_back, template
@@ -212,7 +212,7 @@ class Capture:
         self.trunk: nn.Module = model
         self.outputs: list[Callable[[Mapping[int, Any]], Any]] = []
         self._handler: Callable[[nn.Module, tuple, dict], Any] | None = None
-        self.scores_rows = type(model).__name__ in SEQUENCE_CLASSES
+        self.scores_rows = scores_rows(model)
         self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds

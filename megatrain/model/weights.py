@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.compat.transformers import CAUSAL_LM_CLASSES, SEQUENCE_CLASSES, drop_ignorable
+from megatrain.compat.transformers import CAUSAL_LM_CLASSES, drop_ignorable, scores_rows
 from megatrain.errors import InputError, first_line
 from megatrain.json_yaml import read_json
 from megatrain.model.conversion import LoadPlan, Recipe, plan_load
@@ -316,7 +316,7 @@ def _check_complete(
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     drop_ignorable(model, report)
     named = (read_json(folder / "config.json").get("architectures") or [""])[0]
-    if type(model).__name__ in SEQUENCE_CLASSES and named in CAUSAL_LM_CLASSES:
+    if scores_rows(model) and named in CAUSAL_LM_CLASSES:
         report.missing_keys = {n for n in report.missing_keys if not n.startswith("score.")}
         report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith("lm_head.")}
     if report.missing_keys:

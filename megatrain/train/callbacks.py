@@ -19,7 +19,7 @@ from megatrain.train.setup import Job
 log = logging.getLogger(__name__)
 
 _NEVER = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
-_TRACKERS = {"WandbCallback": "wandb", "TrackioCallback": "trackio", "SwanLabCallback": "wandb"}
+_TRACKERS = {"WandbCallback": "wandb", "TrackioCallback": "trackio"}
 
 
 class Callbacks:
@@ -224,11 +224,10 @@ def _checked(given: Any) -> list[Any]:
                     "through its micro-batches layer by layer, and updates a layer as it can; "
                     "take on_step_end"
                 )
-        if kind.__name__ in _TRACKERS:
-            raise InputError(
-                f"callbacks: {kind.__name__} asks for a transformers model; set tracking.to: "
-                f"{_TRACKERS[kind.__name__]} in the run file"
-            )
+        if kind.__name__ in _TRACKERS or kind.__name__ == "SwanLabCallback":
+            tracker = _TRACKERS.get(kind.__name__)
+            remedy = f"set tracking.to: {tracker} in the run file" if tracker else "leave it out"
+            raise InputError(f"callbacks: {kind.__name__} asks for a transformers model; {remedy}")
     return made
 
 
