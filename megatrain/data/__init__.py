@@ -6,20 +6,20 @@ Read in this order: `sources` (which files), `readers` (their rows, checked), `t
 `opening` ties them together.
 """
 
-from megatrain.data.asked import Asked, Prompts, open_prompts
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.demo import stdlib_corpus, train_bpe_tokenizer
 from megatrain.data.loader import Step, StepLoader, StreamLoader
 from megatrain.data.opening import open_dataset, open_stream
 from megatrain.data.preferences import PLAIN, ReplyDataset, numbered
+from megatrain.data.prompt_rows import PromptRow, Prompts, open_prompts
 from megatrain.data.stream import Stream
 from megatrain.data.tokenizer import load_tokenizer
 
 __all__ = [
     "PLAIN",
-    "Asked",
     "MicroBatch",
     "PackedDataset",
+    "PromptRow",
     "Prompts",
     "ReplyDataset",
     "Step",

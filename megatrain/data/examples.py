@@ -1,5 +1,6 @@
 """Sources as examples: each row in the format that its source's first row has."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +14,7 @@ from megatrain.errors import InputError
 
 BadRows = Literal["stop", "skip"]
 BEFORE_ALL = (-1, -1)
-_SHOWN = 20  # bad rows and unread fields that are listed
+SHOWN = 20  # rows left out and unread fields that are listed
 
 
 def _teaches_silence(example: Example) -> bool:
@@ -26,6 +27,15 @@ def _teaches_silence(example: Example) -> bool:
         learnt and not any(str(message.get(name) or "").strip() for name in SAID)
         for message, learnt in zip(example.messages, example.learnt, strict=True)
     )
+
+
+def say_left_out(log: logging.Logger, what: str, number: int, reasons: Sequence[str]) -> None:
+    """Warn of rows that were left out: how many, and why the first of them were."""
+    log.warning("left out %d %s:", number, what)
+    for reason in reasons[:SHOWN]:
+        log.warning("  %s", reason)
+    if (more := number - len(reasons[:SHOWN])) > 0:
+        log.warning("  and %d more", more)
 
 
 class Found(NamedTuple):
@@ -99,7 +109,7 @@ class Examples:
                 number_so_far, first = self.notes["empty"]
                 self.notes["empty"] = [number_so_far + 1, first or where]
             known = self.notes["unread"]
-            known += [n for n in unread if n not in known][: _SHOWN - len(known)]
+            known += [n for n in unread if n not in known][: SHOWN - len(known)]
             if isinstance(example, str):
                 for piece in split_text(example, number):
                     yield Found(index, number, where, piece)
@@ -111,7 +121,7 @@ class Examples:
         if self._bad_rows == "stop":
             raise error
         self.notes["num_bad"] += 1
-        if len(self.notes["bad"]) < _SHOWN:
+        if len(self.notes["bad"]) < SHOWN:
             self.notes["bad"].append(str(error))
 
     def _note(self, title: str, form: Format, source: Source) -> None:

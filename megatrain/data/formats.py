@@ -248,6 +248,7 @@ _NAMES = {
     a for form in _EVERY for names in (form.needs, form.may) for n in names.values() for a in n
 }
 _OF_MESSAGES = ("role", "content")
+_PROMPTER = "prompter"  # who asks, in OpenAssistant's messages
 # What a reply rests on: were it passed over, another conversation would be learnt.
 _BESIDE = ("instruction", "input", "context", "history", "choices", "options")
 
@@ -353,10 +354,7 @@ class Reading:
 
     def _refuse_message(self, form: Format, row: Row, where: str) -> None:
         """Raises InputError: the row is one message, whose content is no text of its own."""
-        spoken = form is FORMATS[-1] or row.get("role") in (
-            *SPEAKERS,
-            "prompter",
-        )  # OpenAssistant's
+        spoken = form is FORMATS[-1] or row.get("role") in (*SPEAKERS, _PROMPTER)
         if form.kind == "text" and spoken and "role" in row and "role" not in self.fields:
             raise InputError(
                 f"{where}: one message is no row: put those of a conversation into 'messages' of "

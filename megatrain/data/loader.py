@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.data.asked import Prompts
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.packing import Ints, shuffled
 from megatrain.data.preferences import numbered
+from megatrain.data.prompt_rows import Prompts
 from megatrain.data.stream import Start, Stream
 from megatrain.errors import InputError
 

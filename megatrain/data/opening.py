@@ -12,7 +12,7 @@ import numpy as np
 from megatrain.data.choosing import choose
 from megatrain.data.dataset import Layout, Overlong, PackedDataset
 from megatrain.data.encoder import Encoder
-from megatrain.data.examples import BadRows, Examples
+from megatrain.data.examples import BadRows, Examples, say_left_out
 from megatrain.data.formats import Fields, Reading, listed
 from megatrain.data.packing import Ints, mixed
 from megatrain.data.preferences import REPLIES, ReplyDataset
@@ -171,11 +171,7 @@ def _say(notes: Mapping[str, Any]) -> None:
     if (number := notes["empty"][0]) > 0:
         _log.warning("%d rows teach an empty reply (first: %s)", number, notes["empty"][1])
     if notes["num_bad"]:
-        _log.warning("left out %d bad rows:", notes["num_bad"])
-        for reason in notes["bad"]:
-            _log.warning("  %s", reason)
-        if (more := notes["num_bad"] - len(notes["bad"])) > 0:
-            _log.warning("  and %d more", more)
+        say_left_out(_log, "bad rows", notes["num_bad"], notes["bad"])
 
 
 def open_sources(

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from megatrain.data.examples import BadRows
+from megatrain.data.examples import BadRows, say_left_out
 from megatrain.data.formats import Fields
 from megatrain.data.opening import open_sources
 from megatrain.data.prompts import Prompt, prompt_ids
@@ -19,12 +19,11 @@ from megatrain.errors import InputError
 
 _OWN = ("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_metric")
 _BESIDE = ("system", "tools", "chat_template_kwargs")  # of messages, which prompts do not have yet
-_SHOWN = 20  # rows left out that are named
 
 log = logging.getLogger("megatrain.data")
 
 
-class Asked(NamedTuple):
+class PromptRow(NamedTuple):
     """A prompt, its tokens, the other fields of its row, and where it is."""
 
     prompt: Prompt
@@ -44,7 +43,7 @@ class Prompts:
     kind: ClassVar[str] = "prompts"
     packing: ClassVar[bool] = False
 
-    def __init__(self, rows: Sequence[Asked]) -> None:
+    def __init__(self, rows: Sequence[PromptRow]) -> None:
         self._rows = rows
 
     def __len__(self) -> int:
@@ -62,7 +61,7 @@ class Prompts:
         """Tokens of a prompt."""
         return len(self._rows[row].ids)
 
-    def batch(self, rows: Sequence[int]) -> list[Asked]:
+    def batch(self, rows: Sequence[int]) -> list[PromptRow]:
         """These rows."""
         return [self._rows[row] for row in rows]
 
@@ -108,30 +107,28 @@ def open_prompts(
         InputError: a row cannot be used; names the file and line, and the remedy.
     """
     sources, _ = open_sources(source, "prompts", hub_config, hub_split, None)
-    found: list[Asked] = []
+    found: list[PromptRow] = []
     left_out: list[str] = []
     for made in _read(sources, fields, tokenizer, vocab_size, chat=chat):
-        if isinstance(made, Asked) and len(made.ids) <= longest:
+        if isinstance(made, PromptRow) and len(made.ids) <= longest:
             found.append(made)
             continue
         stop, error = (
             (not drop, _too_long(made, longest))
-            if isinstance(made, Asked)
+            if isinstance(made, PromptRow)
             else (bad_rows == "stop", made)
         )
         if stop:
             raise error
         left_out.append(str(error))
     if left_out:
-        log.warning("left out %d prompts:", len(left_out))
-        for reason in left_out[:_SHOWN]:
-            log.warning("  %s", reason)
+        say_left_out(log, "prompts", len(left_out), left_out)
     if not found:
         raise InputError(f"{sources[0].name}: no prompt that can be used; give data that has some")
     return Prompts(found)
 
 
-def _too_long(row: Asked, longest: int) -> InputError:
+def _too_long(row: PromptRow, longest: int) -> InputError:
     return InputError(
         f"{row.where}: the prompt has {len(row.ids)} tokens, and data.sequence_length less "
         f"loss.max_completion_length leaves {longest}: raise sequence_length, or leave such "
@@ -141,7 +138,7 @@ def _too_long(row: Asked, longest: int) -> InputError:
 
 def _read(
     sources: Sequence[Source], fields: Fields, tokenizer: Any, vocab_size: int, *, chat: bool
-) -> Iterator[Asked | InputError]:
+) -> Iterator[PromptRow | InputError]:
     """The rows, or what is wrong with one."""
     for each in sources:
         for number, row in read_rows(each, lambda column: fields.get(column, column) is not None):
@@ -149,12 +146,12 @@ def _read(
                 if isinstance(row, InputError):
                     raise row
                 where = f"{each.name}:{number}"
-                yield _asked(row, where, fields, tokenizer, vocab_size, chat=chat)
+                yield _prompt_row(row, where, fields, tokenizer, vocab_size, chat=chat)
             except InputError as error:
                 yield error
 
 
-def _asked(
+def _prompt_row(
     row: Mapping[str, Any],
     where: str,
     fields: Fields,
@@ -162,7 +159,7 @@ def _asked(
     vocab_size: int,
     *,
     chat: bool,
-) -> Asked:
+) -> PromptRow:
     theirs = {name for name in fields.values() if name is not None}
     given = {n: v for n, v in row.items() if n not in theirs and n not in fields}
     for ours, name in fields.items():
@@ -182,4 +179,4 @@ def _asked(
     if not isinstance(prompt, str):
         refuse_unheeded({name: given.get(name) for name in _BESIDE}, where, text=False)
     ids = prompt_ids(tokenizer, prompt, vocab_size, where)
-    return Asked(prompt, ids, {n: v for n, v in given.items() if n not in _OWN}, where)
+    return PromptRow(prompt, ids, {n: v for n, v in given.items() if n not in _OWN}, where)

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 
 from megatrain.api import Engine
 from megatrain.config import Config
-from megatrain.data import PLAIN, Asked, Prompts, Step, StepLoader
+from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
 from megatrain.errors import InputError
@@ -36,7 +36,7 @@ _SEED = 0x726F6C6C  # apart from the seeds of steps
 class Reply(NamedTuple):
     """What the model has made of a prompt; `ended`: by itself."""
 
-    asked: Asked
+    row: PromptRow
     ids: list[int]
     ended: bool
 
@@ -87,8 +87,8 @@ class Rollouts:
         told: dict[str, Any] = {}
         self.step = step
         if self._left == 0:
-            asked: Any = next(self._loader)
-            self._made, told = self._roll([row for micro in asked for row in micro], step)
+            step_rows: Any = next(self._loader)
+            self._made, told = self._roll([row for micro in step_rows for row in micro], step)
             self._left = self._loss.num_iterations
         self._left -= 1
         return self._made, told
@@ -128,10 +128,10 @@ class Rollouts:
         if self._reference is not None:
             self._reference.close()
 
-    def _roll(self, asked: Sequence[Asked], step: int) -> tuple[Step, dict[str, Any]]:
+    def _roll(self, rows: Sequence[PromptRow], step: int) -> tuple[Step, dict[str, Any]]:
         seconds: dict[str, float] = {}
         with _timed(seconds, "generate"):
-            every = [row for row in asked for _ in range(self._loss.lines)]
+            every = [row for row in rows for _ in range(self._loss.lines)]
             replies = self._replies(every, int(self._loader.state_dict()["steps"]))
         told: dict[str, Any] = {}
         with _timed(seconds, "reward"):
@@ -181,9 +181,9 @@ class Rollouts:
         together_R = self._rewards.together(each_RF)
         return measured(each_RF, together_R, self._rewards.names) | _described(replies)
 
-    def _replies(self, asked: Sequence[Asked], number: int) -> list[Reply]:
+    def _replies(self, rows: Sequence[PromptRow], number: int) -> list[Reply]:
         """One reply to each, drawn with the seed of this number."""
-        settings, chat = self._settings, any(not isinstance(row.prompt, str) for row in asked)
+        settings, chat = self._settings, any(not isinstance(row.prompt, str) for row in rows)
         sampling = Sampling(
             max_new_tokens=self._loss.max_completion_length,
             temperature=settings.temperature,
@@ -196,25 +196,25 @@ class Rollouts:
         with torch.random.fork_rng():
             made = continued(
                 self._engine,
-                [row.ids for row in asked],
+                [row.ids for row in rows],
                 sampling,
                 GenerationConfig(),  # nothing of the model's own settings: they bend what is drawn
                 stops=stops,
                 pad=self._pad,
                 batch_size=self._at_once,
             )
-        return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(asked, made, strict=True)]
+        return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(rows, made, strict=True)]
 
     def _rewarded(self, replies: Sequence[Reply], step: int, told: dict[str, Any]) -> Tensor:
         texts = self._tokenizer.batch_decode([r.ids for r in replies], skip_special_tokens=True)
         said = [
-            text if isinstance(r.asked.prompt, str) else [{"role": "assistant", "content": text}]
+            text if isinstance(r.row.prompt, str) else [{"role": "assistant", "content": text}]
             for r, text in zip(replies, texts, strict=True)
         ]
-        names = dict.fromkeys(name for reply in replies for name in reply.asked.beside)
-        beside = {name: [r.asked.beside.get(name) for r in replies] for name in names}
+        names = dict.fromkeys(name for reply in replies for name in reply.row.beside)
+        beside = {name: [r.row.beside.get(name) for r in replies] for name in names}
         return self._rewards.of(
-            [reply.asked.prompt for reply in replies],
+            [reply.row.prompt for reply in replies],
             said,
             completion_ids=[reply.ids for reply in replies],
             trainer_state=TrainerState(global_step=step - 1, max_steps=self._total),
@@ -246,8 +246,8 @@ class Rollouts:
 
 def _row(reply: Reply, *, mask: bool) -> tuple[Any, Any]:
     """Ids and labels: those of the reply, unless it is masked for it did not end."""
-    ids = np.array([*reply.asked.ids, *reply.ids], np.int64)
-    learnt = np.arange(len(ids)) >= len(reply.asked.ids)
+    ids = np.array([*reply.row.ids, *reply.ids], np.int64)
+    learnt = np.arange(len(ids)) >= len(reply.row.ids)
     return ids, np.where(learnt & (reply.ended or not mask), ids, IGNORED)
 
 
