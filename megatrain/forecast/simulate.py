@@ -76,8 +76,8 @@ CPU_PROCESS_BYTES = 550_000_000
 _CPU_GROWTH_BYTES = 104 * MIB
 
 # The C library gives blocks of up to 32 MiB back only when none that lies behind them is in use;
-# larger ones at once. What it keeps differs from run to run: beyond the growth above, at most 51 MiB
-# of a working set of 57, 86 of 153, 445 of 402 and 368 of 471 in 90 runs of the model of
+# larger ones at once. What it keeps differs from run to run: beyond the growth above, at most
+# 51 MiB of a working set of 57, 86 of 153, 445 of 402 and 368 of 471 in 90 runs of the model of
 # tests/parity/test_host_limit.py, with 1 to 48 rows and one to three threads.
 _LEFT_LYING, _MOST_LEFT_LYING = 1.2, 560 * MIB
 
