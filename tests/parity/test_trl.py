@@ -1,5 +1,6 @@
-"""Losses of replies against TRL's own trainers: the loss that they compute and its gradients."""
+"""Losses against those of TRL's own trainers: what they compute, and its gradients."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from megatrain.data import open_dataset
 from megatrain.data.demo import train_bpe_tokenizer
 from megatrain.data.preferences import scored
-from megatrain.loss import DPO, KTO, Distillation, Loss, Reward
+from megatrain.loss import CROSS_ENTROPY, DPO, KTO, ORPO, Distillation, Loss, Reward, SimPO
 from tests.parity.cases import (
     SIZES,
     gradients,
@@ -25,6 +27,7 @@ from tests.parity.cases import (
     noisy,
     relative_error,
 )
+from tests.unit.data_cases import chat_tokenizer
 
 pytestmark = pytest.mark.exhaustive
 trl = pytest.importorskip("trl")
@@ -225,6 +228,92 @@ def test_kto(tokenizer: Any, tmp_path: Path, loss: KTO) -> None:
         step.append(micro)
         first += len(ids)
     agree(model, step, loss, wanted)
+
+
+UNREFERENCED = [ORPO(), ORPO(0.4), SimPO(), SimPO(1.5, 0.4, 0.1)]
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("loss", UNREFERENCED, ids=str)
+def test_orpo_and_simpo(tokenizer: Any, tmp_path: Path, loss: ORPO | SimPO, cut: int) -> None:
+    model = llama(vocab_size=VOCAB, pad_token_id=tokenizer.pad_token_id)
+    given: dict[str, Any] = {"beta": loss.beta, "disable_dropout": True}
+    if isinstance(loss, SimPO):
+        kind, config = pytest.importorskip("trl.experimental.cpo").CPOTrainer, "CPOConfig"
+        given |= {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": loss.gamma}
+        given["label_smoothing"] = loss.label_smoothing
+    else:
+        kind, config = pytest.importorskip("trl.experimental.orpo").ORPOTrainer, "ORPOConfig"
+    module = __import__(kind.__module__.rpartition(".")[0], fromlist=[config])
+    trainer = kind(
+        copied(model),
+        args=settings(getattr(module, config), tmp_path, **given),
+        train_dataset=datasets.Dataset.from_list(rows()),
+        processing_class=tokenizer,
+    )
+    batch, *wanted = computed(trainer)
+    both = trainer.concatenated_inputs(
+        batch, padding_value=tokenizer.pad_token_id, device=torch.device("cpu")
+    )
+    ids, mask, labels = (
+        both[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels")
+    )
+    step = of_pairs({"input_ids": ids, "attention_mask": mask}) | {"labels": labels}
+    if isinstance(loss, ORPO):  # of chosen texts the prompts are learnt as well
+        step["reply"] = (labels != -100).float()
+        read = (mask == 1) & (step["chosen"] == 1)
+        step["labels"] = torch.where(read, ids, labels)
+    agree(model, in_parts(step, cut), loss, wanted)
+
+
+def talks(count: int = 4) -> list[dict[str, Any]]:
+    """Conversations of one or two replies."""
+    said = [" ".join(WORDS[at % 9 : at % 9 + 1 + at % 2]) for at in range(4 * count)]
+    turns = [said[4 * i : 4 * i + 2 + 2 * (i % 2)] for i in range(count)]
+    roles = ("user", "assistant")
+    return [
+        {"messages": [{"role": roles[at % 2], "content": text} for at, text in enumerate(each)]}
+        for each in turns
+    ]
+
+
+SFTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "texts": ([{"text": row["prompt"] + row["chosen"]} for row in rows()], {}),
+    "assistant only": (talks(), {"assistant_only_loss": True}),
+    "completion only": (
+        [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows()],
+        {"completion_only_loss": True},
+    ),
+    "completion of messages": (
+        [{"prompt": m[:-1], "completion": m[-1:]} for m in (row["messages"] for row in talks())],
+        {"completion_only_loss": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("case", SFTS)
+def test_sft(tmp_path: Path, case: str, cut: int) -> None:
+    """The data as a run reads them: TRL's rows are of another order, and padded otherwise."""
+    data, given = SFTS[case]
+    # TRL learns what a template writes between turns as well; that of Llama 3 writes nothing there.
+    tokenizer = chat_tokenizer("llama3" if case == "completion of messages" else "marked")
+    size = len(tokenizer) + 3
+    model = llama(vocab_size=size, pad_token_id=tokenizer.pad_token_id)
+    trainer = trl.SFTTrainer(
+        copied(model),
+        settings(trl.SFTConfig, tmp_path / "trl", **given),
+        train_dataset=datasets.Dataset.from_list(data),
+        processing_class=tokenizer,
+    )
+    _, *wanted = computed(trainer)
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in data))
+    read = open_dataset(
+        str(file), tokenizer=tokenizer, sequence_length=64, packing=False, cache_dir=tmp_path
+    )
+    assert len(read) == len(data)
+    agree(model, [*read.batches(cut)], CROSS_ENTROPY, wanted)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
