@@ -8,17 +8,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
+from megatrain.data.conversation import from_json
 from megatrain.data.examples import BadRows, say_left_out
 from megatrain.data.formats import Fields
 from megatrain.data.opening import open_sources
+from megatrain.data.packing import shuffled
 from megatrain.data.prompts import Prompt, prompt_ids
 from megatrain.data.readers import read_rows
 from megatrain.data.sources import Source
-from megatrain.data.unheeded import refuse_unheeded
+from megatrain.data.unheeded import BESIDE_PROMPTS, refuse_unheeded
 from megatrain.errors import InputError
 
 _OWN = ("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_metric")
-_BESIDE = ("system", "tools", "chat_template_kwargs")  # of messages, which prompts do not have yet
 
 log = logging.getLogger("megatrain.data")
 
@@ -35,6 +38,8 @@ class PromptRow(NamedTuple):
 class Prompts:
     """Rows that are prompts, in the order of the data; the whole of it rests in memory.
 
+    Args: `seed` decides which rows `hold_out` takes.
+
     Attributes:
         kind: what rows are.
         packing: no row holds several.
@@ -43,8 +48,8 @@ class Prompts:
     kind: ClassVar[str] = "prompts"
     packing: ClassVar[bool] = False
 
-    def __init__(self, rows: Sequence[PromptRow]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Sequence[PromptRow], seed: int = 0) -> None:
+        self._rows, self._seed = rows, seed
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -70,7 +75,7 @@ class Prompts:
         return self._rows[row].where
 
     def hold_out(self, fraction: float) -> tuple["Prompts", "Prompts"]:
-        """(train, evaluation): the last rows are held out.
+        """(train, evaluation): disjoint, and fixed by data and seed.
 
         Raises:
             InputError: a part would have none.
@@ -78,7 +83,10 @@ class Prompts:
         split = len(self) - max(1, round(len(self) * fraction))
         if not split:
             raise InputError(f"data.eval_fraction {fraction} leaves no prompt to train on")
-        return Prompts(self._rows[:split]), Prompts(self._rows[split:])
+        order = shuffled(len(self), 0, self._seed)
+        parts = [np.sort(part).tolist() for part in (order[:split], order[split:])]
+        train, held_out = (Prompts(self.batch(part), self._seed) for part in parts)
+        return train, held_out
 
 
 def open_prompts(
@@ -93,11 +101,12 @@ def open_prompts(
     chat: bool = False,
     hub_config: str | None = None,
     hub_split: str = "train",
+    seed: int = 0,
 ) -> Prompts:
     """Reads rows with a `prompt`: a text, or messages that end with what is to be replied to.
 
     Args:
-        source, bad_rows, hub_config, hub_split: as of `open_dataset`.
+        source, bad_rows, hub_config, hub_split: as of `open_dataset`. seed: as of `Prompts`.
         longest: tokens of a prompt; longer ones are never cut.
         fields: any name -> the data's, under which reward functions read it; None: passed over.
         drop: leave longer prompts out; else they end the run.
@@ -125,7 +134,11 @@ def open_prompts(
         say_left_out(log, "prompts", len(left_out), left_out)
     if not found:
         raise InputError(f"{sources[0].name}: no prompt that can be used; give data that has some")
-    return Prompts(found)
+    there = {"prompt"}.union(*(row.beside for row in found))
+    for ours, theirs in fields.items():
+        if theirs is not None and ours not in there:
+            raise InputError(f"data.fields: no row has {theirs!r}, which is to be {ours!r}")
+    return Prompts(found, seed)
 
 
 def _too_long(row: PromptRow, longest: int) -> InputError:
@@ -171,12 +184,11 @@ def _prompt_row(
             f"{where}: no field 'prompt': its fields are {names}: name it with "
             "data.fields: {prompt: ...}"
         )
-    prompt = given.pop("prompt")
+    prompt = from_json(given.pop("prompt"), "prompt", where)
     if not isinstance(prompt, str | list):
         raise InputError(f"{where}: 'prompt' must be a text or a list of messages")
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, str):
-        refuse_unheeded({name: given.get(name) for name in _BESIDE}, where, text=False)
+    refuse_unheeded({name: given.get(name) for name in BESIDE_PROMPTS}, where, text=False)
     ids = prompt_ids(tokenizer, prompt, vocab_size, where)
     return PromptRow(prompt, ids, {n: v for n, v in given.items() if n not in _OWN}, where)

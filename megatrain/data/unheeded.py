@@ -18,13 +18,14 @@ _WEIGHTS = "only a 'weight' of 0 or 1 on a message is heeded: leave it out, or t
 _MEDIA = "only text is trained: leave it out, or the row"
 _PLACE = "it is not read: make it part of the messages or of 'tools'"
 
+_OF_MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA)
 _ROW = {
     "label": _KTO,
     "kto_tag": _KTO,
     **dict.fromkeys(("chosen", "rejected", "chosen_messages", "rejected_messages"), _PREFERENCE),
     **dict.fromkeys(("input_ids", "token_ids", "labels"), _TOKENS),
     **dict.fromkeys(("train", "training", "trainable"), _WEIGHTS),
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
+    **_OF_MEDIA,
     "chat_template": "the tokenizer's template is used: leave it out",
 }
 _ROW_OF_TURNS = dict.fromkeys(
@@ -32,13 +33,14 @@ _ROW_OF_TURNS = dict.fromkeys(
      "chat_template_kwargs"),
     _PLACE,
 )  # fmt: skip
+BESIDE_PROMPTS = (*_OF_MEDIA, *_ROW_OF_TURNS)  # a reply to the prompt would rest on them
 _WEIGHT = re.compile(r"(.+_)?(weights?|masks?)")
 
 _MESSAGE = {
     "label": _KTO,
     "refusal": "it is not read: write it as 'content'",
     "function_call": "it is not read: write it as 'tool_calls'",
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
+    **_OF_MEDIA,
 }
 _MESSAGE_WEIGHT = re.compile(r"(.+_)?(weights?|masks?|masked|train|training|trainable|loss)(_.+)?")
 

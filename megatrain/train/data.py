@@ -120,6 +120,7 @@ def _open_prompts(
         vocab_size=vocab_size,
         hub_config=data.hub_config,
         hub_split=data.hub_split,
+        seed=config.training.seed,
     )
 
 
