@@ -328,7 +328,7 @@ class PlacedEngine:
             )
         source = self._opened.source
         written = documents(source.model, source.dtype, source.untrained, source.companions)
-        contents = Contents(self._described(), as_json(extra or {}), written, attach, keep)
+        contents = Contents(self._described(folder), as_json(extra or {}), written, attach, keep)
         background = self.optimizer is not None and not wait
         saving = self._saver.begin(folder, contents, background=background)
         if wait:
@@ -340,7 +340,7 @@ class PlacedEngine:
         if (lost := self._opened.source.lost) is not None:
             raise InputError(lost)
 
-    def _described(self) -> Settings:
+    def _described(self, folder: Path) -> Settings:
         optimizer, source = self.optimizer, self._opened.source
         return settings_of(
             source.model,
@@ -356,7 +356,7 @@ class PlacedEngine:
             optimizer=describe_optimizer(self._opened.model.rule),
             groups=() if optimizer is None else tuple(optimizer.saved_groups()),
             num_steps=0 if optimizer is None else optimizer.num_steps,
-            left_out=source.left_out(e for _, e in self._store.entries()),
+            left_out=source.left_out((e for _, e in self._store.entries()), folder, self._ranks),
         )
 
     @property

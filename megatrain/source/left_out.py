@@ -22,6 +22,7 @@ from megatrain.checkpoint import (
     open_checkpoint,
 )
 from megatrain.checkpoint.files import ALGORITHM, ALGORITHMS
+from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.weights import lazy_weights, read_weights, resolve_model, stored_packings
@@ -78,7 +79,11 @@ def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
 
 
 def left_out(
-    model: PreTrainedModel, origin: Origin | None, entries: Iterable[Entry]
+    model: PreTrainedModel,
+    origin: Origin | None,
+    entries: Iterable[Entry],
+    folder: Path,
+    ranks: Ranks,
 ) -> LeftOut | None:
     """What a checkpoint of an adapter need not have; None: it has everything.
 
@@ -87,13 +92,25 @@ def left_out(
     Args:
         origin: of the base; None: it was not read, or not all of it.
         entries: all parameters of the model.
+        folder: of the checkpoint, which takes the place of what is there.
+        ranks: which all call this, and are given the same.
     """
+    found = ranks.exchange(_left_out(model, origin, entries, folder))
+    return found[0] if all(found) else None
+
+
+def _left_out(
+    model: PreTrainedModel, origin: Origin | None, entries: Iterable[Entry], folder: Path
+) -> LeftOut | None:
     found, frozen = adapted(model), [each for each in entries if each.group is None]
     if found is None or origin is None or any(each.name not in found.held for each in frozen):
         return None
-    if is_checkpoint(origin.path):
+    base = Path(origin.path)
+    if origin.revision is None and (not base.exists() or base.resolve() == folder.resolve()):
+        return None  # it is gone since it was read, or about to be
+    if is_checkpoint(base):
         try:
-            mark(origin.path)
+            mark(base)
         except OSError:  # who may not write there cannot see to it that it stays
             return None
     packed = {each.name: each.packed.name for each in frozen if each.packed}

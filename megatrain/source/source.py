@@ -16,6 +16,7 @@ from megatrain.checkpoint import (
     open_checkpoint,
 )
 from megatrain.compat import peft
+from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
 from megatrain.model.adapters import adapted, noted, plain, with_adapters
@@ -83,9 +84,9 @@ class Source:
         found = adapted(self.model)
         return found.names if self.grows and found is not None else {}
 
-    def left_out(self, entries: Iterable[Entry]) -> LeftOut | None:
-        """What a checkpoint of these parameters need not have; None: it has everything."""
-        return left_out(self.model, self.origin, entries)
+    def left_out(self, entries: Iterable[Entry], folder: Path, ranks: Ranks) -> LeftOut | None:
+        """What a checkpoint of these parameters need not have; see `left_out`."""
+        return left_out(self.model, self.origin, entries, folder, ranks)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A checkpoint of an adapter leaves out its base, and knows it again."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
 from megatrain.checkpoint.manifest import KEEP
+from megatrain.distributed import Ranks
 from megatrain.generate import Resident
 from megatrain.generate.opening import open_model
 from megatrain.model.trained import Trained
@@ -95,6 +97,38 @@ def test_a_base_that_is_a_checkpoint_of_ours_stays(tmp_path: Path) -> None:
     with Engine.load(tmp_path / "saved", device="cpu") as engine:
         assert engine.step(STEPS[1]).loss == loss
         assert same(masters(engine), wanted)
+
+
+def test_a_base_that_is_gone_when_the_run_saves_is_saved(base: Path, tmp_path: Path) -> None:
+    with make_engine(base, adapter=LORA, precision="bf16") as engine:
+        engine.step(STEPS[0])
+        shutil.rmtree(base)
+        engine.save(tmp_path / "saved")
+        wanted = masters(engine)
+    with Engine.load(tmp_path / "saved", device="cpu") as again:
+        assert same(masters(again), wanted)
+
+
+def test_a_checkpoint_that_takes_the_place_of_its_base_has_it(tmp_path: Path) -> None:
+    with make_engine(llama(), precision="bf16") as engine:
+        engine.step(STEPS[0])
+        engine.save(tmp_path / "saved")
+    loss, wanted = trained(tmp_path / "saved", tmp_path / "saved")
+    with Engine.load(tmp_path / "saved", device="cpu") as again:
+        assert again.step(STEPS[1]).loss == loss
+        assert same(masters(again), wanted)
+
+
+def test_ranks_leave_the_base_out_together_or_not_at_all(base: Path, tmp_path: Path) -> None:
+    class Another(Ranks):
+        def exchange(self, value: Any) -> list[Any]:
+            return [value, None]
+
+    with make_engine(base, adapter=LORA) as engine:
+        entries = [entry for _, entry in engine._store.entries()]
+        left_out = partial(engine._opened.source.left_out, entries, tmp_path / "saved")
+        assert left_out(Ranks()) is not None
+        assert left_out(Another()) is None
 
 
 def test_what_is_no_file_s_is_saved(base: Path, tmp_path: Path) -> None:
