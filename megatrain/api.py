@@ -220,6 +220,11 @@ class Engine(PlacedEngine):
         return self._opened.source.model.generation_config
 
     @property
+    def ranks(self) -> Ranks:
+        """Those that share the model."""
+        return self._ranks
+
+    @property
     def is_whole(self) -> bool:
         """Whether layers and head are each streamed as a whole."""
         return is_whole(self._parts, self._spec)

@@ -190,6 +190,7 @@ class Tile:
         if entry.packed is not None:
             values = values.detach().cpu()
             stored = entry.packed.pack(values) if values.is_floating_point() else values
+            stored = stored[2 * own.start : 2 * own.stop]
             with self.weights.writing(place) as weights:
                 weights.view(torch.uint8)[: len(stored)].copy_(stored)
             return
@@ -212,7 +213,10 @@ class Tile:
             remainder.copy_(low)
 
     def read_master(self, entry: Entry, threads: int = 1) -> Tensor:
-        """A copy of a parameter's fp32 master, on the CPU; of several ranks, the flat part here."""
+        """A copy of a parameter's fp32 master, on the CPU; of several ranks, the flat part here.
+
+        Of several ranks, not for what is packed.
+        """
         (place, own), rest = self.place(entry), self.remainder_of(entry)
         shape = entry.shape if self.layout.ranks == 1 else (own.stop - own.start,)
         weights = self.weights.values(place)
@@ -227,7 +231,12 @@ class Tile:
 
     def whole_master(self, entry: Entry, ranks: Ranks) -> Tensor:
         """As `read_master`, with the parts of all ranks, which all call this."""
-        return ranks.join(self.read_master(entry), self.place(entry)[1], entry.shape)
+        if entry.packed is None or self.layout.ranks == 1:
+            return ranks.join(self.read_master(entry), self.place(entry)[1], entry.shape)
+        place, own = self.place(entry)
+        pairs = self.weights.values(place).cpu().view(torch.int16)  # of bytes: exact in fp32
+        stored = ranks.join(pairs.float(), own, (entry.stored,)).to(torch.int16)
+        return entry.packed.unpacked(stored, entry.shape)
 
 
 class Store:

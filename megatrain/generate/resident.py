@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from megatrain.checkpoint import masters
 from megatrain.compat.torch import buffers_of, parameters_of
 from megatrain.device import Device
+from megatrain.distributed import ALONE
 from megatrain.errors import InputError
 from megatrain.model.adapters import plain
 from megatrain.model.build import loaded_types
@@ -30,10 +31,11 @@ class Resident:
     """A model on a device, ready to run.
 
     Attributes:
-        is_whole: as an engine says it.
+        is_whole, ranks: as an engine says it.
     """
 
     is_whole = True
+    ranks = ALONE
 
     def __init__(self, source: Source, device: Device, dtype: torch.dtype) -> None:
         """Read the weights of `source` to the device.

@@ -8,12 +8,17 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.device import Device
+from megatrain.distributed import Ranks
 
 
 class Source(Protocol):
     """A model that is open. Only one that `is_whole` has a `whole_model`; all have logits."""
 
     config: PreTrainedConfig
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that share the model, and make the same texts together."""
 
     @property
     def device(self) -> Device:

@@ -5,6 +5,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ def continued(
             width = batch["input_ids"].shape[1]
             room = min(sampling.max_new_tokens, (limit or sys.maxsize) - width)
             past = None if kept is None else kept.take(ids[0])
-            check_cache(source.device, model, len(rows), width + room, past)
+            needed = source.device, model, len(rows), width + room, past
+            source.ranks.agree(partial(check_cache, *needed))
             settings = sampling.settings(
                 own, room=room, stops=stops, pad=pad, cached=source.is_whole
             )

@@ -126,8 +126,6 @@ def _refuse(opened: Opened, placement: Placement) -> None:
                 "the optimizer's states or masters are to be kept in another form than in the "
                 "checkpoint, which several ranks cannot convert yet; go on with one for a step"
             )
-    if source.base != "bf16":
-        raise InputError(f"base {source.base} is not for several ranks yet; leave it out")
     if rule is not None:
         _check_rule(rule)
     spec = opened.model.spec

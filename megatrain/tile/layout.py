@@ -99,7 +99,7 @@ class TileLayout:
         packed: how frozen ones are kept that are not kept as bf16, by name.
         row: elements that no cut between ranks divides, counted from each part's beginning.
         """
-        self.name, self.kind, self.ranks = name, kind, ranks
+        self.name, self.kind, self.ranks, self._row = name, kind, ranks, row
         cut = ranks * lcm(ALIGNMENT, row) if ranks > 1 else ALIGNMENT
         entries: list[Entry] = []
         offset = 0
@@ -133,7 +133,8 @@ class TileLayout:
         if not self.is_packed:
             return self
         given = [(e.name, torch.Size(e.shape), e.group) for e in self.entries]
-        return TileLayout(self.name, given, self.kind, [e.name for e in self.entries if e.wide])
+        wide = [e.name for e in self.entries if e.wide]
+        return TileLayout(self.name, given, self.kind, wide, ranks=self.ranks, row=self._row)
 
     def unpack(self, stored: Tensor, out: Tensor, fast: Callable[[Expand], Expand]) -> None:
         """Write the parameters of the weights plane `stored` to `out`, laid out as `unpacked`.

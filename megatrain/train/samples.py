@@ -25,7 +25,8 @@ class Samples:
     def take(self, say: Callable[[str], None]) -> dict[str, Any]:
         """What the log has of them; nothing where there are no prompts.
 
-        What cannot be generated costs a warning, not the run.
+        What cannot be generated costs a warning, not the run; but what one of several ranks alone
+        fails at, while the others wait for it, ends them all.
         """
         if self._settings is None:
             return {}
@@ -35,6 +36,8 @@ class Samples:
             with torch.random.fork_rng():
                 texts = generate(engine, self._job.tokenizer, prompts, sampling)
         except MegatrainError as error:
+            if self._job.ranks.size > 1 and error.__cause__ is not None:
+                raise
             log.warning("no samples from here on: %s", error)
             self._settings = None
             return {}

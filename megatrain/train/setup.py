@@ -108,7 +108,7 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
     # A wrong option should be known before weights are read, which may take minutes.
     _check_schedule(config, total_steps)
     rewards = Rewards(config.rollout)
-    done = _go_to(loader, start, total_steps)
+    done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
     engine = _engine(config, hf_config if source is None else source, start, ranks)
     most = -(-config.training.batch_size // ranks.size)
     rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))

@@ -1,8 +1,9 @@
 """What each of several ranks does of a run; all else is rank 0's."""
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +26,6 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
     given = {f"{section}.{key}": str(each) for section, own in keys for key, each in own.items()}
     require_same(ranks.exchange(given))
     unable = {
-        "data.streaming": config.data.streaming,
-        "training.samples": config.training.samples is not None,
         "engine.disk": config.engine.disk is not None,
         f"loss.name {config.loss.name}": isinstance(config.loss.loss(), PolicyLoss),
         "callbacks": callbacks,
@@ -54,6 +53,31 @@ def part_of(step: Step, ranks: Ranks) -> Step:
         return own
     row = {name: value[:1] for name, value in step[0].items()}
     return [row | {"labels": torch.full_like(row["labels"], IGNORED)}]
+
+
+def same_rows(
+    ranks: Ranks, make: Callable[[], tuple[Step, Mapping[str, Any]]]
+) -> tuple[Step, Mapping[str, Any]]:
+    """What `make` gives: the rows of a step, of which each rank then takes its part.
+
+    Raises:
+        InputError: a rank has other rows than rank 0.
+        MegatrainError: `make` raises it on some rank; then all ranks raise.
+    """
+    if ranks.size == 1:
+        return make()
+    made: list[tuple[Step, Mapping[str, Any]]] = []
+
+    def checksum() -> dict[str, str]:
+        made.append(make())
+        tensors = [micro[name] for micro in made[0][0] for name in sorted(micro)]
+        found = 0
+        for each in tensors:
+            found = zlib.crc32(each.contiguous().numpy().data, found)
+        return {"checksum of the step's rows": str(found)}
+
+    require_same(ranks.agree(checksum))
+    return made[0]
 
 
 def logprobs(engine: Engine, step: Step, ranks: Ranks, *, scores: bool = False) -> list[Tensor]:

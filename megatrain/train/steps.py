@@ -16,7 +16,7 @@ from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.bad_steps import BadSteps
 from megatrain.train.resume import RunState
 from megatrain.train.setup import Job
-from megatrain.train.sharing import part_of
+from megatrain.train.sharing import part_of, same_rows
 from megatrain.train.timeline import RunTimeline
 
 log = logging.getLogger(__name__)
@@ -91,10 +91,13 @@ class Steps:
 
     def _rows(self, step: int) -> tuple[Step, Mapping[str, Any]]:
         """Micro-batches of all ranks, and what the log says of how they were made."""
+        rollouts, loader = self._job.rollouts, self._job.loader
+
+        def make() -> tuple[Step, Mapping[str, Any]]:
+            return (next(loader), {}) if rollouts is None else rollouts.take(step)
+
         try:
-            if self._job.rollouts is not None:
-                return self._job.rollouts.take(step)
-            return next(self._job.loader), {}
+            return same_rows(self._job.ranks, make)
         except (RunFailed, DoesNotFit):  # of replies that were to be made
             raise
         except Exception as error:

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,9 +17,9 @@ from safetensors.torch import load_file
 
 from megatrain.checkpoint import verify
 from megatrain.config import load
-from megatrain.data import Step
+from megatrain.data import Step, open_stream
 from megatrain.distributed import ProcessGroups, patience
-from megatrain.errors import InputError, RunFailed
+from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.launch import joined
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
@@ -32,7 +33,11 @@ CHANGED = ("training.micro_batch_size=1", "training.batch_size=2", "checkpoint.e
 
 
 def run_of(
-    run_file: Path, folder: str, *, resume: bool = False, at: Callable[[int], None] | None = None
+    run_file: Path,
+    folder: str,
+    *changed: str,
+    resume: bool = False,
+    at: Callable[[int], None] | None = None,
 ) -> Callable[[Any], str]:
     """A run, as a process of several does it; before a step it calls `at` with what is done."""
 
@@ -41,7 +46,7 @@ def run_of(
         def joined() -> Iterator[Any]:
             yield ProcessGroups(dist.get_rank(), dist.get_world_size(), host=group)
 
-        config = load(run_file, [*CHANGED, f"output.folder={folder}"])
+        config = load(run_file, [*CHANGED, *changed, f"output.folder={folder}"])
         taken = Steps.take
 
         def take(steps: Steps) -> Any:
@@ -89,15 +94,96 @@ def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, c
     done = megatrain("train", folder, "--resume")
     assert done.exit_code == 0, done.output
     assert "going on after step 5" in caplog.text
-    one, several = (read_metrics(tmp_path / each / "metrics.jsonl") for each in ("one", "several"))
-    for mine, other in zip(several, one, strict=True):
-        for name in ("step", "loss", "grad_norm", "lr", "eval_loss", "tokens"):
+    assert_same_run(tmp_path / "one", tmp_path / "several")
+
+
+def assert_same_run(one: Path, several: Path) -> None:
+    """Within the order of sums, in the log and the model."""
+    for mine, other in zip(
+        *(read_metrics(each / "metrics.jsonl") for each in (several, one)), strict=True
+    ):
+        for name in ("step", "epoch", "loss", "grad_norm", "lr", "eval_loss", "tokens"):
             assert mine.get(name, 0) == pytest.approx(other.get(name, 0), rel=2e-6), name
-    weights = [
-        load_file(tmp_path / each / "model/model.safetensors") for each in ("one", "several")
-    ]
+        assert mine.get("samples") == other.get("samples")
+    weights = [load_file(each / "model/model.safetensors") for each in (one, several)]
     for name, value in weights[0].items():
         assert torch.allclose(value, weights[1][name], rtol=2e-6, atol=1e-6), name
+
+
+STREAMED = (
+    *("data.streaming=true", "data.eval_fraction=0", "data.shuffle_buffer=1024"),
+    'training.samples={prompts: ["the cat", "a dog ran"], max_new_tokens: 3}',
+)
+
+
+def stopped_at(done: int) -> Callable[[int], None]:
+    """The last rank is told to stop after so many steps."""
+
+    def told(taken: int) -> None:
+        if taken == done and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return told
+
+
+def test_a_streamed_run_with_samples_is_that_of_one(megatrain, run_file, tmp_path) -> None:
+    """Two ranks begin it, of other blocks of the stream than those in which three go on."""
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join((tmp_path / "rows.jsonl").read_text().splitlines(True)[:9]))
+    streamed = (*STREAMED, f"data.eval_path={held}")
+    changed = [part for each in CHANGED + streamed for part in ("--set", each)]
+    one = megatrain("train", run_file, *changed, "--set", "output.folder=one")
+    assert one.exit_code == 0, one.output
+    several = str(tmp_path / "several")
+    for size, resume in ((2, False), (3, True)):
+        (tmp_path / str(size)).mkdir()
+        at = None if resume else stopped_at(3)
+        work = run_of(run_file, several, *streamed, resume=resume, at=at)
+        ended = run_ranks(size, tmp_path / str(size), work)
+        assert ended == ["None" if resume else "SIGTERM"] * size
+    assert_same_run(tmp_path / "one", tmp_path / "several")
+    made = [
+        r["samples"] for r in read_metrics(tmp_path / "several/metrics.jsonl") if "samples" in r
+    ]
+    assert len(made) == 2 and all(each["text"] for some in made for each in some)
+
+
+def test_a_rank_with_other_rows_or_no_room_is_heard_by_all(run_file, tmp_path) -> None:
+    """Rows that differ end the run before the step; keys and values without room cost a warning."""
+
+    def work(group: Any) -> list[str]:
+        rank = dist.get_rank()
+        other = tmp_path / f"rows of {rank}.jsonl"
+        rows = (tmp_path / "rows.jsonl").read_text().splitlines(True)
+        other.write_text("".join(rows[::-1] if rank else rows))
+        streamed = (*STREAMED, "training.samples=null", "training.eval_every=null")
+        differing = run_of(run_file, "differing", *streamed)
+        with (
+            pytest.raises(RunFailed, match="step 1: .*rank 1 has another checksum of the step's"),
+            mock.patch("megatrain.train.data.open_stream", partial(opened, other)),
+        ):
+            differing(group)
+
+        def full(*needed: Any) -> None:
+            if rank:
+                raise DoesNotFit("no room for keys and values")
+
+        told: list[str] = []
+        with (
+            mock.patch("megatrain.generate.texts.check_cache", full),
+            mock.patch("megatrain.train.samples.log.warning", lambda *each: told.append(str(each))),
+        ):
+            assert run_of(run_file, "full", STREAMED[-1])(group) == "None"
+        return told
+
+    os.chdir(tmp_path)
+    for told in run_ranks(2, tmp_path, work):
+        assert len(told) == 1 and "no room for keys and values" in told[0]
+
+
+def opened(path: Path, given: Any, **options: Any) -> Any:
+    """A stream of another file than the given one."""
+    return open_stream(str(path), **options)
 
 
 def test_every_micro_batch_is_one_ranks_own() -> None:
@@ -121,19 +207,20 @@ def test_every_micro_batch_is_one_ranks_own() -> None:
             assert found
 
 
-def test_what_ranks_cannot_do_yet_is_refused_by_name(run_file) -> None:
+@pytest.mark.parametrize(
+    ("key", "callbacks"), [("engine.disk=/tmp", []), ("engine.disk=null", [object()])]
+)
+def test_what_ranks_cannot_do_yet_is_refused_by_name(run_file, key, callbacks) -> None:
     @contextmanager
     def joined() -> Iterator[Any]:
         yield Alike(0, 2)
 
-    config = load(
-        run_file, ["data.streaming=true", "data.eval_fraction=0", "training.eval_every=null"]
-    )
+    config = load(run_file, [key])
     with (
         mock.patch("megatrain.train.loop.joined", joined),
-        pytest.raises(InputError, match="data.streaming"),
+        pytest.raises(InputError, match="callbacks" if callbacks else "engine.disk"),
     ):
-        train(config, "run")
+        train(config, "run", callbacks=callbacks)
 
 
 def test_a_restart_by_torchrun_does_not_see_addresses_of_processes_that_ended(monkeypatch) -> None:

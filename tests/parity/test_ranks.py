@@ -144,13 +144,26 @@ EXACT: dict[str, Callable[[Any], dict]] = {
         rule=rule,
     )
     for precision, rule in (("fp32", "adamw"), ("bf16", "adamw bf16"), ("bf16", "lion"))
+} | {
+    f"{base}, adapter": lambda group, base=base: train(
+        group,
+        llama(),
+        TOKEN_WEIGHTS,
+        weighed(make_batches(2, SHAPES)),
+        clip=1e9,
+        precision="bf16",
+        adapter=LORA,
+        base=base,
+        placement=Placement(slots=2, resident=("layer 1",), keep_weights=2),
+    )
+    for base in ("nf4", "fp8")
 }
 
 
 USUAL = (
     *("tied, rows that are not kept, graphs that are", "frozen in part", "bf16, lion"),
     *("resident, in passes", "tied, resident in part, not clipped"),
-    *("preferences, in passes", "adapter"),
+    *("preferences, in passes", "adapter", "nf4, adapter"),
 )
 
 
@@ -261,10 +274,7 @@ IMPOSSIBLE: dict[str, tuple[dict, str]] = {
     "disk": ({"placement": Placement(disk_moments=1)}, "placement.disk_moments"),
     "remainder": ({"placement": Placement(disk_remainder=1)}, "placement.disk_remainder"),
     "muon": ({"rule": "muon"}, "Muon needs whole matrices"),
-    "packed": (
-        {"base": "nf4", "precision": "bf16", "trained": Trained(["layers"], None)}, "base nf4"
-    ),
-}  # fmt: skip
+}
 
 
 def test_what_ranks_cannot_do_is_refused_by_name() -> None:
@@ -386,7 +396,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Pat
         loss = engine.step(part_of(second, group)).loss  # meanwhile
         saving.wait()
         engine.save_pretrained(tmp_path / "model of two")
-        lora = make_engine(llama(), group=group, adapter=LORA)
+        lora = make_engine(llama(), group=group, adapter=LORA, precision="bf16", base="nf4")
         lora.step(part_of(first, group))
         lora.save(tmp_path / "adapter")
         lora.save_pretrained(tmp_path / "adapter alone")
@@ -394,6 +404,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Pat
         return masters(engine), loss
 
     def load(group: Any) -> tuple[dict, float]:
+        adapters.update(masters(Engine.load(tmp_path / "adapter", group=group)))
         engine = Engine.load(tmp_path / "two", group=group)
         engine.save(tmp_path / "three")
         loss = engine.step(part_of(second, group)).loss
@@ -401,8 +412,9 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Pat
         wraps = None if full else files.NewFile.write
         with mock.patch.object(files.NewFile, "write", autospec=True, side_effect=full or wraps):
             refused(RunFailed, "No space left on device", engine.save, tmp_path / "none")
-        return masters(engine), loss
+        return masters(engine) | adapters, loss
 
+    adapters: dict[str, torch.Tensor] = {}  # all names differ from those of the other engine
     (tmp_path / "ranks").mkdir()
     [(trained, loss), *_] = run_ranks(2, tmp_path, save)
     others = run_ranks(3, tmp_path / "ranks", load)
@@ -419,6 +431,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Pat
     for name, value in model.named_parameters():
         assert torch.equal(value, trained[name]), name
     lora = Engine.load(tmp_path / "adapter", device="cpu")
+    assert all(same(masters(lora), {n: each[n] for n in masters(lora)}) for each, _ in others)
     for folder, how in (("adapter alone", {}), ("merged", {"merged": True, **FP32})):
         lora.save_pretrained(tmp_path / f"{folder} again", **how)
         ours, theirs = (load_folder(tmp_path / name) for name in (folder, f"{folder} again"))
