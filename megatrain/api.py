@@ -19,7 +19,15 @@ from megatrain.device import Device, Recording, free_bytes, open_device
 from megatrain.distributed import Ranks, local_rank, open_ranks
 from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
 from megatrain.errors import InputError
-from megatrain.loss import CROSS_ENTROPY, SCORE, TOKEN_SCORE, Loss, Reward, given_loss
+from megatrain.loss import (
+    CROSS_ENTROPY,
+    SCORE,
+    TOKEN_SCORE,
+    CrossEntropy,
+    Loss,
+    Reward,
+    given_loss,
+)
 from megatrain.model.adapters import adapted
 from megatrain.model.neftune import add_noise
 from megatrain.model.rebuilt import difference
@@ -151,12 +159,13 @@ class Engine(PlacedEngine):
         loss, accuracy = torch.stack(parts).sum(0).tolist()
         return loss, accuracy
 
-    def logprobs(self, micro_batches: MicroBatches) -> list[Tensor]:
+    def logprobs(self, micro_batches: MicroBatches, *, temperature: float = 1.0) -> list[Tensor]:
         """The log-probability of each label `[B, T]` in its place, fp32 on the CPU; 0 without one.
 
-        Micro-batches as for `evaluate`; logits never exist as a whole.
+        Micro-batches as for `evaluate`; logits never exist as a whole. They are divided by
+        `temperature`.
         """
-        batch = self._prepare(micro_batches, CROSS_ENTROPY)
+        batch = self._prepare(micro_batches, CrossEntropy(temperature))
         found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
         shift = self.label_shift
         return [-each.cpu().roll(shift, 1) for each in found]

@@ -6,7 +6,7 @@ it from untrusted text and puts it together with the overrides of the command li
 
 from megatrain.config.learning import TrainingSection
 from megatrain.config.load import load, overridden, validate
-from megatrain.config.rollout import RolloutSection
+from megatrain.config.rollout import RolloutSection, step_loss
 from megatrain.config.schema import CheckpointSection, Config, DataSection, ModelSection
 from megatrain.config.section import nearest
 
@@ -20,5 +20,6 @@ __all__ = [
     "load",
     "nearest",
     "overridden",
+    "step_loss",
     "validate",
 ]

@@ -113,6 +113,7 @@ class LossSection(Section):
     delta: float | None = None
     importance_sampling_level: str | None = None
     scale_rewards: str | None = None
+    use_bias_correction_kl: bool | None = None
     normalize_advantages: bool | None = None
     num_generations: int | None = None
     num_iterations: int | None = None

@@ -1,11 +1,15 @@
 """The section that says how a run makes replies, and what rewards them."""
 
-from typing import Annotated, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
 from megatrain.config.learning import LossSection
 from megatrain.config.section import Natural, Positive, Section
+
+if TYPE_CHECKING:
+    from megatrain.loss import Loss
 
 
 class RolloutSection(Section):
@@ -31,6 +35,13 @@ class RolloutSection(Section):
                 f"give as many weights as rewards: {len(self.rewards)}, not {len(self.weights)}"
             )
         return self
+
+
+def step_loss(loss: LossSection, rollout: RolloutSection) -> "Loss":
+    """The loss as steps of a run take it: of replies at the temperature they are drawn at."""
+    made = loss.loss()
+    at = {"temperature": rollout.temperature} if loss.kind == "prompts" else {}
+    return replace(made, **at)  # type: ignore[type-var]  # a dataclass, as all losses are
 
 
 def check_rollout(rollout: RolloutSection, loss: LossSection, sequence_length: int) -> None:

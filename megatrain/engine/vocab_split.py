@@ -89,7 +89,7 @@ class VocabSplit:
         loss, found = micro.loss, list[Activations]()
         ids_NK = loss.chosen(_given(micro))
         for chunk in self._chunks(len(hidden_ND)):
-            logits = self._program.projection(weights, micro, hidden_ND[None, chunk])[0]
+            logits = self._logits(weights, micro, hidden_ND[None, chunk])
             lse_C, picked_C = self._statistics_of(logits, places_N[chunk])
             some = {self.lse: lse_C, self.picked: picked_C}
             if loss.uses_mean:
@@ -100,6 +100,10 @@ class VocabSplit:
                 some[self.chosen] = range_logits(logits, ids_NK[chunk] - start)
             found.append(some)
         return {ref: torch.cat([some[ref] for some in found]) for ref in found[0]}
+
+    def _logits(self, weights: dict[str, Tensor], micro: MicroBatch, hidden_1CD: Tensor) -> Tensor:
+        """Of a chunk and the rows that are here `[C, R]`, at the loss's temperature."""
+        return micro.loss.tempered(self._program.projection(weights, micro, hidden_1CD)[0])
 
     def logits(self, values: Activations) -> Tensor:
         """All logits `[B, T, V]`, after the last range."""
@@ -166,7 +170,7 @@ class VocabSplit:
         for chunk in self._chunks(len(hidden_ND)):
             with torch.enable_grad():
                 hidden_CD = hidden_ND[None, chunk].detach().requires_grad_()
-                logits = self._program.projection(weights, micro, hidden_CD)[0]
+                logits = self._logits(weights, micro, hidden_CD)
             given = logits.detach(), targets_N[chunk] - start, lse_N[chunk], weights_N[chunk]
             sources = [hidden_CD, *(weights[name] for name in names)]
             slopes = [None if each is None else each[chunk] for each in more]

@@ -9,6 +9,7 @@ Legend: B rows, T tokens of a row, N tokens of a micro-batch, V vocabulary, K to
 chooses for each label.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,12 +67,14 @@ class Loss(ABC):
             logits it reads, and after them numbers for each of these.
         uses_mean: whether it reads the logits' mean.
         uses_margin: whether it reads the margin, which has no gradient: of evaluations alone.
+        temperature: what logits are divided by before anything is read of them, above 0.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
     choices: ClassVar[tuple[str, ...]] = ()
     uses_mean: ClassVar[bool] = False
     uses_margin: ClassVar[bool] = False
+    temperature: float = 1.0
 
     @abstractmethod
     def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
@@ -108,9 +111,13 @@ class Loss(ABC):
         """The ids of the tokens whose logits the loss reads, among what it is given."""
         return given[len(self.inputs)] if self.choices else None
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        """Logits as the loss reads them: divided by its temperature, in fp32; at 1 as they are."""
+        return logits if self.temperature == 1 else logits.float() / self.temperature
+
     def statistics(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Statistics:
         """Those of some tokens' logits."""
-        logits = logits_NV.float()
+        logits = self.tempered(logits_NV).float()
         lse_N = logits.logsumexp(1)
         picked_N = logits.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
         mean_N = logits.mean(1) if self.uses_mean else None
@@ -132,6 +139,14 @@ class Loss(ABC):
             share = self.each(Statistics(**leaves), targets_N, *given).sum() / normaliser
         grads = torch.autograd.grad(share, [*leaves.values()], allow_unused=True)
         return Statistics(**{"log_prob": None, **dict(zip(leaves, grads, strict=True))})
+
+
+def check_temperature(loss: Loss) -> None:
+    """Raises InputError: a temperature is not a number above 0."""
+    if not 0 < loss.temperature < math.inf:
+        raise InputError(
+            f"{type(loss).__name__}'s temperature is {loss.temperature!r}; it must be above 0"
+        )
 
 
 def given_loss(loss: object) -> Loss:

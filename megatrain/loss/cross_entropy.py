@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatrain.loss.base import IGNORED, Loss, Statistics
+from megatrain.loss.base import IGNORED, Loss, Statistics, check_temperature
 
 
 def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
@@ -16,14 +16,23 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """Its mean over all labelled tokens of the step."""
+    """Its mean over all labelled tokens of the step; of logits divided by `temperature`.
+
+    Raises:
+        InputError: the temperature is not above 0.
+    """
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_temperature(self)
 
     def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
         assert found.log_prob is not None
         return -found.log_prob
 
     def summed(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
-        return cross_entropy_sum(logits_NV, targets_N)
+        return cross_entropy_sum(self.tempered(logits_NV), targets_N)
 
     def slopes(
         self, found: Statistics, targets_N: Tensor, given: Sequence[Tensor], normaliser: float

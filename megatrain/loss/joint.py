@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,10 +17,10 @@ class JointLoss(Loss):
     of every label's cross entropy with the weight that it has in the loss.
 
     Attributes:
-        weighed: what the second visit minimises, given these weights.
+        weighed: what the second visit minimises, given these weights, at the same temperature.
     """
 
-    weighed: ClassVar[Loss] = TOKEN_WEIGHTS
+    weighed: Loss = TOKEN_WEIGHTS
 
     @abstractmethod
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:

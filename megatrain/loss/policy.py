@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, num_labelled
+from megatrain.loss.base import IGNORED, Loss, check_temperature, num_labelled
 from megatrain.loss.joint import JointLoss
 from megatrain.loss.replies import check_numbers, check_rows, check_type, labels_of
+from megatrain.loss.token_weights import TokenWeights
 
 Variant = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 Level = Literal["token", "sequence"]
@@ -41,6 +42,10 @@ class _Labels(NamedTuple):
         """What labels of one reply share `[L]`, of each reply `[R]`."""
         return torch.zeros_like(self.summed(values)).scatter(0, self.row, values.double())
 
+    def means(self, values: Tensor) -> Tensor:
+        """Over each reply `[R]`, fp64."""
+        return self.summed(values / self.length)
+
 
 @dataclass(frozen=True)
 class PolicyLoss(JointLoss):
@@ -56,6 +61,8 @@ class PolicyLoss(JointLoss):
         num_iterations: steps that learn from the same replies.
         max_completion_length: tokens of a reply at most.
         mask_truncated_completions: learn nothing from replies that did not end by themselves.
+        temperature: that replies are drawn at. All log-probabilities, `old_logp` and
+            `reference_logp` too, are of logits divided by it.
     """
 
     beta: float = 0.0
@@ -65,8 +72,10 @@ class PolicyLoss(JointLoss):
     num_iterations: int = 1
     max_completion_length: int = 512
     mask_truncated_completions: bool = False
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        check_temperature(self)
         name = type(self).__name__
         if not 0 <= self.beta < math.inf:
             raise InputError(f"{name}'s beta is {self.beta!r}; it must be a number from 0")
@@ -83,6 +92,10 @@ class PolicyLoss(JointLoss):
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
         return "example", "advantage", "old_logp"
+
+    @property
+    def weighed(self) -> Loss:  # type: ignore[override]
+        return TokenWeights(self.temperature)
 
     @property
     def lines(self) -> int:
@@ -109,13 +122,20 @@ class PolicyLoss(JointLoss):
         length = torch.bincount(row, minlength=len(numbers))[row]
         return _Labels(log_prob_N[used], row, length, len(numbers), beside)
 
-    def _clipped(self, ratio: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-        """How many ratios count no further, by TRL's names."""
-        low = ((ratio < 1 - self.epsilon) & (advantage < 0)).double().mean()
-        high = ((ratio > 1 + self.high) & (advantage > 0)).double().mean()
-        names = ("low_mean", "high_mean", "region_mean")
-        values = zip(names, (low, high, low + high), strict=True)
-        return {f"clip_ratio/{name}": value for name, value in values}
+    def _clipped(self, labels: _Labels, ratio: Tensor, *, by_reply: bool) -> dict[str, Tensor]:
+        """How many ratios `[L]` count no further, by TRL's names; of labels, or of replies."""
+        if not labels.replies:
+            return {}
+        advantage = labels.beside["advantage"]
+        low = ((ratio < 1 - self.epsilon) & (advantage < 0)).double()
+        high = ((ratio > 1 + self.high) & (advantage > 0)).double()
+        low_R, high_R = labels.means(low), labels.means(high)
+        low_mean, high_mean = (
+            each.mean() for each in ((low_R, high_R) if by_reply else (low, high))
+        )
+        made = {"low_mean": low_mean, "high_mean": high_mean, "region_mean": low_mean + high_mean}
+        made |= {"low_min": low_R.min(), "high_max": high_R.max()}
+        return {f"clip_ratio/{name}": value for name, value in made.items()}
 
     def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
         """The number of replies. Raises InputError: two have one number."""
@@ -151,7 +171,9 @@ class GRPO(PolicyLoss):
     `1 + epsilon_high`; `delta` bounds the ratio itself. With `importance_sampling_level` "sequence"
     it is the geometric mean over the reply. An advantage is the reward less the mean of its group,
     over the standard deviation of the group, of the batch, or none (`scale_rewards`). `beta` weighs
-    the divergence from a reference model, `exp(d) - d - 1` of each label.
+    the divergence from a reference model, `exp(d) - d - 1` of each label; with
+    `use_bias_correction_kl` times the ratio, whose slope makes its gradient that of the divergence
+    itself (DeepSeek-AI, 2025, https://arxiv.org/abs/2512.02556, section 3.1).
 
     `loss_type`: grpo takes the mean of each reply, then of replies; bnpo and dapo that of all
     labels of the step; dr_grpo the sum over replies times `max_completion_length`; cispo is dapo
@@ -166,6 +188,7 @@ class GRPO(PolicyLoss):
     loss_type: Variant = "dapo"
     importance_sampling_level: Level = "token"
     scale_rewards: Scale = "group"
+    use_bias_correction_kl: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,9 +218,10 @@ class GRPO(PolicyLoss):
             difference = labels.summed(difference)[labels.row].to(difference.dtype) / labels.length
         return difference.exp()
 
-    def _divergence(self, labels: _Labels) -> Tensor:
+    def _divergence(self, labels: _Labels, ratio: Tensor) -> Tensor:
         difference = labels.beside["reference_logp"] - labels.log_prob
-        return difference.exp() - difference - 1
+        each = difference.exp() - difference - 1
+        return each * ratio if self.use_bias_correction_kl else each
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
         labels = self._labels(log_prob_N, targets_N, *given)
@@ -209,19 +233,21 @@ class GRPO(PolicyLoss):
             bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
             each = -torch.min(bounded * advantage, clipped * advantage)
         if self.beta:
-            each = each + self.beta * self._divergence(labels)
+            each = each + self.beta * self._divergence(labels, ratio)
         if self.loss_type == "grpo":
             each = each / labels.length
         return each.double().sum()
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
         labels = self._labels(log_prob_N, targets_N, *given)
-        made = {"kl": self._divergence(labels).double().mean()} if self.beta else {}
-        ratio, advantage = self._ratio(labels), labels.beside["advantage"]
+        ratio, by_reply = self._ratio(labels), self.importance_sampling_level == "sequence"
+        made = {"kl": self._divergence(labels, ratio).double().mean()} if self.beta else {}
         if self.loss_type == "cispo":
-            clipped = (ratio > self.high) & (advantage > 0)
-            return made | {"cispo_clip_ratio": clipped.double().mean()}
-        return made | self._clipped(ratio, advantage)
+            clipped = ((ratio > self.high) & (labels.beside["advantage"] > 0)).double()
+            return made | {
+                "cispo_clip_ratio": (labels.means(clipped) if by_reply else clipped).mean()
+            }
+        return made | self._clipped(labels, ratio, by_reply=by_reply)
 
     def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
         """What `loss_type` divides by. Raises InputError: two replies have one number."""
@@ -270,4 +296,4 @@ class RLOO(PolicyLoss):
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
         labels = self._labels(log_prob_N, targets_N, *given)
-        return self._clipped(self._ratio(labels), labels.of_rows(labels.beside["advantage"]))
+        return self._clipped(labels, self._ratio(labels)[labels.row], by_reply=True)

@@ -59,7 +59,7 @@ class Reward(PairLoss):
     center_rewards_coefficient: float | None = None
     margin: bool = False
     inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen")
-    weighed: ClassVar[Loss] = ScoreWeights()
+    weighed = ScoreWeights()
 
     def __post_init__(self) -> None:
         share = self.center_rewards_coefficient

@@ -7,17 +7,25 @@ from typing import ClassVar
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, Loss, Statistics
+from megatrain.loss.base import IGNORED, Loss, Statistics, check_temperature
 
 
 @dataclass(frozen=True)
 class TokenWeights(Loss):
     """The weighted mean of cross entropy: `token_weights` `[B, T]` has one for each label.
 
-    The sum is divided by the weights of all labelled tokens of the step.
+    The sum is divided by the weights of all labelled tokens of the step. Logits are divided by
+    `temperature` first.
+
+    Raises:
+        InputError: the temperature is not above 0.
     """
 
+    temperature: float = 1.0
     inputs: ClassVar[tuple[str, ...]] = ("token_weights",)
+
+    def __post_init__(self) -> None:
+        check_temperature(self)
 
     def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
         assert found.log_prob is not None

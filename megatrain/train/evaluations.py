@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatrain.config import Config
+from megatrain.config import Config, step_loss
 from megatrain.data import PLAIN, Prompts, Step
 from megatrain.loss import JointLoss, Reward, num_labelled, targets_of
 from megatrain.telemetry.console import described_rewards
@@ -38,7 +38,7 @@ class Evaluations:
         signals: Signals,
     ) -> None:
         self._engine, self._metrics, self._signals = job.engine, metrics, signals
-        self._loss = config.loss.loss()
+        self._loss = step_loss(config.loss, config.rollout)
         self._total, self._ranks = job.total_steps, job.ranks
         # As many rows at once as a step has: more would take memory that no plan counts.
         at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)

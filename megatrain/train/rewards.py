@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,7 +56,7 @@ class Rewards:
                 own = copy.deepcopy({"prompts": prompts, "completions": replies, **given})
                 made = function(**own)
                 if inspect.isawaitable(made):
-                    made = asyncio.run(_awaited(made))
+                    made = _waited_for(made)
             except (Exception, SystemExit) as error:  # whatever a user's function does
                 log.error("the reward function %s failed", name, exc_info=error)
                 kind = type(error).__name__
@@ -69,8 +70,14 @@ class Rewards:
         return summed.masked_fill(each_RF.isnan().all(1), math.nan)
 
 
-async def _awaited(made: Any) -> Any:
-    return await made
+def _waited_for(made: Any) -> Any:
+    """What an `async` function returns; a thread of its own, for notebooks have a loop running."""
+
+    async def awaited() -> Any:
+        return await made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, awaited()).result()
 
 
 def _column(name: str, made: Any, count: int) -> Tensor:

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 
 from megatrain.api import Engine
-from megatrain.config import Config
+from megatrain.config import Config, step_loss
 from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
 from megatrain.errors import InputError
 from megatrain.generate import Sampling, continued, stop_ids
-from megatrain.loss import IGNORED, PolicyLoss
+from megatrain.loss import IGNORED, PolicyLoss, num_labelled
 from megatrain.seeds import derived_seed
 from megatrain.train.rewards import Rewards, measured
 
@@ -59,16 +59,12 @@ class Rollouts:
         total_steps: int,
     ) -> None:
         """Args: `loader` gives prompts; `reference`: an engine with the reference model."""
-        loss = config.loss.loss()
+        loss = step_loss(config.loss, config.rollout)
         assert isinstance(loss, PolicyLoss)
         self._loss, self._engine, self._reference = loss, engine, reference
         self._settings, self._seed = config.rollout, config.training.seed
         self._tokenizer, self._loader, self._total = tokenizer, loader, total_steps
         self._rewards = rewards
-        if config.rollout.temperature != 1:
-            log.warning(
-                "the loss takes probabilities at temperature 1, whatever replies are drawn at"
-            )
         self._pad = pad_id(tokenizer, engine.vocab_size)
         length = config.data.sequence_length
         self._layout = Layout("chat", length, False, "error", self._pad)
@@ -147,6 +143,9 @@ class Rollouts:
             micro["example"] = own[:, None].expand(shape).float().contiguous()
             micro["advantage"] = advantages[own][:, None].expand(shape).contiguous()
         told |= measured(each_RF, rewards, self._rewards.names) | _described(replies)
+        learnt = sum(num_labelled(micro["labels"]) for micro in made)
+        if learnt and self._reference is not None and "reference_logp" not in self._loss.inputs:
+            told["kl"] = float(divergence.sum()) / learnt  # GRPO measures its own with each step
         groups = rewards.view(-1, self._loss.lines)
         told["frac_reward_zero_std"] = float((groups == groups[:, :1]).all(1).double().mean())
         return made, told | {f"{name}_seconds": round(each, 6) for name, each in seconds.items()}
@@ -234,8 +233,9 @@ class Rollouts:
         if all((micro["labels"] == IGNORED).all() for micro in made):
             old = reference = [torch.zeros(micro["labels"].shape) for micro in made]
         else:
-            old = self._engine.logprobs(plain)
-            reference = old if self._reference is None else self._reference.logprobs(plain)
+            at = {"temperature": self._loss.temperature}
+            old = self._engine.logprobs(plain, **at)
+            reference = old if self._reference is None else self._reference.logprobs(plain, **at)
         for micro, own, theirs, part in zip(made, old, reference, parts, strict=True):
             divergence[part] = (own.double() - theirs.double()).sum(1)
             micro["old_logp"] = own

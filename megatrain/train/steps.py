@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain.api import Engine
-from megatrain.config import Config
+from megatrain.config import Config, step_loss
 from megatrain.data import Step
 from megatrain.errors import DoesNotFit, MegatrainError, RunFailed, StepRefused
 from megatrain.telemetry.flops import model_tflops
@@ -36,7 +36,7 @@ class Steps:
         self._job, self._metrics, self._timeline = job, metrics, timeline
         self._meter = Meter(job.engine, config.engine.precision)
         self._refusals = BadSteps(config.training)
-        self._loss = config.loss.loss()
+        self._loss = step_loss(config.loss, config.rollout)
         self.done = 0
         if job.resumed is not None:
             self._refusals.load_state_dict(job.resumed.refusals)

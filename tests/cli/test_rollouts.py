@@ -1,15 +1,17 @@
 """Runs that learn from replies of their own: rewards rise, a run goes on exactly, mistakes."""
 
+import asyncio
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
-from megatrain.config.load import load
+from megatrain.config import RolloutSection, load, step_loss
 from megatrain.train.rewards import Rewards, measured
 from tests.cli.cases import SENTENCES, sets, tiny_llama
 from tests.structure.source_tree import ROOT
@@ -106,7 +108,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_a_run_learns_from_replies_and_goes_on_exactly(megatrain, rollout_file, tmp_path, loss):
-    file = rollout_file(loss, weights=[1.0, 0.5])
+    file = rollout_file(loss, weights=[1.0, 0.5], temperature=0.8)
 
     def trained(folder, *options):
         result = megatrain("train", file, *sets(output__folder=str(folder)), *options)
@@ -125,9 +127,29 @@ def test_a_run_learns_from_replies_and_goes_on_exactly(megatrain, rollout_file, 
         assert 0 < first[f"{stage}_seconds"] < first["seconds"]
     # Old log-probabilities are of the model that is trained: no ratio is clipped at first.
     assert first["clip_ratio/region_mean"] == 0
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    assert max(record.get("kl", 0) for record in others) > 1e-4
     if loss["name"] == "grpo":
-        assert first["kl"] == pytest.approx(0, abs=1e-6) and others[-1]["kl"] > 1e-4
         assert ["reward" in record for record in others] == [False, True, False]
+
+
+def test_the_loss_has_the_temperature_that_replies_are_drawn_at(rollout_file):
+    config = load(rollout_file({"name": "grpo"}, temperature=0.8))
+    assert step_loss(config.loss, config.rollout) == replace(config.loss.loss(), temperature=0.8)
+
+
+def test_async_functions_run_beside_a_loop_that_is_running(tmp_path):
+    """As that of a notebook."""
+    (tmp_path / "own.py").write_text(
+        "import asyncio\n\nasync def later(completions, **kwargs):\n"
+        "    await asyncio.sleep(0)\n    return [float(len(each)) for each in completions]\n"
+    )
+    rewards = Rewards(RolloutSection(rewards=[f"{tmp_path}/own.py:later"]))
+
+    async def in_a_notebook():
+        return rewards.of(["q"] * 2, ["a", "bcd"])
+
+    assert asyncio.run(in_a_notebook()).tolist() == rewards.of(["q"] * 2, ["a", "bcd"]).tolist()
 
 
 @pytest.mark.exhaustive

@@ -23,8 +23,16 @@ LOSSES: dict[str, Any] = {
     "dr_grpo": GRPO(0.2, loss_type="dr_grpo", max_completion_length=9),
     "dapo": GRPO(epsilon=0.1, delta=1.2),
     "cispo": GRPO(epsilon_high=1.05, loss_type="cispo"),
-    "gspo": GRPO(0.04, 0.02, loss_type="grpo", importance_sampling_level="sequence"),
+    "gspo": GRPO(
+        0.4,
+        0.02,
+        use_bias_correction_kl=False,
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+    ),
     "rloo": RLOO(epsilon=0.1, epsilon_high=0.3),
+    "cool": GRPO(0.04, 0.1, temperature=0.7),
+    "warm": RLOO(epsilon=0.1, temperature=1.3),
 }
 
 
@@ -41,7 +49,8 @@ def replies(model: Any, loss: PolicyLoss) -> list[dict[str, Tensor]]:
         numbers = torch.arange(number, number + rows)[:, None].expand(shape)
         number += rows
         with torch.no_grad():
-            every = model(input_ids=ids).logits.log_softmax(-1).roll(1, 1)
+            logits = model(input_ids=ids).logits / loss.temperature
+            every = logits.log_softmax(-1).roll(1, 1)
         near = every.gather(2, ids[..., None])[..., 0]
         micro["example"] = numbers.float()
         micro["advantage"] = torch.tensor([1.0, -0.5, 0.3, 2.0, -1.5, 0.7])[numbers]
@@ -65,14 +74,16 @@ def of_reply(loss: Any, log_prob: Tensor, old: Tensor, reference: Tensor, a: Ten
     bounded = ratio if getattr(loss, "delta", None) is None else ratio.clamp(max=loss.delta)
     each = -torch.minimum(bounded * a, clipped * a)
     if loss.beta and isinstance(loss, GRPO):
-        each = each + loss.beta * ((reference - log_prob).exp() - (reference - log_prob) - 1)
+        divergence = (reference - log_prob).exp() - (reference - log_prob) - 1
+        each = each + loss.beta * divergence * (ratio if loss.use_bias_correction_kl else 1)
     return each.mean() if getattr(loss, "loss_type", "") == "grpo" else each.sum()
 
 
 def formula(model: Any, loss: Any, step: Sequence[Mapping[str, Tensor]]) -> Tensor:
     total, labels, rows = torch.zeros(()), 0, 0
     for micro in step:
-        every = model(input_ids=micro["input_ids"]).logits.log_softmax(-1)[:, :-1]
+        logits = model(input_ids=micro["input_ids"]).logits / loss.temperature
+        every = logits.log_softmax(-1)[:, :-1]
         for row, ids in enumerate(micro["labels"]):
             used = ids[1:] != -100
             rows, labels = rows + 1, labels + int(used.sum())
@@ -148,6 +159,7 @@ def test_a_step_whose_replies_are_all_masked_changes_nothing_by_a_gradient() -> 
         (lambda: GRPO(beta=-1), "beta is -1"),
         (lambda: RLOO(epsilon_high=-1), "epsilon_high must be numbers from 0"),
         (lambda: RLOO(max_completion_length=0), "max_completion_length must be 1 or more"),
+        (lambda: RLOO(temperature=0), "RLOO's temperature is 0; it must be above 0"),
     ],
 )
 def test_settings_of_policies_are_checked(make: Any, message: str) -> None:
