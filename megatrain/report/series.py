@@ -131,7 +131,8 @@ def _metrics(
         found.rewards.append((step, _number(record.get("eval_reward"))))
         if samples := _samples(record.get("samples")):
             found.samples, found.sampled = samples, step
-        for name, value in record.items():
+        # Without a loss others are what reward functions have logged.
+        for name, value in record.items() if "eval_loss" in record else ():
             if named := re.fullmatch("eval_(.+)_loss", name):
                 found.sets.setdefault(named[1], []).append((step, _number(value)))
             if named := re.fullmatch("eval_(?:(.+)_)?(?:accuracy|rewards/accuracies)", name):

@@ -6,6 +6,7 @@ in checkpoints between them.
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,13 @@ from megatrain.train.rewards import Rewards, measured
 
 log = logging.getLogger(__name__)
 
-_TAKEN = ("step", "epoch", "loss", "grad_norm", "lr", "tokens", "seconds")
+# Names that lines of the log have already: what functions log under one would be taken for it.
+_TAKEN = re.compile(
+    r"(eval_|rewards/|completions/|clip_ratio/).*|((generate|reward|logprobs|train)_)?seconds|"
+    r"step|epoch|loss|aux_loss|grad_norm|lr|kl|cispo_clip_ratio|reward|reward_std|tokens|"
+    r"tokens_per_second|frac_reward_zero_std|model_tflops|mfu|device_peak_bytes|host_bytes|busy|"
+    r"idle|skipped|failed|rows|samples"
+)
 _SEED = 0x726F6C6C  # apart from the seeds of steps
 
 
@@ -252,7 +259,7 @@ def _row(reply: Reply, *, mask: bool) -> tuple[Any, Any]:
 
 
 def _log_metric(told: dict[str, Any], name: str, value: Any) -> None:
-    if name in _TAKEN:
+    if _TAKEN.fullmatch(name):
         raise ValueError(f"log_metric: {name!r} is a name of the log's own; take another")
     told[name] = float(value)
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from megatrain.config import RolloutSection, load, step_loss
 from megatrain.train.rewards import Rewards, measured
+from megatrain.train.rollouts import _log_metric
 from tests.cli.cases import SENTENCES, sets, tiny_llama
 from tests.structure.source_tree import ROOT
 
@@ -129,6 +130,9 @@ def test_a_run_learns_from_replies_and_goes_on_exactly(megatrain, rollout_file, 
     assert first["clip_ratio/region_mean"] == 0
     assert first["kl"] == pytest.approx(0, abs=1e-6)
     assert max(record.get("kl", 0) for record in others) > 1e-4
+    for name in {*first, "eval_seen", "failed", "skipped", "busy", "samples"} - {"seen"}:
+        with pytest.raises(ValueError, match="is a name of the log's own"):
+            _log_metric({}, name, 0)
     if loss["name"] == "grpo":
         assert ["reward" in record for record in others] == [False, True, False]
 

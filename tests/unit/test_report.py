@@ -226,6 +226,12 @@ def test_evaluation_sets_and_accuracy_are_shown(tmp_path):
     assert "last 62%, from 62% to 62% of tokens" in text
 
 
+def test_what_reward_functions_log_is_no_loss_of_a_set_and_no_share_of_tokens():
+    line = {"eval_reward": 1.0, "eval_format_loss": 7.0, "eval_accuracy": 0.5}
+    metrics = collect([record(1), {"step": 1, **line}])
+    assert metrics.rewards == [(1, 1.0)] and metrics.sets == metrics.accuracies == {}
+
+
 def test_what_a_resumed_run_did_twice_counts_once():
     lines = [record(s, loss=1.0) for s in range(1, 7)] + [{"step": 4, "eval_loss": 9.0}]
     lines += [{"step": 5, "skipped": "not finite", "rows": "1"}] * 2
