@@ -234,6 +234,11 @@ class Engine(PlacedEngine):
         return self._ranks
 
     @property
+    def balances_experts(self) -> bool:
+        """Whether the loss of a step has that of routers, of all tokens but padding."""
+        return bool(self._spec.routed)
+
+    @property
     def is_whole(self) -> bool:
         """Whether layers and head are each streamed as a whole."""
         return is_whole(self._parts, self._spec)

@@ -165,18 +165,21 @@ def _moved(
     device: torch.device,
     by_lengths: bool,
 ) -> MicroBatch:
-    # A mask of ones says nothing, and lets transformers take the fast causal path.
+    # A mask of ones says nothing, and lets transformers take the fast causal path; with one of
+    # zeros (rows that stand for none) there is nothing to be right.
+    mask = micro.get("attention_mask", torch.ones(1))
+    plain = bool(mask.all()) or not bool(mask.any())
     inputs = {
         key: (micro[key].clone() if micro[key].is_inference() else micro[key]).to(device)
         for key in micro
-        if (key == "input_ids" or takes(key))
-        and not (key == "attention_mask" and bool(micro[key].all()))
+        if (key == "input_ids" or takes(key)) and not (key == "attention_mask" and plain)
     }
+    counted_N = None if bool(mask.all()) else mask.flatten().float().to(device)
     index_BT = torch.searchsorted(unique_U, micro["input_ids"].contiguous())
     rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
     told = by_lengths and is_packed(micro)
     documents = told_by_lengths(micro["position_ids"], device) if told else {}
-    return MicroBatch(inputs, None, rows, documents=documents)
+    return MicroBatch(inputs, None, rows, documents=documents, counted_N=counted_N)
 
 
 def _check_all(

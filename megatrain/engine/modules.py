@@ -204,21 +204,25 @@ class Head(StreamedModule):
     def _balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], Activations]:
         """The loss of the routers of all layers, if the model has one, and its slopes.
 
-        Takes what it is of out of `h`.
+        Takes what it is of out of `h`. It is of the tokens of all ranks; the first has the loss.
         """
-        loss, routed = self.program.spec.router_loss, self.program.spec.routed
+        spec, ranks = self.program.spec, self.collectives.ranks
+        loss, routed = spec.router_loss, spec.routed
         if loss is None:
             return [], {}
 
-        def work() -> tuple[Tensor, Tensor]:
-            return loss.balance([values.pop(ref) for values in h for ref in routed])
+        def count() -> Tensor:
+            return loss.total([values.pop(ref) for values in h for ref in routed])
 
-        made = self.device.run(COMPUTE, HEAD_NAME, work)
+        own = self.device.run(COMPUTE, HEAD_NAME, count)
+        found = self.collectives.join([own], [spec.routed_shape] * ranks.size, ranks.rank)
+        made = self.device.run(COMPUTE, HEAD_NAME, partial(loss.balance, found))
         if made is None:  # nothing is computed
             return [], {}
         balance, slope = made
         batch.measured["aux_loss"] = balance  # as transformers calls it
-        return [loss.weight * balance], dict.fromkeys(routed, slope)
+        own_part = [loss.weight * balance] if ranks.rank == 0 else []
+        return own_part, dict.fromkeys(routed, slope)
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
         """Of a joint loss: the batch with its labels weighed by the loss, and the losses.

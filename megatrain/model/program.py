@@ -52,6 +52,7 @@ class MicroBatch:
         loss: of the step.
         given: `[B, T]` or `[B, T, K]` what the loss takes beside the targets, in its order.
         documents: what says where the documents of packed rows end (model/documents.py).
+        counted_N: 1 for a token, 0 for padding; None: all are tokens.
         calls: the layers' arguments, known once the prologue has run.
         found: of packed rows, likewise, in the order in which the model's forward looks for them.
     """
@@ -62,6 +63,7 @@ class MicroBatch:
     loss: Loss = CROSS_ENTROPY
     given: Sequence[Tensor] = ()
     documents: Mapping[str, Any] = field(default_factory=dict)
+    counted_N: Tensor | None = None
     calls: list[Call] = field(default_factory=list)
     found: list[Tensor | None] = field(default_factory=list)
 
@@ -256,8 +258,7 @@ class ModelProgram:
         args, kwargs = batch.calls[visit].arguments(values)
         layer = self.spec.layers[visit]
         bound = {**self.buffers[visit], **weights}
-        mask = batch.inputs.get("attention_mask") if layer.kind.routes else None
-        counted_N = None if mask is None else mask.flatten().float()
+        counted_N = batch.counted_N if layer.kind.routes else None
         leaves = layer.kind.call(bound, args, kwargs, saves, counted_N)
         return {ref: leaves[ref.leaf] for ref in self.spec.outputs[visit]}
 

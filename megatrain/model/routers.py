@@ -48,6 +48,10 @@ class RouterLoss:
         both = torch.cat([torch.zeros_like(share_NE).scatter(1, index_NK, 1), share_NE], 1).float()
         return (both if counted_N is None else both * counted_N[:, None]).sum(0, keepdim=True)
 
+    def total(self, sums: Sequence[Tensor]) -> Tensor:
+        """The sum of `sums`, as one of them."""
+        return torch.cat(list(sums)).double().sum(0, keepdim=True).float()
+
     def balance(self, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The balance (scalar), not weighed; how the step's loss changes with each of `sums`."""
         often_E, share_E = torch.cat(list(sums)).double().sum(0).chunk(2)

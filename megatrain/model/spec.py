@@ -84,6 +84,11 @@ class ModelSpec:
         self.prologue_outputs = sorted(ref for ref in read if ref.visit == PROLOGUE)
 
     @property
+    def routed_shape(self) -> torch.Size:
+        """Of what the loss of routers is of, in each layer that has some."""
+        return self.layers[self.routed[0].visit].kind.example[-1].shape
+
+    @property
     def head_shapes(self) -> dict[str, torch.Size]:
         """Shapes of the parameters that the head computes with."""
         return {n: p.shape for n, p in self.capture.model.named_parameters() if n in self.head}

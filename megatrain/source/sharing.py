@@ -129,11 +129,6 @@ def _refuse(opened: Opened, placement: Placement) -> None:
     if rule is not None:
         _check_rule(rule)
     spec = opened.model.spec
-    if spec.routed:
-        raise InputError(
-            "the loss of routers (output_router_logits) is of all tokens of a step, which several "
-            "ranks cannot do yet; train with one, or set it to false"
-        )
     if len(spec.gathered) > 1:
         raise InputError(
             f"several ranks cannot share a model with {len(spec.gathered)} tables of tokens yet "

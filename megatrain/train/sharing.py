@@ -35,10 +35,12 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
             raise InputError(f"{name} is not for several ranks yet; leave it out, or take one")
 
 
-def part_of(step: Step, ranks: Ranks) -> Step:
+def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
     """The micro-batches of this rank: the next ones, of about as many tokens as each other's.
 
     Where there are none, a row without a label, which adds nothing.
+
+    Args: `counted`: tokens without a label count, too (the loss of routers), if no mask hides them.
     """
     if ranks.size == 1:
         return step
@@ -52,7 +54,11 @@ def part_of(step: Step, ranks: Ranks) -> Step:
     if own:
         return own
     row = {name: value[:1] for name, value in step[0].items()}
-    return [row | {"labels": torch.full_like(row["labels"], IGNORED)}]
+    row["labels"] = torch.full_like(row["labels"], IGNORED)
+    if counted:
+        row["attention_mask"] = torch.zeros_like(row["input_ids"])
+        row.pop("position_ids", None)  # those of documents, which have no mask
+    return [row]
 
 
 def same_rows(

@@ -59,7 +59,8 @@ class Steps:
         try:
             rows, made = self._rows(step)
             tokens = sum(micro["input_ids"].numel() for micro in rows)
-            result = self._measured(step, part_of(rows, job.ranks))
+            own = part_of(rows, job.ranks, counted=job.engine.balances_experts)
+            result = self._measured(step, own)
         except StepRefused as error:
             outcome = self._left_out(step, error)
         except DoesNotFit as error:

@@ -23,6 +23,7 @@ from megatrain.kernels.states import GROUP
 from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, JointLoss, LabelSmoothing, Loss
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
+from megatrain.train.sharing import part_of as run_part_of
 from tests.families.plain import Step
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama, make_batches, make_engine, masters, qwen2, same
@@ -33,6 +34,7 @@ from tests.race.schedule import Alike
 SHAPES = ((2, 12), (1, 7), (3, 5), (2, 9))
 LORA = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
 FP32 = {"dtype": torch.float32}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 RATES = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
 
@@ -55,6 +57,14 @@ def weighed(steps: list[Step]) -> list[Step]:
         ]
         for step in steps
     ]
+
+
+def padded(step: Step) -> Step:
+    """With a mask that hides the end of the first rows."""
+    mask = torch.ones_like(step[0]["input_ids"])
+    mask[0, 7:] = 0
+    labels = step[0]["labels"].masked_fill(mask == 0, -100)
+    return [step[0] | {"attention_mask": mask, "labels": labels}, *step[1:]]
 
 
 def pairs(loss: JointLoss) -> list[Step]:
@@ -131,6 +141,11 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
         placement=Placement(resident=("layer 1",), keep_weights=2),
     ),
     "experts": lambda group: train(group, tiny_model("mixtral"), rule="sgd", clip=None),
+    "experts that are balanced": lambda group: train(
+        group,
+        tiny_model("mixtral", changes=ROUTED),
+        batches=[padded(step) for step in make_batches(2, SHAPES)],
+    ),
 }
 
 EXACT: dict[str, Callable[[Any], dict]] = {
@@ -164,6 +179,7 @@ USUAL = (
     *("tied, rows that are not kept, graphs that are", "frozen in part", "bf16, lion"),
     *("resident, in passes", "tied, resident in part, not clipped"),
     *("preferences, in passes", "adapter", "nf4, adapter"),
+    "experts that are balanced",
 )
 
 
@@ -222,6 +238,22 @@ def test_ranks_make_the_texts_of_one(tmp_path: Path) -> None:
     for texts, logits in run_ranks(2, tmp_path, work):
         assert texts == wanted
         assert all(map(partial(torch.allclose, atol=1e-5), logits, first))
+
+
+def test_the_row_of_a_rank_that_has_none_counts_for_no_router(tmp_path: Path) -> None:
+    [[micro, *_]] = make_batches(1, SHAPES)
+
+    def work(group: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        engine = make_engine(tiny_model("mixtral", changes=ROUTED), group=group)
+        assert engine.balances_experts
+        result = engine.step(run_part_of([micro], engine.ranks, counted=True))
+        return [result.loss, result.grad_norm, result.measures["aux_loss"]], masters(engine)
+
+    numbers, weights = work(None)
+    for found, own in run_ranks(2, tmp_path, work):
+        assert found == pytest.approx(numbers, rel=2e-6)
+        for name, value in weights.items():
+            assert torch.allclose(own[name], value, rtol=2e-6, atol=1e-6), name
 
 
 def test_packed_rows_are_tried_by_all_ranks(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def tiny_program(
 
 @functools.cache
 def tiny_program_with_experts(tied: bool) -> tuple[ModelProgram, StreamedOptimizer]:
-    """Five layers of six experts."""
+    """Five layers of six experts, with the loss of their routers."""
     config = MixtralConfig(
         vocab_size=VOCAB,
         hidden_size=8,
@@ -115,6 +115,7 @@ def tiny_program_with_experts(tied: bool) -> tuple[ModelProgram, StreamedOptimiz
         num_attention_heads=2,
         num_key_value_heads=2,
         num_local_experts=6,
+        output_router_logits=True,
         tie_word_embeddings=tied,
     )
     return _program(config)
@@ -212,7 +213,7 @@ class Told(Alike):
 def shared_schedules() -> Iterator[dict]:
     """Those of the second of three ranks."""
     rest = itertools.cycle(itertools.product((False, True), KEPT_ROWS, STAYING))
-    losses = itertools.cycle(LOSSES)
+    losses, experts = itertools.cycle(LOSSES), itertools.cycle((False, False, True, False))
     places = itertools.product((1, 3), ("device", "host"), (1.0, None), RESIDENT)
     for slots, boundaries, clip, resident in places:
         tied, rows, staying = next(rest)
@@ -229,6 +230,7 @@ def shared_schedules() -> Iterator[dict]:
             "max_grad_norm": clip,
             "tied": tied,
             "loss": next(losses),
+            "experts": next(experts),
             "ranks": Alike(1, 3),
         }
 
@@ -278,8 +280,9 @@ def trace(
     batch = prepare(micro_batches, torch.device("cpu"), VOCAB, takes=str, loss=loss, seed=0, **how)
     for step in range(STEPS):
         taken = parts.under(assembly.policies(host=step not in closed))
-        # As the engine does: a joint loss sees all micro-batches at once.
-        train_step(replace(taken, passes=1) if isinstance(loss, JointLoss) else taken, batch)
+        # As the engine does: a joint loss, or that of routers, sees all micro-batches at once.
+        joint = isinstance(loss, JointLoss) or program.spec.routed
+        train_step(replace(taken, passes=1) if joint else taken, batch)
         if step in saves:
             files = [tile_file(tile, tile.name) for tile in store.tiles]
             Release(device, Snapshot(StagingBlocks(device, 0, None))).start(files)
