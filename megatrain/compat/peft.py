@@ -123,6 +123,12 @@ def write_config(config: Any, folder: Path) -> None:
     own.save_pretrained(str(folder))
 
 
+def is_base(folder: Path, config: Any) -> bool:
+    """Whether the base of an adapter is in this folder."""
+    base = config.base_model_name_or_path
+    return base is not None and Path(base).expanduser().resolve() == folder.resolve()
+
+
 def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
     """Put adapters into a model without weights, in place.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.checkpoint import Checkpoint, masters
+from megatrain.compat import peft
 from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted, merged_into_base, plain
 from megatrain.model.companions import Companions
@@ -45,12 +46,17 @@ def write_model(
         base: how its frozen linear layers are kept; a warning says so.
 
     Raises:
-        InputError: `merged` of a model without an adapter, or of one that cannot be merged.
+        InputError: `merged` of a model without an adapter, or of one that cannot be merged; the
+            folder is the base of the adapter.
         RunFailed: it cannot be written; nothing is left behind.
     """
     found = adapted(model)
     if found is None and merged:
         raise InputError("the model has no adapter that could be merged; leave merged out")
+    if found is not None and peft.is_base(folder, found.configs[found.active]):
+        raise InputError(
+            f"{folder}: is the base of the adapter, which would be lost; give another folder"
+        )
     if found is not None and not merged:
         write_adapter(folder, model, masters, dtype=dtype or torch.float32, beside=beside)
         return

@@ -161,18 +161,18 @@ def open_source(
 
 
 def adapter_folder(model: Any) -> Path | None:
-    """A folder of PEFT's, with an adapter alone; None: it is something else."""
+    """A folder of PEFT's, with an adapter; None: it is something else."""
     folder = Path(model).expanduser() if isinstance(model, str | Path) else None
-    if folder is None or (folder / "config.json").exists():
-        return None
-    return folder if (folder / peft.CONFIG_FILE).is_file() else None
+    return folder if folder is not None and (folder / peft.CONFIG_FILE).is_file() else None
 
 
 def folder_adapter(folder: Path) -> tuple[Any, str]:
     """The configuration of an adapter in a folder, to be trained, and its base's folder or hub id.
 
+    Of a base on the hub of which it names a revision, the folder of that.
+
     Raises:
-        InputError: it cannot be read or followed, or names no base.
+        InputError: it cannot be read or followed, or names no base, or itself.
     """
     config = peft.from_json(read_json(folder / peft.CONFIG_FILE) | {"inference_mode": False})
     if not config.base_model_name_or_path:
@@ -180,7 +180,15 @@ def folder_adapter(folder: Path) -> tuple[Any, str]:
             f"{folder / peft.CONFIG_FILE}: names no base_model_name_or_path; put the base's folder "
             "or hub id there"
         )
-    return config, str(config.base_model_name_or_path)
+    if peft.is_base(folder, config):
+        raise InputError(
+            f"{folder}: has both a model and an adapter of it; move {peft.CONFIG_FILE} and "
+            f"{peft.WEIGHTS_FILE} to a folder of their own, and name that or this one"
+        )
+    base = str(config.base_model_name_or_path)
+    if config.revision is not None and not Path(base).expanduser().exists():
+        base = str(resolve_model(base, config.revision))
+    return config, base
 
 
 def _grown(source: Source, config: Any) -> Source:

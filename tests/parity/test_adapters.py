@@ -1,6 +1,7 @@
 """Adapters of PEFT, trained as plain torch trains a PeftModel, and written as PEFT writes them."""
 
 import copy
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,54 @@ def test_a_folder_of_an_adapter_is_opened_with_its_base(tmp_path: Path) -> None:
     with make_engine(tmp_path / "adapter") as again:
         assert same(masters(again), wanted)
         again.step(step)
+
+
+def test_a_folder_with_an_adapter_and_a_configuration_is_an_adapter_s(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    with make_engine(tmp_path / "base", adapter={"target_modules": ["q_proj"]}) as engine:
+        engine.save_pretrained(tmp_path / "adapter")
+        wanted = masters(engine)
+    other = llama()
+    other.lm_head.weight.data.zero_()
+    other.save_pretrained(tmp_path / "adapter")  # transformers reads the adapter's base there, too
+    with make_engine(tmp_path / "adapter") as again:
+        assert same(masters(again), wanted)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_an_export_does_not_take_the_place_of_the_base(merged: bool, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    llama().save_pretrained(base)
+    before = (base / "model.safetensors").read_bytes()
+    with make_engine(base, adapter={"target_modules": ["q_proj"]}) as engine:
+        with pytest.raises(InputError, match="is the base of the adapter, which would be lost"):
+            engine.save_pretrained(base, merged=merged)
+        engine.save_pretrained(tmp_path / "adapter")
+    assert (base / "model.safetensors").read_bytes() == before
+    for path in (tmp_path / "adapter").iterdir():
+        path.rename(base / path.name)
+    with pytest.raises(InputError, match="has both a model and an adapter of it; move"):
+        make_engine(base)
+
+
+def test_the_base_on_the_hub_has_the_revision_that_the_adapter_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    with make_engine(tmp_path / "base", adapter={"target_modules": ["q_proj"]}) as engine:
+        engine.save_pretrained(tmp_path / "adapter")
+        wanted = masters(engine)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    named = {"base_model_name_or_path": "someone/model", "revision": "v1.5"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+
+    def download(model_id: str, revision: str | None = None, **how: Any) -> str:
+        assert (model_id, revision) == ("someone/model", "v1.5")
+        return str(tmp_path / "base")
+
+    monkeypatch.setattr("megatrain.model.weights.snapshot_download", download)
+    with make_engine(tmp_path / "adapter") as again:
+        assert same(masters(again), wanted)
 
 
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
