@@ -75,10 +75,7 @@ def _download(model_id: str, revision: str | None) -> Path:
     try:
         return Path(
             snapshot_download(
-                model_id,
-                revision=revision,
-                allow_patterns=HUB_FILES,
-                ignore_patterns=HUB_EXTRAS,
+                model_id, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_EXTRAS
             )
         )
     except HFValidationError as error:
@@ -159,13 +156,9 @@ def read_weights(
     Raises:
         InputError: tensors missing, unknown, misshapen or not of a float dtype, or damaged files.
     """
-    plan, built, first_name = _planned(folder, model)
-    recipes = _without_tied_copies(plan.recipes, first_name)
-    missing = set(first_name.values()) - {first_name[name] for name in built}
-    left_out = _check_complete(folder, model, missing, plan.unexpected)
+    recipes, first_name, left_out = _checked(folder, model)
     as_bytes = {name for name, first in first_name.items() if first in packed}
-    hand_over: Write = lambda name, tensor: write(first_name[name], tensor)  # noqa: E731
-    _read_all(recipes, model, hand_over, threads, as_bytes)
+    _read_all(recipes, model, lambda n, tensor: write(first_name[n], tensor), threads, as_bytes)
     return left_out
 
 
@@ -173,18 +166,28 @@ def lazy_weights(folder: Path, model: PreTrainedModel) -> dict[str, Callable[[],
     """For each parameter and buffer of `model`, by its first name, a function that reads it.
 
     Raises:
-        InputError: as `stored_types`.
+        InputError: as `read_weights`, but for what is read only when it is asked for.
     """
-    plan, _, first_name = _planned(folder, model)
+    recipes, first_name, _ = _checked(folder, model)
 
     def read(recipe: Recipe, name: str) -> Tensor:
         return recipe.build(model, methodcaller("values"))[name]
 
     return {
         first_name[name]: partial(read, recipe, name)
-        for recipe in plan.recipes
+        for recipe in recipes
         for name in recipe.build(model, Stored.blank)
     }
+
+
+def _checked(
+    folder: Path, model: PreTrainedModel
+) -> tuple[list[Recipe], dict[str, str], tuple[str, ...]]:
+    """How each distinct tensor is read, each name's first name, and what may be left out and is."""
+    plan, built, first_name = _planned(folder, model)
+    recipes = _without_tied_copies(plan.recipes, first_name)
+    missing = set(first_name.values()) - {first_name[name] for name in built}
+    return recipes, first_name, _check_complete(folder, model, missing, plan.unexpected)
 
 
 def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, Packing]:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, InputError, Placement
 from megatrain.model.adapters import with_adapters
 from megatrain.model.rebuilt import emptied
+from megatrain.source.exported import write_merged
 from tests.families.plain import accumulate, shares
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
@@ -347,6 +349,19 @@ def test_what_is_not_followed_is_refused_by_name(case: str) -> None:
     with pytest.raises(InputError, match=said) as refused:
         make_engine(make(), **options)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("more", ["lm_head.weight", "model.layers.0.other.weight"])
+def test_what_training_refuses_of_a_base_is_not_merged_either(more: str, tmp_path: Path) -> None:
+    llama(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    with make_engine(tmp_path / "base", adapter={"target_modules": ["q_proj"]}) as engine:
+        engine.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[more] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"{more}' (are tied|is unknown)"):
+        write_merged(tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_a_tied_table_is_not_merged(tmp_path: Path) -> None:
