@@ -134,7 +134,7 @@ class DiskReader:
 
     def _read(self, source: Buffer, to: torch.Tensor) -> None:
         assert isinstance(source, disk.DiskBuffer) and self._lane is not None
-        for start, part, lane in self._pieces(to, self._lane):
+        for start, part, lane in self._pieces(to[: len(source.data)], self._lane):
             source.piece(start, start + len(part)).read(lane)
             self._device.fetch(part, lane[: part.nbytes].view(part.dtype))
 

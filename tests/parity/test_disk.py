@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatrain import DoesNotFit, Engine, InputError, Placement, RunFailed
 from megatrain.checkpoint import verify
@@ -116,6 +116,19 @@ def test_autograd_takes_weights_read_into_one_slot_for_no_change_of_another(
     engine._parts.stream.disk.bring(tile, tile.weights, Buffer("slot", slots[1]))
     assert torch.equal(slots[1], tile.weights.values()) and slots[1].any()
     assert slots._version == version
+
+
+def test_a_layer_that_is_smaller_than_a_slot_is_read_and_nothing_behind_it() -> None:
+    def train(placement: Placement) -> dict[str, Tensor]:
+        model, sizes = llama(), {"gate_proj": (32, 16), "up_proj": (32, 16), "down_proj": (16, 32)}
+        for name, size in sizes.items():
+            setattr(model.model.layers[-1].mlp, name, nn.Linear(*size, bias=False))
+            nn.init.ones_(model.get_parameter(f"model.layers.1.mlp.{name}.weight"))
+        engine = make_engine(model, precision="bf16", placement=placement, saveable=False)
+        engine.step(make_batches(1)[0])
+        return state(engine)
+
+    assert same(train(Placement(disk_weights=99)), train(Placement()))
 
 
 def test_frozen_weights_on_a_disk_are_only_read(
