@@ -17,6 +17,7 @@ from megatrain.device.base import (
 from megatrain.errors import InputError
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.report.source import Source, at
+from megatrain.telemetry.flops import model_tflops
 
 NAMES = {
     COMPUTE: "compute",
@@ -112,9 +113,9 @@ def _bounds(
 ) -> dict[str, tuple[float, str]]:
     bounds: dict[str, tuple[float, str]] = {}
     if source.parameters and source.recorded_tokens:
-        flop = 6.0 * source.parameters * source.recorded_tokens
-        rate = machine.matmul_tflops
-        bounds[COMPUTE] = flop / (rate * 1e12), f"6 x parameters x tokens at {rate:,.0f} TFLOPS"
+        rate, trained = machine.matmul_tflops, source.trained or source.parameters
+        needed = model_tflops(source.parameters, trained, int(source.recorded_tokens), seconds=1.0)
+        bounds[COMPUTE] = needed / rate, f"model FLOPs at {rate:,.0f} TFLOPS"
     rates: dict[str, Any] = {
         COPY_IN: machine.to_device_gbps,
         COPY_OUT: machine.from_device_gbps,

@@ -25,6 +25,7 @@ class Source:
         status: one sentence on how far it came.
         environment: machine and versions (telemetry/environment.py).
         config: the run file, or the measured case.
+        trained: parameters that are trained; None: not known, so all of them.
         spans: the recorded step.
         breakdown: where its time went.
         recorded_tokens: how many the recorded step had.
@@ -37,6 +38,7 @@ class Source:
     config: Mapping[str, Any] = field(default_factory=dict)
     placement: Mapping[str, Any] = field(default_factory=dict)
     parameters: int | None = None
+    trained: int | None = None
     precision: Precision = "bf16"
     peak_tflops: float | None = None
     host_peak_bytes: float | None = None
@@ -79,6 +81,7 @@ def _read_run(folder: Path, timeline: Path | None) -> Source:
         config=config,
         placement=mapping(environment.get("placement")),
         parameters=_count(environment.get("parameters")),
+        trained=_count(environment.get("trained_parameters")),
         precision=_precision(at(config, "engine", "precision")),
         host_peak_bytes=metrics.largest("host_bytes"),
         device_peak_bytes=metrics.largest("device_peak_bytes"),
@@ -148,6 +151,7 @@ def _read_bench(path: Path, timeline: Path | None) -> Source:
         config=case,
         placement=mapping(result.get("placement")),
         parameters=_count(result.get("parameters")),
+        trained=_count(result.get("trained_parameters")),
         precision=_precision(case.get("precision")),
         peak_tflops=real(result.get("bf16_peak_tflops")),
         host_peak_bytes=real(result.get("host_peak_bytes")),

@@ -28,6 +28,7 @@ def describe_run(folder: Path, config: Config, job: Job) -> None:
     write_file(folder / CONFIG, config.as_yaml())
     record = environment(str(job.engine.device.torch_device)) | {
         "parameters": job.engine.num_parameters,
+        "trained_parameters": job.engine.num_trained,
         "placement": job.engine.placement.as_dict(),
         "disk_bytes": job.engine.memory()["disk_bytes"],
         "data": job.kind,

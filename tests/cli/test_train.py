@@ -30,6 +30,7 @@ def test_a_run_leaves_all_it_promises(trained):
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((folder / "environment.json").read_text())
+    assert record["trained_parameters"] == record["parameters"] > 0
     assert record["packages"]["torch"]
     assert record["placement"]["slots"] >= 1
     assert "6 steps done" in result.stdout
