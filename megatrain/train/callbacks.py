@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.data import StepLoader
+from megatrain.data import StreamLoader
 from megatrain.errors import InputError, first_line
 from megatrain.telemetry.metrics import is_evaluation
 from megatrain.train.folders import checkpoint_folder
-from megatrain.train.setup import Job
+from megatrain.train.setup import Job, steps_of
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Callbacks:
             train_batch_size=config.training.batch_size,
         )
         self._control = TrainerControl()
+        self._epochs_done = int(job.loader.epoch)
         self._evaluated = -1  # the step of the last evaluation that they were told of
         if job.resumed is not None:
             self._load(job.resumed.callbacks)
@@ -159,9 +160,9 @@ class Callbacks:
         """A step is done; its line of the log."""
         if not self._all:
             return
-        before = self._state.epoch
         self._state.global_step, self._state.epoch = record["step"], record["epoch"]
-        self._epoch_ends = int(record["epoch"]) > int(before)
+        epochs = int(self._job.loader.epoch)  # that of the record is rounded
+        self._epoch_ends, self._epochs_done = epochs > self._epochs_done, epochs
         self.call("on_step_end")
         if self.take("should_epoch_stop"):
             log.warning("callbacks: should_epoch_stop is not heeded; an epoch is taken whole")
@@ -242,10 +243,10 @@ def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _epochs(config: Config, job: Job) -> int:
-    """Epochs that are begun; of a stream nobody knows."""
-    if isinstance(job.loader, StepLoader):
-        return math.ceil(job.total_steps / max(1, job.loader.steps_of(1)))
-    return math.ceil(config.training.epochs or 1)
+    """Epochs that are begun; 1 of a stream, of which nobody knows."""
+    if isinstance(job.loader, StreamLoader):
+        return 1
+    return math.ceil(job.total_steps / steps_of(1, config, job.loader))
 
 
 def _arguments(config: Config, folder: Path, total_steps: int) -> Any:

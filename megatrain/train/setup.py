@@ -104,7 +104,7 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
         ranks, lambda: open_data(config, tokenizer, text_config.vocab_size)
     )
     loader = _loader(config, training)
-    total_steps = _total_steps(config, loader)
+    total_steps = config.training.steps or steps_of(config.training.epochs or 0, config, loader)
     # A wrong option should be known before weights are read, which may take minutes.
     _check_schedule(config, total_steps)
     rewards = Rewards(config.rollout)
@@ -145,9 +145,9 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
     )
 
 
-def _total_steps(config: Config, loader: StepLoader) -> int:
-    again = config.loss.num_iterations or 1  # steps that learn from the same replies
-    return config.training.steps or again * loader.steps_of(config.training.epochs or 0)
+def steps_of(epochs: float, config: Config, loader: StepLoader) -> int:
+    """As of the loader, in steps of the run: several may learn from the same replies."""
+    return (config.loss.num_iterations or 1) * loader.steps_of(epochs)
 
 
 def _rollouts(
