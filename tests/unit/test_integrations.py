@@ -255,12 +255,12 @@ def test_trainers_of_other_losses_are_refused(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
 
-    class StreamedReward(StreamedTrainer, trl.RewardTrainer):
+    class StreamedKto(StreamedTrainer, trl.KTOTrainer):
         """Whose loss is another one."""
 
-    data = datasets.Dataset.from_list([{"prompt": "The", "chosen": " sea", "rejected": " 42"}] * 4)
-    config = trl.RewardConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False)
-    with pytest.raises(InputError, match="RewardTrainer.compute_loss"):
-        StreamedReward(
+    data = datasets.Dataset.from_list([{"prompt": "The", "completion": " sea", "label": True}] * 4)
+    config = trl.KTOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False)
+    with pytest.raises(InputError, match="KTOTrainer.compute_loss"):
+        StreamedKto(
             llama(), args=config, train_dataset=data, processing_class=chat_tokenizer("qwen")
         )

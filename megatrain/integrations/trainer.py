@@ -5,26 +5,39 @@ micro-batches of an optimizer step together, in one layer-major step, updates, a
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megatrain.api import Engine, StepResult
 from megatrain.errors import InputError
-from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss, Loss
-from megatrain.loss.dpo import Variant
+from megatrain.integrations.pairs import (
+    PLAIN,
+    PREFERENCES,
+    SCORES,
+    TrlReward,
+    check_padding,
+    comes_from,
+    opened,
+    pair_loss,
+    pairs,
+    refuse,
+    scored_pairs,
+    without_reference,
+)
+from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, Reward
 from megatrain.optim import AdamW
 
-_PAIRS = "trl.trainer.dpo_trainer"
-_KNOWN = ("transformers.trainer", "trl.trainer.sft_trainer", _PAIRS)  # whose losses are known
+_OWN = ("transformers.trainer", "trl.trainer.sft_trainer")
+_KNOWN = (*_OWN, PREFERENCES, SCORES)  # whose losses are known
 _LOSSES = ("nll", "chunked_nll")  # of TRL, mathematically one
 _OFF = {
     "deepspeed": "host memory holds the state already",
@@ -38,14 +51,6 @@ _OFF = {
     "batch_eval_metrics": "logits do not exist as a whole",
 }
 _OTHER_LOSS = "the engine's loss here is cross entropy; others: docs/losses.md"
-# Of DPOConfig, as they must stay.
-_PLAIN_PAIRS = {
-    "loss_weights": None,
-    "f_divergence_type": "reverse_kl",
-    "ld_alpha": None,
-    "use_weighting": False,
-    "sync_ref_model": False,
-}
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
@@ -53,7 +58,7 @@ _Trainer: Any = object  # whose class this one is mixed into
 
 
 class StreamedTrainer(_Trainer):
-    """Mixed in before `Trainer`, `SFTTrainer` or `DPOTrainer`; trains its model with an Engine.
+    """Mixed in before `Trainer` or TRL's SFT-, DPO- or RewardTrainer; trains with an Engine.
 
     With `DPOTrainer` the reference, `ref_model` or the model as it is given, is streamed by an
     engine of its own (2 bytes a parameter in bf16).
@@ -72,8 +77,9 @@ class StreamedTrainer(_Trainer):
             InputError: a setting that the engine cannot heed, by its name; or a model that cannot
                 be streamed.
         """
+        paired, scores = (comes_from(type(self), module) for module in (PREFERENCES, SCORES))
         if isinstance(model, str | Path):
-            model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+            model = opened(model, scores=scores)
         self.model: Any
         self.optimizer: torch.optim.Optimizer | None
         self._waiting: list[dict[str, Tensor]] = []
@@ -83,20 +89,24 @@ class StreamedTrainer(_Trainer):
         if not isinstance(model, PreTrainedModel):
             raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
         before, pad = set(vars(model)), model.config.get_text_config().pad_token_id
-        paired = any(each.__module__ == _PAIRS for each in type(self).__mro__)
         reference = options.pop("ref_model", None)
-        with _without_reference(options.get("args"), paired):
+        with without_reference(options.get("args"), paired):
             super().__init__(model, *arguments, **options)
         if paired:
-            self._loss = _pair_loss(self.args)
+            self._loss = pair_loss(self.args)
             self.precompute_ref_logps = False
+        if scores:
+            self._loss = TrlReward(self.args.center_rewards_coefficient)
         self._refuse()
         given: Any = self.model
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
         # and a token for padding that another model would be built with.
         for name in {"forward", "model_tags"} - before:
             vars(given).pop(name, None)
-        given.config.get_text_config().pad_token_id = pad
+        text = given.config.get_text_config()
+        if scores:
+            check_padding(pad, text.pad_token_id)
+        self._pad, text.pad_token_id = text.pad_token_id, pad
         self._decay_names = set(self.get_decay_parameter_names(given))
         names = [name for name, _ in given.named_parameters() if name not in self._decay_names]
         args, self._columns = self.args, signature(given.forward)
@@ -105,17 +115,12 @@ class StreamedTrainer(_Trainer):
             "device": str(args.device),
         }
         self._reference = Engine(reference or given, **how) if paired else None
+        no_decay = [f"^{re.escape(name)}$" for name in names]
         self._take(
             Engine(
                 given,
                 loss=self._loss,
-                optimizer=AdamW(
-                    lr=args.learning_rate,
-                    betas=(args.adam_beta1, args.adam_beta2),
-                    eps=args.adam_epsilon,
-                    weight_decay=args.weight_decay,
-                    no_decay=[f"^{re.escape(name)}$" for name in names],
-                ),
+                optimizer=_optimizer(args, no_decay),
                 max_grad_norm=args.max_grad_norm or None,
                 **how,
                 seed=args.seed,
@@ -129,7 +134,9 @@ class StreamedTrainer(_Trainer):
 
     def _take(self, engine: Engine) -> None:
         self.engine = engine
-        self.model = self.model_wrapped = _StandIn(engine, self._columns)
+        self.model = self.model_wrapped = _StandIn(
+            engine, self._columns, generates=not isinstance(self._loss, Reward)
+        )
 
     def _refuse(self) -> None:
         """Raises InputError: a setting asks for what would not be done."""
@@ -153,7 +160,7 @@ class StreamedTrainer(_Trainer):
             wrong["several processes"] = "use Engine(group=...)"
         if not isinstance(model, PreTrainedModel):
             wrong["peft_config"] = "train adapters with a run file, see docs/adapters.md"
-        _raise(wrong)
+        refuse(wrong)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Left where it is: the engine copies it to host memory."""
@@ -185,28 +192,26 @@ class StreamedTrainer(_Trainer):
         pairs = zip(streamed.param_groups, self.optimizer.param_groups, strict=True)
         for group, scheduled in pairs:
             group.update({name: scheduled[name] for name in group if name != "params"})
-        step, self._waiting = self._waiting, []
-        self._last = self.engine.step(self._with_reference(step), self._loss)
+        step, self._waiting = self._rows(self._waiting), []
+        self._last = self.engine.step(step, self._loss_of(step))
         self._measured("train", self._last.measures)
         return torch.tensor(self._last.loss, device=self.args.device)
 
-    def _with_reference(self, step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Micro-batches of pairs with what the loss asks for; others as they are."""
+    def _rows(self, step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Micro-batches as the loss takes them; of pairs with what it asks for."""
+        if isinstance(self._loss, Reward):
+            return scored_pairs(step, self._pad)
         if self._reference is None:
             return step
-        made, pairs = [], 0
-        for micro in step:
-            ids, rows = micro["input_ids"], torch.arange(len(micro["input_ids"]))
-            count = len(rows) // 2  # chosen replies, and then those that were rejected
-            labels = ids.masked_fill(micro["completion_mask"] == 0, -100)
-            numbers = {"pair": pairs + rows % count, "chosen": rows < count}
-            pairs += count
-            beside = {n: v[:, None].expand(ids.shape).float() for n, v in numbers.items()}
-            plain = {"input_ids": ids, "labels": labels, "attention_mask": micro["attention_mask"]}
-            made.append(plain | beside)
-        plain_step = [{name: micro[name] for name in plain} for micro in made]
-        found = self._reference.logprobs(plain_step)
+        made = pairs(step)
+        found = self._reference.logprobs([{name: micro[name] for name in PLAIN} for micro in made])
         return [m | {"reference_logp": own} for m, own in zip(made, found, strict=True)]
+
+    def _loss_of(self, step: list[dict[str, Tensor]]) -> Loss:
+        """Rewards have margins where the data do."""
+        if not isinstance(self._loss, Reward):
+            return self._loss
+        return replace(self._loss, margin="margin" in step[0])
 
     def _measured(self, mode: str, measures: Mapping[str, float]) -> None:
         """What a trainer of TRL logs with the next line: its means since the last one."""
@@ -229,14 +234,16 @@ class StreamedTrainer(_Trainer):
         """
         if not prediction_loss_only:
             raise InputError("StreamedTrainer gives no predictions; use megatrain.Engine.logits")
-        rows = self._with_reference([_on_host(inputs)])
-        if not isinstance(self._loss, JointLoss):
+        rows = self._rows([_on_host(inputs)])
+        loss = self._loss_of(rows)
+        if not isinstance(loss, JointLoss):
             return torch.tensor(self.engine.evaluate(rows)), None, None
-        plain = [{n: v for n, v in micro.items() if n not in self._loss.inputs} for micro in rows]
-        told = self._loss.told(self.engine.logprobs(plain), rows)
-        loss = torch.tensor(told.pop("loss"))
+        plain = [{n: v for n, v in micro.items() if n not in loss.inputs} for micro in rows]
+        seen = self.engine.rewards if isinstance(loss, Reward) else self.engine.logprobs
+        told = loss.told(seen(plain), rows)
+        value = torch.tensor(told.pop("loss"))
         self._measured("eval", told)
-        return loss, None, None
+        return value, None, None
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """With the last step's norm of the gradient, and what its loss measured."""
@@ -279,58 +286,29 @@ class StreamedTrainer(_Trainer):
             group["lr"] = rate
 
 
+def _optimizer(args: Any, no_decay: list[str]) -> AdamW:
+    """That of TrainingArguments."""
+    return AdamW(
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        no_decay=no_decay,
+    )
+
+
 def _refuse_class(given: type) -> None:
     """Raises InputError: a class has a loss or a step of its own."""
     wrong = {}
     owner = next(each for each in given.__mro__ if "compute_loss" in vars(each))
     if owner.__module__ not in _KNOWN:
         wrong[f"{owner.__name__}.compute_loss"] = _OTHER_LOSS
-    elif owner.__module__ == _PAIRS and "_precompute_ref_logps" not in vars(owner):
+    elif owner.__module__ == PREFERENCES and "_precompute_ref_logps" not in vars(owner):
         wrong[f"{owner.__name__} of this trl"] = "take trl 1.16, or a run file with loss.name: dpo"
     for name in ("training_step", "prediction_step", "create_optimizer", "_save"):
         if getattr(given, name) is not getattr(StreamedTrainer, name):
             wrong[name] = "the engine takes its place; mix StreamedTrainer in first"
-    _raise(wrong)
-
-
-@contextmanager
-def _without_reference(args: Any, paired: bool) -> Iterator[None]:
-    """Let DPOTrainer make no reference model, as where its log-probabilities are known already.
-
-    Raises:
-        InputError: they are to be computed first.
-    """
-    if not paired:
-        yield
-        return
-    if args is None:
-        raise InputError("StreamedTrainer needs args=DPOConfig(...), by name")
-    if args.precompute_ref_log_probs:
-        _raise({"args.precompute_ref_log_probs": "the reference is streamed beside the model"})
-    args.precompute_ref_log_probs = True
-    try:
-        yield
-    finally:
-        args.precompute_ref_log_probs = False
-
-
-def _pair_loss(args: Any) -> DPO:
-    """The loss of DPOTrainer's arguments. Raises InputError: it is another."""
-    types: list[Any] = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
-    wrong = {}
-    for name, plain in _PLAIN_PAIRS.items():
-        if (given := getattr(args, name, plain)) != plain:
-            wrong[f"args.{name}"] = f"it is {given!r}; leave it out"
-    if len(types) != 1 or types[0] not in get_args(Variant):
-        wrong["args.loss_type"] = f"it must be one of {', '.join(get_args(Variant))}"
-    _raise(wrong)
-    smoothing = args.label_smoothing if types[0] not in ("ipo", "hinge") else 0.0
-    return DPO(args.beta, smoothing, types[0])
-
-
-def _raise(wrong: dict[str, str]) -> None:
-    for name, why in wrong.items():
-        raise InputError(f"StreamedTrainer cannot heed {name}: {why}")
+    refuse(wrong)
 
 
 class _StandIn(nn.Module):
@@ -338,7 +316,7 @@ class _StandIn(nn.Module):
 
     main_input_name = "input_ids"
 
-    def __init__(self, engine: Engine, columns: Signature) -> None:
+    def __init__(self, engine: Engine, columns: Signature, *, generates: bool) -> None:
         """Args: `columns` of data that the model takes, which Trainers read off its forward."""
         super().__init__()
         refused = partial(_refused)
@@ -346,7 +324,9 @@ class _StandIn(nn.Module):
         self.forward = refused
         self.state_dict = _refused  # type: ignore[method-assign]  # it would be empty
         # Trainers change them: tokens of the one are exported, the other is what the model is of.
-        self.generation_config, self.config = engine.generation_config, deepcopy(engine.config)
+        self.config = deepcopy(engine.config)
+        if generates:
+            self.generation_config = engine.generation_config
         self._count = engine.num_parameters
 
     def num_parameters(self, **_: Any) -> int:

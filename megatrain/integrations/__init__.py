@@ -1,0 +1,5 @@
+"""The engine under trainers of other libraries."""
+
+from megatrain.integrations.trainer import StreamedTrainer
+
+__all__ = ["StreamedTrainer"]

@@ -1,0 +1,93 @@
+"""TRL's RewardTrainer on the engine is the plain one: losses, norms, evaluations, weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_cases import chat_tokenizer
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from megatrain.errors import InputError
+from megatrain.integrations import StreamedTrainer
+from tests.parity.cases import SIZES, noisy
+
+trl = pytest.importorskip("trl", reason="trl is no dependency")
+datasets = pytest.importorskip("datasets")
+
+
+def trained(
+    streamed: bool, folder: Path, margin: bool, sizes: dict[str, Any] | None = None, **changes: Any
+) -> Any:
+    bases = (StreamedTrainer, trl.RewardTrainer)
+    kind = type("Streamed", bases, {}) if streamed else trl.RewardTrainer
+    tokenizer = chat_tokenizer("qwen")
+    own = {"vocab_size": max(128, len(tokenizer)), "num_labels": 1}
+    own["pad_token_id"] = tokenizer.pad_token_id
+    own = SIZES | own | (sizes or {})
+    torch.manual_seed(0)
+    model = noisy(LlamaForSequenceClassification(LlamaConfig(**own)))
+    rows = datasets.Dataset.from_list(
+        [
+            {
+                "chosen": f"the sea {number} is blue" + " so" * (number % 3),
+                "rejected": f"the sea {number} is {number}",
+            }
+            | ({"margin": 0.1 * number} if margin else {})
+            for number in range(16)
+        ]
+    )
+    given: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 4,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-3,
+        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no",
+        "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True,
+        "gradient_checkpointing": False, "max_grad_norm": 0.5,
+    }  # fmt: skip
+    trainer = kind(
+        model,
+        args=trl.RewardConfig(**(given | changes)),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(4)),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.save_model(str(folder / "model"))
+    return trainer.state.log_history, folder / "model"
+
+
+@pytest.mark.parametrize(
+    ("margin", "changes"),
+    [(False, {}), (True, {"center_rewards_coefficient": 0.3})],
+    ids=["plain", "margins and a centre"],
+)
+def test_a_run_is_that_of_the_plain_trainer(
+    tmp_path: Path, margin: bool, changes: dict[str, Any]
+) -> None:
+    runs = [trained(each, tmp_path / str(each), margin, **changes) for each in (False, True)]
+    names = {"loss", "grad_norm", "eval_loss", "accuracy", "margin", "mean_reward"}
+    names |= {f"eval_{name}_reward" for name in ("min", "mean", "max")} | {"eval_margin"}
+    seen = set()
+    for plain, streamed in zip(runs[0][0], runs[1][0], strict=True):
+        for name in names & set(plain):
+            assert streamed[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6)
+            seen.add(name)
+    assert seen == names
+    wanted, got = (LlamaForSequenceClassification.from_pretrained(run[1]) for run in runs)
+    assert got.config.pad_token_id == wanted.config.pad_token_id
+    for name, values in wanted.state_dict().items():
+        torch.testing.assert_close(got.state_dict()[name], values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"pad_token_id": None}, "pad_token_id is None: load it with .*pad_token_id=[0-9]"),
+        ({"pad_token_id": 7}, "pad_token_id is 7: load it with"),
+    ],
+)
+def test_models_that_score_otherwise_are_refused(
+    tmp_path: Path, sizes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        trained(True, tmp_path, False, sizes)
