@@ -26,6 +26,7 @@ from megatrain.loss import (
     CrossEntropy,
     Loss,
     Reward,
+    TopTokens,
     given_loss,
 )
 from megatrain.model.adapters import adapted
@@ -169,6 +170,23 @@ class Engine(PlacedEngine):
         found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
         shift = self.label_shift
         return [-each.cpu().roll(shift, 1) for each in found]
+
+    def top_logprobs(
+        self, micro_batches: MicroBatches, top_k: int, temperature: float = 1.0
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The likeliest tokens in each label's place, and their log-probabilities `[B, T, K]`.
+
+        The ids (int64) and fp32, on the CPU; 0 without a label. Otherwise as `logprobs`.
+
+        Raises:
+            InputError: as `evaluate`, or the vocabulary has not so many tokens.
+        """
+        if top_k > (size := self._spec.num_logits):
+            raise InputError(f"top_k is {top_k}, and the model has {size} tokens; take fewer")
+        batch = self._prepare(micro_batches, TopTokens(top_k, temperature))
+        found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
+        each = (of.cpu().roll(self.label_shift, 1).unbind(2) for of in found)
+        return [(ids.long(), log_probs) for log_probs, ids in each]
 
     def rewards(self, micro_batches: MicroBatches) -> list[Tensor]:
         """The score of each label `[B, T]` in its place, fp32 on the CPU; 0 without a label.

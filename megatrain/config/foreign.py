@@ -71,6 +71,7 @@ _PLACES = _by_name(
     ("loss.loss_type", "pref_loss"),
     ("loss.beta", "rl_beta pref_beta"),
     ("loss.gamma", "simpo_gamma"),
+    ("loss.teacher", "teacher_model_name_or_path"),
     ("rollout.rewards", "reward_funcs"),
     ("rollout.weights", "reward_weights"),
     ("rollout.batch_size", "generation_batch_size"),
@@ -211,7 +212,15 @@ _REASONS = _by_name(
     ("`megatrain export` writes other folders and formats", "export_dir"),
     ("loss.png is always written", "plot_loss"),
     ("loss.name says what is learnt, such as sft or dpo", "stage"),
-    ("a reference model's log-probabilities are computed once, always", "precompute_ref_log_probs"),
+    (
+        "a reference's log-probabilities are computed once, unless loss.reference is streamed",
+        "precompute_ref_log_probs",
+    ),
+    (
+        "what is distilled are the replies of the data; make replies of the model with "
+        "megatrain generate",
+        "lmbda seq_kd",
+    ),
     ("the reference is the model as the run begins", "ref_model ref_model_init_kwargs"),
     ("dropout stays as the model has it: set it to 0 there", "disable_dropout"),
     (

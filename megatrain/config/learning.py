@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from megatrain.config.section import Fraction, Natural, Pattern, Positive, Section, nearest
+from megatrain.config.section import Fraction, Name, Natural, Pattern, Positive, Section, nearest
 from megatrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -90,16 +90,25 @@ class OptimizerSection(Section):
         return RULES[self.name](**self.settings, **given)
 
 
-_KINDS: dict[str, Any] = {"sft": None, "kto": "rated", "grpo": "prompts", "rloo": "prompts"}
+_KINDS: dict[str, Any] = {
+    "sft": None,
+    "distill": None,
+    "kto": "rated",
+    "grpo": "prompts",
+    "rloo": "prompts",
+}
 
 
 class LossSection(Section):
     """What is minimised: `sft` is cross entropy, others are of replies (docs/losses.md).
 
     Other keys are the settings that a loss of `megatrain.loss` has; null: as it has them.
+    `reference`: whether log-probabilities of the reference model are computed once and kept, or it
+    is streamed before each step. `teacher`: a model to distil, of which `top_k` tokens of each
+    label are taken, kept or streamed likewise (`teacher_log_probs`).
     """
 
-    name: Literal["sft", "dpo", "simpo", "orpo", "kto", "reward", "grpo", "rloo"] = "sft"
+    name: Literal["sft", "distill", "dpo", "simpo", "orpo", "kto", "reward", "grpo", "rloo"] = "sft"
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
     z_loss: Annotated[float, Field(ge=0)] | None = None
     beta: Annotated[float, Field(ge=0)] | None = None
@@ -119,6 +128,13 @@ class LossSection(Section):
     num_iterations: int | None = None
     max_completion_length: int | None = None
     mask_truncated_completions: bool | None = None
+    reference: Literal["kept", "streamed"] | None = None
+    teacher: Name | None = None
+    teacher_log_probs: Literal["kept", "streamed"] | None = None
+    top_k: Positive | None = None
+    temperature: float | None = None
+    cross_entropy: float | None = None
+    add_tail: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -139,6 +155,8 @@ class LossSection(Section):
             self.loss()
         except InputError as error:
             raise ValueError(str(error)) from error
+        if self.name == "distill" and self.teacher is None:
+            raise ValueError("distill needs a teacher: a model's folder, run or hub id")
         return self
 
     def loss(self) -> "Loss":
@@ -146,16 +164,13 @@ class LossSection(Section):
         from megatrain.loss import CROSS_ENTROPY, LabelSmoothing, ZLoss
 
         if self.name != "sft":
-            return _of_replies()[self.name](**self._own)
+            kind = _losses()[self.name]
+            return kind(**{name: getattr(self, name) for name in _own(kind)})
         if self.z_loss:
             if self.label_smoothing:
                 raise InputError("sft has z_loss or label_smoothing, not both; leave one out")
             return ZLoss(self.z_loss)
         return LabelSmoothing(self.label_smoothing) if self.label_smoothing else CROSS_ENTROPY
-
-    @property
-    def _own(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _settings(self.name) or ()}
 
     @property
     def kind(self) -> Literal["pairs", "rated", "prompts"] | None:
@@ -165,7 +180,7 @@ class LossSection(Section):
     @property
     def lines(self) -> int:
         """Rows of tokens that one row of the data has."""
-        return 1 if self.name == "sft" else _of_replies()[self.name](**self._own).lines
+        return getattr(self.loss(), "lines", 1)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -174,25 +189,42 @@ class LossSection(Section):
             return "loss", "perplexity", "accuracy"
         if self.kind == "prompts":
             return ("reward",)
+        if self.name == "distill":
+            return ("loss",)
         kinds = ("chosen", "rejected", "margins", *(["accuracies"] if self.name != "kto" else []))
         return "loss", *(f"rewards/{kind}" for kind in kinds)
 
 
-def _of_replies() -> dict[str, Any]:
-    from megatrain.loss import DPO, GRPO, KTO, ORPO, RLOO, Reward, SimPO
+# Settings that a loss itself knows nothing of: where what it takes comes from.
+_FROM: dict[str, dict[str, Any]] = {
+    "dpo": {"reference": "kept"},
+    "kto": {"reference": "kept"},
+    "distill": {"teacher": None, "teacher_log_probs": "kept", "top_k": 64},
+}
+
+
+def _losses() -> dict[str, Any]:
+    from megatrain.loss import DPO, GRPO, KTO, ORPO, RLOO, Distillation, Reward, SimPO
 
     of_pairs = {"dpo": DPO, "simpo": SimPO, "orpo": ORPO, "kto": KTO, "reward": Reward}
-    return of_pairs | {"grpo": GRPO, "rloo": RLOO}
+    return of_pairs | {"grpo": GRPO, "rloo": RLOO, "distill": Distillation}
+
+
+def _own(loss: Any) -> dict[str, Any]:
+    """The settings of a loss and their values."""
+    from megatrain.loss import PolicyLoss
+
+    elsewhere = {"temperature"} if issubclass(loss, PolicyLoss) else set()  # in `rollout`
+    known = LossSection.model_fields.keys() - elsewhere
+    return {field.name: field.default for field in fields(loss) if field.name in known}
 
 
 def _settings(name: Any) -> dict[str, Any] | None:
-    """The settings of a loss and their values; None: there is no such loss."""
+    """All settings of a loss and their values; None: there is no such loss."""
     if name == "sft":
         return {"label_smoothing": 0.0, "z_loss": 0.0}
-    loss, known = _of_replies().get(str(name)), LossSection.model_fields
-    if loss is None:
-        return None
-    return {field.name: field.default for field in fields(loss) if field.name in known}
+    loss = _losses().get(str(name))
+    return None if loss is None else _own(loss) | _FROM.get(str(name), {})
 
 
 class ScheduleSection(Section):

@@ -296,7 +296,7 @@ class Config(Section):
         )
 
     @model_validator(mode="after")
-    def _data_of_replies(self) -> Self:
+    def _data_of_a_loss(self) -> Self:
         check_rollout(self.rollout, self.loss, self.data.sequence_length)
         data, scores = self.data, self.loss.name == "reward"
         for key, given in {
@@ -308,6 +308,8 @@ class Config(Section):
         }.items():
             if given and self.loss.kind is not None:
                 raise ValueError(f"loss.name {self.loss.name} cannot have {key}; leave it out")
+        if data.streaming and self.loss.teacher_log_probs == "kept":
+            raise ValueError("data.streaming keeps nothing: set loss.teacher_log_probs: streamed")
         return self
 
     @model_validator(mode="after")
@@ -323,9 +325,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _length_of_a_stream(self) -> Self:
         if self.data.streaming and self.training.steps is None:
-            raise ValueError(
-                "data.streaming needs training.steps: how long an epoch is is not known"
-            )
+            raise ValueError("data.streaming needs training.steps: an epoch's length is not known")
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ import torch
 
 from megatrain.data.packing import Ints, Rows, Segments, fill_rows, fit_rows, split_rows
 from megatrain.data.store import Store
+from megatrain.data.teacher_file import TeacherFile
 from megatrain.errors import InputError
 from megatrain.units import align
 
@@ -90,7 +91,10 @@ class PackedDataset:
 
     Attributes:
         store: the tokens. documents: which of it are learnt from.
+        beside: what a teacher says of each label, which batches have as well.
     """
+
+    beside: TeacherFile | None = None
 
     def __init__(self, store: Store, documents: Segments, layout: Layout, part: str) -> None:
         self.store = store
@@ -182,8 +186,9 @@ class PackedDataset:
             yield self.batch(range(start, min(start + rows_per_micro_batch, count)))
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        """These rows as `Layout.batch` lays them out."""
-        return self._layout.batch([list(self.pieces(row)) for row in rows])
+        """These rows as `Layout.batch` lays them out, with what is kept beside them."""
+        made = self._layout.batch([list(self.pieces(row)) for row in rows])
+        return made if self.beside is None else made | self.beside.of(rows, made["labels"])
 
     def describe(self, row: int) -> str:
         """Where the tokens of a row come from: `file:line`, and the token where a piece begins."""

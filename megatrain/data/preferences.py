@@ -34,7 +34,8 @@ class ReplyDataset(PackedDataset):
     Attributes:
         loss: whose inputs micro-batches have.
         pad: the model's token for padding, before which rows end; of scores of rows alone.
-        reference: `[rows, lines]` log-probabilities of the replies in a reference model.
+        reference: `[rows, lines]` log-probabilities of the replies in a reference model, where the
+            loss asks for it and nobody says them later.
     """
 
     loss: PairLoss | KTO
@@ -64,9 +65,8 @@ class ReplyDataset(PackedDataset):
         for name in self.loss.inputs:
             if name in of_lines:
                 made[name] = of_lines[name][:, None].expand(labels.shape).float().contiguous()
-        if "reference_logp" in self.loss.inputs:
-            assert self.reference is not None
-            made["reference_logp"] = _at_first_label(self.reference[list(rows)].view(-1), labels)
+        if self.reference is not None:
+            made["reference_logp"] = at_first_label(self.reference[list(rows)].view(-1), labels)
         if "reply" in self.loss.inputs:  # of chosen texts the prompts are learnt as well
             made["reply"] = (labels != IGNORED).float()
             there = made.get("attention_mask", torch.ones_like(ids)) == 1
@@ -113,7 +113,7 @@ def _first_label(labels: Ints) -> int:
     return 1 + int((labels[1:] != IGNORED).argmax())
 
 
-def _at_first_label(sums: Tensor, labels: Tensor) -> Tensor:
+def at_first_label(sums: Tensor, labels: Tensor) -> Tensor:
     """`[B, T]` numbers of lines, each at the line's first label, 0 elsewhere."""
     first = (labels != IGNORED).float().argmax(1)
     return torch.zeros(labels.shape).scatter(1, first[:, None], sums.float()[:, None])

@@ -146,7 +146,7 @@ def open_store(
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.with_suffix(".lock")):
+        with alone(folder.with_suffix(".lock"), "making these tokens"):
             store = _load(folder)
             if store is None:
                 _build(folder, names, documents(), notes, progress)
@@ -159,15 +159,15 @@ def open_store(
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of a store; whoever waits for it is told."""
+def alone(path: Path, doing: str) -> Iterator[None]:
+    """Hold the lock of what is kept; whoever waits for it is told what another run is `doing`."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        _log.info("another run is making these tokens: waiting until it has ended (%s)", path)
+        _log.info("another run is %s: waiting until it has ended (%s)", doing, path)
         lock.acquire()
     try:
         yield

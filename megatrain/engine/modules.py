@@ -257,10 +257,11 @@ class Head(StreamedModule):
         return self._computed(share, slot, batch, h)
 
     def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each token's loss `[B, T]`, fp32; 0 where nothing is predicted."""
+        """Each token's loss `[B, T]`, fp32 (or what else it has); 0 where nothing is predicted."""
 
         def losses(weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-            return self.computed.losses(weights, micro, values).view(micro.rows.ids.shape)
+            made = self.computed.losses(weights, micro, values)
+            return made.view(*micro.rows.ids.shape, *made.shape[1:])
 
         return self._computed(losses, slot, batch, h)
 

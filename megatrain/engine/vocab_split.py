@@ -10,6 +10,8 @@ Legend: N tokens of a micro-batch, C tokens of a chunk, D width, R rows of a ran
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +23,26 @@ from megatrain.engine.layer import Layer, Stage
 from megatrain.engine.modules import HEAD_NAME, Head, State
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.tile_slice import TileSlice, VocabSlices
-from megatrain.loss import Statistics, range_gradient, range_logits, range_statistics
+from megatrain.loss import (
+    Statistics,
+    larger_logits,
+    largest_logits,
+    range_gradient,
+    range_logits,
+    range_statistics,
+)
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, MicroBatch, ModelProgram, Program
 from megatrain.placement import Saves
 
 # Leaves of the head. Forward: what is projected `[B, T, D]`; the log-sum-exp, the targets' logits,
-# the logits' sum and the largest logit so far `[N]`; logits that the loss chooses `[N, K]`.
+# the logits' sum and the largest logit so far `[N]`; logits that the loss chooses `[N, K]`, and the
+# largest so far with their rows `[N, 2, K]`.
 # Backward: the gradient of what is projected; the log-sum-exp as it was, the weight of each token's
 # cross entropy, and the loss's slopes by the mean, by the log-sum-exp besides, and by the chosen
 # logits. Where logits are asked for, those of a range of rows are the leaf LOGITS + the number of
 # its first row.
-HIDDEN, LOGITS = 0, 6
+HIDDEN, LOGITS = 0, 7
 
 
 def in_shards(
@@ -64,7 +74,7 @@ class VocabSplit:
         visit = len(program.spec.layers)
         refs = (Ref(visit, leaf) for leaf in range(LOGITS + 1))
         self.hidden, self.lse, self.picked, self.sum, *others = refs
-        self.largest, self.chosen, self.first = others
+        self.largest, self.chosen, self.top, self.first = others
         self.lse_slope = self.largest  # nobody asks for the largest logit in a backward
         self._num = program.spec.num_logits
 
@@ -78,7 +88,12 @@ class VocabSplit:
                 return {**values, Ref(self.first.visit, LOGITS + start): logits.float().cpu()}
             found = self._statistics(weights, start, micro, values[self.hidden])
         if self.lse in values:
-            joined = {self.lse: torch.logaddexp, self.largest: torch.maximum}  # others are added
+            larger = partial(larger_logits, most=micro.loss.top_k)
+            joined: dict[Ref, Any] = {
+                self.lse: torch.logaddexp,
+                self.largest: torch.maximum,
+                self.top: larger,
+            }  # others are added
             found = {ref: joined.get(ref, torch.add)(values[ref], n) for ref, n in found.items()}
         return {**values, **found}
 
@@ -98,6 +113,8 @@ class VocabSplit:
                 some[self.largest] = logits.float().amax(1)
             if ids_NK is not None:
                 some[self.chosen] = range_logits(logits, ids_NK[chunk] - start)
+            if loss.top_k:
+                some[self.top] = largest_logits(logits, loss.top_k, start)
             found.append(some)
         return {ref: torch.cat([some[ref] for some in found]) for ref in found[0]}
 
@@ -121,7 +138,8 @@ class VocabSplit:
         mean_N = values[self.sum] / self._num if self.sum in values else None
         picked_N, lse_N = values[self.picked], values[self.lse]
         margin_N = picked_N - values[self.largest] if self.largest in values else None
-        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, values.get(self.chosen))
+        more = values.get(self.chosen), values.get(self.top)
+        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, *more)
 
     def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
         """What `pull` adds to: the gradient of what is projected, fp32; and what it reads.

@@ -6,6 +6,8 @@ from megatrain.loss.chunks import (
     chunked_loss,
     chunked_loss_gradients,
     chunked_losses,
+    larger_logits,
+    largest_logits,
     range_gradient,
     range_logits,
     range_statistics,
@@ -20,6 +22,7 @@ from megatrain.loss.policy import GRPO, RLOO, PolicyLoss
 from megatrain.loss.replies import PairLoss
 from megatrain.loss.reward import TOKEN_SCORE, Reward, ScoreWeights, TokenScore
 from megatrain.loss.score import SCORE, Score
+from megatrain.loss.teacher import TopTokens
 from megatrain.loss.token_weights import TOKEN_WEIGHTS, TokenWeights
 from megatrain.loss.unreferenced import ORPO, SimPO
 from megatrain.loss.z_loss import ZLoss
@@ -50,6 +53,7 @@ __all__ = [
     "Summed",
     "TokenScore",
     "TokenWeights",
+    "TopTokens",
     "ZLoss",
     "as_numbers",
     "chunked_loss",
@@ -57,6 +61,8 @@ __all__ = [
     "chunked_losses",
     "cross_entropy_sum",
     "given_loss",
+    "larger_logits",
+    "largest_logits",
     "num_labelled",
     "range_gradient",
     "range_logits",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
+from megatrain.loss.chunks import largest_logits
 
 IGNORED = -100
 
@@ -48,6 +49,7 @@ class Statistics:
         mean: of the logits; None where the loss does not ask for it.
         margin: the target's logit less the largest one, 0 or below; None likewise.
         chosen: logits of the tokens that the loss chooses `[N, K]`; None likewise.
+        top: the largest logits `[N, 0, K]`, and whose they are `[N, 1, K]`; None likewise.
     """
 
     log_prob: Tensor | None
@@ -55,6 +57,7 @@ class Statistics:
     mean: Tensor | None = None
     margin: Tensor | None = None
     chosen: Tensor | None = None
+    top: Tensor | None = None
 
 
 class Loss(ABC):
@@ -68,6 +71,7 @@ class Loss(ABC):
         uses_mean: whether it reads the logits' mean.
         uses_margin: whether it reads the margin, which has no gradient: of evaluations alone.
         temperature: what logits are divided by before anything is read of them, above 0.
+        top_k: how many of the largest logits it reads, without gradients likewise.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -75,6 +79,7 @@ class Loss(ABC):
     uses_mean: ClassVar[bool] = False
     uses_margin: ClassVar[bool] = False
     temperature: float = 1.0
+    top_k: int = 0
 
     @abstractmethod
     def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
@@ -124,7 +129,8 @@ class Loss(ABC):
         margin_N = picked_N - logits.amax(1) if self.uses_margin else None
         ids_NK = self.chosen(given)
         chosen_NK = None if ids_NK is None else logits.gather(1, ids_NK)
-        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, chosen_NK)
+        top_N2K = largest_logits(logits, self.top_k) if self.top_k else None
+        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, chosen_NK, top_N2K)
 
     def slopes(
         self, found: Statistics, targets_N: Tensor, given: Sequence[Tensor], normaliser: float

@@ -112,6 +112,23 @@ def range_logits(logits_CR: Tensor, places_CK: Tensor) -> Tensor:
     return torch.where(inside_CK, picked_CK, 0.0)
 
 
+def largest_logits(logits_CR: Tensor, most: int, start: int = 0) -> Tensor:
+    """The `most` largest logits, and the numbers of their rows, `[C, 2, K]` in fp32.
+
+    Args:
+        start: number of the first row; there may be fewer rows than `most`.
+    """
+    values_CK, places_CK = logits_CR.float().topk(min(most, logits_CR.shape[1]))
+    return torch.stack([values_CK, (places_CK + start).float()], 1)
+
+
+def larger_logits(one_C2K: Tensor, other_C2K: Tensor, most: int) -> Tensor:
+    """The `most` largest of two ranges, as `largest_logits` gives them."""
+    both = torch.cat([one_C2K, other_C2K], 2)
+    places_CK = both[:, 0].topk(min(most, both.shape[2])).indices
+    return both.gather(2, places_CK[:, None].expand(-1, 2, -1))
+
+
 def range_gradient(
     logits_CR: Tensor,
     places_C: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import Loss, Statistics
+from megatrain.loss.base import Loss, Statistics, check_temperature
 
 _NOT_KEPT = -1e8  # log-probabilities below stand for none
 _MOST = -1e-7  # of the log of all kept probabilities together: something is left for the others
@@ -29,18 +29,22 @@ class Distillation(Loss):
     at 1 reverse KL, between them `beta * KL(p, m) + (1 - beta) * KL(q, m)` with
     `m = beta * p + (1 - beta) * q`. With `add_tail` all other tokens together count as one more,
     so that both are whole distributions: without, forward KL of few tokens may be negative.
+    All logits are divided by `temperature` first, the teacher's before they are given; as in TRL,
+    the loss is not multiplied by its square.
 
     A micro-batch has for each label, `[B, T, K]`:
         teacher_ids: the tokens that the teacher finds likeliest in the label's place, int64.
         teacher_log_probs: their log-probabilities, floating-point; -1e9 where fewer were kept.
 
     Raises:
-        InputError: `cross_entropy` or `beta` is not from 0 to 1.
+        InputError: `cross_entropy` or `beta` is not from 0 to 1, `temperature` not above 0, or
+            not 1 beside a share of cross entropy, which is of the logits as they are.
     """
 
     cross_entropy: float = 0.0
     beta: float = 0.0
     add_tail: bool = False
+    temperature: float = 1.0
     choices: ClassVar[tuple[str, ...]] = ("teacher_ids", "teacher_log_probs")
 
     def __post_init__(self) -> None:
@@ -48,6 +52,9 @@ class Distillation(Loss):
         for name, share in shares.items():
             if not 0 <= share <= 1:
                 raise InputError(f"the {name} is {share!r}; it must be from 0 to 1")
+        check_temperature(self)
+        if self.cross_entropy and self.temperature != 1:
+            raise InputError("distillation has cross_entropy or a temperature; leave one out")
 
     def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
         assert found.log_prob is not None and found.lse is not None and found.chosen is not None

@@ -177,7 +177,7 @@ def _open(
 ) -> PackedDataset:
     return open_dataset(
         path,
-        cache_dir=config.data.cache_dir or _default_cache(),
+        cache_dir=cache_folder(config),
         progress=_tokenising_progress(),
         **_reading(config, tokenizer, vocab_size),
         **mixing,
@@ -218,6 +218,9 @@ def _tokenising_progress() -> Callable[[int, int], None]:
     return progress
 
 
-def _default_cache() -> Path:
+def cache_folder(config: Config) -> Path:
+    """Where tokens are kept, and what a teacher says of them."""
+    if config.data.cache_dir is not None:
+        return Path(config.data.cache_dir).expanduser()
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "megatrain" / "tokens"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatrain.config import Config, step_loss
 from megatrain.data import PLAIN, Prompts, Step
-from megatrain.loss import JointLoss, Reward, num_labelled, targets_of
+from megatrain.loss import Distillation, JointLoss, Reward, num_labelled, targets_of
 from megatrain.telemetry.console import described_rewards
 from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
 from megatrain.train.rollouts import Rollouts
@@ -87,6 +87,8 @@ class Evaluations:
             return self._of_prompts(self._rollouts, final=final)
         if isinstance(self._loss, JointLoss):
             return self._of_replies(self._loss, final=final)
+        if isinstance(self._loss, Distillation):
+            return self._of_a_teacher(self._loss, final=final)
         found: dict[str, tuple[float, float, int]] = {}  # summed loss, right labels, labels
         for name, parts in self._sets.items():
             losses, right = [], []
@@ -102,6 +104,20 @@ class Evaluations:
         for name, each in found.items():
             metrics |= _metrics(f"{name}_", *each) if name else {}
         return metrics
+
+    def _of_a_teacher(self, loss: Distillation, *, final: bool) -> dict[str, float] | None:
+        """The loss that is trained, over all sets and of each named one."""
+        found: dict[str, tuple[float, int]] = {}  # summed loss, labels
+        for name, parts in self._sets.items():
+            found[name] = 0.0, 0
+            for part, count in parts:
+                if self._signals.stop and not final:
+                    return None
+                share = self._engine.evaluate(part, loss) * count
+                found[name] = found[name][0] + share, found[name][1] + count
+        losses, counts = zip(*found.values(), strict=True)
+        named = {f"eval_{name}_loss": each / of for name, (each, of) in found.items() if name}
+        return {"eval_loss": sum(losses) / sum(counts)} | named
 
     def _of_replies(self, loss: JointLoss, *, final: bool) -> dict[str, float] | None:
         """The same by the loss's own measures, of a whole set together."""

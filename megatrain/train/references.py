@@ -76,7 +76,7 @@ def refer(
         each.loss = loss
         if isinstance(loss, Reward):
             each.pad = engine.config.get_text_config(decoder=True).pad_token_id
-    if not sets or "reference_logp" not in loss.inputs:
+    if not sets or config.loss.reference != "kept":
         return None
     keys = {name: _key(config, each) for name, each in sets.items()}
     if start is None:
@@ -84,7 +84,7 @@ def refer(
         sums = {name: _sums(engine, each, rows, at_once, ranks) for name, each in sets.items()}
         found = References(sums, keys)
     else:
-        run = start.checkpoint.absolute().parent.parent
+        run = _run_of(start)
         found = References.read(run)
         for name in keys:
             if found.keys.get(name) != keys[name] or name not in found.sums:
@@ -95,6 +95,26 @@ def refer(
     for name, each in sets.items():
         each.reference = found.sums[name]
     return found
+
+
+def refer_to(key: str, start: Start | None) -> References:
+    """That a run has a second model beside it, known by `key`, and not what it says.
+
+    Raises:
+        InputError: a run goes on, and its second model was another one.
+    """
+    found = References({}, {"model": key})
+    if start is not None and References.read(run := _run_of(start)).keys != found.keys:
+        raise InputError(
+            f"{run / REFERENCES}: the reference or teacher is not the one that the run began with "
+            "(its files have other sizes or times); put it back, or begin anew: megatrain branch "
+            "--fresh"
+        )
+    return found
+
+
+def _run_of(start: Start) -> Path:
+    return start.checkpoint.absolute().parent.parent
 
 
 def _key(config: Config, data: ReplyDataset) -> str:

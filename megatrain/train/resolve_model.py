@@ -1,5 +1,7 @@
 """Which model the folder of a run stands for."""
 
+import hashlib
+import json
 import logging
 from pathlib import Path
 
@@ -7,6 +9,7 @@ from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_c
 from megatrain.config import ModelSection
 from megatrain.errors import InputError
 from megatrain.model.companions import tokenizer_files
+from megatrain.model.weights import resolve_model
 from megatrain.source.source import adapter_folder, folder_adapter
 from megatrain.train.finished import model_steps
 from megatrain.train.folders import (
@@ -64,6 +67,28 @@ def named_model(section: ModelSection) -> tuple[ModelSection, Checkpoint | str |
         return base.model_copy(update={"tokenizer": section.tokenizer or beside}), found
     folder = str(found.model_folder) if isinstance(found, Checkpoint) else found
     return section.model_copy(update={"path": folder}), found
+
+
+def weights_key(section: ModelSection, source: Checkpoint | str | None) -> str:
+    """What tells a model's files from others: names, sizes and times; args as `named_model` says.
+
+    Raises:
+        InputError: there is no such model.
+    """
+    if section.path is None:
+        return "drawn"
+    folders = {resolve_model(section.path)}
+    if isinstance(source, Checkpoint):
+        folders.add(source.folder)
+    elif source is not None and (folder := Path(source).expanduser()).is_dir():
+        folders.add(folder)
+    files = [
+        [str(path.relative_to(folder)), (status := path.stat()).st_size, status.st_mtime_ns]
+        for folder in sorted(folders)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    ]
+    return hashlib.blake2b(json.dumps(files).encode(), digest_size=12).hexdigest()
 
 
 def _newest_checkpoint(parent: Path) -> Checkpoint | None:

@@ -21,7 +21,6 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.companions import add_ends, tokenizer_files
 from megatrain.model.trained import Trained
-from megatrain.placement import Placement
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer
 from megatrain.train.model_config import check_sequence_length, model_config
@@ -30,7 +29,14 @@ from megatrain.train.resolve_model import named_model
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 from megatrain.train.rewards import Rewards
 from megatrain.train.rollouts import Rollouts
+from megatrain.train.second_model import (
+    SecondModel,
+    begun_model,
+    closed_on_failure,
+    second_model,
+)
 from megatrain.train.sharing import in_turn
+from megatrain.train.teacher import find_teacher
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +52,7 @@ class Job:
         evaluation: micro-batches of each evaluation set, or its prompts.
         references: what the reference model says of the data, where the loss asks for it.
         rollouts: what makes the rows of steps, where the data are prompts.
+        second: a model that is streamed with each step beside the one that is trained.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -61,6 +68,7 @@ class Job:
     resumed: RunState | None
     ranks: Ranks = ALONE
     rollouts: Rollouts | None = None
+    second: SecondModel | None = None
 
     def write_tokenizer(self, folder: Path) -> None:
         """See to it that a folder with the engine's model has the run's tokenizer, and no other.
@@ -81,6 +89,8 @@ class Job:
         self.loader.close()
         if self.rollouts is not None:
             self.rollouts.close()
+        if self.second is not None:
+            self.second.close()
         self.engine.close()
 
 
@@ -100,6 +110,7 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
     check_sequence_length(hf_config, config.data.sequence_length)
     text_config = hf_config.get_text_config(decoder=True)
     check_prompts(config, tokenizer, text_config)
+    teacher = find_teacher(config, tokenizer, text_config)
     training, evaluation = in_turn(
         ranks, lambda: open_data(config, tokenizer, text_config.vocab_size)
     )
@@ -109,17 +120,13 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
     _check_schedule(config, total_steps)
     rewards = Rewards(config.rollout)
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
-    engine = _engine(config, hf_config if source is None else source, start, ranks)
+    sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
+    second, known = second_model(config, tokenizer, teacher, sets, start, ranks)
+    with closed_on_failure(second):
+        engine = _engine(config, hf_config if source is None else source, start, ranks)
     most = -(-config.training.batch_size // ranks.size)
     rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))
-    references = refer(
-        config,
-        engine,
-        {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}},
-        rows,
-        start,
-        ranks,
-    )
+    references = refer(config, engine, sets, rows, start, ranks) or known
     log.info(
         "model: %s parameters on %s, placement: %s",
         f"{engine.num_parameters:,}",
@@ -135,13 +142,14 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
         engine=engine,
         loader=loader,
         kind=training.kind,
-        evaluation=_batches(evaluation, rows),
+        evaluation=_batches(evaluation, rows, second),
         references=references,
         schedule=_schedule(config, engine.optimizer, total_steps, done),
         total_steps=total_steps,
         resumed=start.state if start else None,
         ranks=ranks,
         rollouts=_rollouts(config, rewards, tokenizer, engine, loader, total_steps, start),
+        second=second,
     )
 
 
@@ -164,18 +172,7 @@ def _rollouts(
         return None
     reference = None
     if config.loss.beta:
-        section, source = named_model(config.model)
-        begun = model_config(section, tokenizer) if source is None else source
-        log.info("the reference model rests in host memory beside the one that is trained")
-        settings = _settings(config) | {"max_grad_norm": None}
-        reference = Engine(
-            begun,
-            precision=config.engine.precision,
-            placement=Placement(),
-            seed=config.training.seed,
-            base=config.model.base,
-            **settings,
-        )
+        reference = begun_model(config, tokenizer)
     made = Rollouts(config, rewards, engine, tokenizer, loader, reference, total_steps)
     if start is not None:
         made.load_state_dict(start.state.rollouts)
@@ -184,14 +181,19 @@ def _rollouts(
 
 
 def _batches(
-    evaluation: dict[str, PackedDataset | Prompts], rows: int
+    evaluation: dict[str, PackedDataset | Prompts], rows: int, second: SecondModel | None
 ) -> dict[str, Step | Prompts]:
     made = {
         name: each if isinstance(each, Prompts) else list(each.batches(rows))
         for name, each in evaluation.items()
     }
     numbered([micro for each in made.values() if isinstance(each, list) for micro in each])
-    return made
+    if second is None:
+        return made
+    return {
+        name: [second.beside([micro])[0][0] for micro in each] if isinstance(each, list) else each
+        for name, each in made.items()
+    }
 
 
 def _loader(config: Config, training: PackedDataset | Stream | Prompts) -> StepLoader:

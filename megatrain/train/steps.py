@@ -92,10 +92,13 @@ class Steps:
 
     def _rows(self, step: int) -> tuple[Step, Mapping[str, Any]]:
         """Micro-batches of all ranks, and what the log says of how they were made."""
-        rollouts, loader = self._job.rollouts, self._job.loader
+        rollouts, second = self._job.rollouts, self._job.second
 
         def make() -> tuple[Step, Mapping[str, Any]]:
-            return (next(loader), {}) if rollouts is None else rollouts.take(step)
+            if rollouts is not None:
+                return rollouts.take(step)
+            rows = next(self._job.loader)
+            return (rows, {}) if second is None else second.beside(rows)
 
         try:
             return same_rows(self._job.ranks, make)

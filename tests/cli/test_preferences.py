@@ -212,6 +212,9 @@ def test_what_the_page_shows_runs(tmp_path):
     assert names["result"].loss == pytest.approx(math.log(2))
     distilled = page.split("```python\n")[2].split("```")[0]
     exec(distilled, names | {"teacher": make_engine(llama(tie_word_embeddings=True))})
+    blocks = [block.split("```")[0] for block in page.split("```yaml\n")[1:]]
+    for tree in map(yaml.safe_load, blocks):
+        assert "loss" not in tree or validate(tree, "docs/losses.md")
     assert LossSection(z_loss=1e-4).loss() == ZLoss(1e-4)
     for name, loss in {"simpo": SimPO(), "orpo": ORPO(), "kto": KTO(), "reward": Reward()}.items():
         assert LossSection(name=name).loss() == loss

@@ -26,6 +26,7 @@ from megatrain.loss import (
     Statistics,
     TokenScore,
     TokenWeights,
+    TopTokens,
     ZLoss,
 )
 from tests.families.tiny import tiny_model
@@ -97,7 +98,7 @@ def plain(loss: str, logits: Tensor, micro: dict[str, Tensor]) -> Tensor:
         return (each + 0.01 * flat.logsumexp(1) ** 2)[targets != -100].sum()
     if isinstance(given := LOSSES[loss][0], Distillation):
         teacher, ids = (micro[f"teacher_{n}"][:, 1:].flatten(0, 1) for n in ("log_probs", "ids"))
-        p, q = teacher.double().exp(), flat.double().softmax(1).gather(1, ids)
+        p, q = teacher.double().exp(), (flat.double() / given.temperature).softmax(1).gather(1, ids)
         divergence = diverging(given, p, q).float()
         share = given.cross_entropy
         return ((1 - share) * divergence + share * each)[targets != -100].sum()
@@ -160,6 +161,7 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "reverse": (Distillation(beta=1.0, add_tail=True), labelled),
     "jsd": (Distillation(0.3, beta=0.4, add_tail=True), labelled),
     "jsd of few": (Distillation(beta=0.4), labelled),
+    "colder": (Distillation(beta=0.4, add_tail=True, temperature=0.7), labelled),
     "dpo": (DPO(beta=0.3, label_smoothing=0.1), lambda step: rows(step) / 2),
 }
 
@@ -167,7 +169,7 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
 def test_every_loss_of_the_package_is_tried() -> None:
     kinds = {v for v in vars(loss_package).values() if isinstance(v, type) and issubclass(v, Loss)}
     others = {Loss, JointLoss, PairLoss, PolicyLoss, CrossEntropy, Score}  # or tried below
-    others |= {TokenScore, ScoreWeights}  # parts of Reward
+    others |= {TokenScore, ScoreWeights, TopTokens}  # parts of Reward; what a teacher says
     elsewhere = [*PREFERENCES.values(), *REWARDS.values(), *POLICIES.values()]
     tried = {type(loss) for loss, _ in LOSSES.values()} | {*map(type, elsewhere)}
     assert kinds - others == tried - {Curved}
@@ -399,6 +401,8 @@ def test_places_where_fewer_tokens_were_kept_count_for_nothing(loss: Distillatio
 def test_shares_of_cross_entropy_are_checked(share: float) -> None:
     with pytest.raises(InputError, match="share of cross entropy is"):
         Distillation(share)
+    with pytest.raises(InputError, match="cross_entropy or a temperature"):
+        Distillation(0.3, temperature=2.0)
     with pytest.raises(InputError, match="beta of distillation is"):
         Distillation(beta=share)
 

@@ -1,0 +1,138 @@
+"""What a teacher says of the labels of a data set: computed once, kept beside the tokens.
+
+A folder of two files, which grow together, so that whoever is killed goes on where it was.
+`labels.bin`: for each label, row after row, the ids of K tokens (int32) and their log-probabilities
+(fp32). `rows.bin`: of each row how many labels there are up to its end (int64). `whole.json`, once
+all rows are there: size and time of both.
+"""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatrain.data.store import alone
+from megatrain.data.watched import WatchedFile
+from megatrain.errors import InputError
+
+Said = tuple[Tensor, Tensor, Tensor]
+"""Of a micro-batch its labels `[B, T]`, and ids and log-probabilities of tokens `[B, T, K]`."""
+
+IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"
+_END = np.dtype("<i8")
+_log = logging.getLogger("megatrain.data")
+
+
+class TeacherFile:
+    """Read row by row, so that memory stays flat. Raises RunFailed once it is not what it was."""
+
+    def __init__(self, folder: Path, top_k: int) -> None:
+        self._top_k, self._record = top_k, _record(top_k)
+        self._labels = WatchedFile(folder / "labels.bin")
+        self._rows = WatchedFile(folder / "rows.bin")
+
+    def of(self, rows: Sequence[int], labels: Tensor) -> dict[str, Tensor]:
+        """What is said of these rows, whose labels are `[B, T]`: two tensors `[B, T, K]`."""
+        found = np.concatenate([self._of_row(row) for row in rows])
+        shape, there = (*labels.shape, self._top_k), labels != -100
+        ids, log_probs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        ids[there] = torch.from_numpy(found["ids"].astype(np.int64))
+        log_probs[there] = torch.from_numpy(found["log_probs"].copy())
+        return {IDS: ids, LOG_PROBS: log_probs}
+
+    def _of_row(self, row: int) -> NDArray[np.void]:
+        ends = np.frombuffer(self._rows.read(row * _END.itemsize, 2 * _END.itemsize), _END)
+        begin, size = int(ends[0]), int(ends[1] - ends[0])
+        raw = self._labels.read(begin * self._record.itemsize, size * self._record.itemsize)
+        return np.frombuffer(raw, self._record)
+
+
+def open_teacher_file(
+    folder: Path, num_rows: int, top_k: int, said: Callable[[int], Iterator[Said]]
+) -> TeacherFile:
+    """What is kept in `folder`, made or gone on with where it is not there whole.
+
+    Processes that want the same one wait.
+
+    Args:
+        num_rows: of the data set.
+        said: what a teacher says of the rows from a given one on, micro-batch after micro-batch.
+
+    Raises:
+        InputError: the folder cannot be written, or whatever `said` raises.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with alone(folder.with_suffix(".lock"), "asking a teacher of these rows"):
+            if not _is_whole(folder):
+                _go_on(folder, num_rows, top_k, said)
+        return TeacherFile(folder, top_k)
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(
+            f"{folder.parent}: cannot keep what the teacher says there: {reason}"
+        ) from error
+
+
+def _record(top_k: int) -> np.dtype[np.void]:
+    return np.dtype([("ids", "<i4", (top_k,)), ("log_probs", "<f4", (top_k,))])
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether all is there as it was written; what is damaged is removed."""
+    if not (folder / "whole.json").is_file():
+        return False
+    try:
+        if json.loads((folder / "whole.json").read_text()) == _identities(folder):
+            return True
+        problem = "files are not as they were written"
+    except (OSError, ValueError, InputError) as error:
+        problem = str(error)
+    _log.warning("%s: what a teacher said is damaged (%s): asked again", folder, problem)
+    shutil.rmtree(folder)
+    return False
+
+
+def _identities(folder: Path) -> list[list[int]]:
+    return [list(WatchedFile(folder / name).identity) for name in ("rows.bin", "labels.bin")]
+
+
+def _go_on(folder: Path, num_rows: int, top_k: int, said: Callable[[int], Iterator[Said]]) -> None:
+    folder.mkdir(exist_ok=True)
+    record = _record(top_k)
+    with _growing(folder / "labels.bin") as labels, _growing(folder / "rows.bin") as rows:
+        there = rows.read()
+        ends = np.frombuffer(there[: len(there) // _END.itemsize * _END.itemsize] or bytes(8), _END)
+        ends = ends[ends * record.itemsize <= os.fstat(labels.fileno()).st_size]
+        rows.seek(0)
+        rows.write(ends.tobytes())
+        rows.truncate()
+        labels.seek(int(ends[-1]) * record.itemsize)
+        labels.truncate()
+        end, done = int(ends[-1]), len(ends) - 1
+        if done:
+            _log.info("a teacher has said %d of %d rows already", done, num_rows)
+        for of_labels, ids, log_probs in said(done):
+            used = of_labels != -100
+            made = np.zeros(int(used.sum()), record)
+            made["ids"], made["log_probs"] = ids[used].numpy(), log_probs[used].numpy()
+            labels.write(made.tobytes())
+            labels.flush()
+            os.fsync(labels.fileno())  # rows must not be said to be there before their labels are
+            rows.write((end + np.cumsum(used.sum(1).numpy(), dtype=_END)).tobytes())
+            rows.flush()
+            end += len(made)
+        os.fsync(rows.fileno())
+    (folder / "whole.json").write_text(json.dumps(_identities(folder)))
+
+
+def _growing(path: Path) -> BinaryIO:
+    return path.open("r+b" if path.exists() else "w+b")

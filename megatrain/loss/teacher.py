@@ -1,0 +1,38 @@
+"""What a teacher says of each label: the tokens that it finds likeliest."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.loss.base import IGNORED, Loss, Statistics, check_temperature
+
+
+@dataclass(frozen=True)
+class TopTokens(Loss):
+    """The `top_k` likeliest tokens in a label's place: their log-probabilities, and their ids.
+
+    Each token has `[2, K]` in place of a loss, in fp32, which holds ids below 2 ** 24 exactly; 0
+    where it has no target. Without gradients.
+
+    Raises:
+        InputError: `top_k` is not at least 1, or `temperature` not above 0.
+    """
+
+    top_k: int = 1
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise InputError(f"top_k is {self.top_k!r}; it must be at least 1")
+        check_temperature(self)
+
+    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
+        assert found.top is not None and found.lse is not None
+        logits_NK, ids_NK = found.top.unbind(1)
+        log_probs_NK = (logits_NK - found.lse[:, None]).clamp(max=0.0)  # but for rounding they are
+        return torch.stack([log_probs_NK, ids_NK], 1)
+
+    def each(self, found: Statistics, targets_N: Tensor, *given: Tensor) -> Tensor:
+        return torch.where((targets_N != IGNORED)[:, None, None], self.tokens(found), 0.0)

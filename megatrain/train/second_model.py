@@ -1,0 +1,125 @@
+"""A second model that is streamed beside the one that is trained: a reference, or a teacher."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatrain.api import Engine
+from megatrain.config import Config
+from megatrain.data import IDS, LOG_PROBS, PLAIN, MicroBatch, Step, at_first_label
+from megatrain.distributed import Ranks
+from megatrain.errors import InputError
+from megatrain.placement import Placement
+from megatrain.train.model_config import model_config
+from megatrain.train.references import References, refer_to
+from megatrain.train.resolve_model import named_model, weights_key
+from megatrain.train.resume import Start
+from megatrain.train.teacher import Teacher, ask
+
+log = logging.getLogger(__name__)
+
+
+class SecondModel:
+    """Frozen weights in host memory, and what they say of each micro-batch of a step."""
+
+    def __init__(
+        self, engine: Engine, name: str, says: Callable[[Engine, Step], list[MicroBatch]]
+    ) -> None:
+        """Args: `name` is what metrics call its time by."""
+        self._engine, self._name, self._says = engine, name, says
+
+    def beside(self, step: Step) -> tuple[Step, dict[str, float]]:
+        """The micro-batches with what it says of them; and what the log has of how long it took."""
+        started = time.perf_counter()
+        said = self._says(self._engine, step)
+        seconds = round(time.perf_counter() - started, 6)
+        made = [micro | more for micro, more in zip(step, said, strict=True)]
+        return made, {f"{self._name}_seconds": seconds}
+
+    def close(self) -> None:
+        """Give its memory back."""
+        self._engine.close()
+
+
+def begun_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """The model as the run begins, in an engine that trains nothing."""
+    section, source = named_model(config.model)
+    log.info("the reference model rests in host memory beside the one that is trained")
+    return Engine(
+        model_config(section, tokenizer) if source is None else source,
+        precision=config.engine.precision,
+        placement=Placement(),
+        seed=config.training.seed,
+        base=config.model.base,
+        max_grad_norm=None,
+        device=None if config.engine.device == "auto" else config.engine.device,
+        device_memory=config.engine.device_memory,
+        host_memory=config.engine.host_memory,
+        trust_remote_code=config.model.trust_remote_code,
+        attn_implementation=config.model.attn_implementation,
+    )
+
+
+def second_model(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    teacher: Teacher | None,
+    sets: dict[str, Any],
+    start: Start | None,
+    ranks: Ranks,
+) -> tuple[SecondModel | None, References | None]:
+    """What is streamed with each step of a run, and what it is known by; None: nothing is.
+
+    Data sets get what a teacher says that is kept. It comes before the model that is trained, so
+    that `auto` places that one in the memory that is left.
+
+    Raises:
+        InputError: it cannot be used, or is another one than the run began with.
+        DoesNotFit: more memory is needed than there is.
+    """
+    if teacher is None and config.loss.reference != "streamed":
+        return None, None
+    if ranks.size > 1:
+        key = "loss.reference: streamed" if teacher is None else "loss.name distill"
+        raise InputError(f"{key} is not for several ranks yet; leave it out, or take one")
+    if teacher is None:
+        known = refer_to(weights_key(*named_model(config.model)), start)
+        return SecondModel(begun_model(config, tokenizer), "reference", _reference), known
+    known = refer_to(teacher.key, start)
+    if config.loss.teacher_log_probs == "kept":
+        ask(teacher, sets)
+        return None, known
+    log.info("the teacher rests in host memory beside the model that is trained")
+    return SecondModel(
+        teacher.engine(placement=Placement()), "teacher", partial(_said, teacher)
+    ), known
+
+
+@contextmanager
+def closed_on_failure(second: SecondModel | None) -> Iterator[None]:
+    """Give its memory back where the body fails: the run may begin from an earlier checkpoint."""
+    try:
+        yield
+    except BaseException:
+        if second is not None:
+            second.close()
+        raise
+
+
+def _said(teacher: Teacher, engine: Engine, step: Step) -> list[MicroBatch]:
+    said = teacher.says(engine, step)
+    return [{IDS: ids, LOG_PROBS: log_probs} for _, ids, log_probs in said]
+
+
+def _reference(engine: Engine, step: Step) -> list[MicroBatch]:
+    plain = [{name: micro[name] for name in PLAIN if name in micro} for micro in step]
+    sums = [each.double().sum(1).float() for each in engine.logprobs(plain)]
+    return [
+        {"reference_logp": at_first_label(each, micro["labels"])}
+        for each, micro in zip(sums, step, strict=True)
+    ]

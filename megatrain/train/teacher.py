@@ -1,0 +1,166 @@
+"""The teacher of a run that distils: what it says of each label, computed once and kept."""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from megatrain.api import Engine
+from megatrain.checkpoint import Checkpoint
+from megatrain.config import Config, ModelSection
+from megatrain.data import PackedDataset, Said, Step, load_tokenizer, open_teacher_file
+from megatrain.errors import InputError
+from megatrain.forecast.workload import usual_micro_batch
+from megatrain.model.companions import tokenizer_files
+from megatrain.model.weights import resolve_model
+from megatrain.train.data import cache_folder
+from megatrain.train.model_config import check_sequence_length, model_config
+from megatrain.train.resolve_model import named_model, weights_key
+
+_FORMAT = 1  # of what is kept: raise it when the same teacher would be asked otherwise
+_NOT_KEPT = -1e9  # in place of a log-probability
+_SECONDS_BETWEEN_NEWS = 30.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model whose likeliest tokens another one learns.
+
+    Attributes:
+        source: what an engine takes.
+        key: tells its weights from others.
+        vocab_size: of the model that learns: it has no other tokens.
+    """
+
+    config: Config
+    source: Checkpoint | str
+    key: str
+    vocab_size: int
+
+    def engine(self, **placed: Any) -> Engine:
+        """It in an engine that trains nothing. Raises InputError, DoesNotFit."""
+        config = self.config
+        made = Engine(
+            self.source,
+            precision=config.engine.precision,
+            max_grad_norm=None,
+            device=None if config.engine.device == "auto" else config.engine.device,
+            device_memory=config.engine.device_memory,
+            host_memory=config.engine.host_memory,
+            trust_remote_code=config.model.trust_remote_code,
+            attn_implementation=config.model.attn_implementation,
+            **placed,
+        )
+        if made.label_shift != 1:
+            made.close()
+            raise InputError("loss.teacher: it predicts tokens in their own place; take another")
+        return made
+
+    def says(self, engine: Engine, step: Step) -> Iterator[Said]:
+        """Of each micro-batch its labels, and what the teacher says of them."""
+        loss, rows = self.config.loss, plain_rows(step)
+        most = loss.top_k or 1
+        if any(bool((micro["labels"][:, 1:] != -100).any()) for micro in rows):
+            found = engine.top_logprobs(rows, most, loss.temperature or 1.0)
+        else:
+            shapes = [(*micro["labels"].shape, most) for micro in rows]
+            found = [(torch.zeros(s, dtype=torch.int64), torch.zeros(s)) for s in shapes]
+        for micro, (ids, log_probs) in zip(rows, found, strict=True):
+            strange = ids >= self.vocab_size  # rows of its table that stand for no token
+            kept = log_probs.masked_fill(strange, _NOT_KEPT)
+            yield micro["labels"], ids.masked_fill(strange, 0), kept
+
+    def key_of(self, data: PackedDataset) -> str:
+        """What the answers depend on: data, weights, and how they are asked for."""
+        loss, precision = self.config.loss, self.config.engine.precision
+        asked = [loss.top_k, loss.temperature, precision, self.vocab_size]
+        parts = [_FORMAT, self.key, data.fingerprint, len(data), asked]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
+
+
+def plain_rows(step: Step) -> Step:
+    """Micro-batches of texts without what is said of them."""
+    names = ("input_ids", "labels", "attention_mask", "position_ids")
+    return [{name: micro[name] for name in names if name in micro} for micro in step]
+
+
+def find_teacher(
+    config: Config, tokenizer: PreTrainedTokenizerBase, text_config: PreTrainedConfig
+) -> Teacher | None:
+    """The teacher of a run file, if it names one; its weights are not read yet.
+
+    Raises:
+        InputError: there is no such model, or it cannot teach this one.
+    """
+    if config.loss.teacher is None:
+        return None
+    trusted = config.model.trust_remote_code
+    named = ModelSection(path=config.loss.teacher, trust_remote_code=trusted)
+    try:
+        section, source = named_model(named)
+        found = model_config(section, tokenizer)
+        check_sequence_length(found, config.data.sequence_length)
+        assert section.path is not None and source is not None
+        folder = resolve_model(section.path)
+        there = any(tokenizer_files(folder))
+        own = load_tokenizer(str(folder), trust_remote_code=trusted) if there else None
+    except InputError as error:
+        raise InputError(f"loss.teacher: {error}") from error
+    size = found.get_text_config(decoder=True).vocab_size
+    same = (
+        size == text_config.vocab_size if own is None else own.get_vocab() == tokenizer.get_vocab()
+    )
+    if not same:
+        raise InputError(
+            f"loss.teacher: {config.loss.teacher} has another vocabulary than the model that is "
+            "trained, so their tokens cannot be compared; take a teacher with the same tokenizer"
+        )
+    if (top_k := config.loss.top_k or 0) > (most := min(size, text_config.vocab_size)):
+        raise InputError(f"loss.top_k is {top_k}, and the vocabulary has {most} tokens; take fewer")
+    return Teacher(config, source, weights_key(section, source), text_config.vocab_size)
+
+
+def ask(teacher: Teacher, sets: dict[str, PackedDataset]) -> None:
+    """Let data sets have what the teacher says of each of their labels, computed once.
+
+    Raises:
+        InputError: it cannot be asked, or the answers cannot be kept.
+        DoesNotFit: more memory is needed than there is.
+    """
+    config = teacher.config
+    for name, data in sets.items():
+        folder = cache_folder(config) / f"teacher-{teacher.key_of(data)}"
+        said = partial(_said, teacher, name, data)
+        data.beside = open_teacher_file(folder, len(data), config.loss.top_k or 1, said)
+
+
+def _said(teacher: Teacher, name: str, data: PackedDataset, done: int) -> Iterator[Said]:
+    config = teacher.config
+    usual = usual_micro_batch(config.data.sequence_length)
+    rows = min(config.training.micro_batch_size or usual, config.training.batch_size)
+    size = dict(
+        tokens_per_step=config.training.batch_size * config.data.sequence_length,
+        sequence_length=config.data.sequence_length,
+        micro_batch=rows,
+    )
+    log.info("asking the teacher of %s rows (%s)", f"{len(data) - done:,}", name.strip())
+    told = time.monotonic()
+    with teacher.engine(**size) as engine:
+        each = max(rows, config.training.batch_size // rows * rows)  # rows of one sweep
+        for first in range(done, len(data), each):
+            last = min(first + each, len(data))
+            starts = range(first, last, rows)
+            yield from teacher.says(
+                engine, [data.batch(range(at, min(at + rows, last))) for at in starts]
+            )
+            if time.monotonic() - told > _SECONDS_BETWEEN_NEWS:
+                told = time.monotonic()
+                log.info("the teacher has said %s of %s rows", f"{last:,}", f"{len(data):,}")

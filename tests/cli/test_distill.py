@@ -1,0 +1,190 @@
+"""Runs that distil a teacher, or stream their reference: kept or streamed is the same."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from megatrain.model.companions import tokenizer_files
+from tests.cli.cases import sets, tiny_llama
+from tests.cli.test_preferences import pair, preference_file, rated, read  # noqa: F401
+from tests.parity.cases import noisy
+
+FILE = "model/model.safetensors"
+
+
+@pytest.fixture(scope="session")
+def teacher(base, tmp_path_factory):
+    """A model of other sizes with the tokenizer of `base`."""
+    folder = tmp_path_factory.mktemp("teacher")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    config = tiny_llama(vocab_size=len(tokenizer), hidden_size=48, num_hidden_layers=3)
+    config.pop("model_type")
+    torch.manual_seed(3)
+    noisy(LlamaForCausalLM(LlamaConfig(**config))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def distilling(run_file, base, teacher):
+    def made(**changes):
+        tree = yaml.safe_load(run_file.read_text())
+        tree["model"] = {"path": str(base)}
+        tree["loss"] = {"name": "distill", "teacher": str(teacher), "top_k": 5} | changes
+        run_file.write_text(yaml.safe_dump(tree))
+        return run_file
+
+    return made
+
+
+def trained(megatrain, file, folder, *options):
+    result = megatrain("train", file, *sets(output__folder=str(folder)), *options)
+    assert result.exit_code == 0, result.output
+    return result.output, load_file(folder / FILE), read(folder)
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_a_teacher_is_learnt_kept_or_streamed(megatrain, distilling, tmp_path, packing, caplog):
+    file = distilling(beta=0.4, add_tail=True, temperature=1.5)
+    alone = sets(data__packing=packing, training__micro_batch_size=1, training__steps=8)
+    _, kept, log = trained(megatrain, file, tmp_path / "kept", *alone)
+    assert caplog.text.count("asking the teacher of") == 2
+    caplog.clear()
+    _, again, _ = trained(megatrain, file, tmp_path / "again", *alone)
+    assert "asking the teacher of" not in caplog.text and same(again, kept)
+    how = sets(loss__teacher_log_probs="streamed")
+    _, streamed, other = trained(megatrain, file, tmp_path / "streamed", *alone, *how)
+    assert same(streamed, kept)
+    assert [r["loss"] for r in log if "loss" in r] == [r["loss"] for r in other if "loss" in r]
+    assert all(record["teacher_seconds"] > 0 for record in other if "grad_norm" in record)
+    losses = [record["eval_loss"] for record in log if "eval_loss" in record]
+    assert 0 < losses[-1] < 0.9 * losses[0]
+    assert [record["eval_loss"] for record in other if "eval_loss" in record] == losses
+
+
+@pytest.mark.parametrize("how", ["kept", "streamed"])
+def test_who_is_its_own_teacher_has_nothing_to_learn(megatrain, distilling, base, tmp_path, how):
+    """Each label gets what is said of it, and not of its neighbour."""
+    file = distilling(teacher=str(base), beta=0.4, temperature=0.7, teacher_log_probs=how)
+    changes = sets(training__steps=1, training__eval_every=1, optimizer__lr=1e-12)
+    _, _, log = trained(megatrain, file, tmp_path / "run", *changes)
+    assert [record.get("loss", record.get("eval_loss")) for record in log] == pytest.approx(
+        [0.0] * len(log), abs=1e-6
+    )
+
+
+def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_path):
+    own = tmp_path / "teacher"
+    shutil.copytree(teacher, own)
+    file = distilling(teacher=str(own))
+    _, whole, _ = trained(megatrain, file, tmp_path / "whole")
+    trained(megatrain, file, tmp_path / "run", *sets(training__steps=2))
+    _, parts, _ = trained(megatrain, file, tmp_path / "run", *sets(training__steps=6), "--resume")
+    assert same(parts, whole)
+    noisy(LlamaForCausalLM.from_pretrained(own)).save_pretrained(own)
+    more = sets(output__folder=str(tmp_path / "run"), training__steps=8)
+    result = megatrain("train", file, *more, "--resume")
+    assert result.exit_code == 2 and "not the one that the run began with" in result.stderr
+    assert same(load_file(tmp_path / "run" / FILE), whole)
+
+
+def test_plans_reports_and_data_know_a_run_that_distils(megatrain, distilling, tmp_path):
+    file = distilling()
+    assert megatrain("plan", file, "--gpu", "4090").exit_code == 0
+    assert megatrain("data", file).exit_code == 0
+    trained(megatrain, file, tmp_path / "run")
+    assert megatrain("report", tmp_path / "run").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss__teacher": None}, "distill needs a teacher"),
+        ({"loss__teacher": "/nowhere/model"}, "loss.teacher: /nowhere/model"),
+        ({"loss__top_k": 100000}, "loss.top_k is 100000, and the vocabulary has"),
+        ({"loss__top_k": 0}, "loss.top_k"),
+        ({"loss__beta": 1.5}, "beta of distillation is 1.5"),
+        ({"loss__temperature": 0}, "temperature is 0.0; it must be above 0"),
+        ({"loss__lmbda": 0.5}, "lmbda"),
+        (
+            {"data__streaming": True, "data__eval_fraction": 0.0, "training__eval_every": None},
+            "set loss.teacher_log_probs: streamed",
+        ),
+        ({"loss__name": "sft"}, "sft has no teacher"),
+        ({"data__sequence_length": 65}, "65 is longer than the model allows"),
+    ],
+)
+def test_what_cannot_be_distilled_is_refused_in_a_line(megatrain, distilling, changes, message):
+    result = megatrain("train", distilling(), *sets(**changes))
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_teacher_with_other_tokens_is_refused(megatrain, distilling, teacher, tmp_path):
+    own = tmp_path / "teacher"
+    shutil.copytree(teacher, own)
+    tokenizer = AutoTokenizer.from_pretrained(own)
+    tokenizer.add_tokens(["<other>"])
+    tokenizer.save_pretrained(own)
+    result = megatrain("train", distilling(teacher=str(own)))
+    assert result.exit_code == 2
+    assert "has another vocabulary than the model that is trained" in result.stderr
+    for path in list(tokenizer_files(own)):
+        path.unlink()  # then sizes are compared
+    _, _, log = trained(megatrain, distilling(teacher=str(own)), tmp_path / "run")
+    assert log[0]["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "row"),
+    [({"name": "dpo"}, pair), ({"name": "kto"}, rated)],
+    ids=["dpo", "kto"],
+)
+def test_a_streamed_reference_is_the_one_that_is_kept(
+    megatrain,
+    preference_file,  # noqa: F811
+    tmp_path,
+    loss,
+    row,
+):
+    rows = [row(number) for number in range(20)]
+    file = preference_file(rows, **loss)
+    alone = sets(training__micro_batch_size=1)  # else rows are padded beside others
+    _, kept, log = trained(megatrain, file, tmp_path / "kept", *alone)
+    how = (*alone, *sets(loss__reference="streamed"))
+    _, streamed, other = trained(megatrain, file, tmp_path / "streamed", *how)
+    assert same(streamed, kept)
+    assert len(log) == len(other)
+    names = ("loss", "grad_norm", "rewards/margins", "eval_loss", "eval_rewards/margins", "kl")
+    for mine, theirs in zip(log, other, strict=True):
+        assert [mine.get(name) for name in names] == [theirs.get(name) for name in names]
+        assert ("reference_seconds" in theirs) == ("grad_norm" in theirs)
+    known = json.loads((tmp_path / "streamed" / "references.json").read_text())
+    assert known["sums"] == {} and len(known["keys"]) == 1
+    first = (*how, *sets(training__steps=2))
+    trained(megatrain, file, tmp_path / "parts", *first)
+    _, parts, _ = trained(
+        megatrain, file, tmp_path / "parts", *how, *sets(training__steps=6), "--resume"
+    )
+    assert same(parts, kept)
+    _, even, _ = trained(
+        megatrain, file, tmp_path / "even", *how[2:], *sets(loss__reference="streamed")
+    )
+    for name, value in even.items():  # rows beside others
+        torch.testing.assert_close(value, kept[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_model_that_does_not_fit_is_refused(megatrain, distilling):
+    how = sets(loss__teacher_log_probs="streamed", engine__host_memory="1MiB")
+    result = megatrain("train", distilling(), *how)
+    assert result.exit_code == 3, result.output
