@@ -272,8 +272,8 @@ class PlacedEngine:
         `merged` the whole model, the adapter merged into it.
 
         Raises:
-            InputError: the model cannot be built again (see `save`), or more bits are wanted than
-                an engine without an optimizer has kept.
+            InputError: the model cannot be built again (see `save`), more bits are wanted than an
+                engine without an optimizer has kept, or `folder` is the base of the adapter.
             RunFailed: it cannot be written; nothing is left behind.
         """
         source = self._opened.source

@@ -48,6 +48,13 @@ class Sums(NamedTuple):
     masters: Tensor
 
 
+def empty_sums(weights: Tensor) -> Sums:
+    """Memory for the sums of weights [count, rows, columns], on their device."""
+    count, rows, columns = weights.shape
+    shapes = (count, rows), (count, -(-rows // ROWS), columns), (count, rows)
+    return Sums(*(weights.new_empty(shape, dtype=torch.float32) for shape in shapes))
+
+
 def by_halves(values: Tensor, dim: int = -1) -> Tensor:
     """The sum along a dimension, which is not empty: the second half is added to the first."""
     while (size := values.shape[dim]) > 1:
@@ -72,13 +79,7 @@ def factored_sums(
         grad: of the same shape, bfloat16 or float32.
         threads: ignored here, torch's own setting counts.
     """
-    count, rows, columns = weights.shape
-    new = weights.new_empty
-    sums = Sums(
-        new(count, rows, dtype=torch.float32),
-        new(count, -(-rows // ROWS), columns, dtype=torch.float32),
-        new(count, rows, dtype=torch.float32),
-    )
+    sums = empty_sums(weights)
     for at in _blocks(weights.shape):
         squares = _gradient(grad, grad_scale, at).square_()
         sums.rows[at] = _of_rows(squares)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels import check
-from megatrain.kernels.factored import ROWS, Factors, Sums
+from megatrain.kernels.factored import Factors, Sums, empty_sums
 from megatrain.kernels.reference import RULES
 from megatrain.kernels.states import Scalars, scalars
 
@@ -202,11 +202,7 @@ def factored_sums(
     weights: Tensor, remainder: Tensor | None, grad: Tensor, *, grad_scale: float, threads: int = 1
 ) -> Sums:
     """See `factored.factored_sums`; the same bits in one pass over memory."""
-    count, rows, columns = weights.shape
-    sums = Sums(
-        torch.empty(count, rows), torch.empty(count, -(-rows // ROWS), columns),
-        torch.empty(count, rows),
-    )  # fmt: skip
+    sums = empty_sums(weights)
     _factored(0, weights, remainder, grad, sums, None, threads, grad_scale=grad_scale)
     return sums
 

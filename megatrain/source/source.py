@@ -110,11 +110,13 @@ def open_source(
     router_aux_loss_coef: float | None = None,
     **how: Any,
 ) -> Source:
-    """As `open_plain`, and also of a PeftModel.
+    """As `open_plain`, and also of a model with an adapter, or one that is given an adapter.
 
     Args:
-        router_aux_loss_coef: of the routers' loss; None: as the model's configuration says.
+        model: as `open_plain` takes it, a PeftModel, or the folder of an adapter.
         adapter: a LoraConfig of PEFT, or its keys: what the model is trained with.
+        base: how frozen linear layers are kept.
+        router_aux_loss_coef: of the routers' loss; None: as the model's configuration says.
 
     Raises:
         InputError: as `open_plain`; PEFT refuses the adapter, or the model has one already.
