@@ -25,6 +25,8 @@ _RESULTS = {
     "eval_loss": "Evaluation loss",
     "eval_accuracy": "Evaluation accuracy",
     "eval_rewards/accuracies": "Preferred replies of the evaluation",
+    "reward": "Mean reward",
+    "eval_reward": "Mean reward of the evaluation",
 }
 _OF_THIS_MACHINE = ("cache_dir",)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -60,9 +62,10 @@ def write_card(folder: Path, run: Path, step: int | None = None) -> None:
     logged = read_metrics(run / METRICS) if (run / METRICS).is_file() else ()
     records = [r for r in logged if step is None or r.get("step", 0) <= step]
     is_adapter = (folder / CONFIG_FILE).is_file()
+    scores = config["loss"]["name"] == "reward"
     data = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if scores else "text-generation",
         tags=["megatrain"],
         base_model=_base(config),
         datasets=[path for path in _paths(config) if _is_hub_id(path)] or None,
@@ -72,8 +75,8 @@ def write_card(folder: Path, run: Path, step: int | None = None) -> None:
     is_chat = machine.get("data") not in (None, "text") and any(folder.glob("chat_template*"))
     parts = [
         f"# {run.name}",
-        _origin(config, records, is_chat=is_chat),
-        _use(is_chat=is_chat, is_adapter=is_adapter),
+        _origin(config, records, "reward" if scores else "chat" if is_chat else "language"),
+        _scoring(is_chat=is_chat) if scores else _use(is_chat=is_chat, is_adapter=is_adapter),
         "## Data\n\n" + "\n".join(f"- {_short(path)}" for path in _paths(config)),
         _results(records),
         "## Settings\n\n```yaml\n" + _settings(config) + "```",
@@ -147,16 +150,15 @@ def _said(source: str | None) -> str | None:
     return said if isinstance(said, str) else None
 
 
-def _origin(config: Mapping[str, Any], records: list[Mapping[str, Any]], *, is_chat: bool) -> str:
+def _origin(config: Mapping[str, Any], records: list[Mapping[str, Any]], kind: str) -> str:
     path, steps = config["model"].get("path"), max((r.get("step", 0) for r in records), default=0)
     start = "random weights" if path is None else f"`{_short(path)}`"
     chosen = config["model"].get("freeze") or config["model"].get("train_only")
     trained = "some of its parameters" if chosen else "all parameters"
     if (config.get("adapter") or {}).get("method"):
         trained = f"LoRA of rank {config['adapter']['r']}"
-    kind = "a chat model" if is_chat else "a language model"
     return (
-        f"This is {kind}, trained from {start} with MegaTrain {__version__}: {trained}, "
+        f"This is a {kind} model, trained from {start} with MegaTrain {__version__}: {trained}, "
         f"{steps} steps of {config['training']['batch_size']} rows of at most "
         f"{config['data']['sequence_length']} tokens."
     )
@@ -171,6 +173,20 @@ def _use(*, is_chat: bool, is_adapter: bool) -> str:
         'folder = "PATH OR ID OF THIS FOLDER"\n'
         f'generate = pipeline("text-generation", model={model}, tokenizer=folder)\n'
         f"print(generate({asked}, max_new_tokens=128))\n```"
+    )
+
+
+def _scoring(*, is_chat: bool) -> str:
+    said = '"A prompt and its reply"'
+    if is_chat:
+        talk = '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]'
+        said = f"score.tokenizer.apply_chat_template({talk}, tokenize=False)"
+    how = 'model=folder, tokenizer=folder, function_to_apply="none"'
+    return (
+        "## Use\n\n```python\nfrom transformers import pipeline\n\n"
+        'folder = "PATH OR ID OF THIS FOLDER"\n'
+        f'score = pipeline("text-classification", {how})\n'
+        f"said = {said}\nprint(score(said{', add_special_tokens=False' * is_chat}))\n```"
     )
 
 

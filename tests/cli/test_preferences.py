@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -147,6 +148,17 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
                                            return_dict=True) for each in (GOOD, BAD)]  # fmt: skip
     good, bad = (model(input_ids=each["input_ids"]).logits.item() for each in talks)
     assert good > bad
+    assert megatrain("export", tmp_path / "run", tmp_path / "out").exit_code == 0
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.pipeline_tag == "text-classification"
+    assert "a reward model" in card.text and "Preferred replies of the evaluation" in card.text
+    code = card.text.partition("```python\n")[2].partition("```")[0]
+    scope: dict = {}
+    exec(code.replace("PATH OR ID OF THIS FOLDER", str(tmp_path / "out")), scope)
+    inputs = tokenizer(scope["said"], return_tensors="pt", add_special_tokens=False)
+    expected = model(**inputs).logits.item()
+    found = scope["score"](scope["said"], add_special_tokens=False)
+    assert found[0]["score"] == pytest.approx(expected, abs=1e-4)
     result = megatrain("plan", file, "--gpu", "4090")
     assert result.exit_code == 0, result.output
     result = megatrain("generate", tmp_path / "run", "--prompt", "a cat")
