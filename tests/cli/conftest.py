@@ -51,6 +51,14 @@ def trained(tmp_path_factory, tokenizer_folder):
     return folder / "run", result
 
 
+def trained_in_short(run_file, *arguments) -> None:
+    """Train for fixtures, which are made before `no_more_than_needed`."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_out(patch.setattr)
+        result = CliRunner().invoke(app, ["train", str(run_file), *arguments])
+    assert result.exit_code == 0, result.output
+
+
 @pytest.fixture(scope="session")
 def base(tmp_path_factory, tokenizer_folder):
     """The folder of a base model that knows the end of a text, and nothing of turns."""
@@ -61,8 +69,7 @@ def base(tmp_path_factory, tokenizer_folder):
     tokenizer.save_pretrained(folder / "tokenizer")
     run_file = write_run_file(folder, folder / "tokenizer")
     chosen = sets(training__steps=1, model__config=tiny_llama(vocab_size=len(tokenizer)))
-    result = CliRunner().invoke(app, ["train", str(run_file), *chosen])
-    assert result.exit_code == 0, result.output
+    trained_in_short(run_file, *chosen)
     return folder / "run" / "model"
 
 
@@ -77,6 +84,5 @@ def talker(base, tmp_path_factory):
     tree["training"] |= {"steps": 40, "eval_every": None}
     tree["schedule"] = {"name": "constant"}
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    result = CliRunner().invoke(app, ["train", str(folder / "run.yaml")])
-    assert result.exit_code == 0, result.output
+    trained_in_short(folder / "run.yaml")
     return folder / "run"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatrain.checkpoint.files import PIECE_BYTES
+from megatrain.checkpoint import files
 from megatrain.cli import plan as command
 from megatrain.machine import machine_for, present, present_cpu
 from megatrain.plan import device_rates
@@ -69,7 +69,7 @@ def test_json_for_programs(megatrain, model_file):
     assert told["host_memory_bytes"] == 64 * GIB
     assert told["forecast"]["tokens_per_step"] == 256
     assert {tile["name"] for tile in told["tiles"]} >= {"head"}
-    assert told["save_bytes"] == 2 * PIECE_BYTES  # a small model's planes need not each have one
+    assert told["save_bytes"] == 2 * files.PIECE_BYTES  # small planes need not each have one
 
 
 def test_a_run_on_several_devices_is_planned_on_as_many(megatrain, run_file):

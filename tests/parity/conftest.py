@@ -2,6 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatrain.checkpoint import files
 from megatrain.engine import sink
 from tests.remade import made_once
 
@@ -15,4 +16,12 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="package", autouse=True)
 def models_are_remade_once() -> Iterator[None]:
     with made_once():
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def saves_take_little_room() -> Iterator[None]:
+    """An engine that saves in the background takes two pieces, of 32 MiB each for users."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "PIECE_BYTES", 1 << 20)
         yield

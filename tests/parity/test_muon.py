@@ -29,6 +29,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
+from tests.sweeps import swept
 from tests.unit.kernel_cases import exact_roots, randn  # noqa: F401  a fixture
 
 CLIP = 0.5
@@ -254,8 +255,7 @@ def test_layers_in_slices_are_refused() -> None:
         engine_of(model_of("mixtral"), Muon(), None, placement=Placement(max_stream_bytes=40_000))
 
 
-@pytest.mark.parametrize("rule", ["muon", "muon clipped"])
-@pytest.mark.parametrize("device", [CpuDevice, ThreadedDevice])
+@swept(together=1, device=[CpuDevice, ThreadedDevice], rule=["muon", "muon clipped"])
 def test_planes_on_a_disk_change_no_bit(
     device: type[CpuDevice], rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
