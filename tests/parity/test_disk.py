@@ -15,6 +15,7 @@ from megatrain.engine.step import TrainingParts
 from megatrain.plane_file import BLOCK, PlaneFile
 from tests.checkpoint.cases import ThreadedDevice, state
 from tests.parity.cases import frozen, llama, make_batches, make_engine, same
+from tests.sweeps import swept
 
 ON_DISK = Placement(slots=1, disk_moments=99, disk_remainder=1)
 ALL = replace(ON_DISK, disk_remainder=99, disk_weights=99)
@@ -45,8 +46,7 @@ def test_what_they_need_is_asked_for_by_name(tmp_path: Path) -> None:
         make_engine(llama(), placement=ON_DISK, disk=tmp_path, disk_space="x")
 
 
-@pytest.mark.parametrize("verb", ["read", "write"])
-@pytest.mark.parametrize("device", [CpuDevice, ThreadedDevice])
+@swept(together=1, verb=["read", "write"], device=[CpuDevice, ThreadedDevice])
 def test_a_disk_that_fails_ends_the_run_and_leaves_the_checkpoint(
     device: type[CpuDevice], verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

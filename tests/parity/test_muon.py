@@ -89,9 +89,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("clip", [CLIP, None])
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@swept(placement=PLACEMENTS, clip=[CLIP, None], settings=SETTINGS)
 @pytest.mark.usefixtures("exact_roots")
 def test_steps_are_torch_s_on_the_same_gradients(
     placement: Placement, clip: float | None, settings: dict[str, Any]

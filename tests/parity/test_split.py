@@ -234,6 +234,11 @@ SCHEDULES = [
     *((TIED, name, None) for name in CHOICES if name != "three slots"),
     (TIED, "resident", 0.5),
 ]
+REPEATED = [
+    *((EXPERTS, "one slot", 0.5), (EXPERTS, "three slots", None), (TIED, "resident", None)),
+    *((HEAD, name, 0.5) for name in ("more of all", "kept graphs")),
+    *((TIED, name, None) for name in ("one slot", "small")),
+]
 
 
 @cache
@@ -243,7 +248,13 @@ def plainest(sliced: Sliced, clip: float | None, resident: tuple[str, ...]) -> A
     return train(make_engine(sliced.make(), clip=clip, placement=placement), sliced.steps(2))
 
 
-@pytest.mark.parametrize(("sliced", "name", "clip"), SCHEDULES)
+@pytest.mark.parametrize(
+    ("sliced", "name", "clip"),
+    [
+        pytest.param(*each, marks=[pytest.mark.exhaustive] if each in REPEATED else [])
+        for each in SCHEDULES
+    ],
+)
 def test_schedules_and_lateness_change_no_bit(
     sliced: Sliced, name: str, clip: float | None
 ) -> None:

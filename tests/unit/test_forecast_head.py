@@ -137,7 +137,9 @@ def test_a_loss_of_all_tokens_is_foretold_in_one_pass_without_graphs() -> None:
         (TOKENS, 2 * SPLIT, "device", CROSS_ENTROPY),
         (4 * TOKENS, None, "device", CROSS_ENTROPY),
         (4 * TOKENS, None, "device", Together()),
-        (4 * TOKENS, 2 * SPLIT, "device", CROSS_ENTROPY),
+        pytest.param(
+            *(4 * TOKENS, 2 * SPLIT, "device", CROSS_ENTROPY), marks=pytest.mark.exhaustive
+        ),
         (4 * TOKENS, 2 * SPLIT, "device", Together()),
         (4 * TOKENS, 2 * SPLIT, "host", CROSS_ENTROPY),
     ],

@@ -17,6 +17,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Placement
+from tests.sweeps import quick
 from tests.unit.forecast_cases import experts_spec, small_machine, tiny_spec, wide_spec
 
 MIB = 2**20
@@ -95,7 +96,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+MORE = ("host, a device for all", "no clipping, device", "micro-batch", "many micro-batches")
+
+
+@pytest.mark.parametrize("name", quick(CASES, CASES.keys() - MORE))
 def test_the_least_is_enough_and_no_less_is(name: str) -> None:
     case = CASES[name]
     there = machine(case.device, case.host)

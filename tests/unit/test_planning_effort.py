@@ -23,6 +23,7 @@ from megatrain.plan.planner import make_plan
 from megatrain.source.source import open_source
 from megatrain.tile import TileKind
 from megatrain.units import GIB
+from tests.sweeps import swept
 from tests.unit.forecast_cases import (
     experts_config,
     small_machine,
@@ -92,8 +93,7 @@ def test_heads_of_other_rows_follow_from_two_that_are_run(monkeypatch: pytest.Mo
         assert follows == profile_of_it().head(head, rows, 32)
 
 
-@pytest.mark.parametrize("rows", [2, 8, 9])
-@pytest.mark.parametrize("compiled", [False, True])
+@swept(together=1, rows=[2, 8, 9], compiled=[False, True])
 def test_chunks_of_some_of_a_head_s_rows_that_are_alike_are_run_once(
     rows: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
