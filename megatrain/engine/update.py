@@ -229,7 +229,7 @@ class Update:
             for index, start, stop in tile.layout.runs(self._group_of):
                 yield _Run(self._groups[index], start, stop, states)
             return
-        for entry in tile.layout.trainable:
+        for entry in (each for each in tile.layout.trainable if each.numel):
             group = self._groups[self._group_of[entry.name]] | {"shape": entry.shape}
             own = [plane for plane in states if plane.has(entry)]
             shape = entry.shape if self._optimizer.rule.needs_whole else (-1,)

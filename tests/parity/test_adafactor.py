@@ -18,6 +18,7 @@ from tests.parity.cases import (
     model_of,
     parameters,
     relative_error,
+    same,
 )
 from tests.unit.kernel_cases import randn
 
@@ -73,3 +74,17 @@ def test_planes_on_a_disk_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Adafactor updates whole parameters"):
         Engine(llama(), optimizer=Adafactor(), device="cpu", precision="fp32", disk=tmp_path,
                placement=Placement(disk_moments=1))  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4)])
+def test_a_parameter_without_elements_changes_nothing(shape: tuple[int, ...]) -> None:
+    [step], plain, model = make_batches(1), llama(), llama()
+    model.model.layers[0].mlp.empty = torch.nn.Parameter(torch.zeros(shape))
+    with (
+        make_engine(plain, rule="adafactor") as one,
+        make_engine(model, rule="adafactor", saveable=False) as other,
+    ):
+        assert other.step(step).loss == one.step(step).loss
+        wanted, found = masters(one), masters(other)
+    assert found.pop("model.layers.0.mlp.empty").shape == shape
+    assert same(found, wanted)
