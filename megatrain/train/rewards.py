@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,8 @@ class Rewards:
         Raises:
             InputError: a module cannot be imported, or has no such function.
         """
-        self._functions = [_function(each) for each in settings.rewards]
+        modules = {where: _module(where) for where in dict.fromkeys(map(_where, settings.rewards))}
+        self._functions = [_function(each, modules[_where(each)]) for each in settings.rewards]
         self.names = [name.rpartition(":")[2] for name in settings.rewards]
         if len(set(self.names)) < len(self.names):
             raise InputError("rollout.rewards: two functions have one name; rename one")
@@ -99,16 +101,24 @@ def _column(name: str, made: Any, count: int) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _function(written: str) -> Callable[..., Any]:
-    where, _, name = written.rpartition(":")
+def _where(written: str) -> str:
+    return written.rpartition(":")[0]
+
+
+def _module(where: str) -> ModuleType:
+    """A module of this Python or of a file, run once however many of its functions reward."""
     try:
-        module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        return _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:  # the module's own code runs
         kind = type(error).__name__
         raise InputError(
             f"rollout.rewards: {where} cannot be imported: {kind}: {first_line(error)}; name a "
             "module of this Python, or a file such as rewards.py:reward"
         ) from error
+
+
+def _function(written: str, module: ModuleType) -> Callable[..., Any]:
+    where, _, name = written.rpartition(":")
     found = getattr(module, name, None)
     if not callable(found):
         raise InputError(f"rollout.rewards: {where} has no function {name!r}")
@@ -116,12 +126,13 @@ def _function(written: str) -> Callable[..., Any]:
 
 
 def _file(path: Path) -> ModuleType:
-    path = path.expanduser()
+    path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError("no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"{__name__}:{path}"  # no name that an import could mean
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 

@@ -144,6 +144,19 @@ def test_the_loss_has_the_temperature_that_replies_are_drawn_at(rollout_file):
     assert step_loss(config.loss, config.rollout) == replace(config.loss.loss(), temperature=0.8)
 
 
+def test_a_file_of_rewards_is_run_once_and_may_have_dataclasses(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from __future__ import annotations\nimport dataclasses\n\n\n@dataclasses.dataclass\n"
+        "class Seen:\n    replies: int = 0\n\n\nseen = Seen()\n\n\n"
+        "def one(completions, **_):\n    seen.replies += len(completions)\n"
+        "    return [1.0] * len(completions)\n\n\n"
+        "def two(completions, **_):\n    return [float(seen.replies)] * len(completions)\n"
+    )
+    rewards = Rewards(RolloutSection(rewards=[f"{file}:one", f"{file}:two"]))
+    assert rewards.of(["a", "b"], ["c", "d"]).tolist() == [[1.0, 2.0]] * 2
+
+
 def test_async_functions_run_beside_a_loop_that_is_running(tmp_path):
     """As that of a notebook."""
     (tmp_path / "own.py").write_text(
