@@ -19,6 +19,7 @@ from megatrain.device import Device, Recording, free_bytes, open_device
 from megatrain.distributed import Ranks, local_rank, open_ranks
 from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
 from megatrain.errors import InputError
+from megatrain.forecast.workload import Generation
 from megatrain.loss import (
     CROSS_ENTROPY,
     SCORE,
@@ -92,6 +93,7 @@ class Engine(PlacedEngine):
         sequence_length: int | None = None,
         micro_batch: int | None = None,
         loss: Loss = CROSS_ENTROPY,
+        generation: Generation | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         trained: Trained = ALL,
@@ -110,14 +112,12 @@ class Engine(PlacedEngine):
         Args:
             model: a transformers model or PeftModel (copied; on the meta device: drawn), a folder,
                 a configuration (drawn), a hub id, or a checkpoint, for its weights alone.
-            optimizer: None leaves out all that only training needs (2 bytes per parameter).
-            max_grad_norm: exact clipping of the global norm; None for none.
+            optimizer: None: to be run alone (2 bytes a parameter). max_grad_norm: None: unclipped.
             precision: what layers are computed in (fp8: their linear modules); masters are fp32.
             device, seed: a device or its name (None: the GPU, if there is one); of draws, dropout.
             tokens_per_step, sequence_length: at most, for "auto"; None: 98,304 in rows of 1,024.
-            micro_batch, loss: rows and loss of steps to come; None: chosen, see `micro_batch`.
-            router_aux_loss_coef: weight of the loss of routers; None: as the model says.
-            attn_implementation: any that transformers knows; None leaves it the choice.
+            micro_batch, loss: of steps to come; `generation`: of replies between them, if any.
+            router_aux_loss_coef, attn_implementation: None: as the model and transformers choose.
             trained: which parameters are, by patterns of names; else those that require gradients.
             device_memory, host_memory: all that the process may take (`"10GiB"`, bytes, None: any).
             disk, disk_space: a folder on a fast disk where planes may rest, and how many bytes.
@@ -134,7 +134,8 @@ class Engine(PlacedEngine):
         on, ranks = _limited(device, group, device_memory, host_memory, disk_space)
         shared = _learn(source, optimizer, ranks, saveable=saveable)
         opened = Opened(source, shared, max_grad_norm, precision, *on, disk, seed, ranks)
-        settled = settle(opened, placement, tokens_per_step, sequence_length, micro_batch, loss)
+        size = tokens_per_step, sequence_length, micro_batch
+        settled = settle(opened, placement, *size, loss, generation)
         self.micro_batch = settled.micro_batch
         super().__init__(opened, settled.placement, settled.planned)
 

@@ -15,9 +15,10 @@ from megatrain.autoplace.spill import fastest
 from megatrain.device import available_bytes
 from megatrain.engine.host_memory_guard import Planned
 from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.generation import reference_needs
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
-from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Workload
+from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Generation, Workload
 from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.machine import Machine, present_cpu, present_machine
 from megatrain.model.spec import ModelSpec
@@ -53,6 +54,7 @@ def settle(
     sequence_length: int | None,
     micro_batch: int | None,
     loss: Loss = CROSS_ENTROPY,
+    generation: Generation | None = None,
 ) -> Settled:
     """The placement of an engine to come, given or chosen; what is None is as `Workload` says.
 
@@ -62,7 +64,7 @@ def settle(
     length = sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, _longest(opened))
     clip = opened.max_grad_norm is not None
     size = tokens_per_step or TOKENS, length, micro_batch
-    workload = Workload(*size, clip, opened.precision, loss=loss)
+    workload = Workload(*size, clip, opened.precision, loss=loss, generation=generation)
     if opened.model.rule is not None:
         workload = replace(workload, rule=opened.model.rule)
     if opened.ranks.size > 1:
@@ -77,6 +79,9 @@ def settle(
     told = None
     if known and trained and opened.device.kind == "cpu" and opened.ranks.size == 1:
         told = foretold_on_cpu(opened.model.spec, settled.placement, workload)
+    reference = None
+    if generation is not None and generation.reference:
+        reference = reference_needs(opened.model.spec, opened.dtype, workload.tokens_per_step)
     check_fits(
         opened.device,
         opened.model,
@@ -86,6 +91,7 @@ def settle(
         clip=clip,
         tokens=tokens_per_step and -(-tokens_per_step // opened.ranks.size),
         foretold=told,
+        reference=reference,
     )
     return settled
 

@@ -15,7 +15,7 @@ import torch
 from megatrain.device import Device
 from megatrain.engine.tile_slice import least_split
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.forecast.needs import needs_of
+from megatrain.forecast.needs import Needs, needs_of
 from megatrain.forecast.simulate import Forecast
 from megatrain.machine import mapping_bytes
 from megatrain.model.program import ModelProgram
@@ -60,12 +60,14 @@ def check_fits(
     clip: bool,
     tokens: int | None = None,
     foretold: Forecast | None = None,
+    reference: Needs | None = None,
 ) -> None:
     """Refuse what cannot fit.
 
     Args:
         tokens: of a step, if they are known.
         foretold: a whole step where the device is the CPU, all of which is in host memory.
+        reference: of a second model that is run beside it.
 
     Raises:
         DoesNotFit: names what is missing and the least that would do.
@@ -73,6 +75,9 @@ def check_fits(
     program = ModelProgram(model.spec, torch.device("cpu"), dtype)
     needs_in = partial(needs_of, model, program, clip=clip, tokens=tokens)
     needs = needs_in(placement)
+    more = reference or Needs()
+    needs.device["reference model"] += sum(more.device.values())
+    needs.host["reference model"] += sum(more.host.values())
     memory = device.memory()
     has_memory = device.kind == "cuda"
     if has_memory:
@@ -82,7 +87,8 @@ def check_fits(
         if sum(needs.device.values()) > allowed:
             split = _least_split(model, dtype)
             frugal = replace(smallest(placement), max_stream_bytes=split)
-            least = align(sum(needs_in(frugal).device.values()) + context, GIB // 10)
+            frugal_bytes = sum((needs_in(frugal).device + more.device).values())
+            least = align(frugal_bytes + context, GIB // 10)
             raise DoesNotFit(
                 _refusal("device", needs.device, context, allowed + context)
                 + f"; the least for this model, with a few tokens a step, is {gib(least)} "

@@ -25,6 +25,7 @@ from megatrain.checkpoint.manifest import (
 from megatrain.checkpoint.masters import masters
 from megatrain.checkpoint.read import read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving
+from megatrain.checkpoint.snapshot import saved_numel
 from megatrain.checkpoint.staging_blocks import spare_bytes_of, useful_bytes
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "remove_leftovers",
     "require_replaceable",
     "rotate",
+    "saved_numel",
     "spare_bytes_of",
     "useful_bytes",
     "verify",

@@ -22,7 +22,7 @@ from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
 from megatrain.optim import Plane
 from megatrain.store import Tier, Tile
 from megatrain.telemetry.cores import update_threads
-from megatrain.tile import Entry
+from megatrain.tile import Entry, TileLayout
 from megatrain.units import align
 
 _PAGE = 4096  # pieces fill whole pages of the page cache
@@ -109,7 +109,7 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
     """
     planes, layout = planes_of(tile), tile.layout
     stop = layout.trainable_numel if trained else layout.numel
-    lengths = {n: min(p.numel(layout), p.place(0, stop).stop) for n, p in planes.items()}
+    lengths = {n: saved_numel(p, layout, stop) for n, p in planes.items()}
     described = [Described(n, p.dtype, (lengths[n],)) for n, p in planes.items()]
     metadata = {"tile": tile.name, "version": str(tile.version)}
     header = header_bytes(described, metadata, boundary=_PAGE)
@@ -127,6 +127,11 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
     kept = {n: manifest.Plane(dtype_name(p), lengths[n]) for n, p in planes.items()}
     entries = layout.trainable if trained else layout.entries
     return TileFile(tile, name, tile.version, end, header, pieces, kept, entries)
+
+
+def saved_numel(plane: Plane, layout: TileLayout, stop: int) -> int:
+    """Values of a plane that the file of a tile has, of its first `stop` elements."""
+    return min(plane.numel(layout), plane.place(0, stop).stop)
 
 
 def tile_record(job: TileFile) -> manifest.TileRecord:

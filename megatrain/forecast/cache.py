@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from megatrain.forecast.generation import generation_bytes, reference_needs, with_generation
 from megatrain.forecast.needs import Needs, needs_of
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.simulate import STEADY, Forecast, forecast
@@ -78,7 +79,7 @@ class ForecastCache:
         key = (rates, placement, replace(workload, micro_batch=micro_batch), steps)
 
         def made() -> Forecast:
-            return forecast(
+            found = forecast(
                 self.model(workload),
                 machine,
                 placement,
@@ -89,5 +90,21 @@ class ForecastCache:
                 loss=workload.loss,
                 steps=steps,
             )
+            return found if workload.generation is None else self._generating(found, workload)
 
         return replace(self.once(key, made), machine=machine)
+
+    def _generating(self, found: Forecast, workload: Workload) -> Forecast:
+        """The forecast with what the workload generates between steps."""
+        asked, length, dtype = workload.generation, workload.sequence_length, workload.dtype
+        assert asked is not None
+        rows = min(workload.rows, asked.rows or workload.rows)
+        size = rows, length, asked.new_tokens
+        generated = self.once((dtype, size), lambda: generation_bytes(self.spec, dtype, *size))
+        reference = None
+        if asked.reference:
+            tokens = workload.rows * length
+            reference = self.once(
+                (dtype, tokens), lambda: reference_needs(self.spec, dtype, tokens)
+            )
+        return with_generation(found, generated, reference)

@@ -67,7 +67,6 @@ _WORKSPACES = 64 / 840
 # compiling. It is 1.8 to 4.0 GB in nine runs of 1.5B to 7B, whatever the size. Before it compiles
 # it has the second.
 PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_300_000_000, 1_100_000_000
-
 # On the CPU it is 0.51 GB with the smallest model (`megatrain train`).
 CPU_PROCESS_BYTES = 550_000_000
 
@@ -97,7 +96,7 @@ class Forecast:
             `kept attention`, `working set` (of one layer or the head), `lanes of the host`, `layer
             arguments`, `small buffers`, `libraries` (their workspaces), `allocator` (taken beyond
             what is in use), `context` (of the process; everything else is what `Engine.memory()`
-            counts).
+            counts); of rollouts `generation` (beyond a step's peak) and `reference model`.
         host_bytes: as `Engine.memory()` names them (`host_weights_bytes`, ...), and
             `host_process_bytes` for the process itself. Where the device is the CPU what would be
             in `device_bytes` is here (`host_working_set_bytes`, ...).
@@ -201,8 +200,6 @@ def forecast(
 ) -> Forecast:
     """One steady step of a model: the engine's own step, on a device that only keeps time.
 
-    Nothing is allocated and nothing computed.
-
     Args:
         measured: of the same model, compiled or not and in tiles as the placement says.
         rows: of a step.
@@ -243,8 +240,7 @@ def _memory(
     used = {place: num_bytes for place, num_bytes in run.peak_live.items() if num_bytes}
     context = machine.device_context_bytes
     if machine.unified:
-        lying = int(_LEFT_LYING * used.get(WORKING_SET, 0))
-        used["allocator"] = min(lying, _MOST_LEFT_LYING)
+        used["allocator"] = left_lying(used.get(WORKING_SET, 0))
         here = {f"host_{name.replace(' ', '_')}_bytes": size for name, size in used.items()}
         return {}, run.host_bytes | here
     return {
@@ -252,6 +248,11 @@ def _memory(
         **torch_bytes(used, context, in_tiles=in_tiles),
         "context": context + mapping_bytes(sum(run.host_bytes.values())),
     }, dict(run.host_bytes)
+
+
+def left_lying(worked_bytes: int) -> int:
+    """What the C library may keep on the CPU of memory that work has given back."""
+    return min(int(_LEFT_LYING * worked_bytes), _MOST_LEFT_LYING)
 
 
 def torch_bytes(

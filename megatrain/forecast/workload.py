@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.errors import InputError
-from megatrain.loss import CROSS_ENTROPY, Loss
+from megatrain.loss import CROSS_ENTROPY, Loss, PolicyLoss
 from megatrain.optim import AdamW, Rule
 from megatrain.placement import Placement, Precision
 from megatrain.plane_file import disk_bytes
@@ -25,6 +25,21 @@ _MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
+class Generation:
+    """Replies that the model makes of prompts between steps, as `megatrain train` does for GRPO.
+
+    Attributes:
+        new_tokens: of a reply, at most; with its prompt it has a row's.
+        rows: made together, at most; None: all of a step.
+        reference: whether a second, frozen model says log-probabilities of them.
+    """
+
+    new_tokens: int
+    rows: int | None = None
+    reference: bool = False
+
+
+@dataclass(frozen=True)
 class Workload:
     """The size of a step, how it is computed, and what it may take.
 
@@ -39,6 +54,7 @@ class Workload:
         disk_space: bytes that planes may take on a disk; None: what is free in `disk`.
         ranks: cards that train the model together, each with a step of this size.
         loss: of steps; forecasts ask whether it is joint, for which the head is visited twice.
+        generation: what is made between steps; None: nothing.
     """
 
     tokens_per_step: int = TOKENS
@@ -55,6 +71,7 @@ class Workload:
     disk_space: int | None = None
     loss: Loss = CROSS_ENTROPY
     ranks: int = 1
+    generation: Generation | None = None
 
     @classmethod
     def of_run(cls, run: "Config") -> "Workload":
@@ -69,6 +86,7 @@ class Workload:
             sequence_length=length,
             micro_batch=rows and rows * lines,
             loss=run.loss.loss(),
+            generation=_generation_of(run),
             clip=training.max_grad_norm is not None,
             precision=engine.precision,
             rule=run.optimizer.rule(),
@@ -100,6 +118,7 @@ class Workload:
             "sequence_length": self.sequence_length,
             "micro_batch": self.micro_batch,
             "loss": self.loss,
+            "generation": self.generation,
         }
 
     @property
@@ -150,6 +169,13 @@ class Workload:
                 f"{self.tokens_per_step:,} tokens a step are more than can be planned "
                 f"({_MOST_TOKENS:,}); from there on time grows with the tokens"
             )
+
+
+def _generation_of(run: "Config") -> Generation | None:
+    loss = run.loss.loss()
+    if not isinstance(loss, PolicyLoss):
+        return None
+    return Generation(loss.max_completion_length, run.rollout.batch_size, loss.beta > 0)
 
 
 def usual_micro_batch(sequence_length: int) -> int:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatrain.checkpoint import saved_numel
 from megatrain.forecast.workload import Workload
+from megatrain.model.adapters import adapted
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import PlaneKind, gradient_plane, tile_planes
 from megatrain.placement import Placement
@@ -28,7 +30,7 @@ class TileBytes:
         stays: whether the device keeps a copy of the weights.
         written: bytes that an update of one writes there.
         planes: bytes of one, by plane. Gradients that share room (no clipping) are in no tile.
-        saved: bytes of each plane that a checkpoint holds of one.
+        saved: bytes of each plane that a checkpoint holds of one; nothing of an adapter's base.
     """
 
     name: str
@@ -56,11 +58,16 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
     """All tiles of a training run, equal layers together."""
     layouts = Model.trained(spec, workload.rule).layouts
     kept, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
+    found = adapted(spec.capture.model)
+    frozen = [entry.name for layout in layouts for entry in layout.entries if entry.group is None]
+    base_left_out = found is not None and all(name in found.held for name in frozen)
     groups: dict[tuple, list[int]] = {}
     for index, (layout, rests) in enumerate(zip(layouts, resting(placement, layouts), strict=True)):
-        planes, saved = dict.fromkeys(PLANES, 0), tuple(plane.num_bytes(layout) for plane in kept)
-        for plane, num_bytes in zip(kept, saved, strict=True):
-            planes[plane.kind.value] += num_bytes
+        planes = dict.fromkeys(PLANES, 0)
+        for plane in kept:
+            planes[plane.kind.value] += plane.num_bytes(layout)
+        stop = layout.trainable_numel if base_left_out else layout.numel
+        saved = tuple(saved_numel(plane, layout, stop) * plane.dtype.itemsize for plane in kept)
         held = workload.clip and not workload.rule.directs(layout)
         if held or rests.gradient is Tier.DEVICE:
             planes[gradient.kind.value] = gradient.num_bytes(layout)

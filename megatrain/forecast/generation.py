@@ -1,0 +1,121 @@
+"""What replies to prompts take, before any is made: keys and values, and work on them.
+
+The model's own forward runs on fake tensors (shapes without data) as transformers' `generate` calls
+it: over the prompts, and for the last new token with the cache of all before it.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from megatrain.compat.torch import FakeTensorMode
+from megatrain.forecast.meta_program import (
+    ACTIVATIONS,
+    KEPT_ATTENTION,
+    KEPT_GRAPHS,
+    WORKING_SET,
+)
+from megatrain.forecast.needs import Needs, needs_of
+from megatrain.forecast.op_counter import OneAttention, OpCounter, foreseeing
+from megatrain.forecast.simulate import Forecast, left_lying
+from megatrain.model.program import ModelProgram
+from megatrain.model.spec import ModelSpec
+from megatrain.placement import Placement
+from megatrain.source.opened import Model
+
+# Of each logit while a token is drawn: in fp32 as it came, after the temperature, sorted, their
+# probabilities, and the sums of these; in int64 the order.
+_DRAWN_BYTES = 5 * 4 + 8
+
+
+_DONE = (ACTIVATIONS, KEPT_GRAPHS, KEPT_ATTENTION, WORKING_SET, "layer arguments")
+
+
+def with_generation(found: Forecast, generated_bytes: int, reference: Needs | None) -> Forecast:
+    """The forecast of a run that also generates, between steps: at the peak of either.
+
+    Args:
+        generated_bytes: as `generation_bytes` says.
+        reference: what a reference model takes, all of the time; None: there is none.
+    """
+    unified = found.machine.unified
+    there = found.host_parts if unified else found.device_bytes
+    own = generated_bytes + (left_lying(generated_bytes) if unified else 0)
+    done = (*_DONE, "allocator") if unified else _DONE
+    device = {"generation": max(0, own - sum(there.get(place, 0) for place in done))}
+    host = dict[str, int]()
+    if reference is not None:
+        device["reference model"] = sum(reference.device.values())
+        host["reference model"] = sum(reference.host.values())
+    if unified:
+        device, host = {}, dict(Counter(device) + Counter(host))
+    named = {f"host_{name.replace(' ', '_')}_bytes": size for name, size in host.items()}
+    return replace(
+        found, device_bytes=found.device_bytes | device, host_bytes=found.host_bytes | named
+    )
+
+
+def generation_bytes(
+    spec: ModelSpec, dtype: torch.dtype, rows: int, tokens: int, new_tokens: int
+) -> int:
+    """Bytes beside the weights, where the model computes, at the peak.
+
+    Args:
+        rows: prompts continued together, each with its reply of `tokens`, of which `new_tokens`
+            are the reply's. A layer's keys and values are there twice while they grow.
+
+    Raises:
+        NotForeseeable: what the model computes depends on its values.
+    """
+    counter, new = OpCounter(), min(new_tokens, tokens - 1)
+    with (
+        foreseeing("generation"),
+        spec.capture.with_layers() as model,
+        torch.no_grad(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        training = model.training
+        model.eval()
+        weights = {n: torch.empty(p.shape, dtype=dtype) for n, p in model.named_parameters()}
+        try:
+            with counter:
+                _forward(model, weights, rows, tokens - new)
+                prompts = counter.peak_bytes
+                past = _forward(model, weights, rows, tokens - 1).past_key_values
+                counter.restart()
+                last = _forward(model, weights, rows, 1, past, tokens - 1)
+        finally:
+            model.train(training)
+        drawn = rows * last.logits.shape[-1] * _DRAWN_BYTES
+        return max(prompts, counter.peak_bytes, counter.total_bytes + drawn)
+
+
+def _forward(
+    model: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    rows: int,
+    tokens: int,
+    past: Any = None,
+    before: int = 0,
+) -> Any:
+    """The output of `rows` rows of new tokens, of which `past` has the keys and values `before`."""
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    given: dict[str, Any] = {} if past is None else {"past_key_values": past}
+    given["attention_mask"] = torch.ones(rows, before + tokens, dtype=torch.int64)
+    taken = signature(model.forward).parameters
+    more = {"logits_to_keep": 1, "position_ids": ids}  # of padded rows, each has its own
+    given |= {name: value for name, value in more.items() if name in taken}
+    with OneAttention():
+        return functional_call(model, weights, (ids,), given | {"use_cache": True})
+
+
+def reference_needs(spec: ModelSpec, dtype: torch.dtype, tokens: int) -> Needs:
+    """What an engine takes that only runs the model, in steps of so many tokens."""
+    program = ModelProgram(spec, torch.device("cpu"), dtype)
+    model = Model.trained(spec, None)
+    return needs_of(model, program, Placement(), clip=False, tokens=tokens)

@@ -1,0 +1,155 @@
+"""What generation between steps takes, as it was foretold, and what saves of adapters take."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import finalize
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig, LlamaConfig
+
+import megatrain.api
+from megatrain import AdamW, DoesNotFit, Engine, Placement
+from megatrain.autoplace import fits
+from megatrain.autoplace.auto import foretold_on_cpu
+from megatrain.checkpoint import open_checkpoint
+from megatrain.compat.torch import pytree
+from megatrain.device import CpuDevice
+from megatrain.forecast.generation import generation_bytes, reference_needs
+from megatrain.forecast.workload import Generation, Workload
+from megatrain.generate import Sampling, continued
+from megatrain.model.build import empty_model
+from megatrain.model.probe import spec
+from megatrain.optim import RULES
+from megatrain.plan.tiles import tile_bytes
+from megatrain.source.opened import Model
+from megatrain.units import MIB
+
+ROWS, TOKENS, NEW = 24, 64, 16
+CONFIG = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=TOKENS,
+    eos_token_id=None,
+)
+PLACEMENT = Placement(slots=1)
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors that operations have made, at the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = {self._key(t) for t in pytree.tree_leaves((args, kwargs)) if _real(t)}
+        for tensor in filter(_real, pytree.tree_leaves(out)):
+            key = self._key(tensor)
+            if key in self.known or key in inputs:
+                continue
+            self.known.add(key)
+            size = tensor.untyped_storage().nbytes()
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            finalize(tensor.untyped_storage(), self._gone, key, size)
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+    @staticmethod
+    def _key(tensor: Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_generation_takes_what_is_foretold(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatrain.api, "_HELD", 0)  # weights are streamed
+    prompts = torch.randint(1, 500, (ROWS, TOKENS - NEW)).tolist()
+    prompts[0] = prompts[0][3:]
+    sampling = Sampling(max_new_tokens=NEW, temperature=0.7, top_p=0.9)
+    with Engine(CONFIG, precision=precision, placement=PLACEMENT, device="cpu") as engine:
+        given: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": ROWS}
+        continued(engine, prompts[:1], sampling, GenerationConfig(), **given)  # as it measures
+        with Alive() as alive:
+            made = continued(engine, prompts, sampling, GenerationConfig(), **given)
+    assert {len(row) for row in made} == {NEW}
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    told = generation_bytes(spec(empty_model(CONFIG)), dtype, ROWS, TOKENS, NEW)
+    assert 0.95 * told <= alive.peak <= told + 16 * ROWS  # whether a row goes on
+
+
+def workload(generation: Generation | None) -> Workload:
+    return Workload(ROWS * TOKENS, TOKENS, 1, generation=generation)
+
+
+def test_forecasts_count_replies_and_the_reference_model() -> None:
+    """What replies take beyond the work of a step; few of them take no more than a step."""
+    found = spec(empty_model(CONFIG))
+    plain, few, both = (
+        foretold_on_cpu(found, PLACEMENT, workload(asked))
+        for asked in (None, Generation(NEW, 1), Generation(NEW, reference=True))
+    )
+    assert plain and few and both
+    assert few.host_peak_bytes == plain.host_peak_bytes
+    frozen = reference_needs(found, torch.bfloat16, ROWS * TOKENS)
+    told = sum(frozen.host.values()) + sum(frozen.device.values())
+    assert both.host_parts["reference model"] == told
+    assert told >= 2 * sum(t.numel for t in Model.trained(found, None).layouts)
+    more = both.host_peak_bytes - plain.host_peak_bytes - told
+    assert more == both.host_parts["generation"] > 0
+
+
+def test_a_run_whose_replies_do_not_fit_is_refused_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = LlamaConfig(**CONFIG.to_dict() | {"vocab_size": 1 << 17})
+    told = foretold_on_cpu(spec(empty_model(config)), PLACEMENT, workload(None))
+    assert told is not None
+    parts, grows = told.host_growth
+    many = Generation(NEW, reference=True)
+    size = {"tokens_per_step": ROWS * TOKENS, "sequence_length": TOKENS, "micro_batch": 1}
+
+    available = sum(parts.values()) + grows + MIB
+    monkeypatch.setattr(fits, "host_available_bytes", lambda limit: available)
+
+    def opened(generation: Generation | None) -> None:
+        given: dict[str, Any] = size | {"optimizer": AdamW(), "generation": generation}
+        Engine(config, placement=PLACEMENT, device="cpu", **given).close()
+
+    opened(None)
+    monkeypatch.setattr(CpuDevice, "host", lambda *_, **__: pytest.fail("allocated"))
+    with pytest.raises(DoesNotFit, match="host memory: at least .* too few"):
+        opened(many)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_plan_knows_that_saves_leave_the_base_of_an_adapter_out(rule: str, tmp_path: Any) -> None:
+    empty_model(CONFIG).to_empty(device="cpu").save_pretrained(tmp_path / "base")
+    keys = {"r": 4, "target_modules": "all-linear"}
+    with Engine(
+        tmp_path / "base", adapter=keys, optimizer=RULES[rule](), placement=PLACEMENT, device="cpu"
+    ) as engine:
+        engine.save(tmp_path / "saved")
+        tiles = tile_bytes(engine._spec, PLACEMENT, Workload(rule=RULES[rule]()))
+    manifest = open_checkpoint(tmp_path / "saved").manifest
+    planes = [plane for tile in manifest.tiles for plane in tile.planes.values()]
+    sizes = {"BF16": 2, "I16": 2, "F32": 4}
+    saved = sum(plane.numel * sizes[plane.dtype] for plane in planes)
+    assert saved == sum(tile.count * sum(tile.saved) for tile in tiles) > 0
