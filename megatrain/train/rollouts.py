@@ -22,11 +22,13 @@ from megatrain.config import Config, step_loss
 from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
+from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import InputError
 from megatrain.generate import Sampling, continued, stop_ids
 from megatrain.loss import IGNORED, PolicyLoss, num_labelled
 from megatrain.seeds import derived_seed
 from megatrain.train.rewards import Rewards, measured
+from megatrain.train.sharing import from_first, logprobs
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +66,18 @@ class Rollouts:
         loader: StepLoader,
         reference: Engine | None,
         total_steps: int,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """Args: `loader` gives prompts; `reference`: an engine with the reference model."""
+        """Args: `loader` gives prompts; `reference`: an engine with the reference model.
+
+        Several `ranks` make the same replies together; the first one rewards them.
+        """
         loss = step_loss(config.loss, config.rollout)
         assert isinstance(loss, PolicyLoss)
         self._loss, self._engine, self._reference = loss, engine, reference
         self._settings, self._seed = config.rollout, config.training.seed
         self._tokenizer, self._loader, self._total = tokenizer, loader, total_steps
-        self._rewards = rewards
+        self._rewards, self._ranks = rewards, ranks
         self._pad = pad_id(tokenizer, engine.vocab_size)
         length = config.data.sequence_length
         self._layout = Layout("chat", length, False, "error", self._pad)
@@ -219,14 +225,22 @@ class Rollouts:
         ]
         names = dict.fromkeys(name for reply in replies for name in reply.row.beside)
         beside = {name: [r.row.beside.get(name) for r in replies] for name in names}
-        return self._rewards.of(
-            [reply.row.prompt for reply in replies],
-            said,
-            completion_ids=[reply.ids for reply in replies],
-            trainer_state=TrainerState(global_step=step - 1, max_steps=self._total),
-            log_metric=lambda name, value: _log_metric(told, name, value),
-            **beside,
-        )
+
+        def rewarded() -> tuple[Tensor, dict[str, Any]]:
+            logged: dict[str, Any] = {}
+            found = self._rewards.of(
+                [reply.row.prompt for reply in replies],
+                said,
+                completion_ids=[reply.ids for reply in replies],
+                trainer_state=TrainerState(global_step=step - 1, max_steps=self._total),
+                log_metric=lambda name, value: _log_metric(logged, name, value),
+                **beside,
+            )
+            return found, logged
+
+        each_RF, logged = from_first(self._ranks, rewarded)  # functions may do more than reward
+        told |= logged
+        return each_RF
 
     def _with_logprobs(self, replies: Sequence[Reply]) -> tuple[Step, Tensor, list[int]]:
         """Micro-batches, of like length; the divergence of each reply; which they are, in order."""
@@ -240,9 +254,11 @@ class Rollouts:
         if all((micro["labels"] == IGNORED).all() for micro in made):
             old = reference = [torch.zeros(micro["labels"].shape) for micro in made]
         else:
-            at = {"temperature": self._loss.temperature}
-            old = self._engine.logprobs(plain, **at)
-            reference = old if self._reference is None else self._reference.logprobs(plain, **at)
+            at: dict[str, Any] = {"temperature": self._loss.temperature}
+            old = logprobs(self._engine, plain, self._ranks, **at)
+            reference = old
+            if self._reference is not None:
+                reference = logprobs(self._reference, plain, self._ranks, **at)
         for micro, own, theirs, part in zip(made, old, reference, parts, strict=True):
             divergence[part] = (own.double() - theirs.double()).sum(1)
             micro["old_logp"] = own

@@ -46,8 +46,8 @@ class SecondModel:
         self._engine.close()
 
 
-def begun_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """The model as the run begins, in an engine that trains nothing."""
+def begun_model(config: Config, tokenizer: PreTrainedTokenizerBase, group: Any = None) -> Engine:
+    """The model as the run begins, in an engine that trains nothing; `group`: as `Engine`'s."""
     section, source = named_model(config.model)
     log.info("the reference model rests in host memory beside the one that is trained")
     return Engine(
@@ -62,6 +62,7 @@ def begun_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
         host_memory=config.engine.host_memory,
         trust_remote_code=config.model.trust_remote_code,
         attn_implementation=config.model.attn_implementation,
+        group=group,
     )
 
 

@@ -148,7 +148,7 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
         total_steps=total_steps,
         resumed=start.state if start else None,
         ranks=ranks,
-        rollouts=_rollouts(config, rewards, tokenizer, engine, loader, total_steps, start),
+        rollouts=_rollouts(config, rewards, tokenizer, engine, loader, total_steps, start, ranks),
         second=second,
     )
 
@@ -166,14 +166,15 @@ def _rollouts(
     loader: StepLoader,
     total_steps: int,
     start: Start | None,
+    ranks: Ranks,
 ) -> Rollouts | None:
     """What makes replies; the reference is the model as the run began, in an engine of its own."""
     if config.loss.kind != "prompts":
         return None
     reference = None
     if config.loss.beta:
-        reference = begun_model(config, tokenizer)
-    made = Rollouts(config, rewards, engine, tokenizer, loader, reference, total_steps)
+        reference = begun_model(config, tokenizer, ranks.host)
+    made = Rollouts(config, rewards, engine, tokenizer, loader, reference, total_steps, ranks)
     if start is not None:
         made.load_state_dict(start.state.rollouts)
         made.step = start.state.step

@@ -1,9 +1,9 @@
 """What each of several ranks does of a run; all else is rank 0's."""
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from megatrain.config import Config
 from megatrain.data import Step
 from megatrain.distributed import Ranks, require_same
 from megatrain.errors import InputError
-from megatrain.loss import IGNORED, PolicyLoss
+from megatrain.loss import IGNORED
 
 T = TypeVar("T")
 
@@ -27,12 +27,17 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
     require_same(ranks.exchange(given))
     unable = {
         "engine.disk": config.engine.disk is not None,
-        f"loss.name {config.loss.name}": isinstance(config.loss.loss(), PolicyLoss),
         "callbacks": callbacks,
     }
     for name, wanted in unable.items():
         if wanted:
             raise InputError(f"{name} is not for several ranks yet; leave it out, or take one")
+    replies = config.training.batch_size * config.loss.lines
+    if config.loss.kind == "prompts" and replies < ranks.size:
+        raise InputError(
+            f"a step of {replies} replies has none for some of {ranks.size} ranks; raise "
+            "training.batch_size"
+        )
 
 
 def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
@@ -45,12 +50,15 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
     if ranks.size == 1:
         return step
     ends = list(accumulate(micro["input_ids"].numel() for micro in step))
-    middles = [end - micro["input_ids"].numel() / 2 for end, micro in zip(ends, step, strict=True)]
-    own = [
-        micro
-        for middle, micro in zip(middles, step, strict=True)
-        if int(middle * ranks.size / ends[-1]) == ranks.rank
-    ]
+    own, at = [], -1
+    for number, (micro, end) in enumerate(zip(step, ends, strict=True)):
+        middle = end - micro["input_ids"].numel() / 2
+        fair = int(middle * ranks.size / ends[-1])
+        if len(step) >= ranks.size:  # each has one: none is passed over, and some are left
+            fair = max(min(fair, at + 1), number + ranks.size - len(step))
+        at = fair
+        if at == ranks.rank:
+            own.append(micro)
     if own:
         return own
     row = {name: value[:1] for name, value in step[0].items()}
@@ -61,38 +69,47 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
     return [row]
 
 
-def same_rows(
-    ranks: Ranks, make: Callable[[], tuple[Step, Mapping[str, Any]]]
-) -> tuple[Step, Mapping[str, Any]]:
-    """What `make` gives: the rows of a step, of which each rank then takes its part.
+def enough(step: Step, ranks: Ranks) -> Step:
+    """The same rows in a micro-batch for each rank at least, as far as there are rows."""
+    made = list(step)
+    while len(made) < ranks.size:
+        rows = [len(micro["input_ids"]) for micro in made]
+        if (most := max(rows)) == 1:
+            break
+        at, first = rows.index(most), most - most // 2
+        cut = [
+            {n: v[part] for n, v in made[at].items()} for part in (slice(first), slice(first, None))
+        ]
+        made[at : at + 1] = cut
+    return made
 
-    Raises:
-        InputError: a rank has other rows than rank 0.
-        MegatrainError: `make` raises it on some rank; then all ranks raise.
-    """
-    if ranks.size == 1:
-        return make()
-    made: list[tuple[Step, Mapping[str, Any]]] = []
 
-    def checksum() -> dict[str, str]:
-        made.append(make())
-        tensors = [micro[name] for micro in made[0][0] for name in sorted(micro)]
-        found = 0
-        for each in tensors:
-            found = zlib.crc32(each.contiguous().numpy().data, found)
-        return {"checksum of the step's rows": str(found)}
-
-    require_same(ranks.agree(checksum))
+def by_all(ranks: Ranks, make: Callable[[], T]) -> T:
+    """What this rank makes; raises MegatrainError: it, or another rank, cannot."""
+    made: list[T] = []
+    ranks.agree(lambda: made.append(make()))
     return made[0]
 
 
-def logprobs(engine: Engine, step: Step, ranks: Ranks, *, scores: bool = False) -> list[Tensor]:
+def check_rows(ranks: Ranks, step: Step) -> None:
+    """Raises InputError: a rank has read, or made, other rows than rank 0."""
+    if ranks.size == 1:
+        return
+    found = 0
+    for each in (micro[name] for micro in step for name in sorted(micro)):
+        found = zlib.crc32(each.contiguous().numpy().data, found)
+    require_same(ranks.exchange({"checksum of the step's rows": str(found)}))
+
+
+def logprobs(
+    engine: Engine, step: Step, ranks: Ranks, *, scores: bool = False, temperature: float = 1.0
+) -> list[Tensor]:
     """As `Engine.logprobs`, of all micro-batches and on all ranks, which share the work.
 
     Args: `scores`: as `Engine.rewards`.
     """
     own = part_of(step, ranks)
-    found = (engine.rewards if scores else engine.logprobs)(own)
+    found = engine.rewards(own) if scores else engine.logprobs(own, temperature=temperature)
     if not any(own[0] is micro for micro in step):
         found = []  # of the row without a label
     return [each for part in ranks.exchange(found) for each in part]

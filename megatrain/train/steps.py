@@ -16,7 +16,7 @@ from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.bad_steps import BadSteps
 from megatrain.train.resume import RunState
 from megatrain.train.setup import Job
-from megatrain.train.sharing import part_of, same_rows
+from megatrain.train.sharing import by_all, check_rows, enough, part_of
 from megatrain.train.timeline import RunTimeline
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class Steps:
         try:
             rows, made = self._rows(step)
             tokens = sum(micro["input_ids"].numel() for micro in rows)
+            rows = enough(rows, job.ranks)
             own = part_of(rows, job.ranks, counted=job.engine.balances_experts)
             result = self._measured(step, own)
         except StepRefused as error:
@@ -92,16 +93,16 @@ class Steps:
 
     def _rows(self, step: int) -> tuple[Step, Mapping[str, Any]]:
         """Micro-batches of all ranks, and what the log says of how they were made."""
-        rollouts, second = self._job.rollouts, self._job.second
-
-        def make() -> tuple[Step, Mapping[str, Any]]:
-            if rollouts is not None:
-                return rollouts.take(step)
-            rows = next(self._job.loader)
-            return (rows, {}) if second is None else second.beside(rows)
-
+        job, made = self._job, {}  # type: ignore[var-annotated]
         try:
-            return same_rows(self._job.ranks, make)
+            if job.rollouts is not None:
+                rows, made = job.rollouts.take(step)
+            else:
+                rows = by_all(job.ranks, lambda: next(job.loader))
+            if job.second is not None:
+                rows, made = job.second.beside(rows)
+            check_rows(job.ranks, rows)
+            return rows, made
         except (RunFailed, DoesNotFit):  # of replies that were to be made
             raise
         except Exception as error:

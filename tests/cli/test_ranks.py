@@ -1,5 +1,6 @@
 """A run of several ranks is that of one, whatever happens to a rank on the way."""
 
+import itertools
 import os
 import signal
 import time
@@ -23,7 +24,7 @@ from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.launch import joined
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
-from megatrain.train.sharing import part_of
+from megatrain.train.sharing import enough, part_of
 from megatrain.train.steps import Steps
 from tests.cli.cases import sets
 from tests.parity.ranks import run_ranks
@@ -207,18 +208,54 @@ def test_every_micro_batch_is_one_ranks_own() -> None:
             assert found
 
 
-@pytest.mark.parametrize(
-    ("key", "callbacks"), [("engine.disk=/tmp", []), ("engine.disk=null", [object()])]
+FEW = (
+    *("loss.name=grpo", "loss.num_generations=2", "loss.max_completion_length=8"),
+    "rollout.rewards=[few.py:few]",
 )
-def test_what_ranks_cannot_do_yet_is_refused_by_name(run_file, key, callbacks) -> None:
+
+
+def test_micro_batches_are_cut_for_ranks_that_would_have_none() -> None:
+    """As far as there are rows, each of which comes once and in its order."""
+    numbers = torch.arange(9)[:, None] + torch.zeros(9, 2).long()
+    for rows, count, wanted in (
+        ((5, 3, 1), 3, [5, 3, 1]),
+        ((5, 3, 1), 5, [2, 1, 2, 3, 1]),
+        ((9,), 2, [5, 4]),
+        ((1, 1), 4, [1, 1]),
+    ):
+        parts = numbers[: sum(rows)].split(rows)
+        found = enough([{"input_ids": p, "labels": p + 1} for p in parts], Alike(0, count))
+        assert [len(each["input_ids"]) for each in found] == wanted
+        for name, more in (("input_ids", 0), ("labels", 1)):
+            joined = torch.cat([each[name] for each in found])
+            assert torch.equal(joined, numbers[: sum(rows)] + more)
+
+
+def test_each_rank_has_a_micro_batch_if_there_are_enough() -> None:
+    """However uneven they are."""
+    for sizes in itertools.product((1, 9, 90), repeat=4):
+        step = [{"input_ids": torch.ones(1, n).long(), "labels": torch.ones(1, n)} for n in sizes]
+        parts = [part_of(step, Alike(rank, 3)) for rank in range(3)]
+        assert [id(each) for part in parts for each in part] == [id(each) for each in step]
+
+
+@pytest.mark.parametrize(
+    ("changed", "callbacks", "told"),
+    [
+        (["engine.disk=/tmp"], [], "engine.disk is not for several ranks"),
+        ([], [object()], "callbacks is not for several ranks"),
+        ([*FEW, "training.batch_size=4"], [], "a step of 8 replies has none for some of 9 ranks"),
+    ],
+)
+def test_what_ranks_cannot_do_yet_is_refused_by_name(run_file, changed, callbacks, told) -> None:
     @contextmanager
     def joined() -> Iterator[Any]:
-        yield Alike(0, 2)
+        yield Alike(0, 9)
 
-    config = load(run_file, [key])
+    config = load(run_file, changed)
     with (
         mock.patch("megatrain.train.loop.joined", joined),
-        pytest.raises(InputError, match="callbacks" if callbacks else "engine.disk"),
+        pytest.raises(InputError, match=told),
     ):
         train(config, "run", callbacks=callbacks)
 

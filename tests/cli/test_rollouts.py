@@ -14,9 +14,12 @@ from transformers import TrainerCallback
 
 import megatrain as package
 from megatrain.config import RolloutSection, load, step_loss
+from megatrain.errors import RunFailed
 from megatrain.train.rewards import Rewards, measured
 from megatrain.train.rollouts import _log_metric
 from tests.cli.cases import SENTENCES, sets, tiny_llama
+from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
+from tests.parity.ranks import run_ranks
 from tests.structure.source_tree import ROOT
 
 REWARDS = """
@@ -405,3 +408,36 @@ def test_the_example_is_a_run_file_whose_rewards_tell_right_from_wrong():
     each = rewards.of(["q"] * 3, replies, **beside)
     assert each.tolist() == [[1, 1], [0, 1], [0, 0]]
     torch.testing.assert_close(rewards.together(each), torch.tensor([1.2, 0.2, 0]).double())
+
+
+def test_ranks_learn_from_the_replies_of_one(megatrain, rollout_file, tmp_path):
+    """Two stop between two steps of the same replies, three go on; one rank alone rewards."""
+    file = rollout_file(LOSSES["grpo"] | {"loss_type": "grpo"}, ("short", "note"))
+    with (tmp_path / "rewards.py").open("a") as module:
+        module.write(NOTE)
+    changed = [part for each in CHANGED for part in ("--set", each)]
+    one = megatrain("train", file, *changed, *sets(output__folder="one"))
+    assert one.exit_code == 0, one.output
+    noted = (tmp_path / "noted").read_text()
+    (tmp_path / "noted").unlink()
+    for size, resume in ((2, False), (3, True)):
+        (tmp_path / str(size)).mkdir()
+        at = None if resume else stopped_at(0)
+        work = run_of(file, str(tmp_path / "several"), resume=resume, at=at)
+        assert (
+            run_ranks(size, tmp_path / str(size), work) == ["None" if resume else "SIGTERM"] * size
+        )
+    assert (tmp_path / "noted").read_text() == noted != ""
+    assert_same_run(tmp_path / "one", tmp_path / "several")
+    for mine, other in zip(read(tmp_path / "several"), read(tmp_path / "one"), strict=True):
+        for name in ("reward", "rewards/short/std", "completions/mean_length", "kl"):
+            wanted = pytest.approx(other.get(name, 0), rel=1e-4, abs=1e-7)
+            assert mine.get(name, 0) == wanted, name
+    broken = rollout_file(LOSSES["grpo"], ("broken",))
+    (tmp_path / "broken").mkdir()
+
+    def fails(group):
+        with pytest.raises(RunFailed, match="reward broken failed: KeyError"):
+            run_of(broken, str(tmp_path / "none"))(group)
+
+    run_ranks(2, tmp_path / "broken", fails)
