@@ -305,7 +305,7 @@ def _run(
         store, parts = _assemble(device, measured, model, placement, counter, clip, joint=joint)
         spans, end = list[Span](), device.now
         # Of updates beside which a disk reads weights the third step is the first to know.
-        for _ in range(steps + (placement.disk_weights > 0)):
+        for _ in range(steps + (steps >= STEADY and placement.disk_weights > 0)):
             costs.slow_down(spans)
             device.spans = [span for span in device.spans if span.end > end]
             begin = end

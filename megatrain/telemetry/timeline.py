@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 # A stream is idle from here on; below, the gap is the launch of the next piece of work.
 SHORTEST_GAP_SECONDS = 50e-6
@@ -15,8 +15,7 @@ SHORTEST_GAP_SECONDS = 50e-6
 _KEY = re.compile(r"\S*\(.*\)")  # in a name: which layer's, which micro-batch's
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One piece of work on a stream.
 
     Attributes:
