@@ -19,7 +19,7 @@ from megatrain.model.fingerprint import value_of
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.spec import PROBE_SHAPE
 from megatrain.model.unsupported import Change, Unsupported, Watch
-from megatrain.model.zeros import zero_pages
+from megatrain.model.zeros import ZeroProducts, zero_pages
 
 
 def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Size]) -> None:
@@ -85,10 +85,11 @@ def _last_positions(capture: Capture) -> Tensor | None:
 def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Run a kind once, on zeros: what it returns, and whether it keeps anything to itself."""
     buffers = dict(module.named_buffers())
-    weights = {name: zero_pages(p.shape) for name, p in module.named_parameters()} | buffers
+    zeros = {name: zero_pages(p.shape) for name, p in module.named_parameters()}
+    weights = zeros | buffers
     watch, versions = Watch(kind.module, path), [version_of(b) for b in buffers.values()]
     randomness = OtherRandomness()
-    with torch.no_grad():
+    with torch.no_grad(), ZeroProducts(zeros.values()):
         kind.example = kind.call(weights, args, kwargs)
         changes = watch.changes()
         for change in changes:

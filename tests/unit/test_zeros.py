@@ -1,12 +1,15 @@
 """Learning a large model's structure takes neither its memory nor its time."""
 
 import psutil
+import pytest
 import torch
+import torch.nn.functional as F
 from transformers import DeepseekV3Config
 
 from megatrain.cli.shapes import qwen2_config
+from megatrain.model import zeros
 from megatrain.model.probe import spec
-from megatrain.model.zeros import zero_pages
+from megatrain.model.zeros import ZeroProducts, zero_pages
 from megatrain.source.source import open_source
 from megatrain.telemetry.memory import peak_process_bytes
 
@@ -18,6 +21,35 @@ def test_zeros_are_zero_and_take_no_memory():
     assert float(zeros.detach().abs().sum()) == 0.0
     assert psutil.Process().memory_info().rss - before < 100 << 20  # of 1 GiB
     assert torch.equal(zero_pages((2, 3)), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("bias", [None, torch.arange(3.0)])
+def test_products_with_zeros_are_what_torch_computes(bias: torch.Tensor | None) -> None:
+    """Where the input is not finite, too; other weights are multiplied as ever."""
+    nothing, ones = zero_pages((3, 4)), torch.ones(3, 4)
+    x = torch.tensor([[1.0, 2, 3, 4], [1, torch.nan, 3, 4], [torch.inf, 2, 3, 4]])[None]
+    for weight in (nothing, ones):
+        real = F.linear(x, weight, bias)
+        with ZeroProducts([nothing]):
+            found = F.linear(x, weight, bias)
+        torch.testing.assert_close(found, real, rtol=0, atol=0, equal_nan=True)
+        assert found.is_contiguous()
+
+
+def test_the_structure_of_a_layer_is_learned_without_its_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, computed = open_source(qwen2_config("0.5b", layers=1)), zeros._product_with_zeros
+    spared = list[str]()
+
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        spared.append("x".join(map(str, weight.shape)))
+        return computed(x, weight, bias)
+
+    monkeypatch.setattr(zeros, "_product_with_zeros", product)
+    [layer] = spec(source.model).layers
+    weights = ["x".join(map(str, p.shape)) for p in layer.module.parameters() if p.dim() == 2]
+    assert len(spared) == 7 and sorted(spared) == sorted(weights)
 
 
 def test_the_structure_of_72_billion_parameters_is_learned_in_little_memory():
