@@ -117,6 +117,7 @@ class LossSection(Section):
     desirable_weight: Annotated[float, Field(ge=0)] | None = None
     undesirable_weight: Annotated[float, Field(ge=0)] | None = None
     center_rewards_coefficient: Annotated[float, Field(gt=0)] | None = None
+    margin: bool | None = None
     epsilon: float | None = None
     epsilon_high: float | None = None
     delta: float | None = None
@@ -173,9 +174,9 @@ class LossSection(Section):
         return LabelSmoothing(self.label_smoothing) if self.label_smoothing else CROSS_ENTROPY
 
     @property
-    def kind(self) -> Literal["pairs", "rated", "prompts"] | None:
+    def kind(self) -> Literal["pairs", "margins", "rated", "prompts"] | None:
         """Of data, that it needs; None: texts or chats."""
-        return _KINDS.get(self.name, "pairs")
+        return "margins" if self.margin else _KINDS.get(self.name, "pairs")
 
     @property
     def lines(self) -> int:

@@ -56,7 +56,7 @@ class Encoder:
             if not isinstance(said, Rated):
                 return [self._encoded(found)]
             return [
-                self._encoded(found._replace(example=reply))._replace(good=good)
+                self._encoded(found._replace(example=reply))._replace(good=good, margin=said.margin)
                 for reply, good in zip(said.replies, said.good, strict=True)
             ]
         except InputError as error:

@@ -5,13 +5,13 @@ are those of TRL's dataset formats, OpenAI's chat, Alpaca and ShareGPT (as LLaMA
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from megatrain.data.conversation import SPEAKERS, Conversation, Message, from_json, messages, tools
 from megatrain.data.sources import Kind
 from megatrain.data.tables import Row
-from megatrain.data.unheeded import empty, refuse_unheeded, says_training
+from megatrain.data.unheeded import empty, listed, number, objects, refuse_unheeded, says_training
 from megatrain.errors import InputError
 
 Fields = Mapping[str, str | None]
@@ -25,10 +25,11 @@ class Completion(NamedTuple):
 
 
 class Rated(NamedTuple):
-    """Replies to one prompt, each with the prompt, and which of them are good."""
+    """Replies to one prompt, each with the prompt, and which of them are good, by how much."""
 
     replies: Sequence[Conversation | Completion]
     good: Sequence[bool]
+    margin: float = 0.0
 
 
 Example = str | Conversation | Completion | Rated
@@ -126,6 +127,10 @@ def _pair(row: Row, where: str) -> Rated:
         prompt = said or asked
     rows = [{**row, "prompt": prompt, "completion": reply} for reply in replies]
     return Rated([_prompt_completion(each, where) for each in rows], [True, False])
+
+
+def _pair_with_margin(row: Row, where: str) -> Rated:
+    return _pair(row, where)._replace(margin=number(row["margin"], "margin", where))
 
 
 def _rated(row: Row, where: str) -> Rated:
@@ -236,13 +241,14 @@ PAIRS = Format(
     "preferences", "pairs", {"chosen": ("chosen",), "rejected": ("rejected",)},
     {"prompt": ("prompt",), **_PROMPTED}, _pair,
 )  # fmt: skip
+MARGINS = replace(PAIRS, needs={**PAIRS.needs, "margin": ("margin",)}, read=_pair_with_margin)
 RATED = Format(
     "rated replies", "rated",
     {"prompt": ("prompt",), "completion": ("completion",), "label": ("label", "kto_tag")},
     _PROMPTED, _rated,
 )  # fmt: skip
-_OF_REPLIES = {"pairs": (PAIRS,), "rated": (RATED, PAIRS)}
-_EVERY = (*FORMATS, PAIRS, RATED)
+_OF_REPLIES = {"pairs": (PAIRS,), "margins": (MARGINS,), "rated": (RATED, PAIRS)}
+_EVERY = (*FORMATS, MARGINS, RATED)
 KNOWN = sorted({name for form in _EVERY for name in (*form.needs, *form.may)})
 _NAMES = {
     a for form in _EVERY for names in (form.needs, form.may) for n in names.values() for a in n
@@ -289,6 +295,8 @@ class Reading:
             if mapped <= {*form.needs, *form.may} and form.names(row, self.fields, where):
                 self._refuse_message(form, row, where)
                 return form
+        if self.kind == "margins" and PAIRS.names(row, self.fields, where):
+            raise InputError(f"{where}: no 'margin' beside the replies: add it, or no loss.margin")
         self._refuse_known(row, where)
         names = [n for n in row if self.fields.get(n, n) is not None]
         raise InputError(
@@ -363,7 +371,7 @@ class Reading:
 
     def _perhaps(self, row: Row, forms: Sequence[Format], where: str) -> str:
         """What to write where a field has other capitals or spaces than ours, or holds a list."""
-        for name in (n for n, v in row.items() if isinstance(v, list) and _all_objects(v)):
+        for name in (n for n, v in row.items() if isinstance(v, list) and objects(v)):
             if {"role", "from"} & set(row[name][0]):
                 return f": perhaps data.fields: {{messages: {name}}}"
             return f": perhaps {name!r} has the rows: jq -c '.{name}[]' FILE > rows.jsonl"
@@ -385,12 +393,3 @@ class Reading:
                 f"{where}: a prompt alone has no reply to learn: give a 'completion' (or train on "
                 "the prompts as text with data.fields: {text: prompt})"
             )
-
-
-def _all_objects(values: list[Any]) -> bool:
-    return bool(values) and all(isinstance(each, dict) for each in values)
-
-
-def listed(names: Sequence[str] | Row) -> str:
-    """The first names, on one line whatever is in them."""
-    return ", ".join(f"{name!r:.40}" for name in [*names][:12]) or "none (or null)"

@@ -13,19 +13,20 @@ from megatrain.data.choosing import choose
 from megatrain.data.dataset import Layout, Overlong, PackedDataset
 from megatrain.data.encoder import Encoder
 from megatrain.data.examples import BadRows, Examples, say_left_out
-from megatrain.data.formats import Fields, Reading, listed
+from megatrain.data.formats import Fields, Reading
 from megatrain.data.packing import Ints, mixed
 from megatrain.data.preferences import REPLIES, ReplyDataset
 from megatrain.data.sources import Kind, Source, find_files, load_hub
 from megatrain.data.store import Progress, TokenStore, open_store
 from megatrain.data.stream import Stream, StreamSettings
 from megatrain.data.tokenizer import identity, pad_id
+from megatrain.data.unheeded import listed
 from megatrain.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 11  # of the kept tokens: raise it when the same input gives other tokens
+_FORMAT = 12  # of the kept tokens: raise it when the same input gives other tokens
 _log = logging.getLogger("megatrain.data")
 
 
@@ -58,7 +59,8 @@ def open_dataset(
         cache_dir: the folder for tokens; safe to delete between runs.
         packing: several documents share a row without seeing one another; text is cut where a row
             is full, conversations stay whole; replies that are compared or rated share none.
-        kind: "text": documents; "chat": replies; "auto": by the fields; "pairs", "rated": compared.
+        kind: "text": documents; "chat": replies; "auto": by the fields; "pairs", "rated": compared;
+            "margins": pairs, each with a number.
         text_field: the same as fields {"text": ...}.
         fields: our name of a field -> the data's, or None: passed over on purpose.
         bad_rows: end at the first that cannot be used, or leave them out and list them.
@@ -80,7 +82,7 @@ def open_dataset(
     encoder = Encoder(tokenizer, vocab_size)
     store = _tokens(examples, encoder, settings, Path(cache_dir).expanduser(), progress)
     _say(store.notes)
-    found: Any = kind if kind in REPLIES else store.notes["kind"]
+    found: Any = REPLIES.get(kind) or store.notes["kind"]
     packs = packing and kind not in REPLIES
     layout = Layout(found, sequence_length, packs, overlong, pad_id(tokenizer, vocab_size))
     documents, part = choose(store, layout, seed), f"seed {seed}"

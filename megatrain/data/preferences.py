@@ -10,7 +10,9 @@ from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.packing import Ints
 from megatrain.loss import IGNORED, KTO, PairLoss, Reward
 
-REPLIES = ("pairs", "rated")
+REPLIES = {"pairs": "pairs", "margins": "pairs", "rated": "rated"}
+"""Kinds of data with replies, and which of them rows are laid out as."""
+
 PLAIN = ("input_ids", "labels", "attention_mask")
 _NUMBERS = ("pair", "example")
 
@@ -65,6 +67,10 @@ class ReplyDataset(PackedDataset):
         for name in self.loss.inputs:
             if name in of_lines:
                 made[name] = of_lines[name][:, None].expand(labels.shape).float().contiguous()
+        if "margin" in self.loss.inputs:
+            firsts = [int(self._segments(row).document[0]) for row in rows for _ in range(lines)]
+            margins = torch.tensor([self.store.margin(document) for document in firsts])
+            made["margin"] = margins[:, None].expand(labels.shape).float().contiguous()
         if self.reference is not None:
             made["reference_logp"] = at_first_label(self.reference[list(rows)].view(-1), labels)
         if "reply" in self.loss.inputs:  # of chosen texts the prompts are learnt as well

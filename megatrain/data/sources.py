@@ -14,7 +14,7 @@ from megatrain.errors import InputError, first_line
 _log = logging.getLogger("megatrain.data")
 
 Format = Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "hub"]
-Kind = Literal["auto", "text", "chat", "pairs", "rated", "prompts"]
+Kind = Literal["auto", "text", "chat", "pairs", "margins", "rated", "prompts"]
 
 _SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonlines": "jsonl", ".json": "json", ".csv": "csv",

@@ -32,7 +32,8 @@ _log = logging.getLogger("megatrain.data")
 _TOKEN = np.dtype("<i4")
 # first_target: place in the document of the first token to predict, -1 if there is none
 _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
-                    ("line", "<i8"), ("source", "<i4"), ("good", "<i4")])  # fmt: skip
+                    ("line", "<i8"), ("source", "<i4"), ("good", "<i4"),
+                    ("margin", "<f8")])  # fmt: skip
 
 
 class Store(ABC):
@@ -73,6 +74,10 @@ class Store(ABC):
     def is_good(self, document: int) -> bool:
         """Whether a reply is the better of two, or a good one."""
         return bool(self._record(document)["good"])
+
+    def margin(self, document: int) -> float:
+        """By how much the better reply of its pair is so."""
+        return float(self._record(document)["margin"])
 
     def place(self, document: int) -> str:
         """`file:line` of a document."""
@@ -255,7 +260,8 @@ def _record(document: Document, begin: int) -> NDArray[Any]:
     targets = _targets(document)
     first = int(targets.argmax()) if targets.any() else -1
     end = begin + len(document.ids)
-    values = begin, end, first, document.line, document.source, document.good
+    of_row = document.line, document.source, document.good, document.margin
+    values = begin, end, first, *of_row
     return np.array([values], _RECORD)
 
 

@@ -18,6 +18,7 @@ class Document(NamedTuple):
 
     ids: [n] int32. targets: [n] bool; a document without any true one has nothing to learn from.
     good: of replies that are compared or rated, whether it is the better one, or a good one.
+    margin: by how much the better of its pair is so.
     """
 
     source: int
@@ -25,6 +26,7 @@ class Document(NamedTuple):
     ids: NDArray[np.int32]
     targets: NDArray[np.bool_]
     good: bool = True
+    margin: float = 0.0
 
 
 class TextEncoder:

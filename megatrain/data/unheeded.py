@@ -4,7 +4,7 @@ A row that is trained as if such a field were not there is trained wrongly witho
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatrain.errors import InputError
@@ -17,6 +17,8 @@ _TOKENS = "rows of tokens are not read: give their text"
 _WEIGHTS = "only a 'weight' of 0 or 1 on a message is heeded: leave it out, or the row"
 _MEDIA = "only text is trained: leave it out, or the row"
 _PLACE = "it is not read: make it part of the messages or of 'tools'"
+
+_LARGE = 1e30  # no number of a row is as large; infinity is
 
 _OF_MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA)
 _ROW = {
@@ -81,3 +83,20 @@ def empty(value: object) -> bool:
 
 def _is_one(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == 1
+
+
+def objects(values: list[Any]) -> bool:
+    """Whether there is something, and all of it objects."""
+    return bool(values) and all(isinstance(each, dict) for each in values)
+
+
+def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """The first names, on one line whatever is in them."""
+    return ", ".join(f"{name!r:.40}" for name in [*names][:12]) or "none (or null)"
+
+
+def number(value: Any, name: str, where: str) -> float:
+    """A finite number of a row's field. Raises InputError: it is something else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGE:
+        raise InputError(f"{where}: {name!r} must be a number, not {value!r:.40}")
+    return float(value)

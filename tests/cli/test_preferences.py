@@ -165,6 +165,51 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
     assert result.exit_code == 2 and "scores of rows" in result.stderr
 
 
+def test_margins_of_the_data_are_taken_off(megatrain, preference_file, tmp_path):
+    """Evaluated before anything is learnt, by the rewards that the run without margins logs."""
+    margins = {"one": [40, 50], "other": [70, 90, 95]}
+    rows = [pair(number) | {"margin": number} for number in range(20)]
+    file = preference_file(rows, name="reward", margin=True)
+    paths = {}
+    for name, each in margins.items():
+        paths[name] = str(tmp_path / f"{name}.jsonl")
+        told = [pair(20 + number) | {"margin": number} for number in each]
+        Path(paths[name]).write_text("".join(json.dumps(row) + "\n" for row in told))
+    still = sets(training__steps=1, training__eval_every=1, optimizer__lr=1e-12)
+    still += sets(data__eval_fraction=0.0, data__eval_path=paths)
+    logs = []
+    for margin in (True, False):
+        how = sets(output__folder=str(tmp_path / str(margin)), loss__margin=margin)
+        result = megatrain("train", file, *still, *how)
+        assert result.exit_code == 0, result.output
+        logs.append(read(tmp_path / str(margin))[-1])
+    [with_margins, without] = logs
+    for name, each in margins.items():
+        gap = without[f"eval_{name}_rewards/margins"]
+        assert with_margins[f"eval_{name}_rewards/margins"] == pytest.approx(gap)
+        # -log sigmoid(gap - margin) is margin - gap where that is large
+        wanted = sum(each) / len(each) - gap
+        assert with_margins[f"eval_{name}_loss"] == pytest.approx(wanted, rel=1e-6)
+        assert without[f"eval_{name}_loss"] < 2
+
+
+@pytest.mark.parametrize(
+    ("margin", "message"),
+    [
+        ({}, "no 'margin' beside the replies"),
+        ({"margin": "much"}, "'margin' must be a number, not 'much'"),
+        ({"margin": True}, "'margin' must be a number, not True"),
+        ({"margin": None}, "'margin' must be a number, not None"),
+    ],
+    ids=["none", "text", "bool", "null"],
+)
+def test_margins_that_are_no_numbers_are_refused(megatrain, preference_file, margin, message):
+    rows = [pair(number) | margin for number in range(8)]
+    result = megatrain("train", preference_file(rows, name="reward", margin=True))
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+
+
 def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp_path):
     file = preference_file([pair(number) for number in range(20)], name="dpo")
     assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0
