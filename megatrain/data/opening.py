@@ -59,8 +59,7 @@ def open_dataset(
         cache_dir: the folder for tokens; safe to delete between runs.
         packing: several documents share a row without seeing one another; text is cut where a row
             is full, conversations stay whole; replies that are compared or rated share none.
-        kind: "text": documents; "chat": replies; "auto": by the fields; "pairs", "rated": compared;
-            "margins": pairs, each with a number.
+        kind: "text", "chat": replies, "auto": by the fields, "pairs", "margins", "rated": compared.
         text_field: the same as fields {"text": ...}.
         fields: our name of a field -> the data's, or None: passed over on purpose.
         bad_rows: end at the first that cannot be used, or leave them out and list them.
