@@ -5,6 +5,7 @@ it: over the prompts, and for the last new token with the cache of all before it
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -86,7 +87,7 @@ def generation_bytes(
             with counter:
                 _forward(model, weights, rows, tokens - new)
                 prompts = counter.peak_bytes
-                past = _forward(model, weights, rows, tokens - 1).past_key_values
+                past = _cache(_forward(model, weights, rows, tokens - 1))
                 counter.restart()
                 last = _forward(model, weights, rows, 1, past, tokens - 1)
         finally:
@@ -95,17 +96,22 @@ def generation_bytes(
         return max(prompts, counter.peak_bytes, counter.total_bytes + drawn)
 
 
+def _cache(output: Any) -> dict[str, Any]:
+    """The cache of an output, under the name by which the next forward takes it."""
+    return {name: output[name] for name in ("past_key_values", "cache_params") if name in output}
+
+
 def _forward(
     model: PreTrainedModel,
     weights: dict[str, torch.Tensor],
     rows: int,
     tokens: int,
-    past: Any = None,
+    past: Mapping[str, Any] | None = None,
     before: int = 0,
 ) -> Any:
-    """The output of `rows` rows of new tokens, of which `past` has the keys and values `before`."""
+    """The output of `rows` rows of new tokens, of which `past` has the cache of those `before`."""
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
-    given: dict[str, Any] = {} if past is None else {"past_key_values": past}
+    given: dict[str, Any] = dict(past or {})
     given["attention_mask"] = torch.ones(rows, before + tokens, dtype=torch.int64)
     taken = signature(model.forward).parameters
     more = {"logits_to_keep": 1, "position_ids": ids}  # of padded rows, each has its own

@@ -26,6 +26,7 @@ from megatrain.optim import RULES
 from megatrain.plan.tiles import tile_bytes
 from megatrain.source.opened import Model
 from megatrain.units import MIB
+from tests.families.tiny import tiny_config
 
 ROWS, TOKENS, NEW = 24, 64, 16
 CONFIG = LlamaConfig(
@@ -93,6 +94,14 @@ def test_generation_takes_what_is_foretold(precision: Any, monkeypatch: pytest.M
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     told = generation_bytes(spec(empty_model(CONFIG)), dtype, ROWS, TOKENS, NEW)
     assert 0.95 * told <= alive.peak <= told + 16 * ROWS  # whether a row goes on
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_moe", "qwen3_next", "gemma3_text"])
+def test_other_caches_are_counted(family: str) -> None:
+    """States, experts and windows, of each row the same."""
+    found = spec(empty_model(tiny_config(family)))
+    few, more = (generation_bytes(found, torch.bfloat16, rows, 32, 8) for rows in (2, 4))
+    assert few < more <= 2 * few + 4096
 
 
 def workload(generation: Generation | None) -> Workload:
