@@ -17,7 +17,8 @@ class RolloutSection(Section):
 
     `rewards`: functions, each as `module:function` or `file.py:function`; `weights`: of each, null:
     1. The others say how tokens are drawn; `batch_size`: replies made together, null: all of a
-    step.
+    step. `server`: address of a vLLM server that makes them; weights go to it through the folder
+    `server_weights`, and each request may take `server_seconds`.
     """
 
     rewards: list[Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]] = Field(default_factory=list)
@@ -27,6 +28,18 @@ class RolloutSection(Section):
     top_k: Natural = 0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive | None = None
+    server: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    server_weights: str | None = None
+    server_seconds: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="after")
+    def _folder_of_the_server(self) -> Self:
+        if (self.server is None) != (self.server_weights is None):
+            raise ValueError(
+                "rollout.server and rollout.server_weights go together: an address, and a folder "
+                "that the server sees under the same path, to which the weights are written"
+            )
+        return self
 
     @model_validator(mode="after")
     def _weights_of_rewards(self) -> Self:

@@ -27,6 +27,7 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
     require_same(ranks.exchange(given))
     unable = {
         "engine.disk": config.engine.disk is not None,
+        "rollout.server": config.rollout.server is not None,
         "callbacks": callbacks,
     }
     for name, wanted in unable.items():

@@ -239,11 +239,15 @@ def test_each_rank_has_a_micro_batch_if_there_are_enough() -> None:
         assert [id(each) for part in parts for each in part] == [id(each) for each in step]
 
 
+SERVED = ["rollout.server=http://127.0.0.1:1", "rollout.server_weights=weights"]
+
+
 @pytest.mark.parametrize(
     ("changed", "callbacks", "told"),
     [
         (["engine.disk=/tmp"], [], "engine.disk is not for several ranks"),
         ([], [object()], "callbacks is not for several ranks"),
+        ([*FEW, *SERVED], [], "rollout.server is not for several ranks"),
         ([*FEW, "training.batch_size=4"], [], "a step of 8 replies has none for some of 9 ranks"),
     ],
 )

@@ -1,0 +1,196 @@
+"""Runs whose replies come from a server by its address: real sockets, a tiny model behind them."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.cli import test_rollouts
+from tests.cli.cases import sets
+
+rollout_file = test_rollouts.rollout_file  # a fixture
+
+
+class Served(ThreadingHTTPServer):
+    """Says what vLLM's server says; `faults` are what goes wrong, and `asked` what was asked."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        self.faults, self.asked, self.loaded, self.room = {}, [], 0, 48
+        self.lock = threading.Lock()
+
+    def continued(self, body, at):
+        """One reply, its tokens drawn one after the other."""
+        generator = torch.Generator().manual_seed(body["seed"] + at)
+        ids, said, stops = list(body["prompt"]), [], set(body["stop_token_ids"])
+        while len(said) < body["max_tokens"]:
+            with torch.no_grad():
+                logits = self.model(torch.tensor([ids])).logits[0, -1] / body["temperature"]
+            token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+            said.append(float(logits.log_softmax(-1)[token]))
+            ids.append(token)
+            if token in stops:
+                break
+        new = ids[len(body["prompt"]) :]
+        return {
+            "index": at,
+            "finish_reason": "stop" if new[-1] in stops else "length",
+            "prompt_token_ids": body["prompt"],
+            "token_ids": new,
+            "logprobs": {"token_logprobs": said},
+        }
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+    def _say(self, code, tree):
+        said = json.dumps(tree).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def do_GET(self):
+        self._say(200, {"data": [{"id": "tiny", "max_model_len": self.server.room}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((self.path, body))
+            self._say(*self._answer(body))
+
+    def _answer(self, body):
+        server, faults = self.server, self.server.faults
+        code = faults.get(self.path)
+        if code and (code != 503 or sum(path == self.path for path, _ in server.asked) < 3):
+            return code, {"error": {"message": "not so"}}
+        if self.path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            server.loaded += 1
+            folder = body["kwargs"]["weights_path"]
+            server.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        if self.path != "/v1/completions":
+            return 200, {"success": not faults.get("kept")}
+        choices = [server.continued(body, at) for at in range(body["n"])]
+        if server.loaded > 1 or faults.get("at once"):  # not of the first step
+            time.sleep(faults.get("seconds", 0))
+            for choice in choices:
+                choice |= faults.get("choice", {})
+                choice["token_ids"] = [i + faults.get("off", 0) for i in choice["token_ids"]]
+                far = [p - faults.get("far", 0) for p in choice["logprobs"]["token_logprobs"]]
+                choice["logprobs"] = {"token_logprobs": far}
+        return 200, {"choices": choices}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    monkeypatch.setattr("megatrain.generate.server._WAITS", (0, 0, 0))
+    with Served() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def file_of(rollout_file, served, tmp_path):
+    def made(loss=None, **rollout):
+        given = {"server": served.address, "server_weights": str(tmp_path / "weights")} | rollout
+        return rollout_file({"name": "grpo"} | (loss or {}), ["even"], temperature=0.8, **given)
+
+    return made
+
+
+def test_a_run_learns_from_a_servers_replies(megatrain, file_of, served, tmp_path):
+    """Log-probabilities agree at each step, so that the server has each step's weights."""
+    served.faults["/v1/completions"] = 503  # for a moment
+    result = megatrain("train", file_of({"num_iterations": 2}), *sets(training__steps=5))
+    assert result.exit_code == 0, result.output
+    records = test_rollouts.read(tmp_path / "run")
+    far = "sampling/sampling_logp_difference/max"
+    assert [far in record for record in records] == [True, False, True, False, True]
+    assert all(record[far] < 1e-4 for record in records if far in record)
+    assert all(record["grad_norm"] > 0 for record in records)
+    assert served.loaded == 3
+    bodies = [body for path, body in served.asked if path == "/v1/completions"]
+    assert all((body["n"], body["temperature"]) == (3, 0.8) for body in bodies)
+    assert len({body["seed"] for body in bodies}) == 12  # a prompt has its own, sent again or not
+
+
+REFUSED = {
+    "started": ({"/collective_rpc": 404}, 48, "start it with VLLM_SERVER_DEV_MODE=1"),
+    "weights": ({"/collective_rpc": 500}, 48, "answers /collective_rpc with 500: .*not so"),
+    "cache": ({"kept": True}, 48, "keeps what it has computed with earlier weights"),
+    "short": ({}, 8, "takes 8 tokens, and data.sequence_length is 48; start it with"),
+}
+
+
+@pytest.mark.parametrize(("faults", "room", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_server_that_cannot_be_used_is_refused_before_the_run(
+    megatrain, file_of, served, faults, room, message
+):
+    served.faults, served.room = faults, room
+    result = megatrain("train", file_of())
+    assert result.exit_code == 2, result.output
+    [line] = result.stderr.strip().splitlines()[-1:]
+    assert test_rollouts.re.search(f"rollout.server {served.address}: .*{message}", line), line
+
+
+FAILED = {
+    "other tokens": ({"off": 100_000}, "the model's tokens are 0 to .*: it serves another model"),
+    "other weights": ({"far": 0.6}, "are 0.6 from the engine's .*: it serves other weights"),
+    "other prompt": ({"choice": {"prompt_token_ids": [1]}}, "replied to other tokens than those"),
+    "no ids": ({"choice": {"index": "x", "finish_reason": None}}, "a reply ended with None"),
+    "slow": ({"seconds": 3}, "no answer to /v1/completions in 2 s; see rollout.server_seconds"),
+}
+
+
+@pytest.mark.parametrize(("faults", "message"), FAILED.values(), ids=FAILED)
+def test_a_server_that_fails_ends_the_run_with_its_last_state(
+    megatrain, file_of, served, tmp_path, faults, message
+):
+    served.faults = faults
+    result = megatrain("train", file_of(server_seconds=2.0))
+    assert result.exit_code == 4, result.output
+    line = result.stderr.strip().splitlines()[-1]
+    assert test_rollouts.re.search(message, line), line
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_an_address_where_nobody_answers_is_refused(megatrain, file_of, served):
+    file = file_of()
+    served.server_close()
+    result = megatrain("train", file)
+    assert result.exit_code == 2
+    assert f"rollout.server {served.address}: it cannot be reached" in result.stderr
+
+
+def test_an_adapter_is_merged_for_the_server(megatrain, file_of, served, tmp_path):
+    adapter = {"adapter__method": "lora", "adapter__r": 4, "training__steps": 2}
+    result = megatrain("train", file_of(), *sets(**adapter))
+    assert result.exit_code == 0, result.output
+    records = test_rollouts.read(tmp_path / "run")
+    assert [r["sampling/sampling_logp_difference/max"] < 1e-4 for r in records] == [True, True]
+    assert served.loaded == 2
+
+
+def test_a_folder_with_other_files_is_left_alone(megatrain, file_of, tmp_path):
+    file = file_of(server_weights=str(tmp_path))
+    result = megatrain("train", file)
+    assert result.exit_code == 2
+    assert "has files that no rollouts wrote" in result.stderr
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_an_address_needs_a_folder(megatrain, rollout_file):
+    result = megatrain("train", rollout_file({"name": "grpo"}, server="http://127.0.0.1:1"))
+    assert result.exit_code == 2
+    assert "rollout.server and rollout.server_weights go together" in result.stderr
