@@ -34,7 +34,6 @@ NOT = {
     "optimizer.pt": "x",
     "trainer_state.json": "{}",
     "eval_results.json": "{}",
-    "adapter_config.json": "{}",
     "modeling_mine.py": "raise SystemExit",
     "original/params.json": "{}",
 }
