@@ -12,8 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from megatrain.api import Engine
 from megatrain.config import Config
 from megatrain.data import IDS, LOG_PROBS, PLAIN, MicroBatch, Step, at_first_label
-from megatrain.distributed import Ranks
-from megatrain.errors import InputError
 from megatrain.placement import Placement
 from megatrain.train.model_config import model_config
 from megatrain.train.references import References, refer_to
@@ -72,7 +70,6 @@ def second_model(
     teacher: Teacher | None,
     sets: dict[str, Any],
     start: Start | None,
-    ranks: Ranks,
 ) -> tuple[SecondModel | None, References | None]:
     """What is streamed with each step of a run, and what it is known by; None: nothing is.
 
@@ -85,9 +82,6 @@ def second_model(
     """
     if teacher is None and config.loss.reference != "streamed":
         return None, None
-    if ranks.size > 1:
-        key = "loss.reference: streamed" if teacher is None else "loss.name distill"
-        raise InputError(f"{key} is not for several ranks yet; leave it out, or take one")
     if teacher is None:
         known = refer_to(weights_key(*named_model(config.model)), start)
         return SecondModel(begun_model(config, tokenizer), "reference", _reference), known

@@ -121,7 +121,7 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
     rewards = Rewards(config.rollout)
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
-    second, known = second_model(config, tokenizer, teacher, sets, start, ranks)
+    second, known = second_model(config, tokenizer, teacher, sets, start)
     with closed_on_failure(second):
         engine = _engine(config, hf_config if source is None else source, start, ranks)
     most = -(-config.training.batch_size // ranks.size)

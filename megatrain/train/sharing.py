@@ -29,6 +29,8 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
         "engine.disk": config.engine.disk is not None,
         "rollout.server": config.rollout.server is not None,
         "callbacks": callbacks,
+        "loss.name: distill": config.loss.name == "distill",
+        "loss.reference: streamed": config.loss.reference == "streamed",
     }
     for name, wanted in unable.items():
         if wanted:
