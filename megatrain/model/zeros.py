@@ -45,10 +45,17 @@ class ZeroProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) >= 2 and id(args[1]) in self._zeros:
-            return _product_with_zeros(*args, **(kwargs or {}))
+            found = _product_with_zeros(*args, **(kwargs or {}))
+            if found is not None:
+                return found
         return func(*args, **(kwargs or {}))
 
 
-def _product_with_zeros(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def _product_with_zeros(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """The product, plus the bias; None where torch refuses it, or the weight is one row `[I]`."""
+    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
+        return None
+    if any(each.dtype != weight.dtype for each in (x, bias) if each is not None):
+        return None
     each = (x * 0).sum(-1, keepdim=True)
-    return each + (x.new_zeros(len(weight_OI)) if bias_O is None else bias_O)
+    return each + (x.new_zeros(len(weight)) if bias is None else bias)
