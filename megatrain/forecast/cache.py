@@ -98,9 +98,11 @@ class ForecastCache:
         """The forecast with what the workload generates between steps."""
         asked, length, dtype = workload.generation, workload.sequence_length, workload.dtype
         assert asked is not None
-        rows = min(workload.rows, asked.rows or workload.rows)
-        size = rows, length, asked.new_tokens
-        generated = self.once((dtype, size), lambda: generation_bytes(self.spec, dtype, *size))
+        generated = 0
+        if asked.new_tokens is not None:
+            rows = min(workload.rows, asked.rows or workload.rows)
+            size = rows, length, asked.new_tokens
+            generated = self.once((dtype, size), lambda: generation_bytes(self.spec, dtype, *size))
         reference = None
         if asked.reference:
             tokens = workload.rows * length

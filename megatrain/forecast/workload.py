@@ -29,12 +29,12 @@ class Generation:
     """Replies that the model makes of prompts between steps, as `megatrain train` does for GRPO.
 
     Attributes:
-        new_tokens: of a reply, at most; with its prompt it has a row's.
+        new_tokens: of a reply, at most; with its prompt it has a row's. None: a server makes them.
         rows: made together, at most; None: all of a step.
         reference: whether a second, frozen model says log-probabilities of them.
     """
 
-    new_tokens: int
+    new_tokens: int | None
     rows: int | None = None
     reference: bool = False
 
@@ -175,7 +175,10 @@ def _generation_of(run: "Config") -> Generation | None:
     loss = run.loss.loss()
     if not isinstance(loss, PolicyLoss):
         return None
-    return Generation(loss.max_completion_length, run.rollout.batch_size, loss.beta > 0)
+    reference = loss.beta > 0
+    if run.rollout.server is not None:
+        return Generation(None, reference=True) if reference else None
+    return Generation(loss.max_completion_length, run.rollout.batch_size, reference)
 
 
 def usual_micro_batch(sequence_length: int) -> int:

@@ -16,6 +16,7 @@ from megatrain.autoplace import fits
 from megatrain.autoplace.auto import foretold_on_cpu
 from megatrain.checkpoint import open_checkpoint
 from megatrain.compat.torch import pytree
+from megatrain.config import Config
 from megatrain.device import CpuDevice
 from megatrain.forecast.generation import generation_bytes, reference_needs
 from megatrain.forecast.workload import Generation, Workload
@@ -123,6 +124,33 @@ def test_forecasts_count_replies_and_the_reference_model() -> None:
     assert told >= 2 * sum(t.numel for t in Model.trained(found, None).layouts)
     more = both.host_peak_bytes - plain.host_peak_bytes - told
     assert more == both.host_parts["generation"] > 0
+
+
+def test_replies_that_a_server_makes_take_nothing_here() -> None:
+    """Nor a plan of a run whose model generates nothing but has a reference."""
+    found = spec(empty_model(CONFIG))
+    remote = Generation(None, reference=True)
+    plain, other = (foretold_on_cpu(found, PLACEMENT, workload(each)) for each in (None, remote))
+    assert plain and other
+    told = other.host_parts["reference model"]
+    assert other.host_peak_bytes - plain.host_peak_bytes == told > 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_plans_of_runs_with_a_server_count_no_replies(beta: float) -> None:
+    server = {"server": "http://127.0.0.1:1", "server_weights": "/w"}
+    tree: dict[str, Any] = {
+        "model": {"path": "model"},
+        "data": {"path": "prompts.jsonl", "sequence_length": 1024},
+        "loss": {"name": "grpo", "beta": beta},
+        "training": {"steps": 1, "batch_size": 1},
+    }
+    own, remote = (
+        Workload.of_run(Config.model_validate(tree | {"rollout": {"rewards": ["a:b"]} | each}))
+        for each in ({}, server)
+    )
+    assert own.generation == Generation(512, None, beta > 0)
+    assert remote.generation == (Generation(None, reference=True) if beta else None)
 
 
 def test_a_run_whose_replies_do_not_fit_is_refused_before_anything_is_allocated(
