@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 # Names that lines of the log have already: what functions log under one would be taken for it.
 _TAKEN = re.compile(
-    r"(eval_|rewards/|completions/|clip_ratio/).*|((generate|reward|logprobs|train)_)?seconds|"
+    r"(eval_|rewards/|completions/|clip_ratio/|sampling/).*|((generate|reward|logprobs|train)_)?seconds|"
     r"step|epoch|loss|aux_loss|grad_norm|lr|kl|cispo_clip_ratio|reward|reward_std|tokens|"
     r"tokens_per_second|frac_reward_zero_std|model_tflops|mfu|device_peak_bytes|host_bytes|busy|"
     r"idle|skipped|failed|rows|samples"
@@ -154,16 +154,17 @@ class Rollouts:
         if self._left == 0:
             return {}
         made = [{name: each.tolist() for name, each in micro.items()} for micro in self._made]
-        return {"left": self._left, "step": made}
+        return {"left": self._left, "step": made, "temperature": self._loss.temperature}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.
 
         Raises:
-            InputError: it is damaged, or of another loss.
+            InputError: it is damaged, or of another loss or temperature.
         """
         try:
             self._left = int(state.get("left", 0))
+            taken_at = float(state.get("temperature", 1))  # always 1 where it is not said
             self._made = [
                 {
                     name: torch.tensor(each, dtype=torch.int64 if name in PLAIN else torch.float32)
@@ -177,6 +178,12 @@ class Rollouts:
             raise InputError(
                 f"{self._left} more steps learn from replies made for another loss.name or "
                 "without loss.beta; set them back, or begin anew: megatrain branch --fresh"
+            )
+        if self._left and taken_at != (now := self._loss.temperature):
+            raise InputError(
+                f"{self._left} more steps learn from replies whose log-probabilities are at "
+                f"rollout.temperature {taken_at:g}, and it is {now:g} now; set it back, or begin "
+                "anew: megatrain branch --fresh"
             )
 
     def close(self) -> None:

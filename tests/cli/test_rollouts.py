@@ -335,6 +335,20 @@ def test_replies_of_another_loss_are_not_learnt_from(megatrain, rollout_file):
     assert "made for another loss.name or without loss.beta" in result.stderr.replace("\n", " ")
 
 
+def test_replies_drawn_at_another_temperature_are_not_learnt_from(megatrain, rollout_file):
+    """Old log-probabilities are at the temperature of then: ratios to them would be of both."""
+    file = rollout_file({"name": "grpo", "num_iterations": 2}, temperature=0.8)
+    assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0
+    hot = sets(rollout__temperature=1.2)
+    result = megatrain("train", file, "--resume", *hot, *sets(training__steps=2))
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.stderr.split())
+    assert "are at rollout.temperature 0.8, and it is 1.2 now; set it back" in said
+    assert megatrain("train", file, "--resume", *sets(training__steps=2)).exit_code == 0
+    result = megatrain("train", file, "--resume", *hot, *sets(training__steps=3))
+    assert result.exit_code == 0, result.output  # none are left: new ones are drawn
+
+
 def test_tools_beside_a_prompt_are_refused(megatrain, rollout_file, tmp_path):
     file = rollout_file({"name": "grpo"})
     prompt = [{"role": "user", "content": "the cat"}]
