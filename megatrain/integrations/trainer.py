@@ -6,6 +6,7 @@ micro-batches of an optimizer step together, in one layer-major step, updates, a
 
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -114,19 +115,28 @@ class StreamedTrainer(_Trainer):
             "precision": "bf16" if args.bf16 else "fp32",
             "device": str(args.device),
         }
-        self._reference = Engine(reference or given, **how) if paired else None
-        no_decay = [f"^{re.escape(name)}$" for name in names]
-        self._take(
-            Engine(
+        reference = (reference or given) if paired else None
+        self._open_engines(given, reference, [f"^{re.escape(name)}$" for name in names], how)
+
+    def _open_engines(
+        self, given: Any, reference: Any, no_decay: list[str], how: dict[str, Any]
+    ) -> None:
+        """That of the model, and that of a reference; where one fails, no other stays open."""
+        with ExitStack() as held:
+            self._reference = None
+            if reference is not None:
+                self._reference = held.enter_context(Engine(reference, **how))
+            engine = Engine(
                 given,
                 loss=self._loss,
-                optimizer=_optimizer(args, no_decay),
-                max_grad_norm=args.max_grad_norm or None,
+                optimizer=_optimizer(self.args, no_decay),
+                max_grad_norm=self.args.max_grad_norm or None,
                 **how,
-                seed=args.seed,
+                seed=self.args.seed,
                 **self.engine_options,
             )
-        )
+            self._take(held.enter_context(engine))
+            held.pop_all()
 
     def _precompute_ref_logps(self, dataset: Any, *_: Any, **__: Any) -> Any:
         """Of DPOTrainer, where it is made: the engine of the reference says them with each step."""

@@ -55,7 +55,7 @@ class Reply(NamedTuple):
 
 
 class Rollouts:
-    """Makes the micro-batches of each step; whoever holds it closes it.
+    """Makes the micro-batches of each step.
 
     Attributes:
         step: that was taken last.
@@ -185,11 +185,6 @@ class Rollouts:
                 f"rollout.temperature {taken_at:g}, and it is {now:g} now; set it back, or begin "
                 "anew: megatrain branch --fresh"
             )
-
-    def close(self) -> None:
-        """Give the reference's memory back."""
-        if self._reference is not None:
-            self._reference.close()
 
     def _roll(self, rows: Sequence[PromptRow], step: int) -> tuple[Step, dict[str, Any]]:
         seconds: dict[str, float] = {}

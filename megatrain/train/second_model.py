@@ -2,8 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -93,17 +92,6 @@ def second_model(
     return SecondModel(
         teacher.engine(placement=Placement()), "teacher", partial(_said, teacher)
     ), known
-
-
-@contextmanager
-def closed_on_failure(second: SecondModel | None) -> Iterator[None]:
-    """Give its memory back where the body fails: the run may begin from an earlier checkpoint."""
-    try:
-        yield
-    except BaseException:
-        if second is not None:
-            second.close()
-        raise
 
 
 def _said(teacher: Teacher, engine: Engine, step: Step) -> list[MicroBatch]:

@@ -3,7 +3,8 @@
 import logging
 import math
 import warnings
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,7 @@ from megatrain.train.resolve_model import named_model
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 from megatrain.train.rewards import Rewards
 from megatrain.train.rollouts import Rollouts
-from megatrain.train.second_model import (
-    SecondModel,
-    begun_model,
-    closed_on_failure,
-    second_model,
-)
+from megatrain.train.second_model import SecondModel, begun_model, second_model
 from megatrain.train.sharing import in_turn
 from megatrain.train.teacher import find_teacher
 
@@ -53,6 +49,7 @@ class Job:
         references: what the reference model says of the data, where the loss asks for it.
         rollouts: what makes the rows of steps, where the data are prompts.
         second: a model that is streamed with each step beside the one that is trained.
+        held: gives back the loader's thread and the memory of all engines.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -69,6 +66,7 @@ class Job:
     ranks: Ranks = ALONE
     rollouts: Rollouts | None = None
     second: SecondModel | None = None
+    held: ExitStack = field(default_factory=ExitStack)
 
     def write_tokenizer(self, folder: Path) -> None:
         """See to it that a folder with the engine's model has the run's tokenizer, and no other.
@@ -86,24 +84,28 @@ class Job:
 
     def close(self) -> None:
         """Stop the loader's thread and give all memory back."""
-        self.loader.close()
-        if self.rollouts is not None:
-            self.rollouts.close()
-        if self.second is not None:
-            self.second.close()
-        self.engine.close()
+        self.held.close()
 
 
 def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) -> Job:
     """Read tokenizer, data and model, and build the engine; nothing is written.
 
-    With `start` the engine's state comes from its checkpoint and the job goes on from there.
+    With `start` the engine's state comes from its checkpoint and the job goes on from there. What
+    fails gives all memory back: the run may begin from an earlier checkpoint.
 
     Raises:
         InputError: a part of the configuration, data or model that cannot be used.
         Damaged: the checkpoint cannot.
         DoesNotFit: more memory is needed than there is.
     """
+    with ExitStack() as held:
+        job = _prepared(config, start, ranks, held)
+        job.held = held.pop_all()
+    return job
+
+
+def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack) -> Job:
+    """As `prepare`; `held` closes what has been opened."""
     section, source = _model_source(config, start)
     tokenizer = run_tokenizer(section)
     hf_config = model_config(section, tokenizer)
@@ -115,6 +117,7 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
         ranks, lambda: open_data(config, tokenizer, text_config.vocab_size)
     )
     loader = _loader(config, training)
+    held.callback(loader.close)
     total_steps = config.training.steps or steps_of(config.training.epochs or 0, config, loader)
     # A wrong option should be known before weights are read, which may take minutes.
     _check_schedule(config, total_steps)
@@ -122,8 +125,9 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
     second, known = second_model(config, tokenizer, teacher, sets, start)
-    with closed_on_failure(second):
-        engine = _engine(config, hf_config if source is None else source, start, ranks)
+    if second is not None:
+        held.callback(second.close)
+    engine = _engine(config, hf_config if source is None else source, start, ranks, held)
     most = -(-config.training.batch_size // ranks.size)
     rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))
     references = refer(config, engine, sets, rows, start, ranks) or known
@@ -148,7 +152,9 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
         total_steps=total_steps,
         resumed=start.state if start else None,
         ranks=ranks,
-        rollouts=_rollouts(config, rewards, tokenizer, engine, loader, total_steps, start, ranks),
+        rollouts=_rollouts(
+            config, rewards, tokenizer, engine, loader, total_steps, start, ranks, held
+        ),
         second=second,
     )
 
@@ -167,13 +173,14 @@ def _rollouts(
     total_steps: int,
     start: Start | None,
     ranks: Ranks,
+    held: ExitStack,
 ) -> Rollouts | None:
     """What makes replies; the reference is the model as the run began, in an engine of its own."""
     if config.loss.kind != "prompts":
         return None
     reference = None
     if config.loss.beta:
-        reference = begun_model(config, tokenizer, ranks.host)
+        reference = held.enter_context(begun_model(config, tokenizer, ranks.host))
     made = Rollouts(config, rewards, engine, tokenizer, loader, reference, total_steps, ranks)
     if start is not None:
         made.load_state_dict(start.state.rollouts)
@@ -301,14 +308,18 @@ def _check_schedule(config: Config, total_steps: int) -> None:
 
 
 def _engine(
-    config: Config, source: Checkpoint | PreTrainedConfig | str, start: Start | None, ranks: Ranks
+    config: Config,
+    source: Checkpoint | PreTrainedConfig | str,
+    start: Start | None,
+    ranks: Ranks,
+    held: ExitStack,
 ) -> Engine:
     group = ranks.host
     try:
         if start is None:
-            engine = _new_engine(config, source, group)
+            engine = held.enter_context(_new_engine(config, source, group))
         else:
-            engine = _saved_engine(config, start, group)
+            engine = _saved_engine(config, start, group, held)
     except DoesNotFit as error:
         if config.engine.device != "cpu" and find_gpu("cuda") is None:
             raise  # plans are for a GPU, or where the CPU was asked for
@@ -338,7 +349,7 @@ def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str, gro
     )
 
 
-def _saved_engine(config: Config, start: Start, group: Any) -> Engine:
+def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> Engine:
     """The engine of a checkpoint; weights are not read from the model's source again."""
     placement = config.engine.placement_value()
     before = start.state.config.get("engine")
@@ -358,6 +369,7 @@ def _saved_engine(config: Config, start: Start, group: Any) -> Engine:
         if is_whole(start.checkpoint):
             raise
         raise Damaged(str(error)) from error
+    held.enter_context(engine)
     assert engine.optimizer is not None
     settings, saved = config.optimizer.settings, engine.optimizer.rule.name
     if config.optimizer.name != saved:

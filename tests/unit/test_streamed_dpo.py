@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from data_cases import chat_tokenizer
 
+from megatrain import DoesNotFit, Engine
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import llama
@@ -78,3 +79,15 @@ def test_what_the_engine_cannot_do_is_refused_by_name(
 ) -> None:
     with pytest.raises((InputError, ValueError), match=message):
         trained(True, tmp_path, **changes)
+
+
+def test_a_model_that_is_refused_leaves_no_reference_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Engine] = []
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
+    monkeypatch.setattr(StreamedTrainer, "engine_options", {"host_memory": "1KiB"})
+    with pytest.raises(DoesNotFit):
+        trained(True, tmp_path)
+    (reference,) = closed
+    assert reference.optimizer is None
