@@ -120,9 +120,11 @@ class Muon(Rule):
         self._check_packed([pair for group in groups for pair in group["params"]])
         for group in groups:
             name, first = group["params"][0]
-            if self.adamw_lr is not None and not is_matrix(name, first.shape):
-                group["lr"] = self.adamw_lr
+            group["lr"] = self.rate(name, first.shape)
         return groups
+
+    def rate(self, name: str, shape: Sequence[int]) -> float:
+        return self.lr if self.adamw_lr is None or is_matrix(name, shape) else self.adamw_lr
 
     @property
     def _packed(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -106,6 +106,11 @@ class Rule(ABC):
 
     @property
     @abstractmethod
+    def lr(self) -> float:
+        """The learning rate."""
+
+    @property
+    @abstractmethod
     def no_decay(self) -> Sequence[str]:
         """Patterns of names that do not decay, besides the parameters of nn.LayerNorm."""
 
@@ -146,6 +151,10 @@ class Rule(ABC):
             step: number of this update, the first is 1.
             threads: of the host, for the kernels.
         """
+
+    def rate(self, name: str, shape: Sequence[int]) -> float:
+        """The learning rate of a parameter, of which schedules make each step's."""
+        return self.lr
 
     def directed(self, entry: Entry) -> bool:
         """Whether `direct` is called for a parameter, which is of a layer."""

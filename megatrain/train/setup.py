@@ -375,9 +375,11 @@ def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> 
     if config.optimizer.name != saved:
         raise InputError(f"optimizer.name: {start.checkpoint} was made with {saved}; set it back")
     chosen = {name: value for name, value in settings.items() if name in FREE_KEYS["optimizer"]}
-    for group in engine.optimizer.param_groups:
+    rule = config.optimizer.rule()
+    for each in engine.optimizer.param_groups:
+        rate = rule.rate(each["param_names"][0], each["params"][0].shape)
         # torch's schedules start from `initial_lr`, which is saved with the group.
-        group |= chosen | {"initial_lr": settings["lr"]}
+        each |= chosen | {"lr": rate, "initial_lr": rate}
     return engine
 
 
