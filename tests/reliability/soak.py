@@ -1,8 +1,10 @@
-"""A long run that is killed, stopped, resumed elsewhere, evaluated and saved all the time.
+"""Long runs that are killed, stopped, resumed elsewhere, evaluated and saved all the time.
 
-`python -m tests.reliability.soak [STEPS]`: a toy run of 5,000 steps under random placements, each
-process doing a few hundred of them until it is killed, stopped, or asked to save. In the end its
-model and its log equal those of the uninterrupted run, bit for bit: placements change no bit on the
+`python -m tests.reliability.soak [STEPS [SEED ...]]`: toy runs of 600 steps, one for each seed.
+Nine seeds in a row have all the optimizer rules; a seed also draws the precision and whether
+gradients are clipped. Each process takes some steps until it is killed, stopped, or asked to save,
+and each resume draws another placement: what rests on the device, on the host and on a disk. In the
+end model and log equal those of the uninterrupted run, bit for bit: placements change no bit on the
 CPU. Memory, threads and open files of the processes must not grow with their steps.
 """
 
@@ -27,22 +29,55 @@ from tests.reliability.cases import (
     toy_run,
 )
 
-PER_PROCESS = 250  # steps, about
+PER_PROCESS = (25, 250)  # steps, about: short ones resume often, long ones show what grows
 MIB = 1 << 20
 # Allowed growth, of what there is at least: a loader's second thread may start late, a save has
 # threads and files for a while. One lost in each save would be eight.
 MORE = {"memory": 24 * MIB, "threads": 2, "files": 4}
 
 
-def placement(choice: random.Random) -> dict[str, Any]:
+# With layers in fp32 a master has all of its bits, so that only bf16 layers can have 24 of them.
+RULES: list[dict[str, Any]] = [
+    {"name": "adamw"},
+    {"name": "adamw", "states": "bf16"},
+    {"name": "adamw", "states": "int8"},
+    {"name": "adamw", "states": "int8", "master": 24},
+    {"name": "lion", "lr": 1e-3},
+    {"name": "sgd", "momentum": 0.9, "nesterov": True},
+    {"name": "muon", "adamw_lr": 1e-3},
+    {"name": "muon", "adamw_lr": 1e-3, "clip": "all"},
+    {"name": "adafactor"},
+]
+TILES = ("embedding", "layer 0", "layer 1", "head")
+
+
+def learning(choice: random.Random, rule: dict[str, Any]) -> dict[str, Any]:
+    """What decides what is learned, so that no resume may change it."""
+    bf16 = "master" in rule or choice.random() < 0.5
     return {
-        "slots": choice.randint(1, 4),
+        **{f"optimizer__{key}": value for key, value in rule.items()},
+        "engine__precision": "bf16" if bf16 else "fp32",
+        "training__max_grad_norm": choice.choice([None, 0.5]),
+    }
+
+
+def placement(choice: random.Random, rule: dict[str, Any]) -> dict[str, Any]:
+    slots, passes = choice.randint(1, 4), choice.randint(1, 2)
+    disk = ("disk_moments", "disk_remainder", "disk_weights")
+    return {
+        "slots": slots,
+        "prefetch": choice.choice([None, *range(slots)]),
         "layer_inputs": choice.choice(["device", "host"]),
         "host_grad_buffers": choice.randint(1, 3),
         "head_tokens": 4096,
-        "disk_moments": choice.randint(0, 4),
-        "disk_remainder": choice.randint(0, 2),
-        "disk_weights": choice.randint(0, 2),
+        "passes": passes,
+        "keep_rows": passes == 2 or choice.random() < 0.5,
+        "resident": choice.sample(TILES, choice.randint(0, len(TILES))),
+        "keep_weights": choice.randint(0, 3),
+        "save_activations": choice.randint(0, 2),
+        "offload_activations": choice.randint(0, 2),
+        # Adafactor updates whole parameters: no plane of it rests on a disk.
+        **{name: choice.randint(0, 4) for name in disk if rule["name"] != "adafactor"},
     }
 
 
@@ -94,13 +129,16 @@ def early_and_late(values: list[int]) -> tuple[int, int]:
     return min(values[len(values) // 3 : len(values) // 2]), min(values[-len(values) // 4 :])
 
 
-def soak(folder: Path, steps: int, seed: int = 0) -> None:
+def soak(folder: Path, zygote: Zygote, steps: int, seed: int) -> None:
     """Raises AssertionError where the promise does not hold."""
-    choice, zygote = random.Random(seed), Zygote()
+    choice, rule = random.Random(seed), RULES[seed % len(RULES)]
+    learned = learning(choice, rule)
+    print(f"seed {seed}: {learned}", flush=True)
     tokenizer = folder / "tokenizer"
     (folder / "corpus.txt").write_text("\n".join(SENTENCES * 4))
     train_bpe_tokenizer([folder / "corpus.txt"], 300, tokenizer)
     choices = {"training__steps": steps, "training__eval_every": 23, "checkpoint__every": 17}
+    choices |= learned
     for name in ("whole", "soaked"):
         toy_run(folder / name, tokenizer, **choices, checkpoint__keep=2, output__log_every=100)
     started = time.monotonic()
@@ -110,11 +148,12 @@ def soak(folder: Path, steps: int, seed: int = 0) -> None:
     processes = 0
     while not (folder / "soaked" / "run" / "model").exists():
         newest = max(checkpoint_steps(folder / "soaked" / "run"), default=0)
-        place = placement(choice)
+        place = placement(choice, rule)
         engine = sets(engine__placement=place, engine__disk=str(folder))
         arguments = ["train", run_file, "--resume", *engine]
         run = zygote.start(*arguments, log=folder / f"log-{processes}")
-        seen = watch(run, log, newest + choice.randint(PER_PROCESS // 2, PER_PROCESS * 3 // 2))
+        about = choice.choice(PER_PROCESS)
+        seen = watch(run, log, newest + choice.randint(about // 2, about * 3 // 2))
         deed = choice.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
         if choice.random() < 0.5:
             run.signal_if_there(signal.SIGUSR1)
@@ -127,14 +166,18 @@ def soak(folder: Path, steps: int, seed: int = 0) -> None:
         print(f"process {processes}: step {last_step(log)}, {deed.name}, {most}", flush=True)
     assert logged(folder / "soaked" / "run") == logged(folder / "whole" / "run")
     assert model_bytes(folder / "soaked" / "run") == model_bytes(folder / "whole" / "run")
-    zygote.close()
-    print(f"{steps} steps in {processes} processes, {time.monotonic() - started:.0f} s: equal")
+    took = time.monotonic() - started
+    print(f"seed {seed}: {steps} steps in {processes} processes, {took:.0f} s: equal", flush=True)
 
 
 def main() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="megatrain-soak-"))
-    soak(folder, int(sys.argv[1]) if len(sys.argv) > 1 else 5000)
-    shutil.rmtree(folder)
+    steps, *seeds = [int(argument) for argument in sys.argv[1:]] or [600]
+    zygote = Zygote()
+    for seed in seeds or range(len(RULES)):
+        folder = Path(tempfile.mkdtemp(prefix=f"megatrain-soak-{seed}-"))
+        soak(folder, zygote, steps, seed)
+        shutil.rmtree(folder)
+    zygote.close()
 
 
 if __name__ == "__main__":
