@@ -37,6 +37,7 @@ from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
 from megatrain.placement import Placement, Precision
 from megatrain.source.base import Base
+from megatrain.source.left_out import with_base
 from megatrain.source.opened import DTYPES, Model, Opened
 from megatrain.source.sharing import NO_LABELS, check_call, require_alone
 from megatrain.source.source import Alike, Resumed, Source, open_source, structure
@@ -273,6 +274,7 @@ class Engine(PlacedEngine):
         max_grad_norm: float | Literal["saved"] | None = "saved",
         states: str | None = None,
         master: int | None = None,
+        base_model: str | Path | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         device_memory: str | int | None = None,
@@ -290,6 +292,7 @@ class Engine(PlacedEngine):
             max_grad_norm: another one, or None, from now on.
             states, master: of the optimizer from now on; other ones than the saved are converted,
                 after which the run does not go on exactly as it would have.
+            base_model: where the base of an adapter is now, if it has moved; it has to be the same.
             attn_implementation: None takes the saved one.
             device_memory, host_memory, disk, disk_space, group: as `Engine` takes them; there may
                 be other ranks than those that saved.
@@ -299,7 +302,7 @@ class Engine(PlacedEngine):
                 the file, and another checkpoint beside it that is whole.
             DoesNotFit: not enough host or device memory.
         """
-        checkpoint = open_checkpoint(folder)
+        checkpoint = with_base(open_checkpoint(folder), base_model)
         settings = checkpoint.settings
         opened = device if isinstance(device, Device) else open_device(device, local_rank(group))
         engine = cls(

@@ -5,7 +5,7 @@ A base whose values are others is refused: training would go on, on another mode
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from megatrain.tile import Entry
 from megatrain.tile.packed import PACKINGS
 
 Write = Callable[[str, Tensor], None]
+
+_NAME_IT = "name its new place: --resume --set model.path=PLACE, or Engine.load's base_model"
 
 
 class Fingerprint:
@@ -76,6 +78,34 @@ def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
     if left := settings.left_out:
         return Origin(left.path, left.revision) if resumes or not left.packed else None
     return Origin(str(checkpoint.folder.absolute())) if settings.adapter is None else None
+
+
+def with_base(checkpoint: Checkpoint, base: str | Path | None) -> Checkpoint:
+    """The checkpoint of an adapter with its base at another place: the base has moved.
+
+    Its values are compared when they are read, and later checkpoints name this place.
+
+    Args:
+        base: a folder, a checkpoint or a hub id; None: where it was.
+
+    Raises:
+        InputError: the checkpoint has no base elsewhere, or there is no such model.
+    """
+    settings = checkpoint.settings
+    if base is None:
+        return checkpoint
+    if (left := settings.left_out) is None or settings.adapter is None:
+        raise InputError(f"{checkpoint.folder}: reads no base; leave base_model out")
+    there, revision = Path(base).expanduser(), None
+    if there.exists():
+        path = str(there.absolute())
+    else:
+        path, revision = str(base), resolve_model(base).name
+    left = replace(left, path=path, revision=revision)
+    named = {"base_model_name_or_path": path, "revision": revision}
+    configs = {name: each | named for name, each in settings.adapter["configs"].items()}
+    settings = replace(settings, left_out=left, adapter={**settings.adapter, "configs": configs})
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, settings=settings))
 
 
 def left_out(
@@ -160,11 +190,17 @@ def read_left_out(
             list(pool.map(lambda name: hand_out(name, whole[name]()), names.keys() & whole.keys()))
     else:
         kept = {name for name, mine in names.items() if mine in left.packed}
-        read_weights(base, found.base, hand_out, threads=update_threads(), packed=kept)
+        try:
+            read_weights(base, found.base, hand_out, threads=update_threads(), packed=kept)
+        except InputError as error:
+            raise InputError(
+                f"{left.path}: is not the base that {checkpoint.folder} was trained on ({error}); "
+                f"put the base back as it was, or {_NAME_IT}"
+            ) from error
     if seen.of(names.values()) != left.fingerprint:
         raise InputError(
             f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; put "
-            "the base back as it was"
+            f"the base back as it was, or {_NAME_IT}"
         )
 
 
@@ -204,7 +240,7 @@ def _open(checkpoint: Checkpoint, left: LeftOut) -> Checkpoint | Path:
     path = Path(left.path)
     try:
         if path.is_absolute() and not path.exists():
-            raise InputError(f"{path} is not there; put it back")
+            raise InputError(f"{path} is not there; put it back, or {_NAME_IT}")
         if is_checkpoint(path):
             return open_checkpoint(path)
         return resolve_model(left.path, left.revision)

@@ -87,7 +87,8 @@ def refer(
         run = _run_of(start)
         found = References.read(run)
         for name in keys:
-            if found.keys.get(name) != keys[name] or name not in found.sums:
+            kept = found.keys.get(name)
+            if kept is None or name not in found.sums or _placeless(kept) != _placeless(keys[name]):
                 raise InputError(
                     f"{run / REFERENCES}: the reference's log-probabilities are not of this data "
                     f"({name}) and model; set them back, or begin anew: megatrain branch --fresh"
@@ -121,6 +122,15 @@ def _key(config: Config, data: ReplyDataset) -> str:
     model, adapter = config.model.model_dump(mode="json"), config.adapter.model_dump(mode="json")
     of_model = {name: model[name] for name in ("path", "config")} | {"adapter": adapter}
     return json.dumps([data.fingerprint, data.lines, len(data), of_model], sort_keys=True)
+
+
+def _placeless(key: str) -> list[Any]:
+    """A key without the place of the model: a run goes on with the same one, which may have moved.
+
+    Its checkpoints see to it that the model is the same.
+    """
+    *data, of_model = json.loads(key)
+    return [data, {name: each for name, each in of_model.items() if name != "path"}]
 
 
 def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int, ranks: Ranks) -> Tensor:

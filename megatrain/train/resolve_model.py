@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
 from megatrain.config import ModelSection
@@ -67,6 +68,26 @@ def named_model(section: ModelSection) -> tuple[ModelSection, Checkpoint | str |
         return base.model_copy(update={"tokenizer": section.tokenizer or beside}), found
     folder = str(found.model_folder) if isinstance(found, Checkpoint) else found
     return section.model_copy(update={"path": folder}), found
+
+
+def moved_base(section: ModelSection, before: Any) -> str | None:
+    """Where the base of a run's adapter is now; None: where it was.
+
+    Args:
+        before: the section that the run's checkpoint was made with, as its file has it.
+
+    Raises:
+        InputError: an adapter is there, or a checkpoint that cannot be used.
+    """
+    was = before.get("path") if isinstance(before, dict) else None
+    if section.path is None or section.path == was:
+        return None
+    found = trained_model(section.path)
+    if isinstance(found, Checkpoint):
+        return str(found.folder)
+    if adapter_folder(found) is not None:
+        raise InputError(f"model.path: {section.path} has an adapter; name the folder of its base")
+    return found
 
 
 def weights_key(section: ModelSection, source: Checkpoint | str | None) -> str:

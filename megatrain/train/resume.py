@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from megatrain.checkpoint import open_checkpoint, verify
+from megatrain.checkpoint import Checkpoint, open_checkpoint, verify
 from megatrain.config import Config
 from megatrain.config.section import shown
 from megatrain.errors import InputError
@@ -86,13 +86,20 @@ class Damaged(InputError):
     """A checkpoint is not what was saved, which only shows when all of it is read."""
 
 
-def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None:
+def check_config(
+    config: Config, before: Mapping[str, Any], where: Path, *, base_moves: bool = False
+) -> None:
     """Raises InputError if a key differs that decides what is learnt.
 
-    Args: `before` is the configuration, resolved, that `where` was made with.
+    Args:
+        before: the configuration, resolved, that `where` was made with.
+        base_moves: `model.path` may name another place of the same base, whose values are compared
+            when they are read.
     """
     for section, key, was, now in _differences(before, config):
         name = f"{section}.{key}"
+        if base_moves and name == "model.path":
+            continue
         if section not in _FREE_SECTIONS and key not in FREE_KEYS.get(section, ()):
             raise InputError(
                 f"{name}: {shown(now)} now, but {where} was made with {shown(was)}, and this "
@@ -169,8 +176,16 @@ def find_starts(run: Path, config: Config) -> Iterator[Start]:
         if state.step != step:  # the newest is known by its name
             log.warning("not resumed from: %s: holds step %d; was it renamed?", folder, state.step)
             continue
-        check_config(config, state.config, folder)
+        check_config(config, state.config, folder, base_moves=base_moves(config, checkpoint))
         yield Start(folder, state)
+
+
+def base_moves(config: Config, checkpoint: Checkpoint) -> bool:
+    """Whether `model.path` may name another place of the base of the run's own adapter.
+
+    Of a run that began with an adapter's folder it may not: that may be its reference, too.
+    """
+    return checkpoint.settings.left_out is not None and config.adapter.method is not None
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -26,7 +26,7 @@ from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.references import References, refer
-from megatrain.train.resolve_model import named_model
+from megatrain.train.resolve_model import moved_base, named_model
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 from megatrain.train.rewards import Rewards
 from megatrain.train.rollouts import Rollouts
@@ -361,6 +361,7 @@ def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> 
             placement=chosen_placement,
             states=config.optimizer.states,
             master=config.optimizer.master,
+            base_model=moved_base(config.model, start.state.config.get("model")),
             **Workload.of_run(config).limits,
             group=group,
             **_settings(config),

@@ -87,6 +87,44 @@ def test_a_base_that_has_changed_or_gone_is_refused(base: Path, tmp_path: Path) 
         Engine.load(saved, device="cpu")
 
 
+@pytest.mark.parametrize("packed", ["bf16", "nf4"])
+def test_a_base_that_has_moved_is_named(packed: Any, base: Path, tmp_path: Path) -> None:
+    saved, there = tmp_path / "saved", tmp_path / "there"
+    loss, wanted = trained(base, saved, base=packed)
+    base.rename(there)
+    with pytest.raises(InputError, match="base is not there; put it back, or name .*base_model"):
+        Engine.load(saved, device="cpu")
+    with Engine.load(saved, device="cpu", base_model=there) as engine:
+        engine.save(tmp_path / "again")
+        engine.save_pretrained(tmp_path / "adapter")
+        assert engine.step(STEPS[1]).loss == loss
+        assert same(masters(engine), wanted)
+    with Engine.load(tmp_path / "again", device="cpu") as engine:  # it knows the new place
+        assert engine.step(STEPS[1]).loss == loss
+    make_engine(tmp_path / "adapter").close()  # and so does the adapter
+
+
+def test_another_base_is_refused_where_one_has_moved(base: Path, tmp_path: Path) -> None:
+    saved, other = tmp_path / "saved", tmp_path / "other"
+    trained(base, saved)
+    values = load_file(base / "model.safetensors")
+    shutil.copytree(base, other)
+    values["model.layers.1.mlp.up_proj.weight"][3, 5] *= 1.01
+    save_file(values, other / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(base)
+    with pytest.raises(InputError, match=f"{other}: its weights are not those .* name its new"):
+        Engine.load(saved, device="cpu", base_model=other)
+    in_dtype(llama(hidden_size=64), torch.bfloat16).save_pretrained(tmp_path / "larger")
+    with pytest.raises(InputError, match="larger: is not the base that .*shape.*name its new"):
+        Engine.load(saved, device="cpu", base_model=tmp_path / "larger")
+    with pytest.raises(InputError, match="nowhere"):
+        Engine.load(saved, device="cpu", base_model=tmp_path / "nowhere")
+    with make_engine(llama()) as engine:
+        engine.save(tmp_path / "whole")
+    with pytest.raises(InputError, match="whole: reads no base; leave base_model out"):
+        Engine.load(tmp_path / "whole", device="cpu", base_model=other)
+
+
 def test_a_base_that_is_a_checkpoint_of_ours_stays(tmp_path: Path) -> None:
     with make_engine(llama(), precision="bf16") as engine:
         engine.step(STEPS[0])

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatrain.telemetry.flops import model_tflops
@@ -69,6 +69,38 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
     said = [megatrain("generate", each, *options) for each in (run, tmp_path / "finished")]
     assert [each.exit_code for each in said] == [0, 0], said[0].output
     assert said[0].stdout == said[1].stdout
+
+
+def test_a_run_goes_on_where_its_base_has_moved(megatrain, adapter_file, base, tmp_path):
+    def trained(name, steps, path, *options):
+        chosen = sets(output__folder=str(tmp_path / name), training__steps=steps)
+        return megatrain("train", adapter_file, *chosen, *sets(model__path=str(path)), *options)
+
+    def adapter(name):
+        return load_file(tmp_path / name / "model" / "adapter_model.safetensors")
+
+    here, there, other = (tmp_path / name for name in ("here", "there", "other"))
+    shutil.copytree(base, here)
+    for name, steps in (("whole", 4), ("run", 2)):
+        assert trained(name, steps, here).exit_code == 0
+    here.rename(there)
+    shutil.copytree(there, other)
+    values = load_file(other / "model.safetensors")
+    values["model.layers.1.mlp.up_proj.weight"][3, 5] += 1
+    save_file(values, other / "model.safetensors", metadata={"format": "pt"})
+    for path, said in {
+        here: "--resume --set model.path=PLACE",
+        other: f"{other}: its weights are not those",
+        tmp_path / "whole": "has an adapter; name the folder of its base",
+    }.items():
+        refused = trained("run", 4, path, "--resume")
+        assert refused.exit_code == 2 and said in refused.stderr, refused.output
+    result = trained("run", 3, there, "--resume")
+    assert result.exit_code == 0, result.output
+    result = megatrain("train", tmp_path / "run", *sets(training__steps=4), "--resume")
+    assert result.exit_code == 0, result.output
+    parts, whole = adapter("run"), adapter("whole")
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])

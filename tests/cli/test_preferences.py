@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -302,3 +303,21 @@ def test_preferences_with_an_adapter_are_those_of_one_rank(megatrain, preference
     assert weights.keys() == other.keys()
     for name, value in weights.items():
         assert torch.allclose(other[name], value, rtol=2e-6, atol=1e-6), name
+
+
+def test_what_a_reference_has_said_holds_where_the_base_has_moved(
+    megatrain, preference_file, base, tmp_path
+):
+    file = preference_file([pair(number) for number in range(20)], name="dpo")
+    here, there = Path(shutil.copytree(base, tmp_path / "here")), tmp_path / "there"
+    lora = sets(adapter__method="lora", adapter__target_modules="all-linear")
+
+    def trained(path, steps, *options):
+        chosen = sets(model__path=str(path), training__steps=steps)
+        result = megatrain("train", file, *lora, *chosen, *options)
+        assert result.exit_code == 0, result.output
+
+    trained(here, 1)
+    here.rename(there)
+    trained(there, 2, "--resume")
+    assert [each["step"] for each in read(tmp_path / "run")][-1] == 2
