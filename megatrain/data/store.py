@@ -120,7 +120,7 @@ class MemoryStore(Store):
         records = map(_record, documents, begins.tolist())
         self._records = np.concatenate([*records])
         digest = hashlib.blake2b(self._tokens.tobytes(), digest_size=16)
-        digest.update(self._records.tobytes())
+        digest.update(_told_apart(self._records))
         self.digest = digest.hexdigest()
 
     def documents(self) -> NDArray[Any]:
@@ -241,9 +241,8 @@ def _write(
             size = len(document.ids)
             stored, record = _stored(document), _record(document, num_tokens)
             for file, array in ((tokens, stored), (index, record)):
-                data = array.tobytes()
-                file.write(data)
-                digest.update(data)
+                file.write(array.tobytes())
+            digest.update(stored.tobytes() + _told_apart(record))
             num_documents, num_tokens = num_documents + 1, num_tokens + size
             if progress is not None:
                 progress(num_documents, num_tokens)
@@ -263,6 +262,14 @@ def _record(document: Document, begin: int) -> NDArray[Any]:
     of_row = document.line, document.source, document.good, document.margin
     values = begin, end, first, *of_row
     return np.array([values], _RECORD)
+
+
+def _told_apart(records: NDArray[Any]) -> bytes:
+    """What the digest has of records: no margins where there are none, as before there were any."""
+    rows = records.view(np.uint8).reshape(len(records), -1)
+    if not records["margin"].any():
+        rows = rows[:, : _RECORD.itemsize - _RECORD["margin"].itemsize]
+    return rows.tobytes()
 
 
 def _targets(document: Document) -> NDArray[np.bool_]:
