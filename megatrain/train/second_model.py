@@ -16,7 +16,7 @@ from megatrain.train.model_config import model_config
 from megatrain.train.references import References, refer_to
 from megatrain.train.resolve_model import named_model, weights_key
 from megatrain.train.resume import Start
-from megatrain.train.teacher import Teacher, ask
+from megatrain.train.teacher import Teacher, ask, frozen_engine
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +47,12 @@ def begun_model(config: Config, tokenizer: PreTrainedTokenizerBase, group: Any =
     """The model as the run begins, in an engine that trains nothing; `group`: as `Engine`'s."""
     section, source = named_model(config.model)
     log.info("the reference model rests in host memory beside the one that is trained")
-    return Engine(
+    return frozen_engine(
+        config,
         model_config(section, tokenizer) if source is None else source,
-        precision=config.engine.precision,
         placement=Placement(),
         seed=config.training.seed,
         base=config.model.base,
-        max_grad_norm=None,
-        device=None if config.engine.device == "auto" else config.engine.device,
-        device_memory=config.engine.device_memory,
-        host_memory=config.engine.host_memory,
-        trust_remote_code=config.model.trust_remote_code,
-        attn_implementation=config.model.attn_implementation,
         group=group,
     )
 

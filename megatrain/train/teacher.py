@@ -18,6 +18,7 @@ from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, Said, Step, load_tokenizer, open_teacher_file
 from megatrain.errors import InputError
 from megatrain.forecast.workload import usual_micro_batch
+from megatrain.loss import IGNORED
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.weights import resolve_model
 from megatrain.train.data import cache_folder
@@ -28,6 +29,28 @@ _FORMAT = 1  # of what is kept: raise it when the same teacher would be asked ot
 _NOT_KEPT = -1e9  # in place of a log-probability
 _SECONDS_BETWEEN_NEWS = 30.0
 log = logging.getLogger(__name__)
+
+
+def frozen_engine(config: Config, source: Any, **given: Any) -> Engine:
+    """A model in an engine that trains nothing, on the run's device and within its limits.
+
+    Args:
+        source, given: as `Engine` takes them.
+
+    Raises:
+        InputError, DoesNotFit: as `Engine`.
+    """
+    return Engine(
+        source,
+        precision=config.engine.precision,
+        max_grad_norm=None,
+        device=None if config.engine.device == "auto" else config.engine.device,
+        device_memory=config.engine.device_memory,
+        host_memory=config.engine.host_memory,
+        trust_remote_code=config.model.trust_remote_code,
+        attn_implementation=config.model.attn_implementation,
+        **given,
+    )
 
 
 @dataclass(frozen=True)
@@ -47,18 +70,7 @@ class Teacher:
 
     def engine(self, **placed: Any) -> Engine:
         """It in an engine that trains nothing. Raises InputError, DoesNotFit."""
-        config = self.config
-        made = Engine(
-            self.source,
-            precision=config.engine.precision,
-            max_grad_norm=None,
-            device=None if config.engine.device == "auto" else config.engine.device,
-            device_memory=config.engine.device_memory,
-            host_memory=config.engine.host_memory,
-            trust_remote_code=config.model.trust_remote_code,
-            attn_implementation=config.model.attn_implementation,
-            **placed,
-        )
+        made = frozen_engine(self.config, self.source, **placed)
         if made.label_shift != 1:
             made.close()
             raise InputError("loss.teacher: it predicts tokens in their own place; take another")
@@ -68,7 +80,7 @@ class Teacher:
         """Of each micro-batch its labels, and what the teacher says of them."""
         loss, rows = self.config.loss, plain_rows(step)
         most = loss.top_k or 1
-        if any(bool((micro["labels"][:, 1:] != -100).any()) for micro in rows):
+        if any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows):
             found = engine.top_logprobs(rows, most, loss.temperature or 1.0)
         else:
             shapes = [(*micro["labels"].shape, most) for micro in rows]
@@ -125,6 +137,12 @@ def find_teacher(
         )
     if (top_k := config.loss.top_k or 0) > (most := min(size, text_config.vocab_size)):
         raise InputError(f"loss.top_k is {top_k}, and the vocabulary has {most} tokens; take fewer")
+    if own is None:
+        log.warning(
+            "loss.teacher: %s has no tokenizer's files: its tokens are taken for those of the "
+            "model that is trained, for there are as many",
+            config.loss.teacher,
+        )
     return Teacher(config, source, weights_key(section, source), text_config.vocab_size)
 
 
