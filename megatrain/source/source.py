@@ -129,10 +129,7 @@ def open_source(
         config, base_path = folder_adapter(folder)
         source = open_plain(base_path, **how)
         if adapted(source.model) is not None:
-            raise InputError(
-                f"{folder / peft.CONFIG_FILE}: its base {base_path} has an adapter itself; merge "
-                f"that first: megatrain export {base_path} OUT --merged"
-            )
+            raise _not_merged(folder, base_path)
         source = _grown(source, config)
         source.adapter_folder = folder
         source.companions = {**source.companions, **companions(folder)}
@@ -174,7 +171,7 @@ def folder_adapter(folder: Path) -> tuple[Any, str]:
     Of a base on the hub of which it names a revision, the folder of that.
 
     Raises:
-        InputError: it cannot be read or followed, or names no base, or itself.
+        InputError: it cannot be read or followed, or names no base, itself, or another adapter.
     """
     config = peft.from_json(read_json(folder / peft.CONFIG_FILE) | {"inference_mode": False})
     if not config.base_model_name_or_path:
@@ -190,7 +187,16 @@ def folder_adapter(folder: Path) -> tuple[Any, str]:
     base = str(config.base_model_name_or_path)
     if config.revision is not None and not Path(base).expanduser().exists():
         base = str(resolve_model(base, config.revision))
+    if adapter_folder(base) is not None:
+        raise _not_merged(folder, base)
     return config, base
+
+
+def _not_merged(folder: Path, base: str) -> InputError:
+    return InputError(
+        f"{folder / peft.CONFIG_FILE}: its base {base} has an adapter itself; merge that first: "
+        f"megatrain export {base} OUT --merged"
+    )
 
 
 def _grown(source: Source, config: Any) -> Source:

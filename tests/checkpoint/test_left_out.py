@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM
 from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
 from megatrain.checkpoint.manifest import KEEP
+from megatrain.config import ModelSection
 from megatrain.distributed import Ranks
 from megatrain.generate import Resident
 from megatrain.generate.opening import open_model
 from megatrain.model.trained import Trained
 from megatrain.train.export import export
+from megatrain.train.resolve_model import named_model
 from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, qwen2, same
 
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
@@ -201,3 +203,10 @@ def test_a_base_that_has_an_adapter_is_refused(base: Path, tmp_path: Path) -> No
     file.write_text(file.read_text().replace(str(base), str(tmp_path / "saved")))
     with pytest.raises(InputError, match="saved has an adapter itself; merge that first"):
         make_engine(tmp_path / "adapter")
+    text = file.read_text().replace(str(tmp_path / "saved"), "BASE")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "other")
+    for one, base_of_it in (("adapter", "other"), ("other", "adapter")):
+        named = text.replace("BASE", str(tmp_path / base_of_it))
+        (tmp_path / one / "adapter_config.json").write_text(named)
+    with pytest.raises(InputError, match="other has an adapter itself; merge that first"):
+        named_model(ModelSection(path=str(tmp_path / "adapter")))
