@@ -53,7 +53,7 @@ class Steps:
             DoesNotFit: the device has no memory left.
         """
         step, job = self.done + 1, self._job
-        lr = job.schedule.get_last_lr()[0]
+        lr = job.schedule.get_last_lr()[-1]  # of matrices, where Muon has two rates
         started = time.perf_counter()
         made: Mapping[str, Any] = {}
         try:

@@ -124,6 +124,7 @@ def test_rates_of_their_own_stay_on_resume(tmp_path, tokenizer_folder, zygote):
     zygote.start("train", cut, "--resume", log=tmp_path / "log2").finish()
     assert logged(cut.parent / "run") == logged(whole.parent / "run")
     assert model_bytes(cut.parent / "run") == model_bytes(whole.parent / "run")
+    assert max(record.get("lr", 0) for record in logged(whole.parent / "run")) == 0.01
 
 
 @pytest.mark.parametrize(
