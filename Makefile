@@ -46,7 +46,7 @@ compat: $(OLDEST)/.installed native  ## the parity core with the oldest torch an
 fuzz: $(STAMP)  ## 120,000 hostile files to everything that reads; a quarter of an hour
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) tests.reliability.readers 10000
 
-soak: $(STAMP)  ## a run by each optimizer rule, killed, stopped, resumed, evaluated; ten minutes
+soak: $(STAMP)  ## a run by each optimizer rule, killed, stopped, resumed, evaluated; five minutes
 	OMP_NUM_THREADS=1 $(RUN) tests.reliability.soak
 
 check: lint  ## lint, format, types and structure
