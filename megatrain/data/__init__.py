@@ -10,7 +10,7 @@ from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.demo import stdlib_corpus, train_bpe_tokenizer
 from megatrain.data.loader import Step, StepLoader, StreamLoader
 from megatrain.data.opening import open_dataset, open_stream
-from megatrain.data.preferences import PLAIN, ReplyDataset, at_first_label, numbered
+from megatrain.data.preferences import PLAIN, ReplyDataset, at_first_label, numbered, plain_rows
 from megatrain.data.prompt_rows import PromptRow, Prompts, open_prompts
 from megatrain.data.stream import Stream
 from megatrain.data.teacher_file import IDS, LOG_PROBS, Said, open_teacher_file
@@ -37,6 +37,7 @@ __all__ = [
     "open_prompts",
     "open_stream",
     "open_teacher_file",
+    "plain_rows",
     "stdlib_corpus",
     "train_bpe_tokenizer",
 ]

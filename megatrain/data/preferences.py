@@ -17,6 +17,12 @@ PLAIN = ("input_ids", "labels", "attention_mask")
 _NUMBERS = ("pair", "example")
 
 
+def plain_rows(step: list[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches with what a forward takes and labels, without what losses alone read."""
+    names = (*PLAIN, "position_ids")
+    return [{name: micro[name] for name in names if name in micro} for micro in step]
+
+
 def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
     """The same micro-batches, with numbers of pairs or replies that no two of them share."""
     for name in _NUMBERS:

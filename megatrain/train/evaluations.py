@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megatrain.config import Config, step_loss
-from megatrain.data import PLAIN, Prompts, Step
+from megatrain.data import Prompts, Step, plain_rows
 from megatrain.loss import Distillation, JointLoss, Reward, num_labelled, targets_of
 from megatrain.telemetry.console import described_rewards
 from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
@@ -129,9 +129,8 @@ class Evaluations:
             for part, _ in parts:
                 if self._signals.stop and not final:
                     return None
-                plain = [{key: micro[key] for key in PLAIN if key in micro} for micro in part]
                 scores = isinstance(loss, Reward)
-                found += logprobs(self._engine, plain, self._ranks, scores=scores)
+                found += logprobs(self._engine, plain_rows(part), self._ranks, scores=scores)
             every = every[0] + found, every[1] + rows
             if name:
                 metrics |= {f"eval_{name}_{key}": v for key, v in loss.told(found, rows).items()}

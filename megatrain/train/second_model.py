@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatrain.api import Engine
 from megatrain.config import Config
-from megatrain.data import IDS, LOG_PROBS, PLAIN, MicroBatch, Step, at_first_label
+from megatrain.data import IDS, LOG_PROBS, MicroBatch, Step, at_first_label, plain_rows
 from megatrain.placement import Placement
 from megatrain.train.model_config import model_config
 from megatrain.train.references import References, refer_to
@@ -94,8 +94,7 @@ def _said(teacher: Teacher, engine: Engine, step: Step) -> list[MicroBatch]:
 
 
 def _reference(engine: Engine, step: Step) -> list[MicroBatch]:
-    plain = [{name: micro[name] for name in PLAIN if name in micro} for micro in step]
-    sums = [each.double().sum(1).float() for each in engine.logprobs(plain)]
+    sums = [each.double().sum(1).float() for each in engine.logprobs(plain_rows(step))]
     return [
         {"reference_logp": at_first_label(each, micro["labels"])}
         for each, micro in zip(sums, step, strict=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from megatrain.api import Engine
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config, ModelSection
-from megatrain.data import PackedDataset, Said, Step, load_tokenizer, open_teacher_file
+from megatrain.data import PackedDataset, Said, Step, load_tokenizer, open_teacher_file, plain_rows
 from megatrain.errors import InputError
 from megatrain.forecast.workload import usual_micro_batch
 from megatrain.loss import IGNORED
@@ -96,12 +96,6 @@ class Teacher:
         asked = [loss.top_k, loss.temperature, precision, self.vocab_size]
         parts = [_FORMAT, self.key, data.fingerprint, len(data), asked]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
-
-
-def plain_rows(step: Step) -> Step:
-    """Micro-batches of texts without what is said of them."""
-    names = ("input_ids", "labels", "attention_mask", "position_ids")
-    return [{name: micro[name] for name in names if name in micro} for micro in step]
 
 
 def find_teacher(
