@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from data_cases import chat_tokenizer
+from trl_cases import trained_by
 
 from megatrain import DoesNotFit, Engine
 from megatrain.errors import InputError
@@ -17,7 +18,6 @@ datasets = pytest.importorskip("datasets")
 
 
 def trained(streamed: bool, folder: Path, **changes: Any) -> Any:
-    kind = type("Streamed", (StreamedTrainer, trl.DPOTrainer), {}) if streamed else trl.DPOTrainer
     tokenizer = chat_tokenizer("qwen")
     model = llama(vocab_size=max(128, len(tokenizer)))
     rows = datasets.Dataset.from_list(
@@ -30,22 +30,17 @@ def trained(streamed: bool, folder: Path, **changes: Any) -> Any:
             for number in range(16)
         ]
     )
-    given: dict[str, Any] = {
-        "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 4,
-        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-3,
-        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no",
-        "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, "beta": 0.3,
-        "gradient_checkpointing": False, "max_grad_norm": 0.5,
-    }  # fmt: skip
-    trainer = kind(
-        model,
-        args=trl.DPOConfig(**(given | changes)),
-        train_dataset=rows,
-        eval_dataset=rows.select(range(4)),
+    trainer = trained_by(
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        folder,
+        rows,
+        streamed=streamed,
+        more={"beta": 0.3} | changes,
+        model=model,
         processing_class=tokenizer,
         **({} if streamed else {"ref_model": copy.deepcopy(model)}),
     )
-    trainer.train()
     return trainer.state.log_history
 
 

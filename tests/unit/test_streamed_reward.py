@@ -7,9 +7,9 @@ import pytest
 import torch
 from data_cases import chat_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
+from trl_cases import trained_by
 
 from megatrain.errors import InputError
-from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import SIZES, noisy
 
 trl = pytest.importorskip("trl", reason="trl is no dependency")
@@ -19,8 +19,6 @@ datasets = pytest.importorskip("datasets")
 def trained(
     streamed: bool, folder: Path, margin: bool, sizes: dict[str, Any] | None = None, **changes: Any
 ) -> Any:
-    bases = (StreamedTrainer, trl.RewardTrainer)
-    kind = type("Streamed", bases, {}) if streamed else trl.RewardTrainer
     tokenizer = chat_tokenizer("qwen")
     own = {"vocab_size": max(128, len(tokenizer)), "num_labels": 1}
     own["pad_token_id"] = tokenizer.pad_token_id
@@ -37,21 +35,16 @@ def trained(
             for number in range(16)
         ]
     )
-    given: dict[str, Any] = {
-        "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 4,
-        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-3,
-        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no",
-        "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True,
-        "gradient_checkpointing": False, "max_grad_norm": 0.5,
-    }  # fmt: skip
-    trainer = kind(
-        model,
-        args=trl.RewardConfig(**(given | changes)),
-        train_dataset=rows,
-        eval_dataset=rows.select(range(4)),
+    trainer = trained_by(
+        trl.RewardTrainer,
+        trl.RewardConfig,
+        folder,
+        rows,
+        streamed=streamed,
+        more=changes,
+        model=model,
         processing_class=tokenizer,
     )
-    trainer.train()
     trainer.save_model(str(folder / "model"))
     return trainer.state.log_history, folder / "model"
 
