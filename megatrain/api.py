@@ -200,7 +200,9 @@ class Engine(PlacedEngine):
         return [each.cpu() for each in found]
 
     @contextmanager
-    def whole_model(self, *, spare: int | None = None) -> Iterator[PreTrainedModel]:
+    def whole_model(
+        self, *, spare: int | None = None, apart: bool = False
+    ) -> Iterator[PreTrainedModel]:
         """The transformers model itself, for `generate` and the like, while the engine streams it.
 
         In evaluation mode, without gradients. No other method may be called within. Several ranks
@@ -209,6 +211,7 @@ class Engine(PlacedEngine):
         Args:
             spare: hold the weights on the device meanwhile, where that leaves so many bytes free;
                 one of several ranks does not.
+            apart: several ranks call it with inputs of their own, but of one shape and as often.
 
         Raises:
             InputError: layers or the head are streamed in slices (`is_whole` says so before).
@@ -222,7 +225,8 @@ class Engine(PlacedEngine):
         free = free_bytes(self.device, self._opened.host_limit)
         held = spare is not None and held_bytes(*of) + spare <= _HELD * free
         held = held and not self._ranks.together
-        with self._undisturbed(), whole_model(self.device, *of, self._ranks, held=held) as model:
+        given = self.device, *of, self._ranks
+        with self._undisturbed(), whole_model(*given, held=held, apart=apart) as model:
             yield model
 
     def updated_tiles(self) -> Iterator[UpdatedTile]:

@@ -61,11 +61,13 @@ def whole_model(
     ranks: Ranks = ALONE,
     *,
     held: bool = False,
+    apart: bool = False,
 ) -> Iterator[PreTrainedModel]:
     """The model of `spec`, in the mode that it is in; within this context it can be called.
 
     With `held` all its weights are on the device meanwhile, brought there once. Several `ranks`
-    call it alike, with `held` none; all are given the logits of the first one.
+    call it equally often, with ids of one shape, and none with `held`. All are given the logits of
+    the first one, unless each calls it with ids of its own (`apart`).
 
     Raises:
         InputError: layers or head are streamed in slices.
@@ -91,7 +93,7 @@ def whole_model(
         feed = _Feed(parts, places, tables)
         for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
             opened.callback(hook.remove)
-        if ranks.together:
+        if ranks.together and not apart:
             opened.callback(model.register_forward_hook(partial(_from_first, ranks)).remove)
         opened.enter_context(to_generate())
         yield model
@@ -198,14 +200,18 @@ class _Tables(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _summed(self, table: "_Rows", ids: Tensor) -> Tensor:
-        """Rows of all ranks' parts of a table."""
-        ids = ids.to(table.own.device) - table.first
-        here = (ids >= 0) & (ids < len(table.own))
-        rows = torch.zeros(*ids.shape, table.own.shape[1], device=ids.device)
-        rows[here] = table.own[ids[here]].float()  # a sum with zeros keeps every bit
+        """Rows of all ranks' parts of a table, for this rank's ids."""
+        ranks = self._ranks
+        every = torch.zeros(ranks.size, *ids.shape, dtype=torch.int64, device=self._device)
+        every[ranks.rank] = ids
+        ranks.sum(every)
+        every = every.to(table.own.device) - table.first
+        here = (every >= 0) & (every < len(table.own))
+        rows = torch.zeros(*every.shape, table.own.shape[1], device=every.device)
+        rows[here] = table.own[every[here]].float()  # a sum with zeros keeps every bit
         rows = rows.to(self._device)
-        self._ranks.sum(rows)
-        return rows.to(self._dtype)
+        ranks.scatter_sum(rows)
+        return rows[ranks.rank].to(self._dtype)
 
     def _of(self, value: Any) -> "_Rows | None":
         return self._tables[id(value)][1] if id(value) in self._tables else None

@@ -130,8 +130,11 @@ class Workload:
         """One rank's part of it, where so many take a step together."""
         rows = -(-self.rows // ranks)
         most = self.micro_batch and min(self.micro_batch, rows)
-        tokens = rows * self.sequence_length
-        return replace(self, tokens_per_step=tokens, micro_batch=most, ranks=ranks)
+        tokens, generation = rows * self.sequence_length, self.generation
+        if generation is not None and generation.rows is not None:
+            generation = replace(generation, rows=-(-generation.rows // ranks))
+        own: dict[str, Any] = {"tokens_per_step": tokens, "micro_batch": most}
+        return replace(self, **own, ranks=ranks, generation=generation)
 
     @property
     def rows(self) -> int:

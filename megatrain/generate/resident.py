@@ -79,7 +79,9 @@ class Resident:
             return model(**moved).logits.float().cpu()
 
     @contextmanager
-    def whole_model(self, *, spare: int | None = None) -> Iterator[PreTrainedModel]:
+    def whole_model(
+        self, *, spare: int | None = None, apart: bool = False
+    ) -> Iterator[PreTrainedModel]:
         """The model; random numbers drawn within do not count outside."""
         gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
         with torch.random.fork_rng(devices=gpus), to_generate():

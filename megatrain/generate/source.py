@@ -32,8 +32,10 @@ class Source(Protocol):
     def is_whole(self) -> bool:
         """Whether the transformers model itself can be called."""
 
-    def whole_model(self, *, spare: int | None = None) -> AbstractContextManager[PreTrainedModel]:
-        """The transformers model, to be called within; `spare` as of `Engine`."""
+    def whole_model(
+        self, *, spare: int | None = None, apart: bool = False
+    ) -> AbstractContextManager[PreTrainedModel]:
+        """The transformers model, to be called within; `spare`, `apart` as of `Engine`."""
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of a micro-batch without labels."""

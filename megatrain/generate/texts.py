@@ -14,8 +14,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id
+from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.generate.cache import cache_bytes, check_cache
+from megatrain.generate.draws import drawn_apart
 from megatrain.generate.kept import Kept
 from megatrain.generate.padding import heeds_mask
 from megatrain.generate.recomputed import Recomputed
@@ -74,45 +76,64 @@ def continued(
     stops: set[int],
     pad: int,
     batch_size: int,
+    apart: bool = False,
     streamer: Any = None,
     kept: Kept | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt, up to the first of `stops`, which is one of them.
 
-    Args: as of `generate` and `Sampling.settings`; `ids`: the tokens of each prompt.
+    Args:
+        source, sampling, batch_size, streamer, kept: as of `generate`.
+        ids: the tokens of each prompt.
+        own, stops, pad: as of `Sampling.settings`.
+        apart: what is drawn for a prompt follows from the seed and its place in `ids` alone, so
+            that several ranks share a batch. `own` says nothing of how tokens are drawn.
     """
-    limit = getattr(source.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    _check_room(ids, limit, sampling.max_new_tokens)
+    limit, share = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
     out: dict[int, list[int]] = {}
     longest = max(map(len, ids), default=0) + sampling.max_new_tokens
-    with _running(source, min(batch_size, len(ids)), longest) as model, _set(model, own):
-        torch.manual_seed(sampling.seed)
-        for rows in _batches(model, ids, batch_size):
-            batch = _padded([ids[row] for row in rows], pad, source.device.torch_device)
-            width = batch["input_ids"].shape[1]
-            room = min(sampling.max_new_tokens, (limit or sys.maxsize) - width)
+    most, device = -(-min(batch_size, len(ids)) // share.size), source.device.torch_device
+    with _running(source, most, longest, apart=apart) as model, _set(model, own):
+        if not apart:
+            torch.manual_seed(sampling.seed)
+        for rows in _batches(source, model, ids, batch_size):
+            mine, asked = _share(rows, share)
+            width = max(len(ids[row]) for row in rows)
+            room = min(sampling.max_new_tokens, limit - width)
             past = None if kept is None else kept.take(ids[0])
-            needed = source.device, model, len(rows), width + room, past
+            needed = source.device, model, len(asked), width + room, past
             source.ranks.agree(partial(check_cache, *needed))
             settings = sampling.settings(
                 own, room=room, stops=stops, pad=pad, cached=source.is_whole
             )
             more = {} if past is None else {"past_key_values": past}
+            if apart:
+                more |= drawn_apart(settings, sampling.seed, asked, len(mine), share, device)
+            batch = _padded([ids[row] for row in asked], width, pad, device)
             made = model.generate(**batch, **more, generation_config=settings, streamer=streamer)
             if kept is not None:
                 kept.keep(made.sequences[0].tolist(), made.past_key_values)
-            new = made.sequences[:, width:].tolist()
-            out |= {row: _ended(stops, each) for row, each in zip(rows, new, strict=True)}
-    return [out[row] for row in range(len(ids))]
+            new = made.sequences[: len(mine), width:].tolist()
+            out |= {row: _ended(stops, each) for row, each in zip(mine, new, strict=True)}
+    every = {row: new for found in share.exchange(out) for row, new in found.items()}
+    return [every[row] for row in range(len(ids))]
+
+
+def _share(rows: list[int], ranks: Ranks) -> tuple[list[int], list[int]]:
+    """A rank's part of a batch, and with what others make it as large as any rank's."""
+    each = -(-len(rows) // ranks.size)
+    mine = rows[ranks.rank * each :][:each]
+    return mine, mine + rows[:1] * (each - len(mine))
 
 
 def _batches(
-    model: PreTrainedModel, ids: Sequence[Sequence[int]], batch_size: int
+    source: Source, model: PreTrainedModel, ids: Sequence[Sequence[int]], batch_size: int
 ) -> list[list[int]]:
     """Which rows are continued together: in their order, where padding changes nothing."""
     every = list(range(len(ids)))
     parts = [every]
-    if batch_size > 1 and len({len(row) for row in ids}) > 1 and not heeds_mask(model):
+    uneven = batch_size > 1 and len({len(row) for row in ids}) > 1
+    if uneven and not all(source.ranks.exchange(heeds_mask(model))):
         log.info("padding would change what this model says: only prompts of one length share")
         of_length = defaultdict(list)
         for row in every:
@@ -122,13 +143,18 @@ def _batches(
 
 
 @contextmanager
-def _running(source: Source, rows: int, tokens: int) -> Iterator[PreTrainedModel]:
-    """The model for rows of so many tokens; its weights on the device if these leave the room."""
+def _running(
+    source: Source, rows: int, tokens: int, *, apart: bool = False
+) -> Iterator[PreTrainedModel]:
+    """The model for rows of so many tokens; its weights on the device if these leave the room.
+
+    Args: `apart`: each of several ranks has rows of its own.
+    """
     try:
         if source.is_whole:
             with source.whole_model() as model:
                 cached = cache_bytes(model, rows, tokens)
-            with source.whole_model(spare=cached) as model:
+            with source.whole_model(spare=cached, apart=apart) as model:
                 yield model
         else:
             log.info("layers are streamed in slices: every token is made of all before it anew")
@@ -172,9 +198,12 @@ def _until(stops: set[int], row: list[int]) -> list[int]:
     return row[:-1] if row and row[-1] in stops else row
 
 
-def _check_room(ids: Sequence[Sequence[int]], limit: int | None, wanted: int) -> None:
+def _room(source: Source, ids: Sequence[Sequence[int]], wanted: int) -> int:
+    """How long a row may get. Raises InputError: a prompt leaves no room for any token."""
+    config = source.config.get_text_config(decoder=True)
+    limit: int | None = getattr(config, "max_position_embeddings", None)
     if limit is None or not ids:
-        return
+        return sys.maxsize
     number, longest = max(enumerate(map(len, ids), 1), key=lambda each: each[1])
     told = f"prompt {number}: {longest} tokens leave"
     if longest >= limit:
@@ -182,11 +211,13 @@ def _check_room(ids: Sequence[Sequence[int]], limit: int | None, wanted: int) ->
     if longest + wanted > limit:
         room = limit - longest
         log.warning("%s room for %d new ones in a context of %d, not %d", told, room, limit, wanted)
+    return limit
 
 
-def _padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
-    """Token ids `[B, T]` with padding on the left, and the mask that tells it apart."""
-    width = max(len(row) for row in rows)
+def _padded(
+    rows: Sequence[Sequence[int]], width: int, pad: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Token ids `[B, width]` with padding on the left, and the mask that tells it apart."""
     ids = [[pad] * (width - len(row)) + list(row) for row in rows]
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
     return {

@@ -74,7 +74,7 @@ class Rollouts:
     ) -> None:
         """Args: `loader` gives prompts; `reference`: an engine with the reference model.
 
-        Several `ranks` make the same replies together; the first one rewards them.
+        Several `ranks` make a part of the replies each; the first one rewards them all.
         """
         loss = step_loss(config.loss, config.rollout)
         assert isinstance(loss, PolicyLoss)
@@ -261,16 +261,16 @@ class Rollouts:
             said = self._server.continued([row.ids for row in rows], count, sampling, stops)
             return [Reply(rows[at // count], *each) for at, each in enumerate(said)]
         every = [row for row in rows for _ in range(count)]
-        with torch.random.fork_rng():
-            made = continued(
-                self._engine,
-                [row.ids for row in every],
-                sampling,
-                GenerationConfig(),  # nothing of the model's own settings: they bend what is drawn
-                stops=stops,
-                pad=self._pad,
-                batch_size=self._at_once,
-            )
+        made = continued(
+            self._engine,
+            [row.ids for row in every],
+            sampling,
+            GenerationConfig(),  # nothing of the model's own settings: they bend what is drawn
+            stops=stops,
+            pad=self._pad,
+            batch_size=self._at_once,
+            apart=True,
+        )
         return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(every, made, strict=True)]
 
     def _compared(self, made: Step, replies: Sequence[Reply]) -> dict[str, float]:

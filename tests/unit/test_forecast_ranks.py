@@ -1,6 +1,7 @@
 """A step of several ranks is foretold as one of them takes it, with its shards and the link."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -9,7 +10,7 @@ from megatrain.autoplace.spend import FirstTiles
 from megatrain.device.base import GATHER, REDUCE
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
-from megatrain.forecast.workload import Workload
+from megatrain.forecast.workload import Generation, Workload
 from megatrain.machine import Machine
 from megatrain.placement import Placement
 from megatrain.tile import TileKind
@@ -71,3 +72,14 @@ def test_no_way_is_tried_that_ranks_do_not_have() -> None:
         for each in (WHOLE, WHOLE.shared(RANKS))
     ]
     assert slices[0] is not None and slices[1] is None
+
+
+@pytest.mark.parametrize("rows", [None, 8])
+def test_each_rank_keeps_keys_and_values_of_its_own_replies(rows: int | None) -> None:
+    """Of all of a step of 32, or of those that all ranks make at once."""
+    replied, asked = replace(WHOLE, generation=Generation(16, rows)), rows or WHOLE.rows
+    with mock.patch("megatrain.forecast.cache.generation_bytes", return_value=0) as counted:
+        forecasts = ForecastCache(tiny_spec())
+        for workload in (replied, replied.shared(RANKS)):
+            forecasts.of(small_machine(), Placement(slots=3), workload, 4)
+    assert [call.args[2] for call in counted.call_args_list] == [asked, asked // RANKS]

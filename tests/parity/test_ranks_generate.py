@@ -1,0 +1,60 @@
+"""Several ranks make a part of the replies each, which are those that one rank makes."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from megatrain import Engine, Placement
+from megatrain.generate import Sampling, continued
+from tests.families.tiny import tiny_model
+from tests.parity.cases import make_engine
+from tests.parity.ranks import run_ranks
+
+FAMILIES = ("llama", "gpt2", "mixtral", "recurrent_gemma")  # of the last, lengths stay apart
+DRAWN = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.1, "seed": 3}
+IDS = [torch.arange(3, 3 + count).tolist() for count in (5, 2, 5, 2, 4, 2, 5)]
+
+
+@contextmanager
+def counted(engine: Engine) -> Iterator[list[int]]:
+    """The rows of each forward of the whole model."""
+    model, rows = engine._spec.capture.model, list[int]()
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    yield rows
+    hook.remove()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_ranks_make_a_part_of_the_replies_each(size: int, tmp_path: Path) -> None:
+    """Token for token, some ended early; the last batch has a single row."""
+
+    def work(group: Any) -> list[Any]:
+        found = []
+        for family, how in itertools.product(FAMILIES, ({"temperature": 0}, DRAWN)):
+            placement = Placement(slots=2, keep_weights=1, resident=("layer 0",))
+            engine = make_engine(tiny_model(family), group=group, placement=placement)
+            given: dict[str, Any] = {"pad": 0, "batch_size": 3, "apart": True}
+            sampling = Sampling(max_new_tokens=12, **how)
+            with counted(engine) as forwards:
+                made = continued(
+                    engine, IDS, sampling, GenerationConfig(), stops={*range(9)}, **given
+                )
+            found.append((made, forwards))
+        return found
+
+    alone = work(None)
+    assert any(0 < len(each) < 12 for made, _ in alone for each in made)
+    together = run_ranks(size, tmp_path, work)
+    for found in together:
+        assert [made for made, _ in found] == [made for made, _ in alone]
+        assert [forwards for _, forwards in found] == [forwards for _, forwards in together[0]]
+    for (_, one), (_, several) in zip(alone, together[0], strict=True):
+        assert max(one) == 3 and max(several) == -(-3 // size)
