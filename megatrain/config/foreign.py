@@ -75,6 +75,17 @@ _PLACES = _by_name(
     ("rollout.rewards", "reward_funcs"),
     ("rollout.weights", "reward_weights"),
     ("rollout.batch_size", "generation_batch_size"),
+    ("rollout.server", "vllm_server_base_url vllm_server_host"),
+    ("rollout.server_seconds", "vllm_server_timeout"),
+    (
+        "rollout.importance_sampling_mode",
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode",
+    ),
+    (
+        "rollout.importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
+    ),
+    ("rollout.importance_sampling_clip_min", "vllm_importance_sampling_clip_min"),
     ("loss.label_smoothing", "label_smoothing_factor dpo_label_smoothing"),
     ("loss.desirable_weight", "kto_chosen_weight"),
     ("loss.undesirable_weight", "kto_rejected_weight"),
@@ -232,7 +243,10 @@ _REASONS = _by_name(
         "load_in_4bit load_in_8bit quantization_bit quantization_method bnb_4bit_quant_type "
         "bnb_4bit_compute_dtype bnb_4bit_use_double_quant use_bnb_nested_quant",
     ),
-    ("the engine makes replies itself, with the weights that it trains", "use_vllm vllm_mode"),
+    (
+        "the engine makes replies itself, or a vLLM server does: rollout.server",
+        "use_vllm vllm_mode",
+    ),
     ("a reward is a function, in rollout.rewards, which may ask any model", "reward_model"),
     ("state rests in host memory always", "offload_optimizer"),
     ("weights rest in host memory always", "offload_param low_cpu_mem_usage cpu_offload"),

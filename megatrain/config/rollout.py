@@ -1,15 +1,16 @@
 """The section that says how a run makes replies, and what rewards them."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megatrain.config.learning import LossSection
 from megatrain.config.section import Natural, Positive, Section
+from megatrain.errors import InputError
 
 if TYPE_CHECKING:
-    from megatrain.loss import Loss
+    from megatrain.loss import ImportanceSampling, Loss
 
 
 class RolloutSection(Section):
@@ -18,7 +19,9 @@ class RolloutSection(Section):
     `rewards`: functions, each as `module:function` or `file.py:function`; `weights`: of each, null:
     1. The others say how tokens are drawn; `batch_size`: replies made together, null: all of a
     step. `server`: address of a vLLM server that makes them; weights go to it through the folder
-    `server_weights`, and each request may take `server_seconds`.
+    `server_weights`, and each request may take `server_seconds`. `importance_sampling_...`: how
+    grpo corrects for what a server draws otherwise than the engine would, as TRL's
+    `vllm_importance_sampling_...`.
     """
 
     rewards: list[Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]] = Field(default_factory=list)
@@ -31,6 +34,11 @@ class RolloutSection(Section):
     server: Annotated[str, Field(pattern=r"^https?://")] | None = None
     server_weights: str | None = None
     server_seconds: Annotated[float, Field(gt=0)] = 600.0
+    importance_sampling_mode: Literal[
+        "sequence_mask", "sequence_truncate", "token_mask", "token_truncate", "none"
+    ] = "sequence_mask"
+    importance_sampling_clip_max: float | None = 3.0
+    importance_sampling_clip_min: float | None = None
 
     @model_validator(mode="after")
     def _folder_of_the_server(self) -> Self:
@@ -49,20 +57,55 @@ class RolloutSection(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _possible_importance_sampling(self) -> Self:
+        from megatrain.loss import ImportanceSampling
+
+        try:
+            found = self.importance_sampling()
+        except InputError as error:
+            raise ValueError(f"rollout: {error}") from error
+        if self.server is None and found != ImportanceSampling():
+            raise ValueError(
+                "rollout.importance_sampling_... corrects for replies of a server; leave it out, "
+                "or give rollout.server"
+            )
+        return self
+
+    def importance_sampling(self) -> "ImportanceSampling | None":
+        """The correction for replies of a server; None: there shall be none."""
+        from megatrain.loss import ImportanceSampling
+
+        if self.importance_sampling_mode == "none":
+            return None
+        bounds = self.importance_sampling_clip_max, self.importance_sampling_clip_min
+        return ImportanceSampling(self.importance_sampling_mode, *bounds)
+
 
 def step_loss(loss: LossSection, rollout: RolloutSection) -> "Loss":
-    """The loss as steps of a run take it: of replies at the temperature they are drawn at."""
+    """The loss as steps of a run take it: of replies as they are drawn."""
     made = loss.loss()
-    at = {"temperature": rollout.temperature} if loss.kind == "prompts" else {}
+    at: dict[str, Any] = {}
+    if loss.kind == "prompts":
+        at["temperature"] = rollout.temperature
+    if loss.name == "grpo" and rollout.server is not None:
+        at["importance_sampling"] = rollout.importance_sampling()
     return replace(made, **at)  # type: ignore[type-var]  # a dataclass, as all losses are
 
 
 def check_rollout(rollout: RolloutSection, loss: LossSection, sequence_length: int) -> None:
     """Raises ValueError: a loss of rewarded replies lacks what it needs, or another has it."""
+    from megatrain.loss import ImportanceSampling
+
     if loss.kind != "prompts":
         if rollout != RolloutSection():
             raise ValueError(f"rollout is for loss.name grpo or rloo, and this is {loss.name}")
         return
+    if loss.name != "grpo" and rollout.importance_sampling() not in (None, ImportanceSampling()):
+        raise ValueError(
+            f"rollout.importance_sampling_... is for loss.name grpo, and this is {loss.name}: "
+            "leave it out"
+        )
     if not rollout.rewards:
         raise ValueError(
             f"loss.name {loss.name} needs rollout.rewards: functions, as [rewards.py:reward]"

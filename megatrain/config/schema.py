@@ -291,9 +291,8 @@ class Config(Section):
         data = self.data
         sets = ["", *(f"{name}_" for name in data.eval_sets if name)]
         there = data.eval_path is not None or data.eval_fraction
-        return (
-            [f"eval_{each}{kind}" for each in sets for kind in self.loss.metrics] if there else []
-        )
+        kinds = self.loss.metrics if there else ()
+        return [f"eval_{each}{kind}" for each in sets for kind in kinds]
 
     @model_validator(mode="after")
     def _data_of_a_loss(self) -> Self:
@@ -304,6 +303,7 @@ class Config(Section):
             "data.weights": data.weights,
             "data.streaming": data.streaming,
             "training.samples": scores and self.training.samples,
+            "training.neftune_alpha": self.loss.kind == "prompts" and self.training.neftune_alpha,
             "adapter": scores and self.adapter.method,
         }.items():
             if given and self.loss.kind is not None:

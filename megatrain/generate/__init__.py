@@ -7,10 +7,11 @@ from megatrain.generate.kept import Kept
 from megatrain.generate.opening import open_model
 from megatrain.generate.resident import Resident
 from megatrain.generate.sampling import Sampling
-from megatrain.generate.server import Server
+from megatrain.generate.server import Continued, Server
 from megatrain.generate.texts import continued, generate, stop_ids
 
 __all__ = [
+    "Continued",
     "Kept",
     "Resident",
     "Sampling",

@@ -15,6 +15,7 @@ from megatrain.loss.chunks import (
 from megatrain.loss.cross_entropy import CROSS_ENTROPY, CrossEntropy, cross_entropy_sum
 from megatrain.loss.distill import Distillation
 from megatrain.loss.dpo import DPO
+from megatrain.loss.importance import ImportanceSampling
 from megatrain.loss.joint import JointLoss, as_numbers
 from megatrain.loss.kto import KTO
 from megatrain.loss.label_smoothing import LabelSmoothing
@@ -40,6 +41,7 @@ __all__ = [
     "TOKEN_WEIGHTS",
     "CrossEntropy",
     "Distillation",
+    "ImportanceSampling",
     "JointLoss",
     "LabelSmoothing",
     "Loss",

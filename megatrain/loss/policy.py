@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatrain.errors import InputError
 from megatrain.loss.base import IGNORED, Loss, check_temperature, num_labelled
+from megatrain.loss.importance import ImportanceSampling
 from megatrain.loss.joint import JointLoss
 from megatrain.loss.replies import check_numbers, check_rows, check_type, labels_of
 from megatrain.loss.token_weights import TokenWeights
@@ -56,6 +57,8 @@ class PolicyLoss(JointLoss):
         advantage: how much better the reply is than others to its prompt.
         old_logp: the label's log-probability in the model that made the reply.
         reference_logp: that in a reference model; only of GRPO with `beta`.
+        importance_sampling_ratio: by which its loss counts, without the divergence; only of GRPO
+            with `importance_sampling`, whose `ratios` gives it.
 
     Attributes:
         num_iterations: steps that learn from the same replies.
@@ -175,6 +178,8 @@ class GRPO(PolicyLoss):
     `use_bias_correction_kl` times the ratio, whose slope makes its gradient that of the divergence
     itself (DeepSeek-AI, 2025, https://arxiv.org/abs/2512.02556, section 3.1).
 
+    `importance_sampling` corrects for replies that another program has drawn.
+
     `loss_type`: grpo takes the mean of each reply, then of replies; bnpo and dapo that of all
     labels of the step; dr_grpo the sum over replies times `max_completion_length`; cispo is dapo
     with `-clipped ratio * advantage * log-probability`, the ratio clipped to `epsilon_high` and
@@ -189,6 +194,7 @@ class GRPO(PolicyLoss):
     importance_sampling_level: Level = "token"
     scale_rewards: Scale = "group"
     use_bias_correction_kl: bool = True
+    importance_sampling: ImportanceSampling | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -202,7 +208,8 @@ class GRPO(PolicyLoss):
 
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (*super().inputs, *(["reference_logp"] if self.beta else []))
+        more = {"reference_logp": self.beta, "importance_sampling_ratio": self.importance_sampling}
+        return (*super().inputs, *(name for name, wanted in more.items() if wanted))
 
     def advantages(self, rewards_R: Tensor, divergence_R: Tensor) -> Tensor:
         grouped = _grouped(rewards_R, self.num_generations)
@@ -232,6 +239,8 @@ class GRPO(PolicyLoss):
             clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
             bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
             each = -torch.min(bounded * advantage, clipped * advantage)
+        if self.importance_sampling is not None:
+            each = each * labels.beside["importance_sampling_ratio"]
         if self.beta:
             each = each + self.beta * self._divergence(labels, ratio)
         if self.loss_type == "grpo":

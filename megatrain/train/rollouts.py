@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,11 +23,12 @@ from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
 from megatrain.distributed import ALONE, Ranks
-from megatrain.errors import InputError, RunFailed
-from megatrain.generate import Sampling, Server, continued, stop_ids
+from megatrain.errors import InputError
+from megatrain.generate import Sampling, continued, stop_ids
 from megatrain.loss import IGNORED, PolicyLoss, num_labelled
 from megatrain.seeds import derived_seed
 from megatrain.train.rewards import Rewards, measured
+from megatrain.train.served import Served, compare
 from megatrain.train.sharing import from_first, logprobs
 
 log = logging.getLogger(__name__)
@@ -40,8 +40,6 @@ _TAKEN = re.compile(
     r"tokens_per_second|frac_reward_zero_std|model_tflops|mfu|device_peak_bytes|host_bytes|busy|"
     r"idle|skipped|failed|rows|samples"
 )
-_MARK = ".rollouts"  # in folders that rollouts have written weights to
-_FAR = 0.5  # nats; bf16 is some hundredths off
 _SEED = 0x726F6C6C  # apart from the seeds of steps
 
 
@@ -89,49 +87,7 @@ class Rollouts:
         self._made: Step = []
         self._left = 0
         self.step = 0
-        self._export: dict[str, Any] = {"merged": config.adapter.method is not None}
-        if config.engine.precision != "fp32":
-            self._export["dtype"] = torch.bfloat16
-        self._server = self._opened_server(length)
-
-    def _opened_server(self, length: int) -> Server | None:
-        """The server that makes replies, with the weights as they are; None: the engine does.
-
-        Raises:
-            InputError: it cannot be used.
-        """
-        self._brought = -1
-        if self._settings.server is None:
-            return None
-        own = self._engine.vocab_size
-        try:
-            server = Server(
-                self._settings.server,
-                vocab_size=own,
-                length=length,
-                seconds=self._settings.server_seconds,
-            )
-            self._bring_weights(server)
-        except RunFailed as error:
-            raise InputError(str(error)) from None
-        return server
-
-    def _bring_weights(self, server: Server) -> None:
-        """Give the server the weights of this step, unless it has them."""
-        if self._brought == self._engine.steps:
-            return
-        assert self._settings.server_weights is not None
-        folder = Path(self._settings.server_weights).expanduser()
-        mark = folder / _MARK
-        if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
-            raise InputError(
-                f"rollout.server_weights: {folder} has files that no rollouts wrote, and they "
-                "would be lost; give an empty or a new folder"
-            )
-        self._engine.save_pretrained(folder, **self._export)
-        mark.touch()
-        server.load(folder)
-        self._brought = self._engine.steps
+        self._server = None if config.rollout.server is None else Served(config, engine)
 
     def take(self, step: int) -> tuple[Step, dict[str, Any]]:
         """Micro-batches of a step, and what the log says of replies that were made for it.
@@ -176,8 +132,9 @@ class Rollouts:
             raise InputError(f"the saved replies are damaged: {error}") from error
         if self._left and any({*micro} - {*PLAIN} != {*self._loss.inputs} for micro in self._made):
             raise InputError(
-                f"{self._left} more steps learn from replies made for another loss.name or "
-                "without loss.beta; set them back, or begin anew: megatrain branch --fresh"
+                f"{self._left} more steps learn from replies made for another loss.name, loss.beta "
+                "or rollout.importance_sampling_mode; set them back, or begin anew: megatrain "
+                "branch --fresh"
             )
         if self._left and taken_at != (now := self._loss.temperature):
             raise InputError(
@@ -198,7 +155,9 @@ class Rollouts:
         with _timed(seconds, "logprobs"):
             made, divergence, order = self._with_logprobs(replies)
             if self._server is not None:
-                told |= self._compared(made, [replies[number] for number in order])
+                drawn_at = [replies[number].log_probs for number in order]
+                by = getattr(self._loss, "importance_sampling", None)
+                told |= compare(self._settings, made, drawn_at, by)
         advantages = self._loss.advantages(rewards, divergence)
         numbers = iter(order)
         for micro in made:
@@ -257,8 +216,7 @@ class Rollouts:
         )
         stops = stop_ids(self._engine, self._tokenizer, chat=chat)
         if self._server is not None:
-            self._bring_weights(self._server)
-            said = self._server.continued([row.ids for row in rows], count, sampling, stops)
+            said = self._server.replies([row.ids for row in rows], count, sampling, stops)
             return [Reply(rows[at // count], *each) for at, each in enumerate(said)]
         every = [row for row in rows for _ in range(count)]
         made = continued(
@@ -272,32 +230,6 @@ class Rollouts:
             apart=True,
         )
         return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(every, made, strict=True)]
-
-    def _compared(self, made: Step, replies: Sequence[Reply]) -> dict[str, float]:
-        """How far a server's log-probabilities are from the engine's, by TRL's names.
-
-        Raises:
-            RunFailed: so far that the server has other weights.
-        """
-        rows = [row for m in made for row in zip(m["labels"], m["old_logp"], strict=True)]
-        parts = [
-            (own[used] - torch.tensor(reply.log_probs)).abs()
-            for (labels, own), reply in zip(rows, replies, strict=True)
-            if (used := labels != IGNORED).any()
-        ]
-        if not parts:
-            return {}
-        each, settings = torch.cat(parts).double(), self._settings
-        mean = float(each.mean())
-        cut = settings.top_p < 1 or settings.top_k or settings.repetition_penalty != 1
-        if not cut and not mean <= _FAR:
-            raise RunFailed(
-                f"rollout.server {settings.server}: log-probabilities of its tokens are {mean:.3g} "
-                "from the engine's in the mean: it serves other weights, or was started without "
-                "--logprobs-mode processed_logprobs"
-            )
-        named = {"mean": mean, "max": float(each.max())}
-        return {f"sampling/sampling_logp_difference/{name}": v for name, v in named.items()}
 
     def _rewarded(self, replies: Sequence[Reply], step: int, told: dict[str, Any]) -> Tensor:
         texts = self._tokenizer.batch_decode([r.ids for r in replies], skip_special_tokens=True)

@@ -1,6 +1,7 @@
 """Runs whose replies come from a server by its address: real sockets, a tiny model behind them."""
 
 import json
+import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatrain import Engine
 from tests.cli import test_rollouts
 from tests.cli.cases import sets
 
@@ -194,3 +196,80 @@ def test_an_address_needs_a_folder(megatrain, rollout_file):
     result = megatrain("train", rollout_file({"name": "grpo"}, server="http://127.0.0.1:1"))
     assert result.exit_code == 2
     assert "rollout.server and rollout.server_weights go together" in result.stderr
+
+
+def test_replies_that_the_server_draws_otherwise_count_by_their_ratios(
+    megatrain, file_of, served, tmp_path
+):
+    """What a server says lies 0.3 below the engine: each token's ratio is e^0.3, until a bound."""
+    served.faults |= {"far": 0.3, "at once": True}
+    how = {"training__steps": 1, "loss__loss_type": "grpo"}
+    norms, ratios = {}, {}
+    for mode in ("none", "token_truncate", "token_mask"):
+        clip = {"importance_sampling_clip_max": 1.2 if mode == "token_truncate" else 3.0}
+        file = file_of(importance_sampling_mode=mode, **clip)
+        folder = tmp_path / mode
+        result = megatrain("train", file, *sets(output__folder=str(folder), **how))
+        assert result.exit_code == 0, result.output
+        [record] = test_rollouts.read(folder)
+        norms[mode] = record["grad_norm"]
+        name = "sampling/importance_sampling_ratio/"
+        ratios[mode] = [v for key, v in record.items() if key.startswith(name)]
+    assert ratios["none"] == []
+    assert ratios["token_truncate"] == pytest.approx([1.2] * 3)
+    assert ratios["token_mask"] == pytest.approx([math.exp(0.3)] * 3, rel=1e-4)
+    assert norms["token_truncate"] == pytest.approx(1.2 * norms["none"], rel=1e-4)
+    assert norms["token_mask"] == pytest.approx(math.exp(0.3) * norms["none"], rel=1e-4)
+
+
+def test_replies_far_from_the_engine_are_not_learnt_from_unless_told(
+    megatrain, file_of, served, tmp_path
+):
+    """The default is TRL's: a whole reply whose ratio is above 3 counts for nothing."""
+    served.faults |= {"far": 0.4, "at once": True}  # of 8 tokens e^3.2
+    result = megatrain("train", file_of(), *sets(training__steps=1, loss__beta=0.0))
+    assert result.exit_code == 0, result.output
+    [record] = test_rollouts.read(tmp_path / "run")
+    assert record["sampling/importance_sampling_ratio/min"] == 0
+    assert record["sampling/importance_sampling_ratio/max"] < 3
+
+
+NOT_CORRECTED = {
+    "no server": (
+        {"server": None, "server_weights": None, "importance_sampling_clip_max": 2.0},
+        "grpo",
+        "corrects for replies of a server; leave it out, or give rollout.server",
+    ),
+    "rloo": ({"importance_sampling_mode": "token_mask"}, "rloo", "is for loss.name grpo"),
+    "bounds": ({"importance_sampling_clip_min": 4.0}, "grpo", "clip_max is 3.0 and its clip_min"),
+    "no bound": (
+        {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": None},
+        "grpo",
+        "token_truncate needs clip_max or clip_min; give one",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "name", "message"), NOT_CORRECTED.values(), ids=NOT_CORRECTED)
+def test_corrections_that_cannot_be_are_refused(megatrain, file_of, given, name, message):
+    result = megatrain("train", file_of({"name": name}, **given))
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_run_killed_after_its_export_goes_on_with_its_folder(
+    megatrain, file_of, served, tmp_path, monkeypatch
+):
+    """Whatever moment ends it between the folder's first byte and the server's loading."""
+    saved = Engine.save_pretrained
+
+    def killed(*arguments, **settings):
+        saved(*arguments, **settings)
+        raise SystemExit(137)
+
+    monkeypatch.setattr(Engine, "save_pretrained", killed)
+    assert megatrain("train", file_of()).exit_code == 137
+    assert (tmp_path / "weights" / "config.json").exists()
+    monkeypatch.setattr(Engine, "save_pretrained", saved)
+    result = megatrain("train", file_of(), *sets(output__folder=str(tmp_path / "again")))
+    assert result.exit_code == 0, result.output

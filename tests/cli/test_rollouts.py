@@ -332,7 +332,7 @@ def test_replies_of_another_loss_are_not_learnt_from(megatrain, rollout_file):
     assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0
     result = megatrain("train", file, "--resume", *sets(loss__beta=0.0))
     assert result.exit_code == 2
-    assert "made for another loss.name or without loss.beta" in result.stderr.replace("\n", " ")
+    assert "made for another loss.name, loss.beta or rollout" in result.stderr.replace("\n", " ")
 
 
 def test_replies_drawn_at_another_temperature_are_not_learnt_from(megatrain, rollout_file):
@@ -393,6 +393,7 @@ REFUSED = {
         "checkpoint__best": "eval_loss",
     },
     "cannot have data.streaming": {"data__streaming": True},
+    "cannot have training.neftune_alpha": {"training__neftune_alpha": 5.0},
     "as many weights as rewards": {"rollout__weights": [1.0]},
     "num_generations is 1": {"loss__num_generations": 1},
     "dpo has no max_completion_length": {"loss__name": "dpo"},
