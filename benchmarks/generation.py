@@ -3,6 +3,10 @@
 Random weights of a shape, a batch of random prompts, greedy, no end token: resident through
 transformers alone, resident as `open_model` gives it, and streamed from host memory. Each is run
 once before it is measured. Prints a line, and writes JSON to `--out`.
+
+With `--streamed-alone`, for models that fit neither the GPU nor the disk: seconds of a pass over
+the weights (one for the prompts, one for each further token) beside those that their bytes take to
+cross the bus.
 """
 
 import argparse
@@ -21,7 +25,9 @@ from transformers import AutoModelForCausalLM
 from megatrain import Engine, Placement
 from megatrain.cli.shapes import qwen2_config
 from megatrain.generate import Resident, open_model
+from megatrain.source.source import Alike
 from megatrain.telemetry.environment import environment
+from megatrain.units import GIB
 
 _OURS = ("resident", "streamed")
 
@@ -45,27 +51,44 @@ def measure(
     return {"tokens_per_second": median(rates[1:]), "each": rates[1:]}, logits
 
 
+def streamed_alone(chosen: argparse.Namespace, prompts: torch.Tensor) -> dict[str, Any]:
+    """Seconds of a pass over weights in host memory, and of their bytes alone through the bus."""
+    engine = Engine(
+        Alike(qwen2_config(chosen.shape, max(4096, chosen.prompt + chosen.new))),
+        device=chosen.device,
+        placement=Placement(slots=3),
+    )
+    rates, _ = measure(engine.whole_model(), prompts, chosen.new, chosen.repeats)
+    table = engine.vocab_size * engine.config.hidden_size  # of which rows alone cross
+    rates["memory"], rates["crossing_bytes"] = engine.memory(), (engine.num_parameters - table) * 2
+    engine.close()
+    rates["pass_seconds"] = len(prompts) / rates["tokens_per_second"]
+    rates["bus_seconds"] = rates["crossing_bytes"] / bus_rate(torch.device(chosen.device))
+    return rates
+
+
+def bus_rate(device: torch.device) -> float:
+    """Bytes a second of copies of 1 GiB from pinned host memory, one after the other."""
+    host = torch.ones(GIB, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty_like(host, device=device)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        there[-1].item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return GIB / min(seconds)
+
+
 def off(logits: torch.Tensor, wanted: torch.Tensor) -> float:
     """The largest difference of two models' logits, in standard deviations of one's."""
     return float((logits - wanted).abs().max() / wanted.std())
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="3b")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="write the result to this file")
-    chosen = parser.parse_args(arguments)
+def compared(chosen: argparse.Namespace, prompts: torch.Tensor) -> dict[str, Any]:
+    """The three of them, each from the same folder."""
     config = qwen2_config(chosen.shape, max(4096, chosen.prompt + chosen.new))
-    torch.manual_seed(0)
-    prompts = torch.randint(config.vocab_size, (chosen.rows, chosen.prompt), device=chosen.device)
-    case = {name: value for name, value in vars(chosen).items() if name != "out"}
-    found: dict[str, Any] = {"case": case, "environment": environment(chosen.device)}
+    found: dict[str, Any] = {}
     how = (prompts, chosen.new, chosen.repeats)
     with tempfile.TemporaryDirectory() as folder:
         with torch.device(chosen.device):
@@ -86,6 +109,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found["streamed"] |= {"logits_off": off(logits, wanted), "memory": streamed.memory()}
         found["weights_bytes"] = streamed.num_parameters * 2
         streamed.close()
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="3b")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--streamed-alone", action="store_true")
+    parser.add_argument("--out", type=Path, help="write the result to this file")
+    chosen = parser.parse_args(arguments)
+    config = qwen2_config(chosen.shape, max(4096, chosen.prompt + chosen.new))
+    torch.manual_seed(0)
+    prompts = torch.randint(config.vocab_size, (chosen.rows, chosen.prompt), device=chosen.device)
+    case = {name: value for name, value in vars(chosen).items() if name != "out"}
+    found: dict[str, Any] = {"case": case, "environment": environment(chosen.device)}
+    if chosen.streamed_alone:
+        found["streamed"] = streamed_alone(chosen, prompts)
+    else:
+        found |= compared(chosen, prompts)
     print(summary(found))
     if chosen.out is not None:
         chosen.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -93,6 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def summary(found: dict[str, Any]) -> str:
     """The result in a line."""
+    if "transformers" not in found:
+        streamed = found["streamed"]
+        ratio = streamed["pass_seconds"] / streamed["bus_seconds"]
+        return (
+            f"{found['case']['shape']}: a pass takes {streamed['pass_seconds']:.3f} s, {ratio:.2f} "
+            f"of what the bus takes, {streamed['tokens_per_second']:.1f} tokens/s"
+        )
     plain, *ours = (found[name]["tokens_per_second"] for name in ("transformers", *_OURS))
     told = [
         f"{name} {rate:.1f} ({rate / plain:.2f} of it)"

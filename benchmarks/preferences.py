@@ -1,8 +1,9 @@
 """Seconds of steps of DPO beside steps of cross entropy on the same tokens, in one engine.
 
 Random weights of a shape (all layers alike) and random tokens; replies are the second half of each
-row, and the reference's log-probabilities are given, as a run keeps them. Prints a line for each
-loss and the ratio of their rates; writes JSON to `--out`.
+row. The reference's log-probabilities are given, as a run keeps them, or with `--reference
+streamed` asked of a second model before each step of DPO. Prints a line for each loss and the ratio
+of their rates; writes JSON to `--out`.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatrain import AdamW, Engine
+from megatrain import AdamW, Engine, Placement
 from megatrain.cli.shapes import qwen2_config
 from megatrain.loss import CROSS_ENTROPY, DPO, IGNORED
 from megatrain.source.source import Alike
@@ -25,13 +26,17 @@ from megatrain.telemetry.environment import environment
 def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the measured steps of both, in the placement that was chosen for DPO."""
     length, rows = chosen.sequence_length, chosen.sequences
+    shape = Alike(qwen2_config(chosen.shape, length))
+    device = None if chosen.device == "auto" else chosen.device
+    streamed = chosen.reference == "streamed"  # which comes first, as in a run
+    reference = Engine(shape, placement=Placement(), device=device) if streamed else None
     engine = Engine(
-        Alike(qwen2_config(chosen.shape, length)),
+        shape,
         optimizer=AdamW(lr=1e-6, states=chosen.states),
         tokens_per_step=rows * length,
         sequence_length=length,
         loss=DPO(),
-        device=None if chosen.device == "auto" else chosen.device,
+        device=device,
         host_memory=chosen.host_memory,
     )
     size = engine.micro_batch or 1
@@ -52,6 +57,9 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         times = []
         for _ in range(chosen.warmup + chosen.steps):
             began = time.perf_counter()
+            if reference is not None and name == "dpo":
+                said = reference.logprobs(plain)
+                step = [m | {"reference_logp": p} for m, p in zip(step, said, strict=True)]
             engine.step(step, loss)
             engine.flush()
             times.append(time.perf_counter() - began)
@@ -59,6 +67,8 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         found[name] = {"step_seconds": times, "median_seconds": seconds}
         print(f"{name} {seconds:.3f} s, {rows * length / seconds:,.0f} tokens/s", flush=True)
     engine.close()
+    if reference is not None:
+        reference.close()
     return found
 
 
@@ -69,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--sequence-length", type=int, default=1024)
     parser.add_argument("--states", default="fp32")
+    parser.add_argument("--reference", choices=("kept", "streamed"), default="kept")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--device", default="auto")
