@@ -50,6 +50,7 @@ _OFF = {
     "neftune_noise_alpha": "use a run file: training.neftune_alpha",
     "auto_find_batch_size": "the engine plans its memory",
     "batch_eval_metrics": "logits do not exist as a whole",
+    "model_init_kwargs": "load the model with them, and give the model",
 }
 _OTHER_LOSS = "the engine's loss here is cross entropy; others: docs/losses.md"
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -110,18 +111,13 @@ class StreamedTrainer(_Trainer):
         self._pad, text.pad_token_id = text.pad_token_id, pad
         self._decay_names = set(self.get_decay_parameter_names(given))
         names = [name for name, _ in given.named_parameters() if name not in self._decay_names]
-        args, self._columns = self.args, signature(given.forward)
-        how: dict[str, Any] = {
-            "precision": "bf16" if args.bf16 else "fp32",
-            "device": str(args.device),
-        }
+        self._columns = signature(given.forward)
         reference = (reference or given) if paired else None
-        self._open_engines(given, reference, [f"^{re.escape(name)}$" for name in names], how)
+        self._open_engines(given, reference, [f"^{re.escape(name)}$" for name in names])
 
-    def _open_engines(
-        self, given: Any, reference: Any, no_decay: list[str], how: dict[str, Any]
-    ) -> None:
+    def _open_engines(self, given: Any, reference: Any, no_decay: list[str]) -> None:
         """That of the model, and that of a reference; where one fails, no other stays open."""
+        how = _settings(self.args)
         with ExitStack() as held:
             self._reference = None
             if reference is not None:
@@ -130,7 +126,6 @@ class StreamedTrainer(_Trainer):
                 given,
                 loss=self._loss,
                 optimizer=_optimizer(self.args, no_decay),
-                max_grad_norm=self.args.max_grad_norm or None,
                 **how,
                 seed=self.args.seed,
                 **self.engine_options,
@@ -275,11 +270,11 @@ class StreamedTrainer(_Trainer):
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        limits = ("device_memory", "host_memory", "disk", "disk_space")
-        given = {name: v for name, v in self.engine_options.items() if name in limits}
+        taken = signature(Engine.load).parameters
+        given = {name: v for name, v in self.engine_options.items() if name in taken}
         folder = Path(resume_from_checkpoint) / _ENGINE
         self.engine.close()
-        self._take(Engine.load(folder, device=str(self.args.device), **given))
+        self._take(Engine.load(folder, **_settings(self.args), **given))
         self.optimizer = None
 
     def _load_best_model(self) -> None:
@@ -294,6 +289,15 @@ class StreamedTrainer(_Trainer):
         rates = self.lr_scheduler.get_last_lr()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def _settings(args: Any) -> dict[str, Any]:
+    """What of TrainingArguments an engine is made with, be it new or saved."""
+    return {
+        "precision": "bf16" if args.bf16 else "fp32",
+        "device": str(args.device),
+        "max_grad_norm": args.max_grad_norm or None,
+    }
 
 
 def _optimizer(args: Any, no_decay: list[str]) -> AdamW:

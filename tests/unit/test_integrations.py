@@ -9,6 +9,7 @@ import torch
 from data_cases import chat_tokenizer, talk
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from megatrain import Placement
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
 from tests.families.tiny import tiny_model
@@ -91,14 +92,16 @@ def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path: Path) -> None
         torch.testing.assert_close(second[name], values, rtol=1e-5, atol=1e-6)
 
 
+class Stop(TrainerCallback):
+    """Ends a run after two steps, which are saved."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
 def test_a_streamed_trainer_goes_on_exactly(tmp_path: Path) -> None:
     whole = trainer(Streamed, tmp_path / "whole")
     whole.train()
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = state.global_step == 2
-
     parted = trainer(Streamed, tmp_path / "parted")
     parted.add_callback(Stop())
     parted.train()
@@ -112,6 +115,32 @@ def test_a_streamed_trainer_goes_on_exactly(tmp_path: Path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) == 5
     rates = [[e.get("learning_rate") for e in each.state.log_history] for each in (whole, again)]
     assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.0])
+def test_another_bound_of_the_norm_is_heeded_on_resume(tmp_path: Path, clip: float) -> None:
+    losses = []
+    for kind in (Trainer, Streamed):
+        folder = tmp_path / kind.__name__
+        trainer(kind, folder, options={"callbacks": [Stop()]}).train()
+        again = trainer(kind, folder, max_grad_norm=clip)
+        again.train(resume_from_checkpoint=True)
+        losses.append([entry["loss"] for entry in again.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_options_of_the_engine_are_heeded_on_resume(tmp_path: Path) -> None:
+    trainer(Streamed, tmp_path, options={"callbacks": [Stop()]}).train()
+    placed = type("Placed", (Streamed,), {"engine_options": {"placement": Placement(slots=3)}})
+    again = trainer(placed, tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert again.engine.placement.slots == 3
+
+
+def test_a_run_does_not_go_on_in_another_precision(tmp_path: Path) -> None:
+    trainer(Streamed, tmp_path, options={"callbacks": [Stop()]}).train()
+    with pytest.raises(InputError, match="precision is 'bf16', but .* was trained in 'fp32'"):
+        trainer(Streamed, tmp_path, bf16=True).train(resume_from_checkpoint=True)
 
 
 class Decay(TrainerCallback):
@@ -263,4 +292,27 @@ def test_trainers_of_other_losses_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="KTOTrainer.compute_loss"):
         StreamedKto(
             llama(), args=config, train_dataset=data, processing_class=chat_tokenizer("qwen")
+        )
+
+
+@pytest.mark.exhaustive
+def test_arguments_to_load_a_model_with_are_refused(tmp_path: Path) -> None:
+    """A model that is given by its name would be loaded without them."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+
+    class StreamedSft(StreamedTrainer, trl.SFTTrainer):
+        """What a user writes."""
+
+    llama(vocab_size=1024).save_pretrained(tmp_path / "model")
+    config = trl.SFTConfig(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False,
+        model_init_kwargs={"revision": "other"},
+    )  # fmt: skip
+    with pytest.raises(InputError, match="args.model_init_kwargs: load the model with them"):
+        StreamedSft(
+            str(tmp_path / "model"),
+            config,
+            train_dataset=datasets.Dataset.from_list([{"text": "the sea"}] * 4),
+            processing_class=chat_tokenizer("qwen"),
         )
