@@ -37,7 +37,6 @@ from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
 from megatrain.placement import Placement, Precision
 from megatrain.source.base import Base
-from megatrain.source.left_out import with_base
 from megatrain.source.opened import DTYPES, Model, Opened
 from megatrain.source.sharing import NO_LABELS, check_call, require_alone
 from megatrain.source.source import Alike, Resumed, Source, open_source, structure
@@ -105,6 +104,7 @@ class Engine(PlacedEngine):
         saveable: bool = True,
         adapter: Any = None,
         base: Base = "bf16",
+        base_model: str | Path | None = None,
         router_aux_loss_coef: float | None = None,
         group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
@@ -114,8 +114,8 @@ class Engine(PlacedEngine):
             model: a transformers model or PeftModel (copied; on the meta device: drawn), a folder,
                 a configuration (drawn), a hub id, or a checkpoint, for its weights alone.
             optimizer: None: to be run alone (2 bytes a parameter). max_grad_norm: None: unclipped.
-            precision: what layers are computed in (fp8: their linear modules); masters are fp32.
-            device, seed: a device or its name (None: the GPU, if there is one); of draws, dropout.
+            precision, seed: of layers (fp8: their linear modules; masters fp32); of draws, dropout.
+            device, group: or its name (None: the GPU, if any); ranks that share the model.
             tokens_per_step, sequence_length: at most, for "auto"; None: 98,304 in rows of 1,024.
             micro_batch, loss: of steps to come; `generation`: of replies between them, if any.
             router_aux_loss_coef, attn_implementation: None: as the model and transformers choose.
@@ -123,14 +123,13 @@ class Engine(PlacedEngine):
             device_memory, host_memory: all that the process may take (`"10GiB"`, bytes, None: any).
             disk, disk_space: a folder on a fast disk where planes may rest, and how many bytes.
             saveable: False also trains a model that was changed by hand, which saves then refuse.
-            adapter, base: a `peft.LoraConfig` or its keys; how frozen linear layers are kept.
-            group: of torch.distributed, whose ranks share the model (docs/distributed.md).
+            adapter, base, base_model: a LoraConfig or keys; how its base is kept; where it is now.
 
         Raises: InputError (a model or argument that cannot be used), DoesNotFit."""
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss)
         code: dict[str, Any] = {"attn_implementation": attn_implementation}
         code |= {"trust_remote_code": trust_remote_code, "scores": isinstance(loss, Reward)}
-        source = open_source(model, adapter, base, router_aux_loss_coef, **code)
+        source = open_source(model, adapter, base, router_aux_loss_coef, base_model, **code)
         _choose(source, trained, optimizer, precision)
         on, ranks = _limited(device, group, device_memory, host_memory, disk_space)
         shared = _learn(source, optimizer, ranks, saveable=saveable)
@@ -297,8 +296,7 @@ class Engine(PlacedEngine):
             states, master: of the optimizer from now on; other ones than the saved are converted,
                 after which the run does not go on exactly as it would have.
             base_model: where the base of an adapter is now, if it has moved; it has to be the same.
-            attn_implementation: None takes the saved one.
-            device_memory, host_memory, disk, disk_space, group: as `Engine` takes them; there may
+            attn_implementation: None takes the saved one; all else as `Engine` takes it. There may
                 be other ranks than those that saved.
 
         Raises:
@@ -306,11 +304,12 @@ class Engine(PlacedEngine):
                 the file, and another checkpoint beside it that is whole.
             DoesNotFit: not enough host or device memory.
         """
-        checkpoint = with_base(open_checkpoint(folder), base_model)
+        checkpoint = open_checkpoint(folder)
         settings = checkpoint.settings
         opened = device if isinstance(device, Device) else open_device(device, local_rank(group))
         engine = cls(
             Resumed(checkpoint),
+            base_model=base_model,
             optimizer=saved_optimizer(checkpoint, states=states, master=master),
             max_grad_norm=settings.max_grad_norm if max_grad_norm == "saved" else max_grad_norm,
             precision=check_precision(checkpoint, precision),

@@ -72,6 +72,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Change a key; may be repeated."),
 ]
+BaseModel = Annotated[
+    str | None,
+    typer.Option(metavar="PLACE", help="Where the base of its adapter is, if it has moved."),
+]
 Precision = Literal["bf16", "fp32"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -171,6 +175,7 @@ def export(
     merged: Annotated[
         bool, typer.Option("--merged", help="With its adapter merged into it, not that alone.")
     ] = False,
+    base_model: BaseModel = None,
 ) -> None:
     """Write a model as a Hugging Face folder.
 
@@ -178,7 +183,7 @@ def export(
     """
     from megatrain.train.export import export as export_model
 
-    export_model(run, out, dtype, merged=merged)
+    export_model(run, out, dtype, merged=merged, base_model=base_model)
     print(f"{out}")
 
 
@@ -233,6 +238,7 @@ def generate(
     precision: PrecisionOption = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    base_model: BaseModel = None,
 ) -> None:
     """Continue texts, or reply to messages.
 
@@ -244,7 +250,7 @@ def generate(
 
     asked = all_prompts(prompt or [], prompts, chat=chat)
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
-    where = Where(device, precision, device_memory, host_memory)
+    where = Where(device, precision, device_memory, host_memory, base_model)
     print_texts(model, asked, sampling, where, batch_size=batch_size, output=output)
 
 
@@ -262,6 +268,7 @@ def chat(
     precision: PrecisionOption = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    base_model: BaseModel = None,
 ) -> None:
     """Talk with a model, by its own chat template."""
     from megatrain.cli.chat import talk
@@ -269,7 +276,8 @@ def chat(
     from megatrain.generate import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
-    talk(model, system, sampling, Where(device, precision, device_memory, host_memory))
+    where = Where(device, precision, device_memory, host_memory, base_model)
+    talk(model, system, sampling, where)
 
 
 @app.command()

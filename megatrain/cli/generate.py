@@ -18,19 +18,20 @@ from megatrain.json_yaml import parse_json
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
 from megatrain.source.source import adapter_folder
-from megatrain.train.resolve_model import trained_model
+from megatrain.train.resolve_model import moved_base, trained_model
 
 _UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
 
 
 @dataclass(frozen=True)
 class Where:
-    """What a model is run on, and in what."""
+    """What a model is run on, and in what; and where the base of its adapter is, if elsewhere."""
 
     device: str = "auto"
     precision: Precision = "bf16"
     device_memory: str | None = None
     host_memory: str | None = None
+    base_model: str | None = None
 
 
 def open_with_tokenizer(model: str, where: Where) -> tuple[Any, Any]:
@@ -50,6 +51,7 @@ def open_with_tokenizer(model: str, where: Where) -> tuple[Any, Any]:
         device=None if where.device == "auto" else where.device,
         device_memory=where.device_memory,
         host_memory=where.host_memory,
+        base_model=moved_base(where.base_model),
     )
     return opened, tokenizer
 

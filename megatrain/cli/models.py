@@ -94,7 +94,8 @@ def model_of_run(
 
     trusted = section.trust_remote_code
     if section.path is not None:
-        config = named_config(section.path, trust_remote_code=trusted)
+        base = section.base_model
+        config = named_config(section.path, base_model=base, trust_remote_code=trusted)
         adapter = adapter or _adapter_of(section)
     else:
         tokenizer = load_tokenizer(str(section.tokenizer), trust_remote_code=trusted)
@@ -118,7 +119,11 @@ def _adapter_of(section: "ModelSection") -> Any:
 
 
 def named_config(
-    name: str, *, max_positions: int = 32768, trust_remote_code: bool = False
+    name: str,
+    *,
+    max_positions: int = 32768,
+    base_model: str | None = None,
+    trust_remote_code: bool = False,
 ) -> "PreTrainedConfig":
     """The configuration of a shape (`7B`), a folder, a config.json file, or a hub id.
 
@@ -126,13 +131,14 @@ def named_config(
 
     Args:
         max_positions: positions that a shape is given at least.
+        base_model: where the base of its adapter is; None: where the adapter says.
 
     Raises:
         InputError: there is no such model, or the hub cannot be reached.
     """
     path = Path(os.path.expanduser(name))
     if name and path.exists():
-        return _local(path, trust_remote_code)
+        return _local(path, base_model, trust_remote_code)
     if name.lower() in SHAPES:
         return qwen2_config(name.lower(), max_positions)
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
@@ -140,22 +146,23 @@ def named_config(
     return _from_hub(name, trust_remote_code)
 
 
-def _local(path: Path, trust_remote_code: bool) -> "PreTrainedConfig":
+def _local(path: Path, base_model: str | None, trust_remote_code: bool) -> "PreTrainedConfig":
     from megatrain.model.build import load_config
 
     if path.is_dir() and not (path / "config.json").is_file():
-        path = _of_run(path)
+        path = _of_run(path, base_model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise InputError(f"{path}: no config.json there, so it is not a model's folder")
     return load_config(path, trust_remote_code=trust_remote_code)
 
 
-def _of_run(path: Path) -> Path:
+def _of_run(path: Path, base_model: str | None) -> Path:
     """The folder of the model that a run or a checkpoint stands for."""
     from megatrain.config import ModelSection
     from megatrain.train.resolve_model import named_model
 
-    return Path(str(named_model(ModelSection(path=str(path)))[0].path))
+    section = ModelSection(path=str(path), base_model=base_model)
+    return Path(str(named_model(section)[0].path))
 
 
 def _from_hub(name: str, trust_remote_code: bool) -> "PreTrainedConfig":

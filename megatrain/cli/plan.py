@@ -120,10 +120,12 @@ def _opened(
     if run is None or model is not None:
         raise InputError("give either a run file or --model")
     from megatrain import config as run_files
+    from megatrain.train.resolve_model import begun_from
 
     loaded = run_files.load(run, overrides)
     scores = loaded.loss.name == "reward"
-    return model_of_run(run.name, loaded.model, loaded.adapter.keys, scores=scores), loaded
+    section = begun_from(loaded)
+    return model_of_run(run.name, section, loaded.adapter.keys, scores=scores), loaded
 
 
 def _all_tokens(run: "Config", workload: Workload) -> int | None:

@@ -6,8 +6,9 @@ it from untrusted text and puts it together with the overrides of the command li
 
 from megatrain.config.learning import TrainingSection
 from megatrain.config.load import load, overridden, validate
+from megatrain.config.model import ModelSection
 from megatrain.config.rollout import RolloutSection, step_loss
-from megatrain.config.schema import CheckpointSection, Config, DataSection, ModelSection
+from megatrain.config.schema import CheckpointSection, Config, DataSection
 from megatrain.config.section import nearest
 
 __all__ = [

@@ -13,49 +13,12 @@ from megatrain.config.learning import (
     ScheduleSection,
     TrainingSection,
 )
+from megatrain.config.model import ModelSection
 from megatrain.config.rollout import RolloutSection, check_rollout
-from megatrain.config.section import Fraction, Name, Pattern, Positive, Section, nearest, shown
+from megatrain.config.section import Fraction, Name, Positive, Section, nearest, shown
 from megatrain.errors import InputError
 from megatrain.placement import RENAMED, Placement, Precision
 from megatrain.units import parse_bytes
-
-
-class ModelSection(Section):
-    """What is trained: a pretrained `path`, or a `config` to be randomly initialised.
-
-    `chat_template`: a Jinja file that takes the place of the tokenizer's own, in the result, too.
-    `eos_token`: the token that ends texts, instead of the tokenizer's own; also in the result. What
-    the chat template ends replies with is known without it.
-    `base`: how frozen linear layers are kept, see docs/adapters.md.
-    `router_aux_loss_coef`: weight of the loss that balances experts; null: as the model says.
-    `freeze`, `train_only`: regular expressions searched for in parameters' names, of what is not
-    trained, and of all that is; null: everything.
-    """
-
-    path: Name | None = None
-    config: dict[str, Any] | None = None
-    tokenizer: Name | None = None
-    chat_template: Name | None = None
-    eos_token: Annotated[str, Field(min_length=1)] | None = None
-    freeze: list[Pattern] = Field(default_factory=list)
-    train_only: Annotated[list[Pattern], Field(min_length=1)] | None = None
-    base: Literal["bf16", "fp8", "nf4"] = "bf16"
-    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
-    trust_remote_code: bool = False
-    attn_implementation: str | None = None
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.path is None) == (self.config is None):
-            raise ValueError("give either path (a hub id or a folder) or config (random start)")
-        if self.config is not None and not isinstance(self.config.get("model_type"), str):
-            raise ValueError("config needs a model_type, such as llama")
-        if self.config is not None and self.tokenizer is None:
-            raise ValueError(
-                "a model with config needs a tokenizer (a hub id or a folder; "
-                "megatrain.data.train_bpe_tokenizer makes one of text files)"
-            )
-        return self
 
 
 class DataSection(Section):

@@ -279,6 +279,7 @@ class PlacedEngine:
         source = self._opened.source
         self._require_whole()
         source.untrained.check_export(dtype)
+        source.check_base(merged=merged)
         self.flush()
         told: dict[str, Any] = {"dtype": dtype, "source_dtype": source.dtype, "merged": merged}
         told |= {"base": source.base, "beside": source.companions}

@@ -28,12 +28,13 @@ def open_model(
     device: str | None = None,
     device_memory: str | int | None = None,
     host_memory: str | int | None = None,
+    base_model: str | None = None,
 ) -> Engine | Resident:
     """A model of a checkpoint, a folder or a hub id; whoever opens it closes it.
 
     Args:
         device: None: the GPU if there is one.
-        device_memory, host_memory: as `Engine` takes them.
+        device_memory, host_memory, base_model: as `Engine` takes them.
 
     Raises:
         InputError: it cannot be read.
@@ -42,7 +43,7 @@ def open_model(
     opened = open_device(device)
     device_limit, host_limit = limits(device_memory, host_memory)
     opened.limit(device_limit, host_limit)
-    source = open_source(model)
+    source = open_source(model, base_model=base_model)
     if scores_rows(source.model):
         raise InputError(f"{model}: its model gives scores of rows, and no texts")
     types = loaded_types(source.model, DTYPES[precision])
@@ -60,4 +61,5 @@ def open_model(
         device=opened,
         device_memory=device_memory,
         host_memory=host_memory,
+        base_model=base_model,
     )

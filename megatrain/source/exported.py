@@ -97,16 +97,19 @@ def write_saved(
     )
 
 
-def write_merged(adapter: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
+def write_merged(
+    adapter: Path, folder: Path, dtype: torch.dtype | None = None, base_model: str | None = None
+) -> None:
     """Write the model that an adapter's folder and its base make, one parameter in memory at once.
 
     Args:
         dtype: of all floating tensors; None: that of the base.
+        base_model: where the base is; None: where the adapter says.
 
     Raises:
         InputError: the adapter or its base cannot be read, or cannot be merged.
     """
-    source = open_source(adapter)
+    source = open_source(adapter, base_model=base_model)
     base, own, untrained = plain(source.model), dict[str, Tensor](), Untrained()
     if source.saved is not None:
         whole, untrained = masters(source.saved), read_untrained(source.saved, base)

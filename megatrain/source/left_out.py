@@ -3,6 +3,7 @@
 A base whose values are others is refused: training would go on, on another model.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from megatrain.checkpoint import (
     open_checkpoint,
 )
 from megatrain.checkpoint.files import ALGORITHM, ALGORITHMS
+from megatrain.checkpoint.manifest import TILES
 from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted
@@ -32,7 +34,13 @@ from megatrain.tile.packed import PACKINGS
 
 Write = Callable[[str, Tensor], None]
 
-_NAME_IT = "name its new place: --resume --set model.path=PLACE, or Engine.load's base_model"
+_NAME_IT = (
+    "name its new place: --base-model PLACE (of train and branch: --set model.base_model=PLACE; in "
+    "Python: base_model)"
+)
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", f"{TILES}/*")  # of a folder, a checkpoint
+
+_log = logging.getLogger(__name__)
 
 
 class Fingerprint:
@@ -68,6 +76,28 @@ class Origin:
     revision: str | None = None
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
 
+    def __post_init__(self) -> None:
+        self._files = self._stamps()
+
+    @property
+    def is_as_read(self) -> bool:
+        """Whether its files have the sizes and times that they had when this was made.
+
+        Of a hub id that is taken for granted: the cache names files by what is in them.
+        """
+        return self._stamps() == self._files
+
+    def _stamps(self) -> set[tuple[str, int, int]] | None:
+        """Name, size and time of each file of weights; None: one is gone, or cannot be seen."""
+        if self.revision is not None:
+            return set()
+        try:
+            files = [path for each in _WEIGHTS for path in Path(self.path).glob(each)]
+            found = [(str(path), path.stat()) for path in files]
+        except OSError:
+            return None
+        return {(path, status.st_size, status.st_mtime_ns) for path, status in found}
+
 
 def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
     """Where the base of an adapter is that is trained on a checkpoint, or goes on from it.
@@ -80,32 +110,53 @@ def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
     return Origin(str(checkpoint.folder.absolute())) if settings.adapter is None else None
 
 
+def say_if_changed(origin: Origin | None, then: str) -> bool:
+    """Whether the base of an adapter is not as it was read; a warning says so, and `then`."""
+    if origin is None or origin.is_as_read:
+        return False
+    _log.warning("%s: the base has been changed or moved since it was read; %s", origin.path, then)
+    return True
+
+
+def place_of(base: str | Path) -> tuple[str, str | None]:
+    """A model's folder, whole, or its hub id with the revision that is there now.
+
+    Raises:
+        InputError: there is no such model.
+    """
+    there = Path(base).expanduser()
+    return (
+        (str(there.absolute()), None) if there.exists() else (str(base), resolve_model(base).name)
+    )
+
+
 def with_base(checkpoint: Checkpoint, base: str | Path | None) -> Checkpoint:
     """The checkpoint of an adapter with its base at another place: the base has moved.
 
-    Its values are compared when they are read, and later checkpoints name this place.
+    Its values are compared when they are read, and later checkpoints and exports name this place.
 
     Args:
         base: a folder, a checkpoint or a hub id; None: where it was.
 
     Raises:
-        InputError: the checkpoint has no base elsewhere, or there is no such model.
+        InputError: the checkpoint has no adapter, or there is no such model.
     """
     settings = checkpoint.settings
     if base is None:
         return checkpoint
-    if (left := settings.left_out) is None or settings.adapter is None:
-        raise InputError(f"{checkpoint.folder}: reads no base; leave base_model out")
-    there, revision = Path(base).expanduser(), None
-    if there.exists():
-        path = str(there.absolute())
-    else:
-        path, revision = str(base), resolve_model(base).name
-    left = replace(left, path=path, revision=revision)
+    if settings.adapter is None:
+        raise no_adapter(checkpoint.folder)
+    path, revision = place_of(base)
+    left = settings.left_out and replace(settings.left_out, path=path, revision=revision)
     named = {"base_model_name_or_path": path, "revision": revision}
     configs = {name: each | named for name, each in settings.adapter["configs"].items()}
     settings = replace(settings, left_out=left, adapter={**settings.adapter, "configs": configs})
     return replace(checkpoint, manifest=replace(checkpoint.manifest, settings=settings))
+
+
+def no_adapter(model: object) -> InputError:
+    """What a model is refused with whose base cannot be elsewhere."""
+    return InputError(f"{model}: has no adapter, whose base could have moved; leave base_model out")
 
 
 def left_out(
@@ -136,8 +187,10 @@ def _left_out(
     if found is None or origin is None or any(each.name not in found.held for each in frozen):
         return None
     base = Path(origin.path)
-    if origin.revision is None and (not base.exists() or base.resolve() == folder.resolve()):
-        return None  # it is gone since it was read, or about to be
+    if say_if_changed(origin, "so this checkpoint has all of the model"):
+        return None
+    if origin.revision is None and base.resolve() == folder.resolve():
+        return None  # it is about to be replaced
     if is_checkpoint(base):
         try:
             mark(base)

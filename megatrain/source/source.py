@@ -29,7 +29,16 @@ from megatrain.model.routers import ask_for
 from megatrain.model.spec import ModelSpec
 from megatrain.model.weights import resolve_model, source_dtype, stored_packings, stored_types
 from megatrain.source.base import Base, packed_weights
-from megatrain.source.left_out import Origin, left_out, left_out_names, origin_of
+from megatrain.source.left_out import (
+    Origin,
+    left_out,
+    left_out_names,
+    no_adapter,
+    origin_of,
+    place_of,
+    say_if_changed,
+    with_base,
+)
 from megatrain.source.state_io import (
     open_model,
     saved_companions,
@@ -88,6 +97,15 @@ class Source:
         """What a checkpoint of these parameters need not have; see `left_out`."""
         return left_out(self.model, self.origin, entries, folder, ranks)
 
+    def check_base(self, *, merged: bool) -> None:
+        """Warn of a base that is not as it was read, where an adapter alone is written."""
+        if adapted(self.model) is not None and not merged:
+            say_if_changed(
+                self.origin,
+                "the adapter belongs to the weights that were read: write it merged, or put them "
+                "back",
+            )
+
 
 @dataclass(frozen=True)
 class Resumed:
@@ -108,6 +126,7 @@ def open_source(
     adapter: Any = None,
     base: Base = "bf16",
     router_aux_loss_coef: float | None = None,
+    base_model: str | Path | None = None,
     **how: Any,
 ) -> Source:
     """As `open_plain`, and also of a model with an adapter, or one that is given an adapter.
@@ -117,16 +136,19 @@ def open_source(
         adapter: a LoraConfig of PEFT, or its keys: what the model is trained with.
         base: how frozen linear layers are kept.
         router_aux_loss_coef: of the routers' loss; None: as the model's configuration says.
+        base_model: where the base of the model's adapter is, if not where that says.
 
     Raises:
         InputError: as `open_plain`; PEFT refuses the adapter, or the model has one already.
     """
     if peft.is_peft_model(model):
+        if base_model is not None:
+            raise InputError("a PeftModel has its base in it; leave base_model out")
         inner, configs, active = peft.unwrapped(model)
         source = open_plain(inner, **how)
         noted(source.model, configs, active)
     elif (folder := adapter_folder(model)) is not None:
-        config, base_path = folder_adapter(folder)
+        config, base_path = folder_adapter(folder, base_model)
         source = open_plain(base_path, **how)
         if adapted(source.model) is not None:
             raise _not_merged(folder, base_path)
@@ -134,7 +156,7 @@ def open_source(
         source.adapter_folder = folder
         source.companions = {**source.companions, **companions(folder)}
     else:
-        source = open_plain(model, **how)
+        source = open_plain(_with_base(model, base_model), **how)
     if router_aux_loss_coef is not None:
         ask_for(source.model, router_aux_loss_coef)
     if source.saved is not None and source.resumes:
@@ -165,15 +187,33 @@ def adapter_folder(model: Any) -> Path | None:
     return folder if folder is not None and (folder / peft.CONFIG_FILE).is_file() else None
 
 
-def folder_adapter(folder: Path) -> tuple[Any, str]:
+def _with_base(model: Any, base_model: str | Path | None) -> Any:
+    """A model as `open_plain` takes it, of a checkpoint with its base's place."""
+    if base_model is None:
+        return model
+    if isinstance(model, str | Path) and is_checkpoint(Path(model).expanduser()):
+        model = open_checkpoint(Path(model).expanduser())
+    if isinstance(model, Resumed):
+        return Resumed(with_base(model.checkpoint, base_model))
+    if isinstance(model, Checkpoint):
+        return with_base(model, base_model)
+    raise no_adapter(model if isinstance(model, str | Path) else "the model")
+
+
+def folder_adapter(folder: Path, base_model: str | Path | None = None) -> tuple[Any, str]:
     """The configuration of an adapter in a folder, to be trained, and its base's folder or hub id.
 
     Of a base on the hub of which it names a revision, the folder of that.
+
+    Args:
+        base_model: where the base is; None: where the configuration says.
 
     Raises:
         InputError: it cannot be read or followed, or names no base, itself, or another adapter.
     """
     config = peft.from_json(read_json(folder / peft.CONFIG_FILE) | {"inference_mode": False})
+    if base_model is not None:
+        config.base_model_name_or_path, config.revision = place_of(base_model)
     if not config.base_model_name_or_path:
         raise InputError(
             f"{folder / peft.CONFIG_FILE}: names no base_model_name_or_path; put the base's folder "

@@ -21,7 +21,7 @@ from megatrain.train.folders import (
     checkpoints,
     new_run_folder,
 )
-from megatrain.train.resume import RunState, base_moves, check_config, cut_metrics
+from megatrain.train.resume import RunState, check_config, cut_metrics
 from megatrain.train.watch import Watch
 
 # What the checkpoint's own tokenizer has already.
@@ -61,8 +61,7 @@ def branched(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> 
         yield config
         return
     try:
-        moves = base_moves(config, checkpoint)
-        check_config(config, state.config, checkpoint.folder, base_moves=moves)
+        check_config(config, state.config, checkpoint.folder)
     except InputError as error:
         raise InputError(f"{error}; or begin anew from these weights with --fresh") from error
     with whole_folder(new) as folder:

@@ -25,7 +25,7 @@ from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
 from megatrain.model.build import load_config
 from megatrain.train.model_config import check_sequence_length, model_config
-from megatrain.train.resolve_model import named_model
+from megatrain.train.resolve_model import begun_from, named_model
 
 SECONDS_BETWEEN_NEWS = 5.0
 
@@ -152,7 +152,7 @@ def data_alone(
     Raises:
         InputError: the tokenizer, the model's configuration or the data cannot be used.
     """
-    model, _ = named_model(config.model)
+    model, _ = named_model(begun_from(config))
     trusted = model.trust_remote_code
     tokenizer = run_tokenizer(model)
     if model.path is None:

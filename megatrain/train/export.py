@@ -9,21 +9,30 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatrain.checkpoint import Checkpoint
+from megatrain.compat.peft import write_config
 from megatrain.disk import whole_folder
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
 from megatrain.source.exported import write_merged, write_saved
-from megatrain.source.source import adapter_folder
+from megatrain.source.left_out import no_adapter, with_base
+from megatrain.source.source import adapter_folder, folder_adapter
 from megatrain.train.card import write_card
 from megatrain.train.finished import model_state
 from megatrain.train.folders import MODEL, holds_model, require_empty
-from megatrain.train.resolve_model import trained_model
+from megatrain.train.resolve_model import moved_base, trained_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(run: str, out: Path, dtype: str | None = None, *, merged: bool = False) -> None:
+def export(
+    run: str,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    merged: bool = False,
+    base_model: str | None = None,
+) -> None:
     """Write the model of `run` to `out`, whole or not at all; of a run, with a model card.
 
     Args:
@@ -32,13 +41,15 @@ def export(run: str, out: Path, dtype: str | None = None, *, merged: bool = Fals
         dtype: float32, bfloat16 or float16 for all floating tensors; None keeps each as it is, and
             those of a checkpoint in the dtype of the model that the run began with.
         merged: of a model with an adapter the whole, not the adapter alone.
+        base_model: where the adapter's base is now; an adapter alone names it.
 
     Raises:
         InputError: `run` holds no model or no adapter, or `out` is not empty.
         RunFailed: the disk is full.
     """
-    found = trained_model(run)
+    found, base = trained_model(run), moved_base(base_model)
     if isinstance(found, Checkpoint):
+        found = with_base(found, base)
         require_empty(out)
         with whole_folder(out) as folder:
             write_saved(found, folder, None if dtype is None else DTYPES[dtype], merged=merged)
@@ -46,10 +57,12 @@ def export(run: str, out: Path, dtype: str | None = None, *, merged: bool = Fals
             return
     source = Path(found)
     if merged:
-        _export_merged(source, out, None if dtype is None else DTYPES[dtype])
+        _export_merged(source, out, None if dtype is None else DTYPES[dtype], base)
         return
     if not holds_model(source):
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
+    if base is not None and adapter_folder(source) is None:
+        raise no_adapter(run)
     require_empty(out)
     if not any(source.glob("*.safetensors")):
         raise InputError(
@@ -66,16 +79,18 @@ def export(run: str, out: Path, dtype: str | None = None, *, merged: bool = Fals
         if dtype is not None and (folder / "config.json").is_file():
             _name_dtype(folder / "config.json", dtype)
             _name_size(folder / "model.safetensors.index.json", total_bytes)
+        if base is not None:
+            write_config(folder_adapter(source, base)[0], folder)
         _tell_run(folder, source)
 
 
-def _export_merged(source: Path, out: Path, dtype: torch.dtype | None) -> None:
+def _export_merged(source: Path, out: Path, dtype: torch.dtype | None, base: str | None) -> None:
     """An adapter's folder and its base as one model."""
     if adapter_folder(source) is None:
         raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
     require_empty(out)
     with whole_folder(out) as folder:
-        write_merged(source, folder, dtype)
+        write_merged(source, folder, dtype, base)
         _tell_run(folder, source)
 
 

@@ -4,10 +4,9 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
-from megatrain.config import ModelSection
+from megatrain.config import Config, ModelSection
 from megatrain.errors import InputError
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.weights import resolve_model
@@ -63,30 +62,35 @@ def named_model(section: ModelSection) -> tuple[ModelSection, Checkpoint | str |
         return section, None
     found = trained_model(section.path)
     if (own := None if isinstance(found, Checkpoint) else adapter_folder(found)) is not None:
-        base, _ = named_model(section.model_copy(update={"path": folder_adapter(own)[1]}))
+        there = folder_adapter(own, moved_base(section.base_model))[1]
+        base, _ = named_model(section.model_copy(update={"path": there, "base_model": None}))
         beside = str(own) if any(tokenizer_files(own)) else None
         return base.model_copy(update={"tokenizer": section.tokenizer or beside}), found
     folder = str(found.model_folder) if isinstance(found, Checkpoint) else found
     return section.model_copy(update={"path": folder}), found
 
 
-def moved_base(section: ModelSection, before: Any) -> str | None:
-    """Where the base of a run's adapter is now; None: where it was.
+def begun_from(config: Config) -> ModelSection:
+    """`model` of a run file; of a run with an adapter of its own, its base where that is now."""
+    section = config.model
+    if config.adapter.method is None or section.base_model is None:
+        return section
+    return section.model_copy(update={"path": section.base_model, "base_model": None})
 
-    Args:
-        before: the section that the run's checkpoint was made with, as its file has it.
+
+def moved_base(named: str | None) -> str | None:
+    """What an engine takes as `base_model` of a run, checkpoint, folder or hub id; None: nothing.
 
     Raises:
         InputError: an adapter is there, or a checkpoint that cannot be used.
     """
-    was = before.get("path") if isinstance(before, dict) else None
-    if section.path is None or section.path == was:
+    if named is None:
         return None
-    found = trained_model(section.path)
+    found = trained_model(named)
     if isinstance(found, Checkpoint):
         return str(found.folder)
     if adapter_folder(found) is not None:
-        raise InputError(f"model.path: {section.path} has an adapter; name the folder of its base")
+        raise InputError(f"base_model: {named} has an adapter; name the folder of its base")
     return found
 
 

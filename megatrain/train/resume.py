@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from megatrain.checkpoint import Checkpoint, open_checkpoint, verify
+from megatrain.checkpoint import open_checkpoint, verify
 from megatrain.config import Config
 from megatrain.config.section import shown
 from megatrain.errors import InputError
@@ -20,6 +20,7 @@ _FREE_SECTIONS = ("loss", "rollout", "schedule", "checkpoint", "output", "tracki
 FREE_KEYS = {
     "model": (
         "tokenizer", "chat_template", "eos_token", "trust_remote_code", "attn_implementation",
+        "base_model",
     ),
     "data": ("path", "eval_path", "cache_dir", "hub_config", "hub_split"),
     "training": (
@@ -86,24 +87,21 @@ class Damaged(InputError):
     """A checkpoint is not what was saved, which only shows when all of it is read."""
 
 
-def check_config(
-    config: Config, before: Mapping[str, Any], where: Path, *, base_moves: bool = False
-) -> None:
+def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None:
     """Raises InputError if a key differs that decides what is learnt.
 
     Args:
         before: the configuration, resolved, that `where` was made with.
-        base_moves: `model.path` may name another place of the same base, whose values are compared
-            when they are read.
     """
     for section, key, was, now in _differences(before, config):
         name = f"{section}.{key}"
-        if base_moves and name == "model.path":
-            continue
         if section not in _FREE_SECTIONS and key not in FREE_KEYS.get(section, ()):
+            moved = name == "model.path" and "; of an adapter whose base has moved give " + (
+                "model.base_model=PLACE"
+            )
             raise InputError(
                 f"{name}: {shown(now)} now, but {where} was made with {shown(was)}, and this "
-                "cannot change on resume; set it back, or start a new run"
+                f"cannot change on resume; set it back, or start a new run{moved or ''}"
             )
 
 
@@ -176,16 +174,8 @@ def find_starts(run: Path, config: Config) -> Iterator[Start]:
         if state.step != step:  # the newest is known by its name
             log.warning("not resumed from: %s: holds step %d; was it renamed?", folder, state.step)
             continue
-        check_config(config, state.config, folder, base_moves=base_moves(config, checkpoint))
+        check_config(config, state.config, folder)
         yield Start(folder, state)
-
-
-def base_moves(config: Config, checkpoint: Checkpoint) -> bool:
-    """Whether `model.path` may name another place of the base of the run's own adapter.
-
-    Of a run that began with an adapter's folder it may not: that may be its reference, too.
-    """
-    return checkpoint.settings.left_out is not None and config.adapter.method is not None
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -14,7 +14,7 @@ from megatrain.data import IDS, LOG_PROBS, MicroBatch, Step, at_first_label, pla
 from megatrain.placement import Placement
 from megatrain.train.model_config import model_config
 from megatrain.train.references import References, refer_to
-from megatrain.train.resolve_model import named_model, weights_key
+from megatrain.train.resolve_model import begun_from, moved_base, named_model, weights_key
 from megatrain.train.resume import Start
 from megatrain.train.teacher import Teacher, ask, frozen_engine
 
@@ -45,7 +45,7 @@ class SecondModel:
 
 def begun_model(config: Config, tokenizer: PreTrainedTokenizerBase, group: Any = None) -> Engine:
     """The model as the run begins, in an engine that trains nothing; `group`: as `Engine`'s."""
-    section, source = named_model(config.model)
+    section, source = named_model(begun_from(config))
     log.info("the reference model rests in host memory beside the one that is trained")
     return frozen_engine(
         config,
@@ -53,6 +53,7 @@ def begun_model(config: Config, tokenizer: PreTrainedTokenizerBase, group: Any =
         placement=Placement(),
         seed=config.training.seed,
         base=config.model.base,
+        base_model=moved_base(begun_from(config).base_model),
         group=group,
     )
 
@@ -76,7 +77,7 @@ def second_model(
     if teacher is None and config.loss.reference != "streamed":
         return None, None
     if teacher is None:
-        known = refer_to(weights_key(*named_model(config.model)), start)
+        known = refer_to(weights_key(*named_model(begun_from(config))), start)
         return SecondModel(begun_model(config, tokenizer), "reference", _reference), known
     known = refer_to(teacher.key, start)
     if config.loss.teacher_log_probs == "kept":

@@ -26,7 +26,7 @@ from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.references import References, refer
-from megatrain.train.resolve_model import moved_base, named_model
+from megatrain.train.resolve_model import begun_from, moved_base, named_model
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 from megatrain.train.rewards import Rewards
 from megatrain.train.rollouts import Rollouts
@@ -239,7 +239,7 @@ def _model_source(
 ) -> tuple[ModelSection, Checkpoint | str | None]:
     """As `named_model`; a run that goes on does not need the model's source any more."""
     if start is None:
-        return named_model(config.model)
+        return named_model(begun_from(config))
     there = {"path": str(start.checkpoint / MODEL), "config": None}
     return config.model.model_copy(update=there), None
 
@@ -342,6 +342,7 @@ def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str, gro
         seed=config.training.seed,
         trained=Trained(config.model.freeze, config.model.train_only),
         base=config.model.base,
+        base_model=moved_base(begun_from(config).base_model),
         router_aux_loss_coef=config.model.router_aux_loss_coef,
         adapter=config.adapter.keys,
         group=group,
@@ -361,7 +362,7 @@ def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> 
             placement=chosen_placement,
             states=config.optimizer.states,
             master=config.optimizer.master,
-            base_model=moved_base(config.model, start.state.config.get("model")),
+            base_model=moved_base(config.model.base_model),
             **Workload.of_run(config).limits,
             group=group,
             **_settings(config),

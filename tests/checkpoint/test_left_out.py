@@ -90,6 +90,36 @@ def test_a_base_that_has_changed_or_gone_is_refused(base: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("packed", ["bf16", "nf4"])
+@pytest.mark.parametrize("change", ["overwritten", "moved"])
+def test_a_base_that_changes_while_it_is_trained_on_is_said(
+    change: str, packed: Any, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, saved = base / "model.safetensors", tmp_path / "saved"
+    with make_engine(base, adapter=LORA, precision="bf16", base=packed) as engine:
+        engine.step(STEPS[0])
+        engine.save(saved)
+        engine.save_pretrained(tmp_path / "adapter")
+        assert not caplog.records
+        if change == "moved":
+            base.rename(tmp_path / "there")
+        else:
+            values = load_file(file)
+            values["model.layers.1.mlp.up_proj.weight"][3, 5] *= 1.01
+            save_file(values, file, metadata={"format": "pt"})
+        engine.save(saved)
+        engine.save_pretrained(tmp_path / "adapter")
+        engine.save_pretrained(tmp_path / "merged", merged=True)
+        said = [r.getMessage() for r in caplog.records if "changed or moved" in r.getMessage()]
+        assert [line.partition(":")[0] for line in said] == [str(base)] * 2
+        assert "has all of the model" in said[0] and "write it merged" in said[1]
+        loss, wanted = engine.step(STEPS[1]).loss, masters(engine)
+    assert open_checkpoint(saved).settings.left_out is None
+    with Engine.load(saved, device="cpu") as engine:  # nothing is lost
+        assert engine.step(STEPS[1]).loss == loss
+        assert same(masters(engine), wanted)
+
+
+@pytest.mark.parametrize("packed", ["bf16", "nf4"])
 def test_a_base_that_has_moved_is_named(packed: Any, base: Path, tmp_path: Path) -> None:
     saved, there = tmp_path / "saved", tmp_path / "there"
     loss, wanted = trained(base, saved, base=packed)
@@ -104,6 +134,12 @@ def test_a_base_that_has_moved_is_named(packed: Any, base: Path, tmp_path: Path)
     with Engine.load(tmp_path / "again", device="cpu") as engine:  # it knows the new place
         assert engine.step(STEPS[1]).loss == loss
     make_engine(tmp_path / "adapter").close()  # and so does the adapter
+    there.rename(base)
+    for adapter in (tmp_path / "adapter", tmp_path / "again"):
+        with make_engine(adapter, base_model=base) as engine:  # of its weights alone
+            assert engine.evaluate(STEPS[1]) < 10
+    with pytest.raises(InputError, match="has no adapter, .* leave base_model out"):
+        make_engine(base, base_model=base)
 
 
 def test_another_base_is_refused_where_one_has_moved(base: Path, tmp_path: Path) -> None:
@@ -123,7 +159,7 @@ def test_another_base_is_refused_where_one_has_moved(base: Path, tmp_path: Path)
         Engine.load(saved, device="cpu", base_model=tmp_path / "nowhere")
     with make_engine(llama()) as engine:
         engine.save(tmp_path / "whole")
-    with pytest.raises(InputError, match="whole: reads no base; leave base_model out"):
+    with pytest.raises(InputError, match="whole: has no adapter, .* leave base_model out"):
         Engine.load(tmp_path / "whole", device="cpu", base_model=other)
 
 

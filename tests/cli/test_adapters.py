@@ -71,36 +71,87 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
     assert said[0].stdout == said[1].stdout
 
 
-def test_a_run_goes_on_where_its_base_has_moved(megatrain, adapter_file, base, tmp_path):
-    def trained(name, steps, path, *options):
-        chosen = sets(output__folder=str(tmp_path / name), training__steps=steps)
-        return megatrain("train", adapter_file, *chosen, *sets(model__path=str(path)), *options)
+@pytest.mark.parametrize("own", [True, False])
+def test_a_run_goes_on_where_its_base_has_moved(own, megatrain, adapter_file, base, tmp_path):
+    def trained(name, steps, *options, **chosen):
+        run = sets(output__folder=str(tmp_path / name), training__steps=steps, **chosen)
+        return megatrain("train", adapter_file, *run, *options)
 
     def adapter(name):
         return load_file(tmp_path / name / "model" / "adapter_model.safetensors")
 
     here, there, other = (tmp_path / name for name in ("here", "there", "other"))
     shutil.copytree(base, here)
+    begins = {"model__path": str(here)}
+    if not own:  # the run goes on with a folder that has one
+        assert trained("first", 1, **begins).exit_code == 0
+        begins = {"model__path": str(tmp_path / "first"), "adapter": {}}
     for name, steps in (("whole", 4), ("run", 2)):
-        assert trained(name, steps, here).exit_code == 0
+        assert trained(name, steps, **begins).exit_code == 0
     here.rename(there)
     shutil.copytree(there, other)
     values = load_file(other / "model.safetensors")
     values["model.layers.1.mlp.up_proj.weight"][3, 5] += 1
     save_file(values, other / "model.safetensors", metadata={"format": "pt"})
-    for path, said in {
-        here: "--resume --set model.path=PLACE",
-        other: f"{other}: its weights are not those",
-        tmp_path / "whole": "has an adapter; name the folder of its base",
-    }.items():
-        refused = trained("run", 4, path, "--resume")
+    for chosen, said in (
+        ({}, "--set model.base_model=PLACE"),
+        ({"model__path": str(there)}, "give model.base_model=PLACE"),
+        ({"model__base_model": str(other)}, f"{other}: its weights are not those"),
+        ({"model__base_model": str(tmp_path / "whole")}, "name the folder of its base"),
+    ):
+        refused = trained("run", 4, "--resume", **begins | chosen)
         assert refused.exit_code == 2 and said in refused.stderr, refused.output
-    result = trained("run", 3, there, "--resume")
+    result = trained("run", 3, "--resume", **begins, model__base_model=str(there))
     assert result.exit_code == 0, result.output
     result = megatrain("train", tmp_path / "run", *sets(training__steps=4), "--resume")
     assert result.exit_code == 0, result.output
     parts, whole = adapter("run"), adapter("whole")
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_every_command_takes_a_base_that_has_moved(megatrain, adapter_file, base, tmp_path):
+    here, there, run = (tmp_path / name for name in ("here", "there", "run"))
+    shutil.copytree(base, here)
+    chosen = sets(model__path=str(here), output__folder=str(run), training__steps=2)
+    assert megatrain("train", adapter_file, *chosen).exit_code == 0
+    here.rename(there)
+    checkpoint, moved = run / "checkpoints" / "step-00000002", ("--base-model", there)
+    place, said = sets(model__base_model=str(there)), ("--device", "cpu", "--precision", "fp32")
+    written = (tmp_path / f"out{number}" for number in range(20))
+    for source in (run, checkpoint):  # an adapter's folder, and a checkpoint of one
+        asked = ("--prompt", "cat", "--max-new-tokens", "2", *said)
+        for command in (
+            ("generate", source, *asked),
+            ("chat", source, *said),
+            ("export", source, next(written), "--merged"),
+        ):
+            refused = megatrain(*command)
+            assert refused.exit_code == 2 and str(here) in refused.stderr, refused.output
+            result = megatrain(*command, *moved)
+            assert result.exit_code == 0 or "no chat template" in result.stderr, result.output
+        alone = next(written)
+        assert megatrain("export", source, alone, *moved).exit_code == 0
+        named = json.loads((alone / "adapter_config.json").read_text())
+        assert named["base_model_name_or_path"] == str(there) and named["inference_mode"]
+        assert load_file(alone / "adapter_model.safetensors")
+    begins = {"model__path": str(run), "adapter": {}, "training__steps": 1}
+    for command in (
+        ("branch", run, next(written), *sets(training__steps=3)),
+        ("branch", run, next(written), "--fresh", *sets(training__steps=1, adapter={})),
+        ("train", adapter_file, *sets(output__folder=str(next(written)), **begins)),
+        (
+            "plan", adapter_file, *sets(engine__precision="bf16", engine__device="auto", **begins),
+            "--gpu", "4090", "--host-memory", "64GiB", "--cores", "8",
+        ),
+    ):  # fmt: skip
+        refused = megatrain(*command)
+        assert refused.exit_code == 2 and str(here) in refused.stderr, refused.output
+        result = megatrain(*command, *place)
+        assert result.exit_code == 0, result.output
+    assert megatrain("report", run).exit_code == 0
+    for command in (("generate", there, *asked), ("export", there, tmp_path / "none")):
+        refused = megatrain(*command, *moved)
+        assert refused.exit_code == 2 and "leave base_model out" in refused.stderr
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])
