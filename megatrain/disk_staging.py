@@ -15,7 +15,7 @@ from megatrain.device import Buffer, Device, disk
 from megatrain.device.base import DISK_IN, DISK_OUT, DISK_WEIGHTS, UPDATE, Memory, Name
 from megatrain.optim import Plane
 from megatrain.plane_file import BLOCK
-from megatrain.store import Tier, Tile
+from megatrain.store import Span, Tier, Tile
 from megatrain.units import align
 
 LANES = 4  # pieces read, updated and written at once; another one for a disk that is uneven
@@ -29,6 +29,11 @@ class Lane:
     left: Any = None  # what was updated here is on the disk
 
 
+def own_numel(tile: Tile) -> int:
+    """Trained elements of a tile that are this rank's."""
+    return tile.trained.stop - tile.trained.start
+
+
 class DiskStaging:
     """The way of planes from a disk to their updates, and back."""
 
@@ -40,7 +45,7 @@ class DiskStaging:
             ]
             for tile in tiles
         }
-        numels = [t.layout.trainable_numel for t in tiles if self._on_disk[t.index]]
+        numels = [own_numel(t) for t in tiles if self._on_disk[t.index]]
         self._piece = min(disk.PIECE, max(numels, default=1))
         widest = max((sum(map(self._bytes, p)) for p in self._on_disk.values()), default=0)
         self._lanes = [
@@ -65,14 +70,13 @@ class DiskStaging:
 
         What is put on UPDATE for a piece, before the next one is asked for, may change them.
         """
-        device, planes = self._device, self._on_disk[tile.index]
-        numel = tile.layout.trainable_numel
+        device, planes, own = self._device, self._on_disk[tile.index], tile.trained
         if not planes:
-            yield tile.trained.start, tile.trained.stop, tile
+            yield own.start, own.stop, tile
             return
         device.wait(DISK_IN, tile.written, "disk version due")
-        for start in range(0, numel, self._piece):
-            stop = min(start + self._piece, numel)
+        for start in range(0, own_numel(tile), self._piece):
+            stop = min(start + self._piece, own_numel(tile))
             places = {plane: plane.place(start, stop) for plane in tile.planes}
             parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
             lane = self._lanes[self._turn % len(self._lanes)]
@@ -83,7 +87,7 @@ class DiskStaging:
             for plane in there:
                 device.copy(DISK_IN, rooms[plane], parts[plane])
             device.wait(UPDATE, device.record(DISK_IN), "disk planes arrived")
-            yield start, stop, replace(tile, planes=parts | rooms)
+            yield own.start + start, own.start + stop, replace(tile, planes=parts | rooms)
             device.wait(DISK_OUT, device.record(UPDATE), "disk planes updated")
             for plane in there:
                 device.copy(DISK_OUT, parts[plane], rooms[plane])
@@ -122,21 +126,32 @@ class DiskReader:
         """Host memory that the lane takes."""
         return 0 if self._lane is None else self._lane.nbytes
 
-    def bring(self, tile: Tile, source: Buffer, to: Buffer) -> Any:
-        """Start the way of a tile's `source` to device memory that may be written; its arrival."""
+    def bring(
+        self, tile: Tile, source: Buffer, to: Buffer, spans: Sequence[Span] | None = None
+    ) -> Any:
+        """Start the way of a tile's `source` to device memory that may be written; its arrival.
+
+        Args: `spans`: where what of it belongs; None: all, in its order.
+        """
         device = self._device
         device.wait(DISK_WEIGHTS, tile.written, "disk weights due")
         # `.data` is a tensor of its own to autograd, which otherwise takes what is written into one
         # slot, by this thread while a layer is at work, for a change of all others.
-        work = partial(self._read, source, to.data.data)
+        spans = [Span(0, 0, len(source.data))] if spans is None else spans
+        work = partial(self._read, source, to.data.data, spans)
         device.run(DISK_WEIGHTS, f"{source.name} -> {to.name}", work, [source], [to])
         return device.record(DISK_WEIGHTS)
 
-    def _read(self, source: Buffer, to: torch.Tensor) -> None:
+    def _read(self, source: Buffer, to: torch.Tensor, spans: Sequence[Span]) -> None:
         assert isinstance(source, disk.DiskBuffer) and self._lane is not None
-        for start, part, lane in self._pieces(to[: len(source.data)], self._lane):
+        for start, part, lane in self._pieces(source.data, self._lane):
             source.piece(start, start + len(part)).read(lane)
-            self._device.fetch(part, lane[: part.nbytes].view(part.dtype))
+            there = lane[: part.nbytes].view(part.dtype)
+            for span in spans:
+                first, last = max(start, span.start), min(start + len(part), span.stop)
+                if first < last:
+                    into = to[span.at + first - span.start :][: last - first]
+                    self._device.fetch(into, there[first - start : last - start])
 
     def _pieces(
         self, whole: torch.Tensor, lane: torch.Tensor

@@ -4,7 +4,7 @@ The optimizer's rule says which planes there are, and their bytes (optim/rule.py
 gradients belongs to the sink (engine/sink.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -37,6 +37,10 @@ class Span:
     start: int
     at: int
     numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
 
 
 class Tier(Enum):
@@ -141,13 +145,11 @@ class Tile:
     @property
     def spans(self) -> list[Span]:
         """What of the planes is streamed together: all, each block to its place."""
-        ranks = self.layout.ranks
-        if ranks == 1:
+        if self.layout.ranks == 1:
             return [Span(0, 0, self.layout.numel)]
         spans, start = [], 0
-        for first, stop in self.layout.parts:
-            own = (stop - first) // ranks
-            spans.append(Span(start, first + self.rank * own, own))
+        for at, own in self.layout.blocks(self.rank):
+            spans.append(Span(start, at, own))
             start += own
         return spans
 
@@ -271,11 +273,12 @@ class Store:
         found: list[dict[Plane, Buffer]] = [{} for _ in layouts]
         for plane in tile_planes(rule, dtype):
             tiers = [each.tier(plane) for each in rests]
-            made = planes(device, plane, layouts, tiers, self.disk)
+            made = planes(device, plane, layouts, tiers, rank, self.disk)
             for own, buffer in zip(found, made, strict=True):
                 own[plane] = buffer
-        if open_file is not None and self.disk.num_bytes:
-            self.disk.file = open_file(self.disk.num_bytes)
+        there = zip(layouts, rests, strict=True)
+        if open_file is not None and any(_on_disk(*each, found[0]) for each in there):
+            self.disk.file = open_file(max(1, self.disk.num_bytes))
         self.rule = rule
         self.tiles = [
             Tile(i, *each, rank=rank)
@@ -305,6 +308,11 @@ class Store:
                 here = tile.rests.tier(plane) is Tier.HOST
                 totals[plane.kind.value] += here * buffer.data.nbytes
         return totals
+
+
+def _on_disk(layout: TileLayout, rests: Rests, kept: Iterable[Plane]) -> bool:
+    """Whether anything of a tile rests on a disk, on whichever rank."""
+    return any(rests.tier(plane) is Tier.DISK and plane.numel(layout) for plane in kept)
 
 
 def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
@@ -357,6 +365,7 @@ def planes(
     plane: Plane,
     layouts: Sequence[TileLayout],
     tiers: Sequence[Tier],
+    rank: int = 0,
     disk_room: disk.DiskRoom | None = None,
 ) -> list[Buffer]:
     """A buffer per tile in `tiers`: a piece of one host range or of a file, or device memory.
@@ -364,7 +373,7 @@ def planes(
     The sink makes its host gradients the same way.
     """
     step = _PAGE // plane.dtype.itemsize
-    lengths = [plane.numel(layout) // layout.ranks for layout in layouts]
+    lengths = [plane.own_numel(layout, rank) for layout in layouts]
     each = zip(lengths, tiers, strict=True)
     on_host = sum(align(numel, step) for numel, tier in each if tier is Tier.HOST)
     name, pinned = Name(plane.kind, plane.name), plane.kind in _PINNED or plane.on_device

@@ -41,10 +41,8 @@ class FirstTiles:
         """Args: `placement` says what rests on a disk, and how many passes a step has."""
         self.tiles = [each for each in layouts if each.kind is not TileKind.UNUSED]
         rule, dtype = workload.rule, workload.dtype
-        kept = [
-            sum(p.num_bytes(t) // t.ranks for p in tile_planes(rule, dtype)) for t in self.tiles
-        ]
-        gradients = [gradient_plane(dtype).num_bytes(tile) // tile.ranks for tile in self.tiles]
+        kept = [sum(p.num_bytes(t) for p in tile_planes(rule, dtype)) for t in self.tiles]
+        gradients = [gradient_plane(dtype).num_bytes(tile) for tile in self.tiles]
         # Of what is cut between ranks, each has the weights whole beside its block.
         whole = [_streamed([t]) * dtype.itemsize * (t.ranks > 1) for t in self.tiles]
         # Of gradients that do not wait for the norm the host holds only those that are in flight.
@@ -115,7 +113,7 @@ def first_tiles(forecasts: ForecastCache, workload: Workload, placement: Placeme
 def disk_bytes(
     layouts: Sequence[TileLayout], workload: Workload, placements: Iterable[Placement]
 ) -> Iterator[int]:
-    """What each of some placements puts on a disk."""
+    """What each of some placements puts on a disk, of one rank."""
     planes = tile_planes(workload.rule, workload.dtype)
     sizes = [{plane: plane.num_bytes(layout) for plane in planes} for layout in layouts]
     for placement in placements:

@@ -14,6 +14,7 @@ from megatrain.checkpoint.staging_blocks import AT_ONCE
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE, SAVE
 from megatrain.device.disk import DiskBuffer
+from megatrain.plane_file import BLOCK
 from megatrain.store import Reader, Tier
 
 
@@ -67,8 +68,10 @@ class Release:
         if room is None:
             return
         kept = room[: piece.num_bytes]
-        if isinstance(piece.source, DiskBuffer):
+        if isinstance(piece.source, DiskBuffer) and piece.source.at % BLOCK == 0:
             piece.source.read(room)
+        elif isinstance(piece.source, DiskBuffer):  # a rank's block of what is frozen
+            kept.copy_(piece.source.values())
         else:
             self._device.fetch(kept, piece.source.data)
         self._snapshot.release([piece], kept)

@@ -176,7 +176,8 @@ class Stream:
         if isinstance(tile, Tile) and tile.rests.weights is Tier.DISK:
             for slot in place.slots:
                 self._device.wait(DISK_WEIGHTS, slot.free, "slot free for the disk")
-            place.ready = self.disk.bring(tile, tile.weights, place.buffer)
+            self.disk.bring(tile, tile.weights, place.buffer, tile.spans)
+            place.ready = self._gather(tile, place.buffer, DISK_WEIGHTS)
             return
         self._device.wait(COPY_IN, tile.updated, "version due")
         for slot in place.slots:
@@ -185,8 +186,12 @@ class Stream:
             to = place.buffer.piece(span.at, span.at + span.numel)
             source = tile.weights.piece(span.start, span.start + span.numel)
             self._device.copy(COPY_IN, to, source)
-        parts = [place.buffer.piece(*part) for part in tile.layout.parts]
-        place.ready = self._collectives.gather(parts, tile.name)
+        place.ready = self._gather(tile, place.buffer, COPY_IN)
+
+    def _gather(self, tile: Tile | TileSlice, whole: Buffer, stream: str) -> Any:
+        """The other ranks' blocks, beside this one's that comes on `stream`; when all are there."""
+        parts = [whole.piece(*part) for part in tile.layout.parts]
+        return self._collectives.gather(parts, tile.name, stream)
 
 
 def _slots_of(tile_numel: int, slot_numel: int) -> int:

@@ -25,7 +25,7 @@ from megatrain.device.base import (
 from megatrain.device.clock import Cost
 from megatrain.forecast.meta_program import KEPT_GRAPHS, WORKING_SET
 from megatrain.forecast.op_counter import OpCounter, Work
-from megatrain.machine import Machine
+from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, Machine
 from megatrain.optim import AdamW, PlaneKind, moved_bytes
 from megatrain.telemetry.timeline import Span
 
@@ -34,10 +34,6 @@ from megatrain.telemetry.timeline import Span
 # under such copies: a byte over the bus takes 0.41 from what an update may move.
 _BOTH_WAYS = 101.7 / (55.5 + 55.4)
 _TAKEN_PER_BUS_BYTE = moved_bytes(AdamW(), torch.bfloat16) * (4.56 - 2.97) / 101.7
-
-# That machine's disk read 1.8 GB/s and wrote 2.6; at once 1.07 and 1.07, as if in turn. The same is
-# taken for one that nobody measured.
-DISK_READ_GBPS, DISK_WRITE_GBPS = 1.8, 2.6
 
 # A device that is faster than the thread that launches waits for it. In launches of the machine
 # (22 us where it was not measured): what Python and torch take around the kernels of a layer or a

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.disk_staging import DiskStaging, Lane
+from megatrain.disk_staging import DiskStaging, Lane, own_numel
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.head import HeadMath
 from megatrain.engine.host_offload import HostOffload
@@ -89,7 +89,7 @@ class CoarseDiskStaging(DiskStaging):
 
     def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
         super().__init__(device, tiles)
-        largest = max((tile.layout.trainable_numel for tile in tiles), default=0)
+        largest = max(map(own_numel, tiles), default=0)
         self._piece = max(self._piece, align(-(-largest // _PIECES), self._piece))
 
     def _rooms(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:

@@ -2,10 +2,12 @@
 
 from megatrain.machine.present import present_cpu, present_machine
 from megatrain.machine.published import CONTEXT_BYTES, machine_for
-from megatrain.machine.rates import Machine, mapping_bytes
+from megatrain.machine.rates import DISK_READ_GBPS, DISK_WRITE_GBPS, Machine, mapping_bytes
 
 __all__ = [
     "CONTEXT_BYTES",
+    "DISK_READ_GBPS",
+    "DISK_WRITE_GBPS",
     "Machine",
     "machine_for",
     "mapping_bytes",

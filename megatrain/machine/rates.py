@@ -3,6 +3,10 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+# The disk of the host of an H200, which reads and writes in turn: 1.07 and 1.07 at once. It counts
+# for one that nobody measured.
+DISK_READ_GBPS, DISK_WRITE_GBPS = 1.8, 2.6
+
 
 def mapping_bytes(pinned_bytes: int) -> int:
     """Of the device's memory, what the driver takes to map host memory that is pinned.
@@ -63,12 +67,17 @@ class Machine:
     link_gbps: float | None = None
 
     def shared(self, on_host: int, link_gbps: float | None) -> "Machine":
-        """What each of so many ranks has of it: host memory and the update are divided."""
+        """What each of so many ranks has of it: host memory, update and disk are divided."""
+        space, both = self.disk_space_bytes, self.disk_both_gbps
         return replace(
             self,
             host_memory_bytes=self.host_memory_bytes // on_host,
             cores=max(1, self.cores // on_host),
             update_gbps=self.update_gbps / on_host,
+            disk_read_gbps=(self.disk_read_gbps or DISK_READ_GBPS) / on_host,
+            disk_write_gbps=(self.disk_write_gbps or DISK_WRITE_GBPS) / on_host,
+            disk_both_gbps=both and both / on_host,
+            disk_space_bytes=space and space // on_host,
             link_gbps=link_gbps or None,
         )
 

@@ -63,8 +63,8 @@ class Plane:
         return self.dtype.itemsize / self.per
 
     def num_bytes(self, layout: TileLayout) -> int:
-        """Of a tile."""
-        return self.numel(layout) * self.dtype.itemsize
+        """Of a tile; of several ranks, of the first one's blocks, which no other's exceed."""
+        return self.own_numel(layout, 0) * self.dtype.itemsize
 
     def has(self, entry: Entry) -> bool:
         """Whether a parameter has a part in it."""
@@ -74,7 +74,14 @@ class Plane:
     def numel(self, layout: TileLayout) -> int:
         """Its values for a tile: up to the last part, or parameter, that has it."""
         ends = [entry.offset + entry.stored for entry in layout.entries if self.has(entry)]
-        return layout.whole_parts(align(max(ends, default=0), ALIGNMENT)) // self.per
+        stop = align(max(ends, default=0), ALIGNMENT)
+        return (layout.whole_parts(stop) if self.only is None else stop) // self.per
+
+    def own_numel(self, layout: TileLayout, rank: int) -> int:
+        """Of these, those in a rank's blocks."""
+        stop = self.numel(layout) * self.per
+        own = (min(numel, stop - at) for at, numel in layout.blocks(rank))
+        return sum(numel for numel in own if numel > 0) // self.per
 
     def place(self, start: int, stop: int) -> slice:
         """The values of elements `start` to `stop` of a tile; `start` is that of a parameter."""

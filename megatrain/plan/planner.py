@@ -9,10 +9,9 @@ from megatrain.autoplace.spill import could_fit, fastest
 from megatrain.checkpoint import spare_bytes_of, useful_bytes
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.cost_model import DISK_READ_GBPS, DISK_WRITE_GBPS
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
-from megatrain.machine import Machine
+from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, Machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Placement
 from megatrain.plan.remedies import (

@@ -103,24 +103,36 @@ class Opened:
 
     @property
     def disk_bytes(self) -> int:
-        """What planes may take on the disk. Raises InputError where there is none."""
-        return 0 if self.disk is None else disk_bytes(self.disk, self.disk_space)
+        """What planes of this rank may take on the disk. Raises InputError where there is none."""
+        found = 0 if self.disk is None else disk_bytes(self.disk, self.disk_space)
+        return found // self.ranks.on_host
 
     def open_file(self, num_bytes: int) -> PlaneFile:
-        """A file for planes on the disk.
+        """A file for planes of this rank on the disk. All ranks call this.
 
         Raises:
-            InputError: there is no such disk, or no file can be made there.
-            DoesNotFit: there is not so much space.
+            InputError: of any rank: there is no such disk, or no file can be made there.
+            DoesNotFit: of any rank: there is not so much space.
         """
+        made: list[PlaneFile] = []
+        try:
+            self.ranks.agree(lambda: made.append(self._new_file(num_bytes)))
+        except BaseException:
+            for file in made:
+                file.close()
+            raise
+        return made[0]
+
+    def _new_file(self, num_bytes: int) -> PlaneFile:
         if self.disk is None:
             raise InputError(
                 f"the placement keeps {size(num_bytes)} on a disk (disk_moments, disk_remainder, "
                 "disk_weights), but none is given; set disk to a folder on it"
             )
-        if self.disk_space is not None and num_bytes > self.disk_space:
+        every = num_bytes * self.ranks.on_host
+        if self.disk_space is not None and every > self.disk_space:
             raise DoesNotFit(
-                f"the placement keeps {size(num_bytes)} on the disk, and disk_space is "
+                f"the placement keeps {size(every)} on the disk, and disk_space is "
                 f"{size(self.disk_space)}; raise it"
             )
         return PlaneFile.create(self.disk, num_bytes)

@@ -25,7 +25,7 @@ _SHARED = (
     *("slots", "prefetch", "layer_inputs", "layer_input_lanes", "gradient_lanes", "keep_rows"),
     *("save_activations", "save_all", "save_attention", "offload_activations", "chunk_tokens"),
     *("host_grad_buffers", "head_tokens", "update_threads", "save_bytes", "compile"),
-    *("keep_weights", "resident", "passes"),
+    *("keep_weights", "resident", "passes", "disk_moments", "disk_remainder", "disk_weights"),
 )
 
 

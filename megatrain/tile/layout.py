@@ -6,7 +6,7 @@ groups stay as they were. Of the frozen ones those come first whose source has m
 so that the rest of the masters is a prefix, too.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -148,6 +148,12 @@ class TileLayout:
             assert entry.packed is not None
             there = self.unpacked.by_name[entry.name].view(out)
             entry.packed.unpack(stored[entry.offset : entry.offset + entry.stored], there, fast)
+
+    def blocks(self, rank: int) -> Iterator[tuple[int, int]]:
+        """A rank's block of each part: its first element, and how many it has."""
+        for start, stop in self.parts:
+            own = (stop - start) // self.ranks
+            yield start + rank * own, own
 
     def whole_parts(self, stop: int) -> int:
         """Of several ranks, the end of the part that element `stop - 1` is of; else `stop`."""

@@ -26,7 +26,6 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
     given = {f"{section}.{key}": str(each) for section, own in keys for key, each in own.items()}
     require_same(ranks.exchange(given))
     unable = {
-        "engine.disk": config.engine.disk is not None,
         "rollout.server": config.rollout.server is not None,
         "callbacks": callbacks,
         "loss.name: distill": config.loss.name == "distill",

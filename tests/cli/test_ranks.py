@@ -82,9 +82,10 @@ def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, c
 
     def lost(group: Any) -> None:
         with pytest.raises(RunFailed, match="rank 0 of 2 has lost the others"):
-            run_of(run_file, str(folder), at=dies)(group)
+            run_of(run_file, str(folder), *on_disk, at=dies)(group)
         os._exit(0)
 
+    on_disk = f"engine.disk={tmp_path}", "engine.placement={disk_moments: 9, disk_weights: 2}"
     for name in ("two", "three"):
         (tmp_path / name).mkdir()
     run_ranks(2, tmp_path / "two", lost, whole=False)
@@ -245,7 +246,6 @@ SERVED = ["rollout.server=http://127.0.0.1:1", "rollout.server_weights=weights"]
 @pytest.mark.parametrize(
     ("changed", "callbacks", "told"),
     [
-        (["engine.disk=/tmp"], [], "engine.disk is not for several ranks"),
         ([], [object()], "callbacks is not for several ranks"),
         ([*FEW, *SERVED], [], "rollout.server is not for several ranks"),
         (["loss.name=distill", "loss.teacher=other"], [], "loss.name: distill is not for several"),

@@ -16,13 +16,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from megatrain import Engine, Placement, distributed
 from megatrain.checkpoint import files, open_checkpoint, verify
+from megatrain.device import disk
 from megatrain.distributed import connected
-from megatrain.errors import InputError, RunFailed, StepRefused
+from megatrain.errors import DoesNotFit, InputError, RunFailed, StepRefused
 from megatrain.generate import Sampling, continued
 from megatrain.kernels.states import GROUP
 from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, JointLoss, LabelSmoothing, Loss
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
+from megatrain.plane_file import BLOCK, PlaneFile
 from megatrain.train.sharing import part_of as run_part_of
 from tests.families.plain import Step
 from tests.families.tiny import tiny_model
@@ -95,6 +97,17 @@ def train(
     return found
 
 
+ON_DISK = Placement(
+    slots=2, disk_moments=9, disk_remainder=9, disk_weights=9, resident=("layer 0",)
+)
+
+
+def on_disk(group: Any, *given: Any, **options: Any) -> dict:
+    """As `train`, each tile in several pieces."""
+    with mock.patch.object(disk, "PIECE", BLOCK // 2):
+        return train(group, *given, placement=ON_DISK, **options)
+
+
 CLOSE: dict[str, Callable[[Any], dict]] = {
     "untied, clipped": lambda group: train(group, llama(), clip=0.5),
     "tied, not clipped": lambda group: train(group, llama(tie_word_embeddings=True), clip=None),
@@ -131,6 +144,9 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
     "frozen in part": lambda group: train(
         group, llama(), trained=Trained(freeze=("embed_tokens", "q_proj", "norm"))
     ),
+    "planes on a disk, frozen in part": lambda group: on_disk(
+        group, llama(), clip=0.5, trained=Trained(freeze=("q_proj", "layers.2"))
+    ),
     "preferences, in passes": lambda group: train(
         group, llama(), DPO(), pairs(DPO()), placement=Placement(passes=2, resident=("head",))
     ),
@@ -148,37 +164,51 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
     ),
 }
 
-EXACT: dict[str, Callable[[Any], dict]] = {
-    f"{precision}, {rule}": lambda group, precision=precision, rule=rule: train(
-        group,
-        llama(tie_word_embeddings=rule == "lion"),
-        TOKEN_WEIGHTS,
-        weighed(make_batches(2, SHAPES)),
-        clip=1e9,
-        precision=precision,
-        rule=rule,
-    )
-    for precision, rule in (("fp32", "adamw"), ("bf16", "adamw bf16"), ("bf16", "lion"))
-} | {
-    f"{base}, adapter": lambda group, base=base: train(
-        group,
-        llama(),
-        TOKEN_WEIGHTS,
-        weighed(make_batches(2, SHAPES)),
-        clip=1e9,
-        precision="bf16",
-        adapter=LORA,
-        base=base,
-        placement=Placement(slots=2, resident=("layer 1",), keep_weights=2),
-    )
-    for base in ("nf4", "fp8")
-}
+EXACT: dict[str, Callable[[Any], dict]] = (
+    {
+        f"{precision}, {rule}": lambda group, precision=precision, rule=rule: train(
+            group,
+            llama(tie_word_embeddings=rule == "lion"),
+            TOKEN_WEIGHTS,
+            weighed(make_batches(2, SHAPES)),
+            clip=1e9,
+            precision=precision,
+            rule=rule,
+        )
+        for precision, rule in (("fp32", "adamw"), ("bf16", "adamw bf16"), ("bf16", "lion"))
+    }
+    | {
+        "bf16, planes on a disk": lambda group: on_disk(
+            group,
+            llama(tie_word_embeddings=True),
+            TOKEN_WEIGHTS,
+            weighed(make_batches(2, SHAPES)),
+            clip=1e9,
+            precision="bf16",
+            trained=Trained(freeze=("k_proj", "layers.1.mlp")),
+        )
+    }
+    | {
+        f"{base}, adapter": lambda group, base=base: train(
+            group,
+            llama(),
+            TOKEN_WEIGHTS,
+            weighed(make_batches(2, SHAPES)),
+            clip=1e9,
+            precision="bf16",
+            adapter=LORA,
+            base=base,
+            placement=Placement(slots=2, resident=("layer 1",), keep_weights=2),
+        )
+        for base in ("nf4", "fp8")
+    }
+)
 
 
 USUAL = (
     *("tied, rows that are not kept, graphs that are", "frozen in part", "bf16, lion"),
     *("resident, in passes", "tied, resident in part, not clipped"),
-    *("preferences, in passes", "adapter", "nf4, adapter"),
+    *("preferences, in passes", "adapter", "nf4, adapter", "bf16, planes on a disk"),
     "experts that are balanced",
 )
 
@@ -303,8 +333,6 @@ OTHERWISE: dict[str, tuple[dict, str]] = {
 
 IMPOSSIBLE: dict[str, tuple[dict, str]] = {
     "slices": ({"placement": Placement(max_stream_bytes=1 << 20)}, "placement.max_stream_bytes"),
-    "disk": ({"placement": Placement(disk_moments=1)}, "placement.disk_moments"),
-    "remainder": ({"placement": Placement(disk_remainder=1)}, "placement.disk_remainder"),
     "muon": ({"rule": "muon"}, "Muon needs whole matrices"),
 }
 
@@ -395,6 +423,41 @@ def test_a_rank_that_ends_ends_the_others(tmp_path: Path) -> None:
     run_ranks(2, tmp_path, work, whole=False)
 
 
+def test_a_disk_that_is_full_for_one_rank_ends_all(tmp_path: Path) -> None:
+    """When the planes are made, and later; then the last checkpoint is whole."""
+    steps, full = make_batches(2, SHAPES), OSError(28, "No space left on device")
+    options = {"placement": ON_DISK, "precision": "bf16", "disk": tmp_path}
+
+    def work(group: Any) -> None:
+        rank = dist.get_rank(group)
+        said = "rank 1: " * (rank == 0) + f"{tmp_path}: no room for planes on this disk"
+        with mock.patch.object(os, "posix_fallocate", side_effect=full if rank else None):
+            refused(DoesNotFit, said, make_engine, llama(), group=group, **options)
+        words = "keeps 1 MiB on the disk, and disk_space is 1 MiB"
+        few = options | {"disk_space": 200 << 10}  # of which a rank has half
+        refused(DoesNotFit, words, make_engine, llama(), group=group, **few)
+        engine = make_engine(llama(), group=group, **options)
+        engine.step(part_of(steps[0], group))
+        engine.save(tmp_path / "saved")
+
+        def further() -> None:
+            for step in steps:
+                engine.step(part_of(step, group))
+
+        said = "the disk fails" if rank else "rank 0 of 2 has lost the others"
+        failing = RunFailed("the disk fails") if rank else None
+        write = None if rank else PlaneFile.write
+        with mock.patch.object(PlaneFile, "write", autospec=True, side_effect=failing or write):
+            refused(RunFailed, said, further)
+        os._exit(0)
+
+    run_ranks(2, tmp_path, work, whole=False)
+    verify(tmp_path / "saved")
+    with Engine.load(tmp_path / "saved", device="cpu", disk=tmp_path) as again:
+        assert again.steps == 1
+    assert not [path for path in tmp_path.iterdir() if path.is_file() and "rendez" not in path.name]
+
+
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of an exported folder."""
     [path] = folder.glob("*.safetensors")
@@ -437,7 +500,9 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Pat
 
     def load(group: Any) -> tuple[dict, float]:
         adapters.update(masters(Engine.load(tmp_path / "adapter", group=group)))
-        engine = Engine.load(tmp_path / "two", group=group)
+        engine = Engine.load(
+            tmp_path / "two", group=group, placement=ON_DISK, disk=tmp_path / "ranks"
+        )
         engine.save(tmp_path / "three")
         loss = engine.step(part_of(second, group)).loss
         full = OSError(28, "No space left on device") if dist.get_rank(group) == 1 else None
@@ -451,7 +516,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Pat
     [(trained, loss), *_] = run_ranks(2, tmp_path, save)
     others = run_ranks(3, tmp_path / "ranks", load)
     assert not [path for path in tmp_path.iterdir() if "none" in path.name]
-    alone = Engine.load(tmp_path / "three", device="cpu")
+    alone = Engine.load(tmp_path / "three", device="cpu", disk=tmp_path)
     alone.save(tmp_path / "one")
     states = [saved_state(tmp_path / name) for name in ("two", "three", "one")]
     assert len(states[0]) > 3 * len(trained)

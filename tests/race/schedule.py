@@ -213,6 +213,7 @@ class Told(Alike):
 def shared_schedules() -> Iterator[dict]:
     """Those of the second of three ranks."""
     rest = itertools.cycle(itertools.product((False, True), KEPT_ROWS, STAYING))
+    disks, saves = itertools.cycle(DISKS), itertools.cycle(((), (0, 1), ()))
     losses, experts = itertools.cycle(LOSSES), itertools.cycle((False, False, True, False))
     places = itertools.product((1, 3), ("device", "host"), (1.0, None), RESIDENT)
     for slots, boundaries, clip, resident in places:
@@ -223,12 +224,14 @@ def shared_schedules() -> Iterator[dict]:
             layer_input_lanes=1,
             resident=resident,
             **rows,
+            **next(disks),
             keep_weights=staying,
         )
         yield {
             "placement": placement,
             "max_grad_norm": clip,
             "tied": tied,
+            "saves": next(saves),
             "loss": next(losses),
             "experts": next(experts),
             "ranks": Alike(1, 3),

@@ -10,7 +10,7 @@ from unittest import mock
 from megatrain import Placement
 from megatrain.device.base import COPY_IN, GATHER, REDUCE
 from megatrain.engine.batch import Batch
-from tests.race.schedule import STEPS, Told, schedules, shared_schedules, trace
+from tests.race.schedule import STEPS, Alike, Told, schedules, shared_schedules, trace
 
 
 @functools.cache
@@ -86,6 +86,18 @@ def test_all_ranks_put_on_the_same_collectives_in_the_same_order() -> None:
     )
     with own:  # a rank takes as many passes as it has micro-batches for
         assert any(others != [first] * 2 for first, *others in collectives())
+
+
+def test_blocks_of_ranks_on_a_disk_need_each_wait_of_their_way() -> None:
+    placement = Placement(slots=2, disk_moments=9, disk_remainder=9, disk_weights=9)
+    schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
+    schedule |= {"ranks": Alike(1, 3), "saves": (0, 1)}
+    assert not trace(**schedule).races
+    gathers = ("shard arrived", "weights arrived", "slot free for the disk", "disk weights due")
+    updates = ("disk planes arrived", "disk planes updated", "disk lane free")
+    for why in (*gathers, *updates, "version to save from the disk"):
+        races = trace(**schedule, without=frozenset({why})).races
+        assert any("slot" in race or "disk lane" in race or "layer" in race for race in races), why
 
 
 def test_momentum_on_a_disk_needs_each_wait_of_its_way() -> None:

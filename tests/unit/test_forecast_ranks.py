@@ -6,18 +6,24 @@ from unittest import mock
 import pytest
 
 from megatrain.autoplace.candidates import Candidates
-from megatrain.autoplace.spend import FirstTiles
-from megatrain.device.base import GATHER, REDUCE
+from megatrain.autoplace.search import Search
+from megatrain.autoplace.spend import FirstTiles, disk_bytes
+from megatrain.autoplace.spill import fastest
+from megatrain.device import disk
+from megatrain.device.base import DISK_STREAMS, GATHER, REDUCE
+from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Generation, Workload
 from megatrain.machine import Machine
 from megatrain.placement import Placement
+from megatrain.source.sharing import not_shared
 from megatrain.tile import TileKind
 from tests.unit.forecast_cases import small_machine, tiny_spec, wide_spec
 
 WHOLE = Workload(tokens_per_step=2048, sequence_length=64, compile=False)
 RANKS = 4
+SHARED = WHOLE.shared(RANKS)
 FORECASTS = ForecastCache(tiny_spec())
 
 
@@ -50,6 +56,29 @@ def test_shards_cross_the_bus_and_the_rest_the_link() -> None:
     assert found.bounds["update"] == pytest.approx(alone.bounds["update"], rel=0.05)
     slow = told(part, replace(machine, link_gbps=0.01))
     assert slow.seconds > 3 * found.seconds
+
+
+def test_planes_on_a_disk_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank moves its blocks at its share of the rate, and is given its share of the space."""
+    monkeypatch.setattr(disk, "PIECE", 4096)
+    choices = {"disk_moments": 8, "disk_remainder": 4, "disk_weights": 6}
+    alone, shared = told(WHOLE, small_machine(), **choices), small_machine().shared(RANKS, 8.0)
+    found = told(SHARED, shared, **choices)
+    assert found.host_bytes["host_moments_bytes"] == alone.host_bytes["host_moments_bytes"] == 0
+    for stream in DISK_STREAMS:
+        assert seconds(found, stream) == pytest.approx(seconds(alone, stream), rel=0.1)
+        assert seconds(found, stream) > 0
+    layouts = [FORECASTS.model(each).layouts for each in (WHOLE, SHARED)]
+    whole, part = (next(disk_bytes(each, WHOLE, [Placement(**choices)])) for each in layouts)
+    assert part == pytest.approx(whole / RANKS, rel=0.02)
+    tight = replace(shared, device_memory_bytes=1 << 20, host_memory_bytes=1 << 30)
+    least = Search(FORECASTS, tight, SHARED).least().machine
+    half = 4 * sum(each.trainable_numel for each in layouts[1]) // RANKS  # of the moments
+    short = replace(least, host_memory_bytes=least.host_memory_bytes - half)
+    with pytest.raises(DoesNotFit):
+        fastest(FORECASTS, short, SHARED)
+    chosen = fastest(FORECASTS, replace(short, disk_space_bytes=1 << 30), SHARED).placement
+    assert chosen.disk_moments > 0 and not not_shared(chosen)
 
 
 def test_what_rests_on_the_device_is_counted_as_the_engine_cuts_it() -> None:
