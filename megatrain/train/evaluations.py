@@ -113,7 +113,7 @@ class Evaluations:
             for part, count in parts:
                 if self._signals.stop and not final:
                     return None
-                share = self._engine.evaluate(part, loss) * count
+                share = self._engine.evaluate(part_of(part, self._ranks), loss) * count
                 found[name] = found[name][0] + share, found[name][1] + count
         losses, counts = zip(*found.values(), strict=True)
         named = {f"eval_{name}_loss": each / of for name, (each, of) in found.items() if name}

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from megatrain.api import Engine
 from megatrain.config import Config
 from megatrain.data import IDS, LOG_PROBS, MicroBatch, Step, at_first_label, plain_rows
+from megatrain.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.train.model_config import model_config
 from megatrain.train.references import References, refer_to
@@ -22,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class SecondModel:
-    """Frozen weights in host memory, and what they say of each micro-batch of a step."""
+    """Frozen weights in host memory, and what they say of each micro-batch of a step.
+
+    Several ranks share it, and each asks it of its own micro-batches.
+    """
 
     def __init__(
         self, engine: Engine, name: str, says: Callable[[Engine, Step], list[MicroBatch]]
@@ -33,10 +37,13 @@ class SecondModel:
     def beside(self, step: Step) -> tuple[Step, dict[str, float]]:
         """The micro-batches with what it says of them; and what the log has of how long it took."""
         started = time.perf_counter()
+        made = self.with_said(step)
+        return made, {f"{self._name}_seconds": round(time.perf_counter() - started, 6)}
+
+    def with_said(self, step: Step) -> Step:
+        """The micro-batches with what it says of them."""
         said = self._says(self._engine, step)
-        seconds = round(time.perf_counter() - started, 6)
-        made = [micro | more for micro, more in zip(step, said, strict=True)]
-        return made, {f"{self._name}_seconds": seconds}
+        return [micro | more for micro, more in zip(step, said, strict=True)]
 
     def close(self) -> None:
         """Give its memory back."""
@@ -64,6 +71,7 @@ def second_model(
     teacher: Teacher | None,
     sets: dict[str, Any],
     start: Start | None,
+    ranks: Ranks,
 ) -> tuple[SecondModel | None, References | None]:
     """What is streamed with each step of a run, and what it is known by; None: nothing is.
 
@@ -78,15 +86,15 @@ def second_model(
         return None, None
     if teacher is None:
         known = refer_to(weights_key(*named_model(begun_from(config))), start)
-        return SecondModel(begun_model(config, tokenizer), "reference", _reference), known
+        engine = begun_model(config, tokenizer, ranks.host)
+        return SecondModel(engine, "reference", _reference), known
     known = refer_to(teacher.key, start)
     if config.loss.teacher_log_probs == "kept":
-        ask(teacher, sets)
+        ask(teacher, sets, ranks)
         return None, known
     log.info("the teacher rests in host memory beside the model that is trained")
-    return SecondModel(
-        teacher.engine(placement=Placement()), "teacher", partial(_said, teacher)
-    ), known
+    engine = teacher.engine(placement=Placement(), group=ranks.host)
+    return SecondModel(engine, "teacher", partial(_said, teacher)), known
 
 
 def _said(teacher: Teacher, engine: Engine, step: Step) -> list[MicroBatch]:

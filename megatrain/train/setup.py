@@ -31,7 +31,7 @@ from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 from megatrain.train.rewards import Rewards
 from megatrain.train.rollouts import Rollouts
 from megatrain.train.second_model import SecondModel, begun_model, second_model
-from megatrain.train.sharing import in_turn
+from megatrain.train.sharing import by_parts, in_turn
 from megatrain.train.teacher import find_teacher
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
     rewards = Rewards(config.rollout)
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
-    second, known = second_model(config, tokenizer, teacher, sets, start)
+    second, known = second_model(config, tokenizer, teacher, sets, start, ranks)
     if second is not None:
         held.callback(second.close)
     engine = _engine(config, hf_config if source is None else source, start, ranks, held)
@@ -146,7 +146,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
         engine=engine,
         loader=loader,
         kind=training.kind,
-        evaluation=_batches(evaluation, rows, second),
+        evaluation=_batches(evaluation, rows, second, ranks),
         references=references,
         schedule=_schedule(config, engine.optimizer, total_steps, done),
         total_steps=total_steps,
@@ -189,7 +189,10 @@ def _rollouts(
 
 
 def _batches(
-    evaluation: dict[str, PackedDataset | Prompts], rows: int, second: SecondModel | None
+    evaluation: dict[str, PackedDataset | Prompts],
+    rows: int,
+    second: SecondModel | None,
+    ranks: Ranks,
 ) -> dict[str, Step | Prompts]:
     made = {
         name: each if isinstance(each, Prompts) else list(each.batches(rows))
@@ -198,10 +201,11 @@ def _batches(
     numbered([micro for each in made.values() if isinstance(each, list) for micro in each])
     if second is None:
         return made
-    return {
-        name: [second.beside([micro])[0][0] for micro in each] if isinstance(each, list) else each
-        for name, each in made.items()
-    }
+    for each in made.values():
+        if isinstance(each, list):
+            parts = [each[at : at + ranks.size] for at in range(0, len(each), ranks.size)]
+            each[:] = [micro for p in parts for micro in by_parts(ranks, p, second.with_said)]
+    return made
 
 
 def _loader(config: Config, training: PackedDataset | Stream | Prompts) -> StepLoader:

@@ -28,8 +28,6 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
     unable = {
         "rollout.server": config.rollout.server is not None,
         "callbacks": callbacks,
-        "loss.name: distill": config.loss.name == "distill",
-        "loss.reference: streamed": config.loss.reference == "streamed",
     }
     for name, wanted in unable.items():
         if wanted:
@@ -110,8 +108,17 @@ def logprobs(
 
     Args: `scores`: as `Engine.rewards`.
     """
+
+    def made(own: Step) -> list[Tensor]:
+        return engine.rewards(own) if scores else engine.logprobs(own, temperature=temperature)
+
+    return by_parts(ranks, step, made)
+
+
+def by_parts(ranks: Ranks, step: Step, make: Callable[[Step], list[T]]) -> list[T]:
+    """What is made of each micro-batch, on all ranks, each of which makes a part of it."""
     own = part_of(step, ranks)
-    found = engine.rewards(own) if scores else engine.logprobs(own, temperature=temperature)
+    found = make(own)
     if not any(own[0] is micro for micro in step):
         found = []  # of the row without a label
     return [each for part in ranks.exchange(found) for each in part]

@@ -57,10 +57,7 @@ class Steps:
         started = time.perf_counter()
         made: Mapping[str, Any] = {}
         try:
-            rows, made = self._rows(step)
-            tokens = sum(micro["input_ids"].numel() for micro in rows)
-            rows = enough(rows, job.ranks)
-            own = part_of(rows, job.ranks, counted=job.engine.balances_experts)
+            own, tokens, made = self._rows(step)
             result = self._measured(step, own)
         except StepRefused as error:
             outcome = self._left_out(step, error)
@@ -91,18 +88,20 @@ class Steps:
         engine = self._job.engine
         return self._timeline.step(step, lambda: engine.step(micro_batches, loss, norm_limit=limit))
 
-    def _rows(self, step: int) -> tuple[Step, Mapping[str, Any]]:
-        """Micro-batches of all ranks, and what the log says of how they were made."""
+    def _rows(self, step: int) -> tuple[Step, int, Mapping[str, Any]]:
+        """Micro-batches of this rank, tokens of all, and what the log has of their making."""
         job, made = self._job, {}  # type: ignore[var-annotated]
         try:
             if job.rollouts is not None:
                 rows, made = job.rollouts.take(step)
             else:
                 rows = by_all(job.ranks, lambda: next(job.loader))
-            if job.second is not None:
-                rows, made = job.second.beside(rows)
             check_rows(job.ranks, rows)
-            return rows, made
+            tokens, rows = _tokens(rows), enough(rows, job.ranks)
+            own = part_of(rows, job.ranks, counted=job.engine.balances_experts)
+            if job.second is not None:
+                own, made = job.second.beside(own)
+            return own, tokens, made
         except (RunFailed, DoesNotFit):  # of replies that were to be made
             raise
         except Exception as error:
@@ -133,6 +132,10 @@ class Steps:
         rollouts = {} if self._job.rollouts is None else self._job.rollouts.state_dict()
         refusals = self._refusals.state_dict()
         return RunState(self.done, position, refusals, self._settled, rollouts=rollouts)
+
+
+def _tokens(step: Step) -> int:
+    return sum(micro["input_ids"].numel() for micro in step)
 
 
 def _short(text: str) -> str:

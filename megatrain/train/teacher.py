@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -16,7 +17,9 @@ from megatrain.api import Engine
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, Said, Step, load_tokenizer, open_teacher_file, plain_rows
-from megatrain.errors import InputError
+from megatrain.data.teacher_file import TeacherFile
+from megatrain.distributed import Ranks
+from megatrain.errors import InputError, MegatrainError
 from megatrain.forecast.workload import usual_micro_batch
 from megatrain.loss import IGNORED
 from megatrain.model.companions import tokenizer_files
@@ -24,6 +27,7 @@ from megatrain.model.weights import resolve_model
 from megatrain.train.data import cache_folder
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.resolve_model import named_model, weights_key
+from megatrain.train.sharing import by_parts
 
 _FORMAT = 1  # of what is kept: raise it when the same teacher would be asked otherwise
 _NOT_KEPT = -1e9  # in place of a log-probability
@@ -80,7 +84,8 @@ class Teacher:
         """Of each micro-batch its labels, and what the teacher says of them."""
         loss, rows = self.config.loss, plain_rows(step)
         most = loss.top_k or 1
-        if any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows):
+        labelled = any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows)
+        if any(engine.ranks.exchange(labelled)):  # it is asked by all ranks or none
             found = engine.top_logprobs(rows, most, loss.temperature or 1.0)
         else:
             shapes = [(*micro["labels"].shape, most) for micro in rows]
@@ -140,8 +145,10 @@ def find_teacher(
     return Teacher(config, source, weights_key(section, source), text_config.vocab_size)
 
 
-def ask(teacher: Teacher, sets: dict[str, PackedDataset]) -> None:
+def ask(teacher: Teacher, sets: dict[str, PackedDataset], ranks: Ranks) -> None:
     """Let data sets have what the teacher says of each of their labels, computed once.
+
+    Several `ranks` compute it together, and the first one writes it to the folder of all.
 
     Raises:
         InputError: it cannot be asked, or the answers cannot be kept.
@@ -150,29 +157,72 @@ def ask(teacher: Teacher, sets: dict[str, PackedDataset]) -> None:
     config = teacher.config
     for name, data in sets.items():
         folder = cache_folder(config) / f"teacher-{teacher.key_of(data)}"
-        said = partial(_said, teacher, name, data)
-        data.beside = open_teacher_file(folder, len(data), config.loss.top_k or 1, said)
+        given = folder, len(data), config.loss.top_k or 1
+        with _Asking(teacher, name, data, ranks) as asking:
+            ranks.agree(asking.follow if ranks.rank else partial(_keep, asking, *given))
+        data.beside = TeacherFile(folder, config.loss.top_k or 1)
 
 
-def _said(teacher: Teacher, name: str, data: PackedDataset, done: int) -> Iterator[Said]:
-    config = teacher.config
-    usual = usual_micro_batch(config.data.sequence_length)
-    rows = min(config.training.micro_batch_size or usual, config.training.batch_size)
-    size = dict(
-        tokens_per_step=config.training.batch_size * config.data.sequence_length,
-        sequence_length=config.data.sequence_length,
-        micro_batch=rows,
-    )
-    log.info("asking the teacher of %s rows (%s)", f"{len(data) - done:,}", name.strip())
-    told = time.monotonic()
-    with teacher.engine(**size) as engine:
-        each = max(rows, config.training.batch_size // rows * rows)  # rows of one sweep
-        for first in range(done, len(data), each):
-            last = min(first + each, len(data))
-            starts = range(first, last, rows)
-            yield from teacher.says(
-                engine, [data.batch(range(at, min(at + rows, last))) for at in starts]
-            )
+def _keep(asking: "_Asking", folder: Path, num_rows: int, top_k: int) -> None:
+    try:
+        open_teacher_file(folder, num_rows, top_k, asking.said)
+    finally:
+        asking.end()
+
+
+class _Asking:
+    """Sweeps of a teacher over a data set, which all ranks make and the first one asks for."""
+
+    def __init__(self, teacher: Teacher, name: str, data: PackedDataset, ranks: Ranks) -> None:
+        config = teacher.config
+        training, length = config.training, config.data.sequence_length
+        self._teacher, self._name, self._data, self._ranks = teacher, name, data, ranks
+        usual = training.micro_batch_size or usual_micro_batch(length)
+        self._rows = min(usual, -(-training.batch_size // ranks.size))
+        self._each = max(self._rows, training.batch_size // self._rows * self._rows)  # of a sweep
+        self._size = {
+            "tokens_per_step": training.batch_size * length,
+            "sequence_length": length,
+            "micro_batch": self._rows,
+        }
+        self._engine: Engine | None = None  # until it is needed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def said(self, done: int) -> Iterator[Said]:
+        """What it says of the rows from `done` on."""
+        count, told = len(self._data), time.monotonic()
+        log.info("asking the teacher of %s rows (%s)", f"{count - done:,}", self._name.strip())
+        for first in range(done, count, self._each):
+            self._ranks.exchange(first)
+            yield from self._sweep(first)
             if time.monotonic() - told > _SECONDS_BETWEEN_NEWS:
-                told = time.monotonic()
-                log.info("the teacher has said %s of %s rows", f"{last:,}", f"{len(data):,}")
+                told, last = time.monotonic(), min(first + self._each, count)
+                log.info("the teacher has said %s of %s rows", f"{last:,}", f"{count:,}")
+
+    def follow(self) -> None:
+        """Do what the first rank asks for, to its end."""
+        while (first := self._ranks.exchange(0)[0]) is not None:
+            try:
+                self._sweep(first)
+            except MegatrainError:  # of all ranks, of which the first one says that it ends
+                self.end()
+                raise
+
+    def end(self) -> None:
+        """Nothing more is asked for."""
+        self._ranks.exchange(None)
+
+    def _sweep(self, first: int) -> list[Said]:
+        if self._engine is None:
+            self._engine = self._teacher.engine(**self._size, group=self._ranks.host)
+        last = min(first + self._each, len(self._data))
+        starts = range(first, last, self._rows)
+        step = [self._data.batch(range(at, min(at + self._rows, last))) for at in starts]
+        said, engine = self._teacher.says, self._engine
+        return by_parts(self._ranks, step, lambda own: list(said(engine, own)))

@@ -1,18 +1,26 @@
 """Runs that distil a teacher, or stream their reference: kept or streamed is the same."""
 
 import json
+import os
 import shutil
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.model.companions import tokenizer_files
+from megatrain.train.teacher import _Asking
 from tests.cli.cases import sets, tiny_llama
 from tests.cli.test_preferences import pair, preference_file, rated, read  # noqa: F401
+from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
 from tests.parity.cases import noisy
+from tests.parity.ranks import run_ranks
 
 FILE = "model/model.safetensors"
 
@@ -189,3 +197,88 @@ def test_a_second_model_that_does_not_fit_is_refused(megatrain, distilling):
     how = sets(loss__teacher_log_probs="streamed", engine__host_memory="1MiB")
     result = megatrain("train", distilling(), *how)
     assert result.exit_code == 3, result.output
+
+
+def assert_ranks_do_it(megatrain, file, tmp_path, *changed):
+    """Two ranks begin, three go on, one of which has no row of a step; their run is that of one."""
+    given = [part for each in (*CHANGED, *changed) for part in ("--set", each)]
+    own = (*sets(data__cache_dir=str(tmp_path / "kept by one")), *given)
+    trained(megatrain, file, tmp_path / "one", *own)
+    several = (*changed, f"data.cache_dir={tmp_path / 'kept by several'}")
+    for size, resume in ((2, False), (3, True)):
+        (tmp_path / str(size)).mkdir()
+        at = None if resume else stopped_at(2)
+        work = run_of(file, str(tmp_path / "several"), *several, resume=resume, at=at)
+        ended = run_ranks(size, tmp_path / str(size), work)
+        assert ended == ["None" if resume else "SIGTERM"] * size
+    assert_same_run(tmp_path / "one", tmp_path / "several")
+
+
+def loses_a_rank(run, group):
+    """The last rank ends in the third sweep; a sweep is of two rows."""
+    sweep, taken = _Asking._sweep, []
+
+    def swept(asking, first):
+        taken.append(first)
+        if len(taken) == 3 and dist.get_rank():
+            os._exit(0)
+        return sweep(asking, first)
+
+    with (
+        mock.patch.object(_Asking, "_sweep", swept),
+        pytest.raises(RunFailed, match="rank 0 of 2 has lost the others"),
+    ):
+        run(group)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["kept", "streamed"])
+def test_ranks_distil_as_one(megatrain, distilling, tmp_path, how):
+    """Also where a rank has died while the teacher was asked."""
+    file = distilling(beta=0.4, add_tail=True, temperature=1.5, teacher_log_probs=how)
+    kept = tmp_path / "kept by several"
+    if how == "kept":
+        (tmp_path / "lost").mkdir()
+        lost = partial(loses_a_rank, run_of(file, "never", f"data.cache_dir={kept}"))
+        run_ranks(2, tmp_path / "lost", lost, whole=False)
+        assert next(kept.glob("teacher-*/rows.bin")).stat().st_size == 8 * (1 + 4)
+    assert_ranks_do_it(megatrain, file, tmp_path)
+    made = list(kept.glob("teacher-*/whole.json"))
+    assert len(made) == (2 if how == "kept" else 0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "row"),
+    [
+        ({"name": "dpo"}, pair),
+        pytest.param({"name": "kto"}, rated, marks=pytest.mark.exhaustive),
+    ],
+    ids=["dpo", "kto"],
+)
+def test_ranks_stream_a_reference_as_one(megatrain, preference_file, tmp_path, loss, row):  # noqa: F811
+    rows = [row(number) for number in range(20)]
+    file = preference_file(rows, reference="streamed", **loss)
+    assert_ranks_do_it(megatrain, file, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["kept", "streamed"])
+def test_all_ranks_refuse_a_teacher_that_one_cannot_have(distilling, tmp_path, how):
+    """And what it says where the first one cannot keep it."""
+    file, never = distilling(teacher_log_probs=how), str(tmp_path / "never")
+
+    def full(folder, num_rows, top_k, said):
+        next(said(0))
+        raise InputError("the disk is full")
+
+    def work(group):
+        with pytest.raises(DoesNotFit, match="host memory"):
+            run_of(file, never, "engine.host_memory=1MiB")(group)
+        if how == "kept":
+            with (
+                mock.patch("megatrain.train.teacher.open_teacher_file", full),
+                pytest.raises(InputError, match="the disk is full"),
+            ):
+                run_of(file, never)(group)
+
+    run_ranks(2, tmp_path, work)
+    assert not (tmp_path / "never").exists()

@@ -248,12 +248,6 @@ SERVED = ["rollout.server=http://127.0.0.1:1", "rollout.server_weights=weights"]
     [
         ([], [object()], "callbacks is not for several ranks"),
         ([*FEW, *SERVED], [], "rollout.server is not for several ranks"),
-        (["loss.name=distill", "loss.teacher=other"], [], "loss.name: distill is not for several"),
-        (
-            ["loss.name=dpo", "loss.reference=streamed", "data.kind=auto"],
-            [],
-            "loss.reference: streamed is not for several",
-        ),
         ([*FEW, "training.batch_size=4"], [], "a step of 8 replies has none for some of 9 ranks"),
     ],
 )
