@@ -87,7 +87,7 @@ class Rollouts:
         self._made: Step = []
         self._left = 0
         self.step = 0
-        self._server = None if config.rollout.server is None else Served(config, engine)
+        self._server = None if config.rollout.server is None else Served(config, engine, ranks)
 
     def take(self, step: int) -> tuple[Step, dict[str, Any]]:
         """Micro-batches of a step, and what the log says of replies that were made for it.

@@ -10,38 +10,46 @@ from torch import Tensor
 from megatrain.api import Engine
 from megatrain.config import Config, RolloutSection
 from megatrain.data import Step
+from megatrain.distributed import Ranks
 from megatrain.errors import InputError, RunFailed
 from megatrain.generate import Continued, Sampling, Server
 from megatrain.loss import IGNORED, ImportanceSampling
+from megatrain.train.sharing import from_first
 
 _MARK = ".rollouts"  # in folders that rollouts write weights to
 _FAR = 0.5  # nats; bf16 is some hundredths off
 
 
 class Served:
-    """Replies of a server that has the engine's weights whenever it replies."""
+    """Replies of a server that has the engine's weights whenever it replies.
 
-    def __init__(self, config: Config, engine: Engine) -> None:
+    Of several ranks the first one speaks with it.
+    """
+
+    _server: Server  # of the first rank
+
+    def __init__(self, config: Config, engine: Engine, ranks: Ranks) -> None:
         """Bring it the weights as they are.
 
         Raises:
             InputError: it cannot be used.
         """
         self._settings, self._engine, self._brought = config.rollout, engine, -1
-        assert config.rollout.server is not None
+        self._ranks = ranks
         self._export: dict[str, Any] = {"merged": config.adapter.method is not None}
         if config.engine.precision != "fp32":
             self._export["dtype"] = torch.bfloat16
         try:
-            self._server = Server(
-                config.rollout.server,
-                vocab_size=engine.vocab_size,
-                length=config.data.sequence_length,
-                seconds=config.rollout.server_seconds,
-            )
+            from_first(ranks, lambda: self._open(config.data.sequence_length))
             self._bring_weights()
         except RunFailed as error:
             raise InputError(str(error)) from None
+
+    def _open(self, length: int) -> None:
+        address, seconds = self._settings.server, self._settings.server_seconds
+        assert address is not None
+        size = self._engine.vocab_size
+        self._server = Server(address, vocab_size=size, length=length, seconds=seconds)
 
     def _bring_weights(self) -> None:
         """Give the server the weights of this step, unless it has them."""
@@ -49,16 +57,9 @@ class Served:
             return
         assert self._settings.server_weights is not None
         folder = Path(self._settings.server_weights).expanduser()
-        mark = folder / _MARK
-        if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
-            raise InputError(
-                f"rollout.server_weights: {folder} has files that no rollouts wrote, and they "
-                "would be lost; give an empty or a new folder"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()  # first, and the export keeps it: whoever is killed finds a folder of its own
+        from_first(self._ranks, lambda: _claim(folder))
         self._engine.save_pretrained(folder, **self._export)
-        self._server.load(folder)
+        from_first(self._ranks, lambda: self._server.load(folder))
         self._brought = self._engine.steps
 
     def replies(
@@ -66,7 +67,20 @@ class Served:
     ) -> list[Continued]:
         """`count` replies to each prompt, beside one another, by the weights of this step."""
         self._bring_weights()
-        return self._server.continued(ids, count, sampling, stops)
+        asked = ids, count, sampling, stops
+        return from_first(self._ranks, lambda: self._server.continued(*asked))
+
+
+def _claim(folder: Path) -> None:
+    """Make it a folder of rollouts. Raises InputError: it has other files."""
+    mark = folder / _MARK
+    if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
+        raise InputError(
+            f"rollout.server_weights: {folder} has files that no rollouts wrote, and they "
+            "would be lost; give an empty or a new folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()  # first, and the export keeps it: whoever is killed finds a folder of its own
 
 
 def compare(

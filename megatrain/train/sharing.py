@@ -26,7 +26,6 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
     given = {f"{section}.{key}": str(each) for section, own in keys for key, each in own.items()}
     require_same(ranks.exchange(given))
     unable = {
-        "rollout.server": config.rollout.server is not None,
         "callbacks": callbacks,
     }
     for name, wanted in unable.items():

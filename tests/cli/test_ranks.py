@@ -99,13 +99,16 @@ def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, c
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
 
-def assert_same_run(one: Path, several: Path) -> None:
-    """Within the order of sums, in the log and the model."""
+def assert_same_run(one: Path, several: Path, least: float = 1e-12) -> None:
+    """Within the order of sums, in the log and the model.
+
+    Args: `least`: what numbers of the log may differ by that are sums of both signs.
+    """
     for mine, other in zip(
         *(read_metrics(each / "metrics.jsonl") for each in (several, one)), strict=True
     ):
         for name in ("step", "epoch", "loss", "grad_norm", "lr", "eval_loss", "tokens"):
-            assert mine.get(name, 0) == pytest.approx(other.get(name, 0), rel=2e-6), name
+            assert mine.get(name, 0) == pytest.approx(other.get(name, 0), rel=2e-6, abs=least), name
         assert mine.get("samples") == other.get("samples")
     weights = [load_file(each / "model/model.safetensors") for each in (one, several)]
     for name, value in weights[0].items():
@@ -240,14 +243,10 @@ def test_each_rank_has_a_micro_batch_if_there_are_enough() -> None:
         assert [id(each) for part in parts for each in part] == [id(each) for each in step]
 
 
-SERVED = ["rollout.server=http://127.0.0.1:1", "rollout.server_weights=weights"]
-
-
 @pytest.mark.parametrize(
     ("changed", "callbacks", "told"),
     [
         ([], [object()], "callbacks is not for several ranks"),
-        ([*FEW, *SERVED], [], "rollout.server is not for several ranks"),
         ([*FEW, "training.batch_size=4"], [], "a step of 8 replies has none for some of 9 ranks"),
     ],
 )

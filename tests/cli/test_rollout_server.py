@@ -11,8 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain import Engine
+from megatrain.errors import InputError, RunFailed
 from tests.cli import test_rollouts
 from tests.cli.cases import sets
+from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
+from tests.parity.ranks import run_ranks
 
 rollout_file = test_rollouts.rollout_file  # a fixture
 
@@ -273,3 +276,50 @@ def test_a_run_killed_after_its_export_goes_on_with_its_folder(
     monkeypatch.setattr(Engine, "save_pretrained", saved)
     result = megatrain("train", file_of(), *sets(output__folder=str(tmp_path / "again")))
     assert result.exit_code == 0, result.output
+
+
+def test_ranks_learn_from_the_replies_of_one_server(megatrain, file_of, served, tmp_path):
+    """The first rank speaks with it; two ranks begin, three go on between steps of one rollout."""
+    file = file_of({"num_iterations": 2}, server_weights=str(tmp_path / "of one"))
+    changed = [part for each in CHANGED for part in ("--set", each)]
+    one = megatrain("train", file, *changed, *sets(output__folder="one", training__steps=5))
+    assert one.exit_code == 0, one.output
+    asked, loaded = _completions(served), served.loaded
+    for size, resume in ((2, False), (3, True)):
+        (tmp_path / str(size)).mkdir()
+        at = None if resume else stopped_at(2)
+        given = str(tmp_path / "several"), "training.steps=5"
+        work = run_of(file, *given, resume=resume, at=at)
+        ended = run_ranks(size, tmp_path / str(size), work)
+        assert ended == ["None" if resume else "SIGTERM"] * size
+    assert_same_run(tmp_path / "one", tmp_path / "several", least=1e-6)
+    again = _completions(served)
+    assert sorted(again[len(asked) :]) == sorted(asked)  # none is asked twice
+    assert served.loaded == 2 * loaded + 1  # and once more as the run goes on
+    logs = (test_rollouts.read(tmp_path / each) for each in ("several", "one"))
+    for mine, other in zip(*logs, strict=True):
+        for name in ("sampling/importance_sampling_ratio/mean", "reward", "clip_ratio/region_mean"):
+            assert mine.get(name, 0) == pytest.approx(other.get(name, 0), abs=1e-5), name
+
+
+def _completions(served):
+    return [json.dumps(body) for path, body in served.asked if path == "/v1/completions"]
+
+
+def test_a_server_that_fails_or_cannot_be_used_is_told_by_all_ranks(
+    file_of, served, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    file = file_of()
+
+    def work(group):
+        with pytest.raises(RunFailed, match="other tokens than those of the prompt"):
+            run_of(file, str(tmp_path / "failed"))(group)
+        with pytest.raises(InputError, match="has files that no rollouts wrote"):
+            run_of(file, "never", f"rollout.server_weights={tmp_path}")(group)
+        with pytest.raises(InputError, match="it cannot be reached"):
+            run_of(file, "never", "rollout.server=http://127.0.0.1:9")(group)
+
+    served.faults = {"choice": {"prompt_token_ids": [1]}}
+    run_ranks(2, tmp_path, work)
+    assert not (tmp_path / "never").exists()
