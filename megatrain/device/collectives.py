@@ -35,6 +35,12 @@ class Collectives:
             self._run(GATHER, f"gather {what}", self.ranks.gather, part)
         return device.record(GATHER)
 
+    def complete(self, values: Buffer, what: str) -> None:
+        """Give COMPUTE, which has its own block of a buffer, those of all ranks."""
+        if self.ranks.together:
+            every = self.gather([values], what, COMPUTE)
+            self._device.wait(COMPUTE, every, "blocks of all ranks")
+
     def scatter_sum(self, sums: Buffer, what: str) -> None:
         """Sum a buffer of one equal block a rank over the ranks; COMPUTE has its own block then."""
         if not (self.ranks.together and len(sums.data)):

@@ -1,10 +1,11 @@
-"""Gradients become directions on the device, where their sums are complete (`Rule.direct`).
+"""Gradients become directions on the device, where their sums are complete.
 
 What a rule keeps for that comes in from the host, or a disk, while the layer's backward runs, and
-goes back.
+goes back (`Rule.average`). Of several ranks, each averages its block; the blocks are gathered, and
+each makes directions of the matrices that its own block is of (`Rule.direct`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,12 @@ from megatrain.device.base import (
     Memory,
     Name,
 )
+from megatrain.device.collectives import Collectives
 from megatrain.disk_staging import DiskTransfer
 from megatrain.errors import InputError
 from megatrain.optim import Rule
 from megatrain.store import Tier, Tile
-from megatrain.tile import TileKind
+from megatrain.tile import Entry, TileKind
 
 # Of state on its way: one comes in while another one leaves.
 _ROOMS = 2
@@ -54,6 +56,7 @@ class Directions:
         tiles: Sequence[Tile],
         proceed: Buffer,
         give_way: Callable[[Tile, str], None],
+        collectives: Collectives,
     ) -> None:
         """Args: `proceed`: the step's loss; where it is not finite no state is changed.
 
@@ -61,6 +64,7 @@ class Directions:
             InputError: the rule would direct what is no parameter of a layer.
         """
         self._device, self._rule, self._proceed, self._give_way = device, rule, proceed, give_way
+        self._collectives = collectives
         found = {t.index: [e for e in t.layout.trainable if rule.directed(e)] for t in tiles}
         self._of = {index: entries for index, entries in found.items() if entries}
         self._turn, self._coming = 0, {}  # type: ignore[var-annotated]
@@ -100,8 +104,18 @@ class Directions:
         return whole.piece(start, stop)
 
     def _range(self, tile: Tile) -> tuple[int, int]:
-        entries = self._of[tile.index]
-        return entries[0].offset // _FLOATS * _FLOATS, entries[-1].offset + entries[-1].numel
+        """Where in this rank's block what is directed begins, rounded down, and where it ends."""
+        first, last, own = self._of[tile.index][0], self._of[tile.index][-1], tile.trained
+        start = max(0, first.offset - own.start) // _FLOATS * _FLOATS
+        return start, max(start, min(last.offset + last.numel, own.stop) - own.start)
+
+    def _here(self, tile: Tile) -> Iterator[tuple[Entry, int, int]]:
+        """Parameters that are directed, from which to before which element of the tile."""
+        own = tile.trained
+        for entry in self._of[tile.index]:
+            start, stop = max(entry.offset, own.start), min(entry.offset + entry.numel, own.stop)
+            if start < stop:
+                yield entry, start, stop
 
     def _comes(self, tile: Tile) -> bool:
         return tile.rests.moments is not Tier.DEVICE
@@ -130,9 +144,26 @@ class Directions:
     def turn(
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float = 1.0
     ) -> None:
-        """Put directions in the place of gradients times `scale`; `settings` by parameter."""
+        """Put directions in the place of gradients times `scale`; `settings` by parameter.
+
+        Of several ranks, each has its block of gradients, states and directions.
+        """
         if not self.of(tile):
             return
+        self._average(tile, sums, settings, scale)
+        self._collectives.complete(sums, f"averages of {tile.name}")
+        rule, here = self._rule, [*self._here(tile)]
+
+        def work() -> None:
+            for entry, start, stop in here:
+                rule.direct(entry, _matrices(entry, sums.data, start, stop))
+
+        self._device.run(COMPUTE, Name(Kind.PLAIN, f"direct {tile.name}"), work, [], [sums])
+
+    def _average(
+        self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float
+    ) -> None:
+        """Bring the state up to date; what directions are made of takes the gradients' place."""
         device, whole, room = self._device, self._state(tile), self._coming.pop(tile.index, None)
         state = whole
         if room is None:
@@ -140,16 +171,15 @@ class Directions:
         else:
             device.wait(COMPUTE, room.ready, "directions' state arrived")
             state = room.buffer.piece(0, len(whole.data))
-        start, rule, entries = self._range(tile)[0], self._rule, self._of[tile.index]
+        first, rule, here = tile.trained.start + self._range(tile)[0], self._rule, self._here(tile)
 
         def work() -> None:
             proceed = self._proceed.data[0].isfinite()
-            for entry in entries:
-                kept = state.data[entry.offset - start :][: entry.numel].view(entry.shape)
-                gradient = entry.view(sums.data).mul_(scale)
-                rule.direct(entry, gradient, kept, settings[entry.name], proceed)
+            for entry, start, stop in here:
+                gradient, kept = sums.data[start:stop], state.data[start - first : stop - first]
+                rule.average(gradient.mul_(scale), kept, settings[entry.name], proceed)
 
-        name = Name(Kind.PLAIN, f"direct {tile.name}")
+        name = Name(Kind.PLAIN, f"average {tile.name}")
         device.run(COMPUTE, name, work, [self._proceed], [sums, state])
         if room is None:
             return
@@ -163,3 +193,12 @@ class Directions:
             return
         device.copy(COPY_OUT, whole, state)
         room.free = device.record(COPY_OUT)
+
+
+def _matrices(entry: Entry, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """A parameter in its tile's flat plane; of a tensor of several matrices those of a range."""
+    values = entry.view(flat)
+    if len(entry.shape) < 3:
+        return values
+    each = entry.shape[-2] * entry.shape[-1]
+    return values[(start - entry.offset) // each : -((entry.offset - stop) // each)]

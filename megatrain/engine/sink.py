@@ -202,11 +202,13 @@ class Sink:
 
     def recall(self, tile: Tile, host_grad: HostGrad) -> GradAccumulator:
         """Bring a gradient back that the caller knows to have left, to where it was summed."""
-        device, numel = self._device, tile.layout.trainable_numel
-        sums = self._sums.get(id(tile)) or self._work.sums(numel)
+        device, own = self._device, tile.trained
+        numel = own.stop - own.start
+        sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
         for start in range(0, numel, self._piece):
             source = host_grad.buffer.piece(start, min(start + self._piece, numel))
-            to, lane = sums.piece(start, start + len(source.data)), None
+            to = sums.piece(own.start + start, own.start + start + len(source.data))
+            lane = None
             if tile.rests.gradient is not Tier.DEVICE:
                 lane = self._next_lane()
                 device.wait(COPY_IN, lane.left, "outgoing buffer free to return")

@@ -92,7 +92,7 @@ class Update:
         self._refused = False  # updates of a step whose loss is not finite; the host stream's own
         self._numbers = device.empty("report", len(tiles) + 2, torch.float32)
         self._landed = device.host("landed report", len(tiles) + 2, torch.float32, pinned=True)
-        given = optimizer.rule, tiles, self._numbers, self._give_way
+        given = optimizer.rule, tiles, self._numbers, self._give_way, collectives
         self.directions = Directions(device, *given)
         self._unclipped = any(optimizer.rule.directs(tile.layout) for tile in tiles)
 

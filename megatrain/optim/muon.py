@@ -148,25 +148,25 @@ class Muon(Rule):
         """Those of a parameter that is packed; of any other none."""
         return next((sizes for pattern, sizes in self._packed if re.search(pattern, name)), ())
 
-    def direct(
-        self,
-        entry: Entry,
-        gradient: Tensor,
-        momentum: Tensor,
-        group: Mapping[str, Any],
-        proceed: Tensor,
+    def average(
+        self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any], proceed: Tensor
     ) -> None:
         average = momentum.lerp(gradient, 1 - group["momentum"])
-        ahead = gradient.lerp(average, group["momentum"]) if self.nesterov else average
+        if self.nesterov:
+            gradient.lerp_(average, group["momentum"])
+        else:
+            gradient.copy_(average)
         momentum.copy_(torch.where(proceed, average, momentum))
+
+    def direct(self, entry: Entry, averages: Tensor) -> None:
         sizes = self._sizes(entry.name)
         if not sizes:
-            gradient.copy_(self._orthogonal(ahead))
+            averages.copy_(self._orthogonal(averages))
             return
         # `update` makes a step of the size that is due to a whole parameter.
         whole, dim = self._share(*entry.shape[-2:]), -2 if sum(sizes) == entry.shape[-2] else -1
-        for part, into in zip(ahead.split(sizes, dim), gradient.split(sizes, dim), strict=True):
-            into.copy_(self._orthogonal(part)).mul_(self._share(*part.shape[-2:]) / whole)
+        for part in averages.split(sizes, dim):
+            part.copy_(self._orthogonal(part)).mul_(self._share(*part.shape[-2:]) / whole)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         """About `U V'` of each matrix `U S V'` of [..., rows, columns], in bf16."""

@@ -47,7 +47,7 @@ class Plane:
         per: elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT.
         frozen: whether parameters that are not trained have it, too.
         only: which parameters have it; None: all.
-        on_device: nothing touches it but `Rule.direct`, on the device.
+        on_device: nothing touches it but `Rule.average`, on the device.
     """
 
     name: str
@@ -164,29 +164,32 @@ class Rule(ABC):
         return self.lr
 
     def directed(self, entry: Entry) -> bool:
-        """Whether `direct` is called for a parameter, which is of a layer."""
+        """Whether `average` and `direct` are called for a parameter, which is of a layer."""
         return False
 
     def directs(self, layout: TileLayout) -> bool:
         """Whether it is for any of a tile, which then is left out of clipping."""
         return any(self.directed(entry) for entry in layout.trainable)
 
-    def direct(
-        self,
-        entry: Entry,
-        gradient: Tensor,
-        state: Tensor,
-        group: Mapping[str, Any],
-        proceed: Tensor,
+    def average(
+        self, gradient: Tensor, state: Tensor, group: Mapping[str, Any], proceed: Tensor
     ) -> None:
-        """Put what `update` is given in the place of a gradient, in place, on the device.
+        """Put what `direct` is given in the place of a gradient's range, on the device.
+
+        Args:
+            gradient: [N], float32, elements of one parameter, summed over the step; not clipped.
+            state: [N], the same of the one plane that is `on_device`.
+            group: the settings.
+            proceed: bool; where it is False the state stays.
+        """
+        raise NotImplementedError
+
+    def direct(self, entry: Entry, averages: Tensor) -> None:
+        """Put what `update` is given in the place of what `average` has left, on the device.
 
         Args:
             entry: the parameter.
-            gradient: of the parameter's shape, float32, summed over the step; not clipped.
-            state: of the same shape, of the one plane that is `on_device`.
-            group: the settings.
-            proceed: bool; where it is False the state stays.
+            averages: float32, of the parameter's shape, or some of its matrices.
         """
         raise NotImplementedError
 

@@ -140,8 +140,7 @@ def _refuse(opened: Opened, placement: Placement) -> None:
 
 
 def _check_rule(rule: Rule) -> None:
-    of_some = any(plane.only is not None or plane.on_device for plane in rule.state_planes)
-    if rule.needs_matrices or of_some:
+    if rule.needs_whole:
         raise InputError(
             f"{type(rule).__name__} needs whole matrices, which are cut between ranks; choose "
             "another optimizer, or train with one rank"

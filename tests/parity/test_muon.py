@@ -45,9 +45,9 @@ class Recording(Muon):
         object.__setattr__(self, "matrices", [])
         object.__setattr__(self, "others", {})
 
-    def direct(self, entry: Entry, gradient: Tensor, *rest: Any) -> None:
+    def average(self, gradient: Tensor, *rest: Any) -> None:
         self.matrices.append(gradient.clone())  # type: ignore[attr-defined]
-        super().direct(entry, gradient, *rest)
+        super().average(gradient, *rest)
 
     def update(self, weights: Tensor, remainder: Any, states: Any, grad: Tensor, group: Any,
                *, at: int, grad_scale: float, **rest: Any) -> None:  # fmt: skip
@@ -115,7 +115,7 @@ def test_steps_are_torch_s_on_the_same_gradients(
         norm = engine.step(step).grad_norm
         engine.flush()
         for name, gradient in zip(directed, rule.matrices, strict=True):
-            named[name].grad = gradient
+            named[name].grad = gradient.view(named[name].shape)
         for tile, entry in engine._store.entries():
             if entry.name not in directed:
                 gradient, scale = rule.others[tile.index * MOST_ELEMENTS + entry.offset]
@@ -151,9 +151,11 @@ def test_fused_experts_are_matrices_of_their_own() -> None:
     together, momentum = randn(4 * 6 * 10, 0).view(4, 6, 10), torch.zeros(4, 6, 10)
     alone = [each.clone() for each in together]
     entry = Entry("experts.0.w", (4, 6, 10), 0, 0)
-    rule.direct(entry, together, momentum, vars(rule), proceed)
+    rule.average(together, momentum, vars(rule), proceed)
+    rule.direct(entry, together)
     for found, each in zip(together, alone, strict=True):
-        rule.direct(entry, each, torch.zeros(6, 10), vars(rule), proceed)
+        rule.average(each, torch.zeros(6, 10), vars(rule), proceed)
+        rule.direct(entry, each)
         torch.testing.assert_close(found, each, rtol=0, atol=0.02)  # of bf16 products
         singular = torch.linalg.svdvals(found)
         assert singular.min() > 0.5 and singular.max() < 1.5
@@ -181,7 +183,8 @@ def test_packed_matrices_are_torch_s_taken_apart(
         for parameter, part in zip(apart, gradient.split(sizes, int(dim)), strict=True):
             parameter.grad = part.clone()
         muon.step()
-        rule.direct(entry, gradient, momentum, vars(rule), proceed)
+        rule.average(gradient, momentum, vars(rule), proceed)
+        rule.direct(entry, gradient)
         how = {"at": 0, "step": step, "grad_scale": 1.0, "threads": 1}
         group = vars(rule) | {"shape": shape}
         rule.update(ours.view(-1), None, [], gradient.view(-1), group, **how)

@@ -214,6 +214,7 @@ def shared_schedules() -> Iterator[dict]:
     """Those of the second of three ranks."""
     rest = itertools.cycle(itertools.product((False, True), KEPT_ROWS, STAYING))
     disks, saves = itertools.cycle(DISKS), itertools.cycle(((), (0, 1), ()))
+    rules = itertools.cycle(("adamw", "muon", "adamw int8", "muon clipped", "lion"))
     losses, experts = itertools.cycle(LOSSES), itertools.cycle((False, False, True, False))
     places = itertools.product((1, 3), ("device", "host"), (1.0, None), RESIDENT)
     for slots, boundaries, clip, resident in places:
@@ -232,6 +233,7 @@ def shared_schedules() -> Iterator[dict]:
             "max_grad_norm": clip,
             "tied": tied,
             "saves": next(saves),
+            "rule": next(rules),
             "loss": next(losses),
             "experts": next(experts),
             "ranks": Alike(1, 3),

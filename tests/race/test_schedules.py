@@ -88,6 +88,17 @@ def test_all_ranks_put_on_the_same_collectives_in_the_same_order() -> None:
         assert any(others != [first] * 2 for first, *others in collectives())
 
 
+def test_directions_of_ranks_need_each_wait_of_their_way() -> None:
+    waits = "shard arrived", "blocks of all ranks", "directions' state arrived"
+    for rule, limit, needed in (("muon", None, waits), ("muon clipped", 1.0, waits[:2])):
+        schedule: dict = {"placement": Placement(slots=2), "max_grad_norm": limit, "tied": False}
+        schedule |= {"rule": rule, "ranks": Alike(1, 3)}
+        assert not trace(**schedule).races
+        for why in needed:
+            races = trace(**schedule, without=frozenset({why})).races
+            assert any("direct layer" in r or "average" in r for r in races), (rule, why)
+
+
 def test_blocks_of_ranks_on_a_disk_need_each_wait_of_their_way() -> None:
     placement = Placement(slots=2, disk_moments=9, disk_remainder=9, disk_weights=9)
     schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}

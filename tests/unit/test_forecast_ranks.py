@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 
+from megatrain import Muon
 from megatrain.autoplace.candidates import Candidates
 from megatrain.autoplace.search import Search
 from megatrain.autoplace.spend import FirstTiles, disk_bytes
@@ -79,6 +80,24 @@ def test_planes_on_a_disk_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
         fastest(FORECASTS, short, SHARED)
     chosen = fastest(FORECASTS, replace(short, disk_space_bytes=1 << 30), SHARED).placement
     assert chosen.disk_moments > 0 and not not_shared(chosen)
+
+
+def test_matrices_of_ranks_are_gathered_to_be_directed() -> None:
+    """4 bytes a parameter of a layer; a rank takes the products of its own matrices."""
+    both = [replace(each, rule=Muon()) for each in (WHOLE, SHARED)]
+    machine = small_machine().shared(RANKS, link_gbps=8.0)
+    alone, found = told(both[0], small_machine()), told(both[1], machine)
+    moments = [each.host_bytes["host_moments_bytes"] for each in (alone, found)]
+    assert moments[1] == pytest.approx(moments[0] / RANKS, rel=0.03)
+    layouts = FORECASTS.model(both[1]).layouts
+    layers = sum(each.trainable_numel for each in layouts if each.kind is TileKind.LAYER)
+    more = seconds(found, GATHER) - seconds(told(SHARED, machine), GATHER)
+    assert more == pytest.approx(4 * layers * (1 - 1 / RANKS) / 8e9, rel=0.02)
+    directing = [
+        sum(span.seconds for span in each.spans if span.name.startswith("direct layer"))
+        for each in (alone, found)
+    ]
+    assert directing[0] / RANKS < directing[1] < 2.5 * directing[0] / RANKS
 
 
 def test_what_rests_on_the_device_is_counted_as_the_engine_cuts_it() -> None:
