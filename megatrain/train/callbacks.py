@@ -18,6 +18,8 @@ from megatrain.train.setup import Job, steps_of
 
 log = logging.getLogger(__name__)
 
+_ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate",
+          "should_log")  # fmt: skip
 _NEVER = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 _TRACKERS = {"WandbCallback": "wandb", "TrackioCallback": "trackio"}
 
@@ -26,6 +28,7 @@ class Callbacks:
     """Calls those of a run at Trainer's events, in its order; their `model` is the engine.
 
     What they ask for by `TrainerControl` is done at the step's end, but for `should_epoch_stop`.
+    Each of several ranks calls its own; what one asks for is done by all.
     """
 
     def __init__(self, given: Sequence[Any], job: Job, config: Config, folder: Path) -> None:
@@ -35,6 +38,7 @@ class Callbacks:
             InputError: one is no `TrainerCallback`, or has an event that never comes.
         """
         self._all: list[Any] = []
+        self._ranks = job.ranks
         self._epoch_begins, self._epoch_ends = True, False
         if not given:
             return
@@ -43,7 +47,7 @@ class Callbacks:
         self._all = _checked(given)
         self._job, self._folder, self._log_every = job, folder, config.output.log_every
         self._saves_best = config.checkpoint.best is not None
-        self._arguments = _arguments(config, folder, job.total_steps)
+        self._arguments = _arguments(config, folder, job)
         self._state = TrainerState(
             epoch=0,
             max_steps=job.total_steps,
@@ -52,7 +56,9 @@ class Callbacks:
             logging_steps=self._log_every,
             eval_steps=self._arguments.eval_steps,
             save_steps=self._arguments.save_steps,
-            train_batch_size=config.training.batch_size,
+            train_batch_size=self._arguments.per_device_train_batch_size,
+            is_local_process_zero=self._arguments.local_process_index == 0,
+            is_world_process_zero=job.ranks.rank == 0,
         )
         self._control = TrainerControl()
         self._epochs_done = int(job.loader.epoch)
@@ -140,7 +146,15 @@ class Callbacks:
         self.call("on_step_begin")
 
     def call(self, event: str, **more: Any) -> None:
-        """An event that needs nothing more than what all are given."""
+        """An event that needs nothing more than what all are given; all ranks' come together."""
+        if not self._all:
+            return
+        asked = self._ranks.agree(lambda: self._called(event, **more))
+        for flag, *flags in zip(_ASKED, *asked, strict=True):
+            setattr(self._control, flag, any(flags))
+
+    def _called(self, event: str, **more: Any) -> list[bool]:
+        """What callbacks of this rank ask for after an event."""
         for each in self._all:
             changed = getattr(each, event)(
                 self._arguments,
@@ -155,6 +169,7 @@ class Callbacks:
                 **more,
             )
             self._control = self._control if changed is None else changed
+        return [bool(getattr(self._control, flag)) for flag in _ASKED]
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A step is done; its line of the log."""
@@ -208,6 +223,13 @@ class Callbacks:
         self.call("on_log", logs=self._note(logs, self._state.global_step))
 
 
+def names_of(given: Any) -> str:
+    """Of callbacks that are given, be they usable or not."""
+    if not isinstance(given, list | tuple):
+        return repr(given)
+    return str([(each if isinstance(each, type) else type(each)).__name__ for each in given])
+
+
 def _checked(given: Any) -> list[Any]:
     from transformers import TrainerCallback
 
@@ -249,17 +271,18 @@ def _epochs(config: Config, job: Job) -> int:
     return math.ceil(job.total_steps / steps_of(1, config, job.loader))
 
 
-def _arguments(config: Config, folder: Path, total_steps: int) -> Any:
+def _arguments(config: Config, folder: Path, job: Job) -> Any:
     """What callbacks read of a run, under the names that they know."""
     from transformers import TrainingArguments
 
+    total_steps = job.total_steps
     settings, every = config.optimizer.settings, config.checkpoint.every
     made = TrainingArguments(
         output_dir=str(folder),
         run_name=config.tracking.run_name or folder.name,
         max_steps=total_steps,
         num_train_epochs=config.training.epochs or 1.0,
-        per_device_train_batch_size=config.training.batch_size,
+        per_device_train_batch_size=-(-config.training.batch_size // job.ranks.size),
         learning_rate=settings["lr"],
         weight_decay=settings.get("weight_decay", 0.0),
         max_grad_norm=config.training.max_grad_norm or 0.0,

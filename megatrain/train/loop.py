@@ -15,7 +15,7 @@ from megatrain.errors import MegatrainError, RunFailed, first_line, told
 from megatrain.launch import joined
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
-from megatrain.train.callbacks import Callbacks
+from megatrain.train.callbacks import Callbacks, names_of
 from megatrain.train.checkpointing import Checkpointing
 from megatrain.train.evaluations import Evaluations
 from megatrain.train.finished import note_finished
@@ -79,7 +79,7 @@ def train(
     with ExitStack() as held:
         signals = signals or held.enter_context(Signals())
         ranks = held.enter_context(joined())
-        check_shared(config, ranks, callbacks=bool(callbacks))
+        check_shared(config, ranks, callbacks=names_of(callbacks))
         if ranks.rank:  # what a run says is said once
             logging.getLogger("megatrain").setLevel(logging.ERROR)
             config = config.model_copy(update={"tracking": type(config.tracking)()})

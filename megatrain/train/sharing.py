@@ -18,19 +18,13 @@ from megatrain.loss import IGNORED
 T = TypeVar("T")
 
 
-def check_shared(config: Config, ranks: Ranks, *, callbacks: bool) -> None:
-    """Raises InputError: a rank has another run file, or it has what ranks cannot do yet."""
+def check_shared(config: Config, ranks: Ranks, *, callbacks: str) -> None:
+    """Raises InputError: a rank has another run file or other callbacks, or too few replies."""
     if ranks.size == 1:
         return
     keys = config.model_dump(mode="json").items()
     given = {f"{section}.{key}": str(each) for section, own in keys for key, each in own.items()}
-    require_same(ranks.exchange(given))
-    unable = {
-        "callbacks": callbacks,
-    }
-    for name, wanted in unable.items():
-        if wanted:
-            raise InputError(f"{name} is not for several ranks yet; leave it out, or take one")
+    require_same(ranks.exchange(given | {"callbacks": callbacks}))
     replies = config.training.batch_size * config.loss.lines
     if config.loss.kind == "prompts" and replies < ranks.size:
         raise InputError(
