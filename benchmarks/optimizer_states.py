@@ -6,9 +6,9 @@
         [--packages transformers torch]
 
 Every seed trains each case on the same batches from the same weights, `--at-once` runs in processes
-of their own. After each seed it prints the differences from the first case at the end, the step at
-which a case has come as far as that, and the spread of the first case's seeds; and writes all
-curves to benchmarks/results/<name>-<machine>.json. At the end it draws a picture of them beside.
+of their own. It writes all curves so far to benchmarks/results/<name>-<machine>.json. At the end it
+prints the differences from the first case, the step at which a case has come as far as that, and
+the spread of the first case's seeds; and draws a picture of the curves beside.
 
 With `--packages` the text is 24 MiB of the Python sources of these installed packages, in
 `runs/packages/corpus`, and its tokenizer has 8,192 tokens: `optimizer_states_0.1b.yaml` reads it.
@@ -18,8 +18,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
@@ -101,6 +100,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     """Differences from the first case, seed by seed, and the spread of its seeds."""
     first = runs[0]["states"]
     plain = {run["seed"]: end_of(run) for run in runs if run["states"] == first}
+    runs = [run for run in runs if run["seed"] in plain]
     mean = statistics.fmean(plain.values())
     spread = (max(plain.values()) - min(plain.values())) / mean
     lines = [f"{first:<9}{mean:.4f} in the last tenth, seeds within {spread:.2%}"]
@@ -154,12 +154,18 @@ def main() -> None:
     record = {"case": case, "commit": commit(), "machine": machine}
     path = options.out / f"{options.name}-{machine_name(machine)}.json"
     runs: list[dict[str, Any]] = []
+    order = {name: place for place, (name, *_) in enumerate(cases)}
     with ProcessPoolExecutor(options.at_once, get_context("spawn")) as pool:
-        for run in pool.map(partial(curves, options), product(range(options.seeds), cases)):
-            runs.append(run)
-            if len(runs) % len(cases) == 0:
-                print(table(runs), flush=True)
-                path.write_text(json.dumps(record | {"runs": runs}) + "\n", encoding="utf-8")
+        asked = product(range(options.seeds), cases)
+        for done in as_completed(pool.submit(curves, options, which) for which in asked):
+            if (error := done.exception()) is not None:
+                print(f"a run failed: {error}", flush=True)
+                continue
+            runs = sorted(
+                [*runs, done.result()], key=lambda run: (run["seed"], order[run["states"]])
+            )
+            path.write_text(json.dumps(record | {"runs": runs}) + "\n", encoding="utf-8")
+    print(table(runs), flush=True)
     draw(runs, path.with_suffix(".png"))
     print(f"written: {path.name}")
 

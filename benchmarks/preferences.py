@@ -29,7 +29,9 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     shape = Alike(qwen2_config(chosen.shape, length))
     device = None if chosen.device == "auto" else chosen.device
     streamed = chosen.reference == "streamed"  # which comes first, as in a run
-    reference = Engine(shape, placement=Placement(), device=device) if streamed else None
+    reference = (
+        Engine(shape, placement=Placement(compile=True), device=device) if streamed else None
+    )
     engine = Engine(
         shape,
         optimizer=AdamW(lr=1e-6, states=chosen.states),

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from megatrain.compat.torch import flash_attention, mark_dynamic
 from megatrain.compat.transformers import (
@@ -81,8 +86,8 @@ def takes_lengths(model: PreTrainedModel) -> bool:
 def attend(modules: list[nn.Module], *, by_lengths: bool) -> None:
     """Have modules attend by the lengths of documents, or by masks, in place."""
     name = BY_LENGTHS if by_lengths else _REPLACED
-    for config in {id(c): c for root in modules for m in root.modules()
-                   if (c := getattr(m, "config", None)) is not None}.values():  # fmt: skip
+    configs = (getattr(m, "config", None) for root in modules for m in root.modules())
+    for config in {id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values():
         if attention_of(config) in (BY_LENGTHS, _REPLACED):
             set_attention(config, name)
 

@@ -13,6 +13,7 @@ from megatrain import Engine, InputError, Placement
 from megatrain.model.float8 import convert
 from tests.parity.cases import gradients, llama, make_batches, make_engine, masters, same
 from tests.parity.test_dropout import gpt2
+from tests.parity.test_packing import documents, packed
 
 # `make test-all` installs torchao beside the environment: with it in, every start of transformers
 # imports it.
@@ -72,6 +73,15 @@ def test_losses_are_near_and_no_placement_changes_a_bit() -> None:
     ):
         again = run("fp8", placement=placement)
         assert again[0] == losses and same(again[1], weights)
+
+
+@needs_torchao
+def test_packed_rows_train_by_their_lengths_as_by_masks() -> None:
+    engines = [make_engine(llama(), precision="fp8") for _ in range(2)]
+    engines[1]._program.may_attend_by_lengths = False
+    losses = [engine.step([packed(documents())]).loss for engine in engines]
+    assert [engine._program.attends_by_lengths for engine in engines] == [True, False]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @needs_torchao
