@@ -108,11 +108,15 @@ class Ranks:
         except BaseException as error:
             with suppress(RunFailed):  # where the others are lost, this is why
                 self.exchange(([], _as_seen(error)))
+                if isinstance(error, MegatrainError):
+                    error.by_all = True
             raise
         found = self.exchange((made, None))
         for rank, (_, seen) in enumerate(found):
             if seen is not None:
-                raise seen[0](f"rank {rank}: {seen[1]}")
+                failure = seen[0](f"rank {rank}: {seen[1]}")
+                failure.by_all = seen[2]
+                raise failure
         return [value for values, _ in found for value in values]
 
     def serve(
@@ -172,10 +176,11 @@ class Foreseen(Ranks):
     together = True
 
 
-def _as_seen(error: BaseException) -> tuple[type[MegatrainError], str]:
-    """An error as the other ranks raise it."""
+def _as_seen(error: BaseException) -> tuple[type[MegatrainError], str, bool]:
+    """An error as the other ranks raise it, and whether this one's is as they see it."""
     kind = next((k for k in (InputError, DoesNotFit) if isinstance(error, k)), RunFailed)
-    return kind, str(error) if isinstance(error, MegatrainError) else repr(error)
+    known = isinstance(error, MegatrainError)
+    return kind, str(error) if known else repr(error), known
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,14 @@
 
 
 class MegatrainError(Exception):
-    """Base of all errors that are reported as one line; `exit_code` is what the command returns."""
+    """Base of all errors that are reported as one line; `exit_code` is what the command returns.
+
+    Attributes:
+        by_all: whether all of several ranks fail with it, at the same place.
+    """
 
     exit_code = 4
+    by_all = False
 
 
 class InputError(MegatrainError):

@@ -94,7 +94,7 @@ class Checkpointing:
         try:
             yield
         except Exception as error:
-            if self._job.ranks.size == 1 or _is_refused(error):  # by all ranks, which save together
+            if self._job.ranks.size == 1 or _is_of_all(error):  # ranks, which save together
                 self._rescue(state())
             raise
 
@@ -167,5 +167,7 @@ class Checkpointing:
         log.warning("%s; the run goes on%s", error, then)
 
 
-def _is_refused(error: BaseException | None) -> bool:
-    return error is not None and (isinstance(error, StepRefused) or _is_refused(error.__cause__))
+def _is_of_all(error: BaseException | None) -> bool:
+    if not isinstance(error, MegatrainError):
+        return False
+    return error.by_all or isinstance(error, StepRefused) or _is_of_all(error.__cause__)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain import Engine
+from megatrain.checkpoint import verify
 from megatrain.errors import InputError, RunFailed
 from tests.cli import test_rollouts
 from tests.cli.cases import sets
@@ -323,3 +324,4 @@ def test_a_server_that_fails_or_cannot_be_used_is_told_by_all_ranks(
     served.faults = {"choice": {"prompt_token_ids": [1]}}
     run_ranks(2, tmp_path, work)
     assert not (tmp_path / "never").exists()
+    verify(tmp_path / "failed" / "checkpoints" / "step-00000001")

@@ -1,22 +1,26 @@
 """Several ranks make a part of the replies each, which are those that one rank makes."""
 
 import itertools
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GenerationConfig
 
-from megatrain import Engine, Placement
+from megatrain import DoesNotFit, Engine, Placement, RunFailed
 from megatrain.generate import Sampling, continued
 from tests.families.tiny import tiny_model
 from tests.parity.cases import make_engine
 from tests.parity.ranks import run_ranks
 
-FAMILIES = ("llama", "gpt2", "mixtral", "recurrent_gemma")  # of the last, lengths stay apart
+FEW = ("llama", "gpt2", "mixtral", "recurrent_gemma")  # of the last, lengths stay apart
+MORE = (*FEW, "gemma2", "gemma3_text", "mamba", "falcon_h1", "deepseek_v3", "bloom", "qwen3")
 DRAWN = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.1, "seed": 3}
 IDS = [torch.arange(3, 3 + count).tolist() for count in (5, 2, 5, 2, 4, 2, 5)]
 
@@ -32,13 +36,19 @@ def counted(engine: Engine) -> Iterator[list[int]]:
     hook.remove()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_ranks_make_a_part_of_the_replies_each(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "families"),
+    [(2, FEW), *(pytest.param(n, MORE, marks=pytest.mark.exhaustive) for n in (3, 4))],
+    ids=["2", "3 exhaustive", "4 exhaustive"],
+)
+def test_ranks_make_a_part_of_the_replies_each(
+    size: int, families: Sequence[str], tmp_path: Path
+) -> None:
     """Token for token, some ended early; the last batch has a single row."""
 
     def work(group: Any) -> list[Any]:
         found = []
-        for family, how in itertools.product(FAMILIES, ({"temperature": 0}, DRAWN)):
+        for family, how in itertools.product(families, ({"temperature": 0}, DRAWN)):
             placement = Placement(slots=2, keep_weights=1, resident=("layer 0",))
             engine = make_engine(tiny_model(family), group=group, placement=placement)
             given: dict[str, Any] = {"pad": 0, "batch_size": 3, "apart": True}
@@ -58,3 +68,34 @@ def test_ranks_make_a_part_of_the_replies_each(size: int, tmp_path: Path) -> Non
         assert [forwards for _, forwards in found] == [forwards for _, forwards in together[0]]
     for (_, one), (_, several) in zip(alone, together[0], strict=True):
         assert max(one) == 3 and max(several) == -(-3 // size)
+
+
+def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path: Path) -> None:
+    def work(group: Any) -> None:
+        engine = make_engine(tiny_model("llama"), group=group, placement=Placement())
+        given: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": 8, "apart": True}
+        made, rank = [engine, IDS, Sampling(max_new_tokens=9), GenerationConfig()], dist.get_rank()
+
+        def full(*needed: Any) -> None:
+            if rank:
+                raise DoesNotFit("no room for keys and values")
+
+        with (
+            mock.patch("megatrain.generate.texts.check_cache", full),
+            pytest.raises(DoesNotFit, match="no room") as refused,
+        ):
+            continued(*made, **given)
+        assert refused.value.by_all
+        with counted(engine) as forwards:
+
+            def ends(module: Any, given: Any) -> None:
+                if rank and len(forwards) == 6:
+                    os._exit(0)
+
+            engine._spec.capture.model.register_forward_pre_hook(ends)
+            with pytest.raises(RunFailed, match="rank 0 of 2 has lost the others") as lost:
+                continued(*made, **given)
+        assert not lost.value.by_all
+        os._exit(0)
+
+    run_ranks(2, tmp_path, work, whole=False)
