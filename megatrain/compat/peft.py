@@ -26,6 +26,7 @@ _OF_FILES = frozenset((
     "auto_mapping", "peft_version",
 ))  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_SCORES, _HEAD = "SEQ_CLS", "score"  # PEFT's task of models that score rows; their head
 _INITS = (True, False, "gaussian")  # others change the base's weights, or need data
 _LONGEST = 300
 
@@ -100,6 +101,30 @@ def check(config: Any) -> None:
             f"the adapter has init_lora_weights = {config.init_lora_weights!r}, which is not "
             "supported: true, false or gaussian"
         )
+
+
+def of_scores(config: Any) -> bool:
+    """Whether an adapter was made for a model that scores rows, whose head it has."""
+    return config.task_type == _SCORES or _HEAD in (config.modules_to_save or ())
+
+
+def scoring(config: Any) -> Any:
+    """A copy of a configuration for a model that scores rows: its head is trained as a whole.
+
+    So does PEFT for this task.
+
+    Raises:
+        InputError: it is for another task.
+    """
+    if config.task_type not in (None, _SCORES):
+        raise InputError(
+            f"the adapter's task_type is {config.task_type}, and the model scores rows; take "
+            f"{_SCORES}"
+        )
+    own = copy.copy(config)
+    own.task_type = _SCORES
+    own.modules_to_save = sorted({*(config.modules_to_save or ()), _HEAD})
+    return own
 
 
 def as_json(config: Any) -> dict[str, Any]:

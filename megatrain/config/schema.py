@@ -267,7 +267,6 @@ class Config(Section):
             "data.streaming": data.streaming,
             "training.samples": scores and self.training.samples,
             "training.neftune_alpha": self.loss.kind == "prompts" and self.training.neftune_alpha,
-            "adapter": scores and self.adapter.method,
         }.items():
             if given and self.loss.kind is not None:
                 raise ValueError(f"loss.name {self.loss.name} cannot have {key}; leave it out")

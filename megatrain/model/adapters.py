@@ -46,6 +46,12 @@ class Adapted:
         """The name in the model of what the base has, by its name there."""
         return {name: mine for mine, name in self.held.items()}
 
+    @property
+    def replaced(self) -> set[str]:
+        """Names in the base of what nothing computes with: the active adapter has a copy of it."""
+        own = f".modules_to_save.{self.active}."
+        return {there for name, there in self.copies.items() if own in name}
+
     def as_json(self) -> dict[str, Any]:
         """For checkpoints; see `restored`."""
         configs = {name: peft.as_json(config) for name, config in self.configs.items()}

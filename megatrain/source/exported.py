@@ -121,7 +121,10 @@ def write_merged(
     names = source.names
     values = {names.get(name, name): read for name, read in whole.items()}
     values |= {name: partial(Tensor.detach, value) for name, value in own.items()}
-    if missing := [n for n, _ in source.model.named_parameters() if n not in values]:
+    found = adapted(source.model)
+    unused = set() if found is None else {found.names[name] for name in found.replaced}
+    needed = (name for name, _ in source.model.named_parameters() if name not in unused)
+    if missing := [name for name in needed if name not in values]:
         raise InputError(f"{adapter}: its base has no {missing[0]!r}; complete the base")
     untrained.dtypes = {names.get(n, n): each for n, each in untrained.dtypes.items()}
     write_model(

@@ -1,6 +1,6 @@
 """A model's weights, and what else its source has, to their places."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatrain.checkpoint import Checkpoint, masters, offering_another, read_converted, read_tiles
 from megatrain.compat import peft
+from megatrain.compat.transformers import scores_rows
 from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.model.adapters import adapted, draw_adapters, plain
@@ -58,7 +59,7 @@ def _fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
 
     def draw(only: Any = None) -> None:
         threads = update_threads()
-        write = _writer(store, source, threads=threads)
+        write = _writer(store, source, threads=threads, read=False)
         frozen = {entry.name: entry for _, entry in store.entries() if entry.group is None}
 
         def as_source(name: str, values: Tensor) -> Tensor:
@@ -71,7 +72,8 @@ def _fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
         initialise(spec, seed, write, named, threads=threads, kept=as_source, alike=alike)
 
     if source.saved is not None:
-        _read_saved(source, source.saved, store, write)
+        if unused := _read_saved(source, source.saved, store, write):
+            draw(unused)
     elif source.folder is not None:
         model = plain(source.model)
         own = {name: mine for mine, name in source.names.items()}
@@ -79,7 +81,9 @@ def _fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
         how: dict[str, Any] = {"threads": update_threads(), "packed": packed}
         missing = read_weights(source.folder, model, write, **how)
         if missing:
-            source.origin = None  # of what is drawn
+            _check_head(source, missing)
+            if whole is None or not {*missing} <= whole.replaced:
+                source.origin = None  # of what is drawn
             draw({source.names.get(name, name) for name in missing})
     elif source.copied is None:
         draw()
@@ -93,16 +97,30 @@ def _fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
     source.untrained.computed = computed_buffers(source.model)
 
 
-def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -> None:
+def _check_head(source: Source, missing: Collection[str]) -> None:
+    """Raises InputError: an adapter of texts is to score rows, with a head that nobody trains."""
+    found = adapted(source.model)
+    if source.adapter_folder is None or found is None or not scores_rows(found.base):
+        return
+    if not {*missing} <= found.replaced:
+        raise InputError(
+            f"{source.adapter_folder}: has no sequence head, and nor has its base; merge it first "
+            f"(megatrain export {source.adapter_folder} OUT --merged), and begin with OUT"
+        )
+
+
+def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -> set[str]:
+    """Returns what is nowhere, for nothing computes with it."""
     with offering_another(saved.folder):
         if source.resumes:
             _read_state(saved, store)
         else:
             _read_masters(saved, write)
         found = read_untrained(saved, source.model)
-    read_left_out(saved, source.model, write, as_came=source.resumes)
+    unused = read_left_out(saved, source.model, write, as_came=source.resumes)
     found.rounded = source.untrained.rounded
     source.untrained = found
+    return unused
 
 
 def _read_state(checkpoint: Checkpoint, store: Store) -> None:
@@ -126,9 +144,10 @@ def _read_masters(checkpoint: Checkpoint, write: Write) -> None:
         list(pool.map(lambda name: write(name, values[name]()), values))
 
 
-def _writer(store: Store, source: Source, *, threads: int) -> Write:
+def _writer(store: Store, source: Source, *, threads: int, read: bool = True) -> Write:
+    """Puts values into their places; `read`: from the base, which is known by them again."""
     places = {entry.name: (tile, entry) for tile, entry in store.entries()}
-    origin = None if adapted(source.model) is None else source.origin
+    origin = source.origin if read and adapted(source.model) is not None else None
     buffers, untrained = dict(source.model.named_buffers()), source.untrained
     names = source.names
 

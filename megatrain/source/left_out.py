@@ -56,6 +56,10 @@ class Fingerprint:
         shape = "x".join(map(str, values.shape))
         self._sums[name] = f"{values.dtype} {shape} {ALGORITHMS[self._algorithm](flat.data)}"
 
+    def lacking(self, names: Iterable[str]) -> set[str]:
+        """Those of these that did not come."""
+        return {*names} - self._sums.keys()
+
     def of(self, names: Iterable[str]) -> str:
         """The fingerprint of these together, behind the name of its algorithm."""
         lines = "\n".join(f"{name} {self._sums.get(name)}" for name in sorted(names))
@@ -216,8 +220,10 @@ def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, 
 
 def read_left_out(
     checkpoint: Checkpoint, model: PreTrainedModel, write: Write, *, as_came: bool = False
-) -> None:
+) -> set[str]:
     """Hand what a checkpoint leaves out to `write`, by many threads at a time.
+
+    Returns the names of what the base never had, such as a head of which the adapter has a copy.
 
     Args:
         as_came: also what is packed, which else has the values that were computed with.
@@ -228,7 +234,7 @@ def read_left_out(
     names, left = left_out_names(checkpoint, model), checkpoint.settings.left_out
     found = adapted(model)
     if left is None or found is None:
-        return
+        return set()
     seen = Fingerprint(left.fingerprint.partition(":")[0])
 
     def hand_out(name: str, values: Tensor) -> None:
@@ -255,6 +261,7 @@ def read_left_out(
             f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; put "
             f"the base back as it was, or {_NAME_IT}"
         )
+    return seen.lacking(names.values())
 
 
 def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:

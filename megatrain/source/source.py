@@ -16,6 +16,7 @@ from megatrain.checkpoint import (
     open_checkpoint,
 )
 from megatrain.compat import peft
+from megatrain.compat.transformers import scores_rows
 from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
@@ -127,6 +128,8 @@ def open_source(
     base: Base = "bf16",
     router_aux_loss_coef: float | None = None,
     base_model: str | Path | None = None,
+    *,
+    scores: bool = False,
     **how: Any,
 ) -> Source:
     """As `open_plain`, and also of a model with an adapter, or one that is given an adapter.
@@ -137,6 +140,7 @@ def open_source(
         base: how frozen linear layers are kept.
         router_aux_loss_coef: of the routers' loss; None: as the model's configuration says.
         base_model: where the base of the model's adapter is, if not where that says.
+        scores: as for `open_plain`; an adapter that has a sequence head asks for it itself.
 
     Raises:
         InputError: as `open_plain`; PEFT refuses the adapter, or the model has one already.
@@ -149,14 +153,14 @@ def open_source(
         noted(source.model, configs, active)
     elif (folder := adapter_folder(model)) is not None:
         config, base_path = folder_adapter(folder, base_model)
-        source = open_plain(base_path, **how)
+        source = open_plain(base_path, **how | {"scores": scores or peft.of_scores(config)})
         if adapted(source.model) is not None:
             raise _not_merged(folder, base_path)
         source = _grown(source, config)
         source.adapter_folder = folder
         source.companions = {**source.companions, **companions(folder)}
     else:
-        source = open_plain(_with_base(model, base_model), **how)
+        source = open_plain(_with_base(model, base_model), scores=scores, **how)
     if router_aux_loss_coef is not None:
         ask_for(source.model, router_aux_loss_coef)
     if source.saved is not None and source.resumes:
@@ -172,13 +176,18 @@ def open_source(
             "the model has an adapter already; leave adapter out to go on with that one, or merge "
             "it first: megatrain export MODEL OUT --merged"
         )
+    return _grown(source, _asked_for(adapter, model, scores=scores_rows(source.model)))
+
+
+def _asked_for(adapter: Any, model: Any, *, scores: bool) -> Any:
+    """The configuration of an adapter to come, which names the model as its base."""
     config = peft.lora_config(adapter) if isinstance(adapter, Mapping) else copy.copy(adapter)
     peft.check(config)
     if isinstance(model, str | Path | Checkpoint):
         model = model.folder if isinstance(model, Checkpoint) else model
         there = Path(model).expanduser()
         config.base_model_name_or_path = str(there.absolute() if there.exists() else model)
-    return _grown(source, config)
+    return peft.scoring(config) if scores else config
 
 
 def adapter_folder(model: Any) -> Path | None:

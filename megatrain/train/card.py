@@ -19,7 +19,7 @@ from megatrain.telemetry.pictures import draw_loss
 from megatrain.train.folders import CONFIG, ENVIRONMENT, METRICS
 
 CARD, CURVE = "README.md", "loss.png"
-_SETTINGS = ("adapter", "data", "training", "optimizer", "schedule", "loss")
+_SETTINGS = ("adapter", "data", "training", "optimizer", "schedule", "loss", "rollout")
 _RESULTS = {
     "loss": "Training loss",
     "eval_loss": "Evaluation loss",
@@ -76,7 +76,7 @@ def write_card(folder: Path, run: Path, step: int | None = None) -> None:
     parts = [
         f"# {run.name}",
         _origin(config, records, "reward" if scores else "chat" if is_chat else "language"),
-        _scoring(is_chat=is_chat) if scores else _use(is_chat=is_chat, is_adapter=is_adapter),
+        (_scoring if scores else _use)(is_chat=is_chat, is_adapter=is_adapter),
         "## Data\n\n" + "\n".join(f"- {_short(path)}" for path in _paths(config)),
         _results(records),
         "## Settings\n\n```yaml\n" + _settings(config) + "```",
@@ -176,15 +176,20 @@ def _use(*, is_chat: bool, is_adapter: bool) -> str:
     )
 
 
-def _scoring(*, is_chat: bool) -> str:
+def _scoring(*, is_chat: bool, is_adapter: bool) -> str:
     said = '"A prompt and its reply"'
     if is_chat:
         talk = '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]'
         said = f"score.tokenizer.apply_chat_template({talk}, tokenize=False)"
-    how = 'model=folder, tokenizer=folder, function_to_apply="none"'
+    peft, model, opened = "", "folder", ""
+    if is_adapter:
+        kind = "peft.AutoPeftModelForSequenceClassification"
+        opened = f"model = {kind}.from_pretrained(folder, num_labels=1)\n"
+        peft, model = "import peft\n", "model"
+    how = f'model={model}, tokenizer=folder, function_to_apply="none"'
     return (
-        "## Use\n\n```python\nfrom transformers import pipeline\n\n"
-        'folder = "PATH OR ID OF THIS FOLDER"\n'
+        f"## Use\n\n```python\n{peft}from transformers import pipeline\n\n"
+        f'folder = "PATH OR ID OF THIS FOLDER"\n{opened}'
         f'score = pipeline("text-classification", {how})\n'
         f"said = {said}\nprint(score(said{', add_special_tokens=False' * is_chat}))\n```"
     )
@@ -204,6 +209,11 @@ def _settings(config: Mapping[str, Any]) -> str:
     chosen = {name: dict(config[name]) for name in _SETTINGS if name in config}
     if not config["adapter"]["method"]:
         del chosen["adapter"]
+    if not chosen.get("rollout", {}).get("rewards"):
+        chosen.pop("rollout", None)
+    else:
+        chosen["rollout"] |= dict.fromkeys(("server", "server_weights"))
+        chosen["rollout"]["rewards"] = _all_short(chosen["rollout"]["rewards"])
     for name in _OF_THIS_MACHINE:
         chosen["data"].pop(name, None)
     for name in ("path", "eval_path"):

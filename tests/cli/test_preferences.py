@@ -166,6 +166,63 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
     assert result.exit_code == 2 and "scores of rows" in result.stderr
 
 
+def test_a_reward_model_may_be_an_adapter(megatrain, preference_file, tmp_path):
+    """Its head is trained and goes with it, as PEFT has it; checkpoints leave the base out."""
+    rows = [pair(number) for number in range(20)]
+    file = preference_file(rows, name="reward")
+    adapter = {"adapter__method": "lora", "adapter__r": 8, "optimizer__lr": 0.01}
+    length = sets(training__steps=6, **adapter)
+    assert megatrain("train", file, *length, *sets(output__folder="whole")).exit_code == 0
+    assert megatrain("train", file, *sets(training__steps=2, **adapter)).exit_code == 0
+    result = megatrain("train", file, *length, "--resume")
+    assert result.exit_code == 0, result.output
+    name = "adapter_model.safetensors"
+    whole, parts = (load_file(tmp_path / f / "model" / name) for f in ("whole", "run"))
+    assert "base_model.model.score.weight" in whole
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    evaluated = [record for record in read(tmp_path / "run") if "eval_loss" in record]
+    assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
+    [saved] = sorted((tmp_path / "run" / "checkpoints").glob("step-*6"))
+    manifest = json.loads((saved / "manifest.json").read_text())
+    assert manifest["settings"]["left_out"]["path"].endswith("model")
+
+    assert megatrain("export", tmp_path / "run", tmp_path / "out").exit_code == 0
+    card = ModelCard.load(tmp_path / "out" / "README.md").text
+    code = card.partition("```python\n")[2].partition("```")[0]
+    scope: dict = {}
+    exec(code.replace("PATH OR ID OF THIS FOLDER", str(tmp_path / "out")), scope)
+    found = scope["score"](scope["said"], add_special_tokens=False)[0]["score"]
+    export = megatrain("export", tmp_path / "run", tmp_path / "merged", "--merged")
+    assert export.exit_code == 0, export.output
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    inputs = scope["score"].tokenizer(scope["said"], return_tensors="pt", add_special_tokens=False)
+    assert merged(**inputs).logits.item() == pytest.approx(found, abs=1e-4)
+
+    again = sets(model__path=str(tmp_path / "out"), output__folder="again", training__steps=1)
+    result = megatrain("train", file, *again)
+    assert result.exit_code == 0, result.output
+    [first] = [record for record in read(tmp_path / "again") if "grad_norm" in record]
+    assert first["rewards/accuracies"] == 1.0  # it goes on with what it has learnt
+    result = megatrain("plan", file, *length, "--gpu", "4090")
+    assert result.exit_code == 0, result.output
+
+
+def test_an_adapter_of_texts_has_no_head_to_score_with(megatrain, preference_file, tmp_path):
+    rows = [pair(number) for number in range(20)]
+    learnt = {"adapter__method": "lora", "training__steps": 1}
+    result = megatrain("train", preference_file(rows, name="simpo"), *sets(**learnt))
+    assert result.exit_code == 0, result.output
+    path = tmp_path / "run" / "model"
+    result = megatrain(
+        "train", preference_file(rows, name="reward"),
+        *sets(model__path=str(path), output__folder="scores"),
+    )  # fmt: skip
+    assert result.exit_code == 2, result.output
+    assert f"{path}: has no sequence head, and nor has its base; merge it first" in " ".join(
+        result.stderr.split()
+    )
+
+
 def test_margins_of_the_data_are_taken_off(megatrain, preference_file, tmp_path):
     """Evaluated before anything is learnt, by the rewards that the run without margins logs."""
     margins = {"one": [40, 50], "other": [70, 90, 95]}
@@ -244,7 +301,6 @@ def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp
         ({"loss__loss_type": "exo"}, "loss_type is 'exo'; it must be one of sigmoid"),
         ({"data__kind": "chat"}, "loss.name dpo cannot have data.kind"),
         ({"data__weights": [1.0]}, "loss.name dpo cannot have data.weights"),
-        ({"loss__name": "reward", "adapter__method": "lora"}, "reward cannot have adapter"),
         ({"checkpoint__best": "eval_accuracy"}, "there is no 'eval_accuracy'"),
     ],
 )
@@ -312,12 +368,12 @@ def test_what_a_reference_has_said_holds_where_the_base_has_moved(
     here, there = Path(shutil.copytree(base, tmp_path / "here")), tmp_path / "there"
     lora = sets(adapter__method="lora", adapter__target_modules="all-linear")
 
-    def trained(path, steps, *options):
-        chosen = sets(model__path=str(path), training__steps=steps)
+    def trained(steps, *options, **given):
+        chosen = sets(model__path=str(here), training__steps=steps, **given)
         result = megatrain("train", file, *lora, *chosen, *options)
         assert result.exit_code == 0, result.output
 
-    trained(here, 1)
+    trained(1)
     here.rename(there)
-    trained(there, 2, "--resume")
+    trained(2, "--resume", model__base_model=str(there))
     assert [each["step"] for each in read(tmp_path / "run")][-1] == 2

@@ -327,6 +327,17 @@ def test_what_functions_do_to_their_arguments_changes_nothing(megatrain, rollout
     assert first["completions/mean_length"] == first["rewards/untidy/mean"] > 0
 
 
+def test_the_card_of_an_export_says_how_replies_were_made(megatrain, rollout_file, tmp_path):
+    file = rollout_file({"name": "grpo"}, ["short"], top_p=0.9)
+    where = sets(rollout__rewards=[f"{tmp_path}/rewards.py:short"], training__steps=1)
+    assert megatrain("train", file, *where).exit_code == 0
+    assert megatrain("export", tmp_path / "run", tmp_path / "out").exit_code == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    told = yaml.safe_load(card.partition("```yaml\n")[2].partition("```")[0])
+    assert told["rollout"]["rewards"] == ["rewards.py:short"] and told["rollout"]["top_p"] == 0.9
+    assert str(tmp_path) not in card
+
+
 def test_replies_of_another_loss_are_not_learnt_from(megatrain, rollout_file):
     file = rollout_file({"name": "grpo", "beta": 0.1, "num_iterations": 2})
     assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0

@@ -146,6 +146,53 @@ def test_reward(tokenizer: Any, tmp_path: Path, loss: Reward, cut: int) -> None:
     agree(model, in_parts(step, cut), loss, wanted)
 
 
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_reward_with_an_adapter(tokenizer: Any, tmp_path: Path, cut: int) -> None:
+    """PEFT's task SEQ_CLS: the adapter and the head are trained, and steps are the trainer's."""
+    peft = pytest.importorskip("peft")
+    sizes = SIZES | {"vocab_size": VOCAB, "pad_token_id": tokenizer.pad_token_id}
+    model = noisy(LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1)))
+    data = [
+        {"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]}
+        for row in rows()
+    ]
+    trainer = trl.RewardTrainer(
+        copied(model),
+        settings(trl.RewardConfig, tmp_path, disable_dropout=True),
+        train_dataset=datasets.Dataset.from_list(data),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(
+            task_type="SEQ_CLS", r=4, target_modules="all-linear", init_lora_weights=False
+        ),
+    )
+    trainer.model.save_pretrained(tmp_path / "adapter")
+    batch, value, grads = computed(trainer)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    step = of_pairs(batch) | {"labels": scored(ids, mask, tokenizer.pad_token_id)}
+    trained = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
+    assert any("score.modules_to_save" in name for name in trained)
+    engine = make_engine(trainer.model, clip=1e9, saveable=False)  # the trainer has put tags on it
+    assert engine.step(in_parts(step, cut), Reward()).loss == pytest.approx(value, rel=1e-6)
+    wanted = {n.removeprefix("base_model.model."): g for n, g in grads.items() if n in trained}
+    assert relative_error(gradients(engine), wanted) < 3e-6
+
+    model.save_pretrained(tmp_path / "base")  # the same from files, as PEFT writes them
+    path = tmp_path / "adapter" / "adapter_config.json"
+    kept = json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "base")}
+    path.write_text(json.dumps(kept))
+    opened = make_engine(tmp_path / "adapter", clip=1e9, precision="fp32")
+    assert opened.step(in_parts(step, cut), Reward()).loss == pytest.approx(value, rel=1e-6)
+    assert relative_error(gradients(opened), wanted) < 3e-6
+    opened.save_pretrained(tmp_path / "out")
+    again = peft.AutoPeftModelForSequenceClassification.from_pretrained(
+        tmp_path / "out", num_labels=1
+    )
+    [found] = opened.rewards([{n: step[n] for n in ("input_ids", "attention_mask", "labels")}])
+    with torch.no_grad():
+        scores = again.eval()(batch["input_ids"], attention_mask=mask).logits[:, 0]
+    torch.testing.assert_close(found.sum(1), scores, rtol=1e-5, atol=1e-6)
+
+
 def copied(model: PreTrainedModel) -> PreTrainedModel:
     made = type(model)(model.config)
     made.load_state_dict(model.state_dict())
