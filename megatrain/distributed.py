@@ -90,6 +90,9 @@ class Ranks:
     def sum(self, values: Tensor) -> None:
         """Put the sum over all ranks in the place of a tensor; every rank has the same bits."""
 
+    def sum_of_updates(self, values: Tensor) -> None:
+        """As `sum`, where an update runs: beside the others, if that is a host thread."""
+
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
         """An fp32 CPU tensor, of whose flat elements each rank has a part; alone: all, shaped."""
         return part
@@ -188,12 +191,13 @@ class ProcessGroups(Ranks):
     """Ranks of an initialised torch.distributed.
 
     Attributes:
-        saves: as `host`, for a thread beside.
+        saves, updates: as `host`, each for a thread beside.
         incoming, outgoing: of the device's gathers and sums, which run at the same time.
     """
 
     together = True
     saves: ProcessGroup | None = None
+    updates: ProcessGroup | None = None
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None
 
@@ -237,6 +241,10 @@ class ProcessGroups(Ranks):
     def sum(self, values: Tensor) -> None:
         with self._told():
             dist.all_reduce(values, group=self.outgoing)
+
+    def sum_of_updates(self, values: Tensor) -> None:
+        with self._told():
+            dist.all_reduce(values, group=self.updates if values.is_cpu else self.outgoing)
 
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
         whole = torch.zeros(prod(shape))
@@ -296,13 +304,14 @@ def connected(group: ProcessGroup, device: torch.device) -> Ranks:
         return dist.new_group(members, waits, backend, use_local_synchronization=True)
 
     host, saves = made("gloo"), made("gloo", timedelta(hours=24))  # disks may be slow
+    beside = {"saves": saves, "updates": made("gloo")}
     names: list[Any] = [None] * len(members)
     dist.all_gather_object(names, socket.gethostname(), group=host)
     on_host = names.count(names[rank])
     if device.type == "cpu":
-        groups = {"saves": saves, "incoming": host, "outgoing": host}
+        groups = {**beside, "incoming": host, "outgoing": host}
         return ProcessGroups(rank, len(members), on_host, host, **groups)
-    groups = {"saves": saves, "incoming": made("nccl"), "outgoing": made("nccl")}
+    groups = {**beside, "incoming": made("nccl"), "outgoing": made("nccl")}
     ranks = ProcessGroups(rank, len(members), on_host, host, **groups)
     return replace(ranks, link_gbps=_connect(ranks, device))
 

@@ -17,7 +17,7 @@ from megatrain.engine.directions import Directions
 from megatrain.engine.sink import HostGrad, Sink
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import StepRefused
-from megatrain.optim import Plane, StreamedOptimizer
+from megatrain.optim import Part, Plane, StreamedOptimizer
 from megatrain.store import Tier, Tile
 from megatrain.tile.layout import MOST_ELEMENTS
 
@@ -37,18 +37,19 @@ _DAMAGED = (
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements of a tile from `start` to before `stop`, their settings, shape and states.
+    """Elements of a tile from `start` to before `stop`, their settings and states.
 
     Attributes:
         directed: what is in the gradient's place is a direction, already clipped.
+        by_all: all ranks update it together, also one that has none of its elements.
     """
 
     group: dict[str, Any]
     start: int
     stop: int
     states: Sequence[Plane]
-    shape: tuple[int, ...] = (-1,)
     directed: bool = False
+    by_all: bool = False
 
     def within(self, first: int, last: int) -> "_Run":
         """What of it lies between two elements."""
@@ -82,7 +83,7 @@ class Update:
     ) -> None:
         self._device, self._optimizer, self._threads = device, optimizer, threads
         self._max_grad_norm, self.disk = max_grad_norm, disk
-        self._collectives = collectives
+        self._collectives, self._sum = collectives, collectives.ranks.sum_of_updates
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self._pending: list[tuple[Tile, HostGrad, Any]] = []
         self._started: list[Tile] = []  # of the step that is going on
@@ -214,9 +215,8 @@ class Update:
         every = list(self._runs(tile))
         name = Name(Kind.UPDATE, f"update {tile.name}")
         for first, last, part in self.disk.visit(tile):
-            runs = [
-                run.within(first, last) for run in every if run.start < last and first < run.stop
-            ]
+            pieces = (run.within(first, last) for run in every)
+            runs = [run for run in pieces if run.start < run.stop or run.by_all]
             work = partial(self._apply, part, first, host_grad, runs, tile.version, scale)
             written = [buffer for plane, buffer in part.planes.items() if not plane.on_device]
             self._device.run(stream, name, work, [host_grad.buffer], written)
@@ -229,12 +229,17 @@ class Update:
             for index, start, stop in tile.layout.runs(self._group_of):
                 yield _Run(self._groups[index], start, stop, states)
             return
+        rule, block = self._optimizer.rule, tile.trained.stop - tile.trained.start
         for entry in (each for each in tile.layout.trainable if each.numel):
-            group = self._groups[self._group_of[entry.name]] | {"shape": entry.shape}
-            own = [plane for plane in states if plane.has(entry)]
-            shape = entry.shape if self._optimizer.rule.needs_whole else (-1,)
-            directed, stop = self._optimizer.rule.directed(entry), entry.offset + entry.numel
-            yield _Run(group, entry.offset, stop, own, shape, directed)
+            kept = [plane for plane in states if plane.has(entry)]
+            stop = entry.offset + entry.numel
+            cut = rule.needs_whole and entry.offset // block != (stop - 1) // block
+            here = [
+                min(max(at, tile.trained.start), tile.trained.stop) for at in (entry.offset, stop)
+            ]
+            part = Part(entry.shape, here[0] - entry.offset, self._sum if cut else None)
+            group = self._groups[self._group_of[entry.name]] | {"part": part}
+            yield _Run(group, here[0], here[1], kept, rule.directed(entry), cut)
 
     def expect(self, tile: Tile | TileSlice) -> None:
         """A tile's gradient is going to be complete on the device."""
@@ -268,15 +273,13 @@ class Update:
             return
         own, gradient = tile.trained.start, host_grad.buffer.data
         for run in runs:
-            here, shape, remainder = slice(run.start - first, run.stop - first), run.shape, None
-            if tile.remainder is not None:
-                remainder = tile.remainder.data[here].view(shape)
+            here = slice(run.start - first, run.stop - first)
             self._optimizer.rule.update(
-                tile.weights.data[here].view(shape),
-                remainder,
+                tile.weights.data[here],
+                None if tile.remainder is None else tile.remainder.data[here],
                 [tile.states[p].data[p.place(here.start, here.stop)] for p in run.states],
                 # Sums of passes are rounded as those are that leave the device.
-                gradient[run.start - own : run.stop - own].view(shape).to(tile.weights.data.dtype),
+                gradient[run.start - own : run.stop - own].to(tile.weights.data.dtype),
                 run.group,
                 at=tile.index * MOST_ELEMENTS + run.start,
                 step=version,

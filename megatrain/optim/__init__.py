@@ -6,6 +6,7 @@ from megatrain.optim.lion import Lion
 from megatrain.optim.muon import Muon
 from megatrain.optim.rule import (
     NO_DECAY,
+    Part,
     Plane,
     PlaneKind,
     Rule,
@@ -28,6 +29,7 @@ __all__ = [
     "AdamW",
     "Lion",
     "Muon",
+    "Part",
     "Plane",
     "PlaneKind",
     "Rule",

@@ -1,7 +1,7 @@
 """Adafactor: of a matrix's second moment the means of its rows and columns; no first moment."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatrain import kernels
 from megatrain.errors import InputError
 from megatrain.kernels.factored import Factors, Sums, by_halves
 from megatrain.kernels.states import exact_sqrt
-from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number, parted
+from megatrain.optim.rule import NO_DECAY, Part, Plane, Rule, is_number, parted
 from megatrain.tile import Entry
 
 # Elements of a matrix for each value that there is room for of its rows and columns.
@@ -95,46 +95,169 @@ class Adafactor(Rule):
         grad_scale: float,
         threads: int,
     ) -> None:
-        lr, shape, numel = float(group["lr"]), _as_matrices(weights.shape), weights.numel()
-        rest = None if remainder is None else remainder.view(shape)
-        masters, gradients = (weights.view(shape), rest), grad.view(shape)
+        part = group.get("part", Part(tuple(weights.shape)))
+        flat = weights.view(-1), None if remainder is None else remainder.view(-1), grad.view(-1)
+        lr, shape, numel = float(group["lr"]), _as_matrices(part.shape), math.prod(part.shape)
+        here = [*_rectangles(shape, part.start, part.start + weights.numel())]
+        views = [each.all_of(*flat) for each in here]
         how: dict[str, Any] = {"grad_scale": grad_scale, "threads": threads}
-        sums = kernels.factored_sums(*masters, gradients, **how)
-        shares, columns = self._second_moment(states[0], sums, step**self.beta2_decay)
-        if weights.ndim < 2:
+        sums = _Totals.zeros(shape, weights.device)
+        for each, view in zip(here, views, strict=True):
+            sums.add(each, kernels.factored_sums(*view, **how))
+        kept = _Kept(states[0], part.start // (_PER if _has_factors(part.shape) else 1), shape)
+        if part.sum is not None:
+            _together(part.sum, (sums.rows, sums.columns, sums.masters, kept.values))
+        shares, columns = self._second_moment(kept.values, sums, step**self.beta2_decay)
+        kept.keep()
+        if len(part.shape) < 2:
             shares = torch.ones_like(shares)
         most = 1 / self._smallest if self._smallest else math.inf
         factors = Factors(1 / exact_sqrt(shares), 1 / exact_sqrt(columns), most)
+        own = [each.factors(factors) for each in here]
         size = _rms(sums.masters, numel).clamp_(min=self.eps[1]) * min(lr, step**-0.5)
-        changes = kernels.factored_changes(gradients, factors, **how)
+        changes = torch.zeros_like(sums.masters)
+        for (*_, gradient), by in zip(views, own, strict=True):
+            changes += _added(kernels.factored_changes(gradient, by, **how))
+        if part.sum is not None:
+            part.sum(changes)
         size /= (_rms(changes, numel) / self.d).clamp_(min=1)
-        how |= {"decay": 1 - lr * group["weight_decay"], "size": size.float()}
-        kernels.factored_move(*masters, gradients, factors, **how)
+        how |= {"decay": 1 - lr * group["weight_decay"], "size": size[0].float()}
+        for view, by in zip(views, own, strict=True):
+            kernels.factored_move(*view, by, **how)
 
     @property
     def _smallest(self) -> float:
         return torch.finfo(torch.float32).eps if self.eps[0] is None else self.eps[0]
 
-    def _second_moment(self, kept: Tensor, sums: Sums, fresh: float) -> tuple[Tensor, Tensor]:
+    def _second_moment(self, kept: Tensor, sums: "_Totals", fresh: float) -> tuple[Tensor, Tensor]:
         """Its means of rows, as shares of their own mean, and of columns, once `kept` has both."""
         (count, rows), columns = sums.rows.shape, sums.columns.shape[-1]
         if rows == 1:  # the columns' means are the squares themselves
-            of_columns = kept[: count * columns].view(count, columns)
-            _blend(of_columns, sums.columns[:, 0], fresh)
+            of_columns = kept.view(count, columns)
+            _blend(of_columns, sums.columns, fresh)
             of_rows = by_halves(of_columns)[:, None] / columns
         else:
             of_rows = kept[: count * rows].view(count, rows)
-            of_columns = kept[count * rows :][: count * columns].view(count, columns)
+            of_columns = kept[count * rows :].view(count, columns)
             _blend(of_rows, sums.rows / columns, fresh)
-            _blend(of_columns, by_halves(sums.columns, 1) / rows, fresh)
+            _blend(of_columns, sums.columns / rows, fresh)
         mean = by_halves(of_rows)[:, None] / rows
         return of_rows / mean.clamp_(min=self._smallest), of_columns
 
 
-def _as_matrices(shape: torch.Size) -> tuple[int, int, int]:
+@dataclass(frozen=True)
+class _Rectangle:
+    """Elements `flat` of what is here of a parameter: some matrices, some rows, or part of one."""
+
+    flat: slice
+    matrices: slice
+    rows: slice
+    columns: slice
+
+    def of(self, values: Tensor) -> Tensor:
+        """[count, rows, columns] of the flat values that are here."""
+        sides = (self.matrices, self.rows, self.columns)
+        return values[self.flat].view([side.stop - side.start for side in sides])
+
+    def all_of(
+        self, weights: Tensor, remainder: Tensor | None, grad: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The same of each plane."""
+        rest = None if remainder is None else self.of(remainder)
+        return self.of(weights), rest, self.of(grad)
+
+    def factors(self, whole: Factors) -> Factors:
+        """Those of these rows and columns."""
+        rows = whole.rows[self.matrices, self.rows].contiguous()
+        return Factors(rows, whole.columns[self.matrices, self.columns].contiguous(), whole.most)
+
+
+def _rectangles(shape: tuple[int, int, int], start: int, stop: int) -> Iterator[_Rectangle]:
+    """What a range of matrices of a shape [count, rows, columns] is made of; all: a single one."""
+    _, rows, columns = shape
+    at = start
+    while at < stop:
+        matrix, inside = divmod(at, rows * columns)
+        row, column = divmod(inside, columns)
+        sides = [slice(matrix, matrix + 1), slice(row, row + 1), slice(column, columns)]
+        if column or stop - at < columns:
+            end = min(stop, at + columns - column)
+            sides[2] = slice(column, column + end - at)
+        elif row or stop - at < rows * columns:
+            some = min(rows - row, (stop - at) // columns)
+            end, sides[1] = at + some * columns, slice(row, row + some)
+        else:
+            some = (stop - at) // (rows * columns)
+            end = at + some * rows * columns
+            sides[:2] = slice(matrix, matrix + some), slice(0, rows)
+        yield _Rectangle(slice(at - start, end - start), *sides)
+        at = end
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Sums of squares of a whole parameter.
+
+    Attributes:
+        rows, columns: [count, rows] and [count, columns], float32, of gradients.
+        masters: [1], float64.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    masters: Tensor
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, int, int], device: torch.device) -> "_Totals":
+        count, rows, columns = shape
+        of_rows = torch.zeros(count, rows, device=device)
+        of_columns = torch.zeros(count, columns, device=device)
+        return cls(of_rows, of_columns, torch.zeros(1, dtype=torch.float64, device=device))
+
+    def add(self, each: _Rectangle, sums: Sums) -> None:
+        """Those of some elements."""
+        self.rows[each.matrices, each.rows] += sums.rows
+        self.columns[each.matrices, each.columns] += by_halves(sums.columns, 1)
+        self.masters.add_(_added(sums.masters))
+
+
+class _Kept:
+    """Rows' and columns' means of a whole parameter, of which a rank may keep some.
+
+    Attributes:
+        values: all of them; zeros for what other ranks keep.
+    """
+
+    def __init__(self, plane: Tensor, start: int, shape: tuple[int, int, int]) -> None:
+        """Args: `plane`: what is here of the parameter's state, from its value `start` on."""
+        count, rows, columns = shape
+        size = count * (columns if rows == 1 else rows + columns)
+        here = slice(start, min(size, start + len(plane)))
+        self._own = plane[: max(0, here.stop - start)]
+        self.values, self._here = self._own, here
+        if len(self._own) < size:
+            self.values = plane.new_zeros(size)
+            self.values[here] = self._own
+
+    def keep(self) -> None:
+        """Put the values back where they are kept."""
+        if self.values is not self._own:
+            self._own.copy_(self.values[self._here])
+
+
+def _together(add: Callable[[Tensor], None], parts: Sequence[Tensor]) -> None:
+    """Sum tensors over all ranks at once, in place; what others have zeros for keeps its bits."""
+    every = torch.cat([part.double().view(-1) for part in parts])
+    add(every)
+    for part, found in zip(parts, every.split([part.numel() for part in parts]), strict=True):
+        part.copy_(found.view(part.shape))
+
+
+def _as_matrices(shape: Sequence[int]) -> tuple[int, int, int]:
     """Count, rows and columns; a single column, or a vector, is a row."""
-    rows, columns = shape[-2:] if len(shape) > 1 else (1, shape.numel())
-    count = shape.numel() // (rows * columns)
+    numel = math.prod(shape)
+    rows, columns = shape[-2:] if len(shape) > 1 else (1, numel)
+    count = numel // (rows * columns)
     return (count, 1, rows) if columns == 1 else (count, rows, columns)
 
 
@@ -142,6 +265,11 @@ def _blend(kept: Tensor, new: Tensor, fresh: float) -> None:
     kept.mul_(1 - fresh).add_(new * fresh)
 
 
-def _rms(sums: Tensor, numel: int) -> Tensor:
-    """The root of the mean of squares of which there are these sums, fp64."""
-    return (by_halves(sums.view(-1).double()) / numel).sqrt_()
+def _added(sums: Tensor) -> Tensor:
+    """One number of all, fp64."""
+    return by_halves(sums.view(-1).double())
+
+
+def _rms(total: Tensor, numel: int) -> Tensor:
+    """The root of the mean of squares of which this is the sum, fp64."""
+    return (total / numel).sqrt_()

@@ -198,7 +198,7 @@ class Muon(Rule):
             update_adamw(weights, remainder, states, grad, group, **how)
             return
         lr = float(group["lr"])
-        by = Scalars(-lr * self._share(*group["shape"][-2:]), 1 - lr * group["weight_decay"])
+        by = Scalars(-lr * self._share(*group["part"].shape[-2:]), 1 - lr * group["weight_decay"])
         how = {"grad_scale": grad_scale, "threads": threads}
         kernels.move("direction", weights, remainder, (), grad, by, **how)
 

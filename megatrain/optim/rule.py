@@ -89,6 +89,21 @@ class Plane:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What of a parameter an update is given.
+
+    Attributes:
+        shape: of the parameter.
+        start: the first of its elements that are here.
+        sum: puts the sum over all ranks in the place of fp64 values; None: all of it is here.
+    """
+
+    shape: tuple[int, ...]
+    start: int = 0
+    sum: Callable[[Tensor], None] | None = None
+
+
+@dataclass(frozen=True)
 class Rule(ABC):
     """An optimizer: a frozen dataclass of settings, `lr`, `weight_decay` and `no_decay` among them.
 
@@ -97,9 +112,10 @@ class Rule(ABC):
         settings: names of what the groups of torch's optimizer hold of it.
         choices: further settings, the same for all groups, and the values of each.
         further: more of these, that may be anything.
-        needs_matrices: whether `update` is called for each parameter, whose shape then is in
-            `group`, and with those states that it has; else for ranges of several.
-        needs_whole: whether that is for all of a parameter, in its shape, and never for a range.
+        needs_matrices: whether `update` is called for each parameter, which `part` in `group` then
+            says (`Part`), and with those states that it has; else for ranges of several.
+        needs_whole: whether that is for all of a parameter that is here, and of several ranks on
+            all at once, if it is cut between them; never for a range.
         pace: of its update on the host, as a share of what the memory allows; for forecasts.
     """
 

@@ -12,7 +12,7 @@ from megatrain.errors import InputError
 from megatrain.loss import Reward, TokenScore, given_loss
 from megatrain.model.adapters import adapted
 from megatrain.model.spec import ModelSpec
-from megatrain.optim import Rule, StreamedOptimizer
+from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.source.fill import kept
 from megatrain.source.opened import Opened
@@ -126,8 +126,6 @@ def _refuse(opened: Opened, placement: Placement) -> None:
                 "the optimizer's states or masters are to be kept in another form than in the "
                 "checkpoint, which several ranks cannot convert yet; go on with one for a step"
             )
-    if rule is not None:
-        _check_rule(rule)
     spec = opened.model.spec
     if len(spec.gathered) > 1:
         raise InputError(
@@ -137,14 +135,6 @@ def _refuse(opened: Opened, placement: Placement) -> None:
     for name in spec.gathered:
         [layout] = [layout for layout in opened.model.layouts if name in layout.by_name]
         _check_table(name, layout)
-
-
-def _check_rule(rule: Rule) -> None:
-    if rule.needs_whole:
-        raise InputError(
-            f"{type(rule).__name__} needs whole matrices, which are cut between ranks; choose "
-            "another optimizer, or train with one rank"
-        )
 
 
 def _check_table(name: str, layout: TileLayout) -> None:

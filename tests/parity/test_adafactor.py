@@ -1,5 +1,6 @@
 """Adafactor against torch.optim.Adafactor."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,22 @@ def test_steps_are_torch_s_on_the_same_gradients(
         optimizer.step()
     trained = {name: p.detach() for name, p in named.items()}
     assert relative_error(masters(engine), trained, start) < 1e-5
+
+
+def test_any_range_of_matrices_is_cut_into_rectangles() -> None:
+    """Each element once; all of them are a single one."""
+    for shape in ((1, 1, 9), (3, 4, 5), (4, 1, 3), (2, 6, 2)):
+        numel = math.prod(shape)
+        assert len([*adafactor._rectangles(shape, 0, numel)]) == 1
+        for start, stop in itertools.combinations(range(numel + 1), 2):
+            values, found = torch.arange(start, stop), torch.full(shape, -1)
+            for each in adafactor._rectangles(shape, start, stop):
+                there = found[each.matrices, each.rows, each.columns]
+                assert (there == -1).all()
+                there.copy_(each.of(values))
+            wanted = torch.full((numel,), -1)
+            wanted[start:stop] = values
+            assert torch.equal(found.view(-1), wanted), (shape, start, stop)
 
 
 def test_planes_on_a_disk_are_refused(tmp_path: Path) -> None:

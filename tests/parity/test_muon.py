@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from megatrain import Engine, InputError, Muon, Placement
 from megatrain.device import CpuDevice, disk
 from megatrain.errors import StepRefused
+from megatrain.optim import Part
 from megatrain.optim.muon import is_matrix
 from megatrain.plane_file import BLOCK
 from megatrain.tile import Entry
@@ -186,7 +187,7 @@ def test_packed_matrices_are_torch_s_taken_apart(
         rule.average(gradient, momentum, vars(rule), proceed)
         rule.direct(entry, gradient)
         how = {"at": 0, "step": step, "grad_scale": 1.0, "threads": 1}
-        group = vars(rule) | {"shape": shape}
+        group = vars(rule) | {"part": Part(shape)}
         rule.update(ours.view(-1), None, [], gradient.view(-1), group, **how)
     together = torch.cat([p.detach() for p in apart], int(dim))
     assert (ours - together).norm() < 1e-5 * (together - start).norm()

@@ -24,14 +24,16 @@ from megatrain.kernels.states import GROUP
 from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, JointLoss, LabelSmoothing, Loss
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
+from megatrain.optim import adafactor
 from megatrain.plane_file import BLOCK, PlaneFile
 from megatrain.train.sharing import part_of as run_part_of
 from tests.families.plain import Step
 from tests.families.tiny import tiny_model
-from tests.parity.cases import llama, make_batches, make_engine, masters, qwen2, same
+from tests.parity.cases import llama, make_batches, make_engine, masters, model_of, qwen2, same
 from tests.parity.ranks import run_ranks
 from tests.parity.test_preferences import replies
 from tests.race.schedule import Alike
+from tests.rules import possible
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (2, 9))
 LORA = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
@@ -122,6 +124,12 @@ def muon(group: Any, model: Any, *given: Any, **options: Any) -> dict:
         return train(group, model, *given, **options)
 
 
+def adafactored(group: Any, model: Any, **options: Any) -> dict:
+    """As `train`; small matrices are kept as large ones are, by rows and columns."""
+    with mock.patch.object(adafactor, "_PER", 4):
+        return train(group, model, rule="adafactor", clip=0.5, **options)
+
+
 CLOSE: dict[str, Callable[[Any], dict]] = {
     "untied, clipped": lambda group: train(group, llama(), clip=0.5),
     "tied, not clipped": lambda group: train(group, llama(tie_word_embeddings=True), clip=None),
@@ -167,6 +175,14 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
         )
         for rule in ("muon", "muon clipped")
         for clip in (None, 0.5)
+    },
+    **{
+        f"adafactor, {family}, {where}": lambda group, how=(family, placement): adafactored(
+            group, model_of(how[0]), placement=how[1]
+        )
+        for family in ("llama", "mixtral")
+        for where, placement in MUON.items()
+        if where != "on a disk"
     },
     "muon, experts": lambda group: muon(group, tiny_model("mixtral"), rule="muon"),
     "preferences, in passes": lambda group: train(
@@ -248,6 +264,7 @@ USUAL = (
     *("preferences, in passes", "adapter", "nf4, adapter", "bf16, planes on a disk"),
     *("muon, 0.5", "muon clipped, 0.5", "muon, experts", "bf16, muon, on a disk"),
     *("fp32, muon, resident, in passes", "bf16, muon clipped, streamed"),
+    *("adafactor, llama, streamed", "adafactor, mixtral, resident, in passes"),
     "experts that are balanced",
 )
 
@@ -372,7 +389,6 @@ OTHERWISE: dict[str, tuple[dict, str]] = {
 
 IMPOSSIBLE: dict[str, tuple[dict, str]] = {
     "slices": ({"placement": Placement(max_stream_bytes=1 << 20)}, "placement.max_stream_bytes"),
-    "adafactor": ({"rule": "adafactor"}, "Adafactor needs whole matrices"),
 }
 
 
@@ -517,7 +533,7 @@ def saved_state(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("rule", ["adamw int8", "muon"])
+@pytest.mark.parametrize("rule", ["adamw int8", "muon", "adafactor"])
 def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(
     rule: str, tmp_path: Path
 ) -> None:
@@ -543,7 +559,10 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(
     def load(group: Any) -> tuple[dict, float]:
         adapters.update(masters(Engine.load(tmp_path / "adapter", group=group)))
         engine = Engine.load(
-            tmp_path / "two", group=group, placement=ON_DISK, disk=tmp_path / "ranks"
+            tmp_path / "two",
+            group=group,
+            placement=possible(rule, ON_DISK),
+            disk=tmp_path / "ranks",
         )
         engine.save(tmp_path / "three")
         loss = engine.step(part_of(second, group)).loss
