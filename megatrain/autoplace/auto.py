@@ -81,7 +81,8 @@ def settle(
         told = foretold_on_cpu(opened.model.spec, settled.placement, workload)
     reference = None
     if generation is not None and generation.reference:
-        reference = reference_needs(opened.model.spec, opened.dtype, workload.tokens_per_step)
+        size_of_rank = workload.tokens_per_step, workload.ranks
+        reference = reference_needs(opened.model.spec, opened.dtype, *size_of_rank)
     check_fits(
         opened.device,
         opened.model,

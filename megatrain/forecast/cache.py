@@ -105,8 +105,6 @@ class ForecastCache:
             generated = self.once((dtype, size), lambda: generation_bytes(self.spec, dtype, *size))
         reference = None
         if asked.reference:
-            tokens = workload.rows * length
-            reference = self.once(
-                (dtype, tokens), lambda: reference_needs(self.spec, dtype, tokens)
-            )
+            taken = dtype, workload.rows * length, workload.ranks
+            reference = self.once(taken, lambda: reference_needs(self.spec, *taken))
         return with_generation(found, generated, reference)

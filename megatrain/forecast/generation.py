@@ -120,8 +120,12 @@ def _forward(
         return functional_call(model, weights, (ids,), given | {"use_cache": True})
 
 
-def reference_needs(spec: ModelSpec, dtype: torch.dtype, tokens: int) -> Needs:
-    """What an engine takes that only runs the model, in steps of so many tokens."""
+def reference_needs(spec: ModelSpec, dtype: torch.dtype, tokens: int, ranks: int) -> Needs:
+    """What an engine takes that only runs the model, in steps of so many tokens.
+
+    Args: `ranks`: that share it; then both are of one of them.
+    """
     program = ModelProgram(spec, torch.device("cpu"), dtype)
-    model = Model.trained(spec, None)
-    return needs_of(model, program, Placement(), clip=False, tokens=tokens)
+    model = Model.trained(spec, None, ranks)
+    every = tokens * ranks  # each has the table's rows for the tokens of all
+    return needs_of(model, program, Placement(), clip=False, tokens=every)

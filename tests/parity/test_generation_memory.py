@@ -118,7 +118,7 @@ def test_forecasts_count_replies_and_the_reference_model() -> None:
     )
     assert plain and few and both
     assert few.host_peak_bytes == plain.host_peak_bytes
-    frozen = reference_needs(found, torch.bfloat16, ROWS * TOKENS)
+    frozen = reference_needs(found, torch.bfloat16, ROWS * TOKENS, 1)
     told = sum(frozen.host.values()) + sum(frozen.device.values())
     assert both.host_parts["reference model"] == told
     assert told >= 2 * sum(t.numel for t in Model.trained(found, None).layouts)

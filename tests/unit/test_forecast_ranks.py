@@ -141,3 +141,13 @@ def test_each_rank_keeps_keys_and_values_of_its_own_replies(rows: int | None) ->
         for workload in (replied, replied.shared(RANKS)):
             forecasts.of(small_machine(), Placement(slots=3), workload, 4)
     assert [call.args[2] for call in counted.call_args_list] == [asked, asked // RANKS]
+
+
+def test_each_rank_keeps_a_part_of_the_reference_model() -> None:
+    replied = replace(WHOLE, generation=Generation(None, reference=True))
+    alone, part = (
+        told(each, small_machine()).host_bytes["host_reference_model_bytes"]
+        for each in (replied, replied.shared(RANKS))
+    )
+    # The rows of the table for all tokens are on every rank.
+    assert alone / RANKS < part < 1.1 * alone / RANKS
