@@ -7,14 +7,15 @@ nothing resident and nothing kept.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 from megatrain.autoplace.spend import FirstTiles, first_tiles
 from megatrain.engine.tile_slice import least_split
 from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.groups import groups
 from megatrain.forecast.needs import UNSUMMED
-from megatrain.forecast.op_counter import Work
-from megatrain.forecast.simulate import PROCESS_BYTES, Forecast, torch_bytes
+from megatrain.forecast.simulate import FOLLOWED, Forecast, torch_bytes
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
@@ -159,9 +160,9 @@ class Candidates:
         What a layer or the head computes with is left out.
         """
         needs = self.forecasts.needs(self.workload, placement)
-        device, host = sum(needs.device.values()), sum(needs.host.values())
-        device += self.machine.device_context_bytes + mapping_bytes(host)
-        return device, host + PROCESS_BYTES
+        device = self.machine.device_context_bytes + mapping_bytes(sum(needs.host.values()))
+        host = self.forecasts.least_host_bytes(self.machine, self.workload, placement)
+        return device + sum(needs.device.values()), host
 
     def min_bytes(self, placement: Placement, rows: int) -> tuple[int, int]:
         """The same with what they compute with."""
@@ -180,16 +181,35 @@ class Candidates:
         return found.device_peak_bytes, found.host_peak_bytes
 
     def _working_bytes(self, placement: Placement, rows: int) -> int:
-        """What a layer or the head computes with, and one activation of every token."""
+        """What a layer or the head computes with, beside the activations of all micro-batches.
+
+        A layer has all that come in, and those that went out before its last (whole) micro-batch.
+        Where boundaries wait on the device, these are instead of those that were read; so are the
+        two of a split head's stages. A head frees one as the other comes; if it is split, it has
+        fp32 gradients of all besides.
+        """
         measured = self.forecasts.measured(self.workload, placement.chunk_tokens)
         layout = next(each for each in self._layouts if each.kind is TileKind.HEAD)
         for visit in range(len(self.forecasts.spec.layers)):
             measured.layer(visit, rows)  # whose results the head is given
-        works: list[Work] = []
-        if placement.max_stream_bytes is None:
-            works.append(measured.head(layout, rows, placement.head_tokens))
-        if self.whole(placement.max_stream_bytes):
-            works += measured.layer(0, rows).computed_twice
-        working = max((work.peak_bytes for work in works), default=0)
-        entering = measured.entering(rows).values()
-        return working + sum(shape.num_bytes for shape in entering) * self.workload.rows // rows
+        row_bytes = sum(shape.num_bytes for shape in measured.entering(rows).values()) // rows
+        every, most = row_bytes * self.workload.rows, placement.max_stream_bytes
+        split = most is not None and most < layout.numel * self.workload.dtype.itemsize
+        last = next(n for n, size in reversed(self._followed(rows)) if size == rows)
+        before, read = row_bytes * (self.workload.rows // rows - last) * rows, 2 * every * split
+        beside, beside_head = (before, before) if placement.layer_inputs == "host" else (-read, 0)
+        peaks = [every]
+        if most is None:
+            peaks.append(every + measured.head(layout, rows, placement.head_tokens).peak_bytes)
+        elif split:
+            table = layout.by_name[self.forecasts.spec.projection.names[0]]
+            tokens = self.workload.rows * self.workload.sequence_length
+            peaks.append(4 * tokens * prod(table.shape[1:]) + beside_head)
+        if self.whole(most):
+            works = measured.layer(0, rows).computed_twice
+            peaks.append(every + beside + max(work.peak_bytes for work in works))
+        return max(peaks)
+
+    def _followed(self, rows: int) -> list[tuple[int, int]]:
+        """Micro-batches as forecasts follow them: how many at once, of how many rows."""
+        return groups(self.workload.rows, rows, FOLLOWED)

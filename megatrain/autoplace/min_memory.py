@@ -94,11 +94,13 @@ class MinMemory:
         taken = zip(*map(self._taken, estimates), strict=True)
         alike = [max(1, int(_ALIKE * min(sizes))) for sizes in taken]
 
-        def ranked(estimate: _Estimate) -> tuple[bool, int, int, int, int, _Estimate]:
+        def ranked(estimate: _Estimate) -> tuple[bool, int, int, int, int, int, int, _Estimate]:
             device, host = map(align, self._lacks(estimate), alike)
             both = alone and device > 0 and host > 0
             lacking = _DEVICE_WORTH * device + host
-            return both, lacking, -estimate.looks, -estimate.rows, next(number), estimate
+            chunk, lanes = estimate.candidate.head_tokens, estimate.candidate.layer_input_lanes
+            fast = -estimate.looks, -estimate.rows, -chunk, -lanes
+            return both, lacking, *fast, next(number), estimate
 
         queue = [ranked(estimate) for estimate in estimates]
         heapify(queue)
@@ -132,6 +134,8 @@ class MinMemory:
     def _lacks(self, estimate: _Estimate) -> tuple[int, int]:
         """Bytes of the device and of the host."""
         device, host = self._taken(estimate)
+        if estimate.found is None:
+            host += self._arriving(estimate, self._moved(estimate))
         return max(0, device - self._budget.device), max(0, host - self._budget.host)
 
     def _taken(self, estimate: _Estimate) -> tuple[int, int]:
@@ -144,7 +148,18 @@ class MinMemory:
     def _moved(self, estimate: _Estimate) -> int:
         """How many tiles rest on the device because the host lacks room."""
         room = self._tiles.most(self._budget.device - estimate.device)
-        return max(0, min(room, self._tiles.fewest(estimate.host - self._budget.host)))
+        lacking = estimate.host - self._budget.host
+        moved = max(0, min(room, self._tiles.fewest(lacking)))
+        more = self._arriving(estimate, moved)
+        return max(moved, min(room, self._tiles.fewest(lacking + more))) if more else moved
+
+    def _arriving(self, estimate: _Estimate, moved: int) -> int:
+        """Host bytes of large tiles on their way to the device, at most before a step begins."""
+        if not moved:
+            return 0
+        placement = replace(estimate.candidate, resident=self._tiles.names(moved))
+        host = self._candidates.static_bytes(placement)[1]
+        return max(0, host - (estimate.host - self._tiles.host_bytes(moved)))
 
     def _looked_at(self, estimate: _Estimate) -> _Estimate | None:
         """The way after one more look that is no whole step; None: it cannot be foreseen."""

@@ -227,7 +227,6 @@ class MemoryPlans:
         self._first = first_tiles(forecasts, workload, placement)
         self._tiles = self._first.tiles
         self._costs = CostModel(budget.machine, OpCounter())
-        self._too_much: set[tuple[tuple[str, ...], int]] = set()  # for the host, whatever waits
 
     @property
     def _graph(self) -> int:
@@ -368,8 +367,11 @@ class MemoryPlans:
         None: it does not fit without any. Where no graph is on the host, the host holds as much
         however many wait on the device: one that has no room then has none for other graphs.
         """
-        graphs, best, rests = plan.graphs, None, (plan.resident, plan.staying)
-        for _ in range(3 if rests not in self._too_much else 0):
+        graphs, best = plan.graphs, None
+        alone = self._budget.machine, self._workload, plan.placement(Graphs(0, 0, 0))
+        if self._forecasts.least_host_bytes(*alone) > self._budget.host:
+            return None
+        for _ in range(3):
             placement = plan.placement(graphs)
             found = self._forecasts.of(
                 self._budget.machine, placement, self._workload, plan.candidate.micro_batch
@@ -377,7 +379,6 @@ class MemoryPlans:
             if self._budget.fits(found) and (best is None or found.seconds < best.seconds):
                 best = found
             if self._budget.host_spare(found) < 0 and not graphs.offloaded:
-                self._too_much.add(rests)
                 break
             held = graphs.kept * self._more("device") + graphs.whole * max(0, self._rest)
             room = held + self._budget.spare(found)

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 from megatrain.forecast.generation import generation_bytes, reference_needs, with_generation
 from megatrain.forecast.needs import Needs, needs_of
 from megatrain.forecast.profile import Profile
-from megatrain.forecast.simulate import STEADY, Forecast, forecast
+from megatrain.forecast.simulate import STEADY, Forecast, forecast, process_bytes
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.spec import ModelSpec
+from megatrain.optim import PlaneKind
 from megatrain.placement import Placement
 from megatrain.source.opened import Model
 
@@ -52,6 +53,14 @@ class ForecastCache:
 
         found = self.once((workload, alike), made)
         return found if placement.layer_inputs == "device" else found.waiting_on_host
+
+    def least_host_bytes(self, machine: Machine, workload: Workload, placement: Placement) -> int:
+        """All resident memory of the process, but for graphs and attention results that wait."""
+        host = self.needs(workload, placement).host
+        planes = sum(host[kind.value] for kind in PlaneKind if kind is not PlaneKind.GRADIENT)
+        later, measured = sum(host.values()) - planes, self.measured(workload)
+        process = process_bytes(self.model(workload), machine, placement, measured, later)
+        return planes + later + process
 
     def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Profile:
         """What the model's parts take."""

@@ -17,8 +17,9 @@ from megatrain.device.base import Memory, kind_of
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.tile_slice import TileSlice
+from megatrain.model.capture import Ref
 from megatrain.model.program import ModelProgram
-from megatrain.model.spec import PROBE_SHAPE, ModelSpec
+from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.placement import Placement
 from megatrain.source.opened import Model
 from megatrain.store import Store, Tile
@@ -93,7 +94,8 @@ def needs_of(
         device.needs.device[UNSUMMED] += _unsummed_bytes(assembly.visited, dtype)
         at_once = (tokens or 0) // placement.passes  # at least: of one pass
         where = device.needs.host if placement.layer_inputs == "host" else device.needs.device
-        where[_BOUNDARIES] += _boundary_numel(model.spec) * dtype.itemsize * at_once
+        numel = _boundary_numel(model.spec) + _stage_numel(assembly)
+        where[_BOUNDARIES] += numel * dtype.itemsize * at_once
     return device.needs
 
 
@@ -114,10 +116,22 @@ def _is_whole_head(tile: Tile | TileSlice) -> bool:
 
 def _boundary_numel(spec: ModelSpec) -> int:
     """What enters the layers, of one token."""
-    positions, layers = prod(PROBE_SHAPE), spec.layers
-    return sum(
-        layer.kind.example[ref.leaf].numel() // positions
-        for layer, refs in zip(layers, spec.outputs, strict=True)
-        for ref in refs
-        if isinstance(layer.kind.example[ref.leaf], Tensor)
-    )
+    layers = zip(spec.layers, spec.outputs, strict=True)
+    return sum(_numel(layer, ref) for layer, refs in layers for ref in refs)
+
+
+def _stage_numel(assembly: Assembly) -> int:
+    """What enters the stages of a head that is split, of one token: its own part, and the rows."""
+    spec, head = assembly.program.spec, assembly.vocab_slices
+    if head is None:
+        return 0
+    new = [ref for ref in spec.epilogue_inputs if ref not in spec.read]
+    table = head.rows[0].layout.by_name[spec.projection.names[0]]
+    projected = prod(table.shape[1:]) if len(head.rows) > 1 else 0
+    return projected + sum(_numel(spec.layers[ref.visit], ref) for ref in new)
+
+
+def _numel(layer: Layer, ref: Ref) -> int:
+    """Elements of one of a layer's activations, of one token."""
+    example = layer.kind.example[ref.leaf]
+    return example.numel() // prod(PROBE_SHAPE) if isinstance(example, Tensor) else 0

@@ -45,7 +45,7 @@ from megatrain.units import MIB
 
 # Micro-batches one by one; of more, several as one. Where the head is split they wait longer for
 # each other's boundaries.
-_FOLLOWED, _FOLLOWED_SPLIT = 8, 16
+FOLLOWED, _FOLLOWED_SPLIT = 8, 16
 _FOLLOWED_FOR_MEMORY = 2  # groups, where a step's seconds do not matter: they hold as much
 STEADY = 2  # steps: the first starts without updates, the second with those of the first
 _BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE, *DISK_STREAMS)
@@ -215,8 +215,7 @@ def forecast(
     run = _run(model, machine, placement, *given, clip=clip, joint=joint, steps=steps)
     device, host = _memory(run, machine, in_tiles=placement.chunk_tokens is not None)
     later = sum(host.values()) - run.planes_bytes - host.get("host_resident_tiles_bytes", 0)
-    drawn = measured.once("drawn", partial(most_drawn_at_once, model.spec))
-    host["host_process_bytes"] = _process_bytes(model, machine, placement, drawn, later)
+    host["host_process_bytes"] = process_bytes(model, machine, placement, measured, later)
     return Forecast(
         placement=placement,
         machine=machine,
@@ -325,12 +324,12 @@ def _followed(model: Model, placement: Placement, dtype: torch.dtype, steps: int
     layers = [each.numel for each in model.layouts if each.kind is TileKind.LAYER]
     if most is not None and max(layers) * dtype.itemsize > most:
         return None
-    usual = _FOLLOWED if most is None else _FOLLOWED_SPLIT
+    usual = FOLLOWED if most is None else _FOLLOWED_SPLIT
     return usual if steps >= STEADY else _FOLLOWED_FOR_MEMORY
 
 
-def _process_bytes(
-    model: Model, machine: Machine, placement: Placement, most_drawn: int, later: int
+def process_bytes(
+    model: Model, machine: Machine, placement: Placement, measured: Profile, later: int
 ) -> int:
     """Of the process itself when it runs; or when weights arrive, if it takes more then.
 
@@ -341,7 +340,8 @@ def _process_bytes(
     resident = [layout for layout in model.layouts if layout.name in placement.resident]
     parameters = [e for layout in resident for e in layout.entries]
     ways = (2 * prod(e.shape) * (1 if e.group is None else 2) for e in parameters)
-    split, drawn = max(ways, default=0), 4 * most_drawn
+    split = max(ways, default=0)
+    drawn = 4 * measured.once("drawn", partial(most_drawn_at_once, model.spec))
     read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
     arriving = max(drawn + split, read)
     if machine.unified:

@@ -423,18 +423,18 @@ def test_weights_on_their_way_count_where_little_follows_them() -> None:
     model = spec(open_source(config).model)
     trainee = Model.trained(model, AdamW())
     layer = max(sum(p.numel() for p in each.module.parameters()) for each in model.layers)
-    machine, placement = small_machine(), Placement()
+    machine, measured = small_machine(), Profile(model, torch.bfloat16, 16, compiled=True)
 
-    def process(later: int) -> int:
-        return simulate._process_bytes(trainee, machine, placement, layer, later)
+    def process(later: int, *resident: str) -> int:
+        placement = Placement(resident=resident)
+        return simulate.process_bytes(trainee, machine, placement, measured, later)
 
     assert most_drawn_at_once(model) == layer
     early = simulate._EARLY_PROCESS_BYTES
     assert process(0) == early + 4 * layer > simulate.PROCESS_BYTES
     assert process(4 * layer) == simulate.PROCESS_BYTES
-    resident = Placement(resident=("layer 0",))
     down = 4 * config.intermediate_size * config.hidden_size
-    assert simulate._process_bytes(trainee, machine, resident, layer, 0) == process(0) + down
+    assert process(0, "layer 0") == process(0) + down
 
 
 @pytest.mark.parametrize("rows", [2, 8, 9])
@@ -475,7 +475,7 @@ def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(
     found = []
     model = wide_spec() if "max_stream_bytes" in choices else tiny_spec()
     for most in (None, 8):
-        monkeypatch.setattr(simulate, "_FOLLOWED", most)
+        monkeypatch.setattr(simulate, "FOLLOWED", most)
         monkeypatch.setattr(simulate, "_FOLLOWED_SPLIT", most)
         found.append(ForecastCache(model).of(small_machine(), placement, workload, 2))
     every, few = found

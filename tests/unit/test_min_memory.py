@@ -17,7 +17,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Placement
-from tests.sweeps import quick
+from tests.sweeps import quick, swept
 from tests.unit.forecast_cases import experts_spec, small_machine, tiny_spec, wide_spec
 
 MIB = 2**20
@@ -28,8 +28,7 @@ PLENTY = 1e6
 @pytest.fixture(autouse=True)
 def a_small_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside its gigabytes a tiny model's bytes would not count."""
-    for module in (simulate, candidates):
-        monkeypatch.setattr(module, "PROCESS_BYTES", 20 * MIB)
+    monkeypatch.setattr(simulate, "PROCESS_BYTES", 20 * MIB)
     monkeypatch.setattr(simulate, "_EARLY_PROCESS_BYTES", 10 * MIB)
 
 
@@ -157,3 +156,16 @@ def test_what_tiles_spare_the_host_is_what_a_forecast_says(spilled: tuple[int, i
 
     for count in (1, 4, 7):
         assert on_host(0) - on_host(count) == tiles.host_bytes(count)
+
+
+@swept(together=1, model=[tiny_spec, wide_spec], split=[False, True], rows=[1, 3, 8])
+def test_what_is_certain_is_most_of_what_a_forecast_has(
+    model: Callable[[], ModelSpec], split: bool, rows: int
+) -> None:
+    """Told without a step: all of the host, and of the device what layers or the head take."""
+    workload = replace(WORKLOAD, tokens_per_step=40 * 64)
+    given = candidates.Candidates(forecasts_of(model), machine(PLENTY, PLENTY), workload)
+    for candidate in [each for family in given.families(rows, split=split) for each in family]:
+        (device, host), found = given.min_bytes(candidate, rows), given.of(candidate, rows)
+        assert host == pytest.approx(found.host_peak_bytes, rel=2e-3)
+        assert (0.7 if split else 0.9) < device / found.device_peak_bytes < 1.005

@@ -146,11 +146,11 @@ def test_a_refusal_and_its_remedies_follow_few_steps(monkeypatch: pytest.MonkeyP
     counted = Counted(monkeypatch, cache, "needs_of")
     plan = make_plan(tiny_spec(6), machine, Workload(25_000 * 64, 64, micro_batch=1))
     assert not plan.fits and len(plan.remedies) == 3
-    assert followed.calls <= 48 and passed.calls <= 15_500
-    assert counted.calls <= 38
+    assert followed.calls <= 15 and passed.calls <= 4600
+    assert counted.calls <= 45
 
 
-def test_what_the_host_has_no_room_for_is_followed_with_no_other_graphs(
+def test_what_the_host_has_no_room_for_is_not_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Graphs that wait on the device spare the host nothing."""
@@ -162,7 +162,7 @@ def test_what_the_host_has_no_room_for_is_followed_with_no_other_graphs(
     for kept in (1, 2, 3):
         plan = MemoryPlan(candidate, (), 0, 1, Graphs(kept, 0, 0), 0.0, 0.0)
         assert plans.spent(plan) is None
-    assert followed.calls == simulate.STEADY
+    assert followed.calls == 0
 
 
 def test_memory_alone_takes_one_step_where_weights_are_on_a_disk(
