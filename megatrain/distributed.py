@@ -87,6 +87,9 @@ class Ranks:
     def scatter_sum(self, whole: Tensor) -> None:
         """Put the sum over all ranks into this rank's block of a tensor; the rest is undefined."""
 
+    def unite(self, whole: Tensor) -> None:
+        """Fill a tensor of which each rank has some elements, and zeros in the others' place."""
+
     def sum(self, values: Tensor) -> None:
         """Put the sum over all ranks in the place of a tensor; every rank has the same bits."""
 
@@ -237,6 +240,10 @@ class ProcessGroups(Ranks):
                 dist.all_reduce(whole, group=self.outgoing)
             else:
                 reduce_scatter_single(self._own(whole), whole, group=self.outgoing)
+
+    def unite(self, whole: Tensor) -> None:
+        with self._told():  # as integers: a sum with zeros keeps every bit
+            dist.all_reduce(whole.view(torch.int32), group=self.incoming)
 
     def sum(self, values: Tensor) -> None:
         with self._told():

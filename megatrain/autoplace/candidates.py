@@ -121,9 +121,9 @@ class Candidates:
     def slice_bytes(self) -> int | None:
         """Bytes of the slices that layers and head can be streamed in.
 
-        None: none is so large; weights on a disk, or of several ranks, come as whole tiles.
+        None: none is so large; weights on a disk come as whole tiles.
         """
-        if "disk_weights" in self.spilled or self.workload.ranks > 1:
+        if "disk_weights" in self.spilled:
             return None
         layouts, itemsize = self._layouts, self.workload.dtype.itemsize
         head = next(t.numel for t in layouts if t.kind is TileKind.HEAD) * itemsize

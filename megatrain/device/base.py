@@ -44,7 +44,8 @@ class Kind(Enum):
     PROLOGUE = auto()  # the model's own forward around the layers, or its backward
     UPDATE = auto()
     ROUND = auto()  # a gradient, to the type in which it leaves
-    COLLECTIVE = auto()  # of all ranks together
+    COLLECTIVE = auto()  # of all ranks together; each has a block before, or after
+    ALL_REDUCE = auto()  # of all ranks together; each has all of it before and after
     PLAIN = auto()  # of the same buffers it always takes the same
     NOTE = auto()  # nothing of the device
     OTHER = auto()

@@ -41,12 +41,33 @@ class Collectives:
             every = self.gather([values], what, COMPUTE)
             self._device.wait(COMPUTE, every, "blocks of all ranks")
 
-    def scatter_sum(self, sums: Buffer, what: str) -> None:
-        """Sum a buffer of one equal block a rank over the ranks; COMPUTE has its own block then."""
+    def clear(self, values: Buffer, stream: str) -> None:
+        """Zeros for what other ranks have of a buffer, which `unite` completes."""
+        if self.ranks.together:
+            self._device.run(stream, f"clear {values.name}", values.data.zero_, writes=[values])
+
+    def unite(self, values: Buffer, what: str, stream: str) -> Any:
+        """Fill a buffer of which each rank brings some elements on `stream`, beside zeros.
+
+        Returns:
+            The event of its being whole.
+        """
+        device = self._device
+        if not self.ranks.together:
+            return device.record(stream)
+        device.wait(GATHER, device.record(stream), "shard arrived")
+        self._run(GATHER, f"gather {what}", self.ranks.unite, values, Kind.ALL_REDUCE)
+        return device.record(GATHER)
+
+    def scatter_sum(self, sums: Buffer, what: str, *, whole: bool = False) -> None:
+        """Sum a buffer over the ranks; COMPUTE has its own of equal blocks then, or the `whole`."""
         if not (self.ranks.together and len(sums.data)):
             return
         self._device.wait(REDUCE, self._device.record(COMPUTE), "sums ready")
-        self._run(REDUCE, f"sum {what}", self.ranks.scatter_sum, sums)
+        if whole:
+            self._run(REDUCE, f"sum {what}", self.ranks.sum, sums, Kind.ALL_REDUCE)
+        else:
+            self._run(REDUCE, f"sum {what}", self.ranks.scatter_sum, sums)
         self._device.wait(COMPUTE, self._device.record(REDUCE), "sums of all ranks")
 
     def sum(self, numbers: Buffer, what: str) -> Any:
@@ -85,8 +106,8 @@ class Collectives:
             sizes
         )
 
-    def _run(self, stream: str, name: str, work: Any, buffer: Buffer) -> None:
+    def _run(
+        self, stream: str, name: str, work: Any, buffer: Buffer, kind: Kind = Kind.COLLECTIVE
+    ) -> None:
         data = buffer.data
-        self._device.run(
-            stream, Name(Kind.COLLECTIVE, name), lambda: work(data), [buffer], [buffer]
-        )
+        self._device.run(stream, Name(kind, name), lambda: work(data), [buffer], [buffer])

@@ -164,7 +164,9 @@ class Assembly:
                 trunk.append(self.layer(visit, policy, offload))
         head = Head(device, program, self.head, self.whole_head(), self.collectives)
         if self.vocab_slices is not None:
-            shards, head = in_shards(device, program, self.vocab_slices, self.vocab_split())
+            shards, head = in_shards(
+                device, program, self.vocab_slices, self.vocab_split(), self.collectives
+            )
             trunk += shards
         _end_backward(trunk)
         return trunk, head

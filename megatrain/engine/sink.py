@@ -171,7 +171,7 @@ class Sink:
         tile, sums, device = room.tile, room.sums, self._device
         if not self._last or not tile.whole.layout.trainable_numel:
             return
-        self._collectives.scatter_sum(sums, tile.name)
+        self._collectives.scatter_sum(sums, tile.name, whole=isinstance(tile, TileSlice))
 
         def measure() -> None:
             square = torch.linalg.vector_norm(sums.data[tile.trained]) ** 2

@@ -182,6 +182,8 @@ class Stream:
         self._device.wait(COPY_IN, tile.updated, "version due")
         for slot in place.slots:
             self._device.wait(COPY_IN, slot.free, "slot free")
+        if isinstance(tile, TileSlice):
+            self._collectives.clear(place.buffer.piece(0, tile.layout.numel), COPY_IN)
         for span in tile.spans:
             to = place.buffer.piece(span.at, span.at + span.numel)
             source = tile.weights.piece(span.start, span.start + span.numel)
@@ -189,7 +191,9 @@ class Stream:
         place.ready = self._gather(tile, place.buffer, COPY_IN)
 
     def _gather(self, tile: Tile | TileSlice, whole: Buffer, stream: str) -> Any:
-        """The other ranks' blocks, beside this one's that comes on `stream`; when all are there."""
+        """What other ranks have, beside what comes on `stream`; the event of all being there."""
+        if isinstance(tile, TileSlice):
+            return self._collectives.unite(whole.piece(0, tile.layout.numel), tile.name, stream)
         parts = [whole.piece(*part) for part in tile.layout.parts]
         return self._collectives.gather(parts, tile.name, stream)
 

@@ -3,7 +3,7 @@ large for that as a whole. Its planes stay as they are.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -29,7 +29,7 @@ class TileSlice:
 
     Attributes:
         layout: of what is streamed.
-        spans: where it lies in the tile's planes.
+        spans: where what this rank has of it lies in the tile's planes.
         begins, ends: whether its gradient is the tile's first, or last, of a step.
     """
 
@@ -57,8 +57,8 @@ class TileSlice:
 
     @property
     def trained(self) -> slice:
-        """What of its gradient is this rank's: slices are never cut between ranks."""
-        return slice(0, self.layout.trainable_numel)
+        """What of its gradient this rank measures: each has the sums of all of it."""
+        return slice(0, self.layout.trainable_numel if self.whole.rank == 0 else 0)
 
     @property
     def updated(self) -> object:
@@ -116,7 +116,15 @@ def slice_tile(tile: Tile, name: str, rows: RowRanges, *, trainable: bool = True
             spans[-1:] = [Span(last.start, last.at, last.numel + numel)]
         else:
             spans.append(Span(offset, entry.offset, numel))
-    return TileSlice(tile, layout, spans)
+    return TileSlice(tile, layout, spans if tile.layout.ranks == 1 else [*_own(tile, spans)])
+
+
+def _own(tile: Tile, spans: Sequence[Span]) -> Iterator[Span]:
+    """What this rank has of ranges of the whole tile."""
+    for span, block in itertools.product(spans, tile.spans):
+        start, stop = max(span.start, block.at), min(span.stop, block.at + block.numel)
+        if start < stop:
+            yield Span(block.start + start - block.at, span.at + start - span.start, stop - start)
 
 
 def _layout(tile: TileLayout, name: str, rows: RowRanges, *, trainable: bool = True) -> TileLayout:

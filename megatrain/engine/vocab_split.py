@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import Kind, Name
+from megatrain.device.collectives import Collectives
 from megatrain.engine.batch import Batch
 from megatrain.engine.layer import Layer, Stage
 from megatrain.engine.modules import HEAD_NAME, Head, State
@@ -46,7 +47,11 @@ HIDDEN, LOGITS = 0, 7
 
 
 def in_shards(
-    device: Device, program: Program, vocab_slices: VocabSlices, rows: "VocabSplit"
+    device: Device,
+    program: Program,
+    vocab_slices: VocabSlices,
+    rows: "VocabSplit",
+    collectives: Collectives,
 ) -> tuple[list[Layer], Head]:
     """The stages of a head, in their order; the last one is apart."""
     *middle, last = zip(vocab_slices.rows, vocab_slices.bounds, strict=False)
@@ -55,7 +60,8 @@ def in_shards(
         stage.new_inputs = stage.inputs
     epilogue = Epilogue(device, program, vocab_slices.rest)
     tile_slice, start = last
-    return [epilogue, *firsts], Head(device, program, tile_slice, LastRows(rows, start))
+    head = Head(device, program, tile_slice, LastRows(rows, start), collectives)
+    return [epilogue, *firsts], head
 
 
 class VocabSplit:

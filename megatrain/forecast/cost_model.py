@@ -132,9 +132,9 @@ class CostModel:
         if stream in (DISK_WEIGHTS, DISK_OUT):
             moved = sum(buffer.data.nbytes for buffer in reads)
             return Cost(moved / self._rate[stream], num_bytes=moved)
-        if kind is Kind.COLLECTIVE:
+        if kind in (Kind.COLLECTIVE, Kind.ALL_REDUCE):
             received = sum(buffer.data.nbytes for buffer in writes) * (1 - 1 / self._ranks)
-            return Cost(received / self._link)
+            return Cost((1 + (kind is Kind.ALL_REDUCE)) * received / self._link)
         if stream != COMPUTE:
             return Cost()
         if kind is Kind.NOTE:

@@ -25,7 +25,6 @@ from megatrain.plan.remedies import (
 )
 from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
 from megatrain.plan.wear import DiskUse, disk_use
-from megatrain.source.sharing import not_shared
 from megatrain.units import gib, size
 
 _NO_DISK_RATES = (
@@ -214,10 +213,10 @@ def several_gpus(
     """The same step split among `gpus` on one host, as one of their ranks takes it.
 
     Where the link between them is not known it counts as half of a GPU's bus. None: it does not
-    fit, or has a placement that several ranks cannot have.
+    fit.
     """
     told = fitting(plans, machine.shared(gpus, machine.link_gbps), workload.shared(gpus))
-    if told is None or not_shared(told.placement):
+    if told is None:
         return None
     rate = workload.tokens_per_step / told.seconds
     return SeveralGpus(gpus, told.seconds, told.binds, rate)

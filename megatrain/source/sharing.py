@@ -20,21 +20,6 @@ from megatrain.source.source import Source
 from megatrain.source.state_io import saved_optimizer
 from megatrain.tile import TileLayout
 
-# Choices of a placement that several ranks can have; all others are as they are by default.
-_SHARED = (
-    *("slots", "prefetch", "layer_inputs", "layer_input_lanes", "gradient_lanes", "keep_rows"),
-    *("save_activations", "save_all", "save_attention", "offload_activations", "chunk_tokens"),
-    *("host_grad_buffers", "head_tokens", "update_threads", "save_bytes", "compile"),
-    *("keep_weights", "resident", "passes", "disk_moments", "disk_remainder", "disk_weights"),
-)
-
-
-def not_shared(placement: Placement) -> list[str]:
-    """Names of its choices that several ranks cannot have."""
-    names, plain = sorted({*Placement.names()} - {*_SHARED}), Placement()
-    return [name for name in names if getattr(placement, name) != getattr(plain, name)]
-
-
 NO_LABELS = "no labels"  # in the place of a loss
 
 
@@ -47,7 +32,7 @@ def check_shared(opened: Opened, placement: Placement) -> None:
     ranks = opened.ranks
     if ranks.size == 1:
         return
-    ranks.agree(lambda: _refuse(opened, placement))
+    ranks.agree(lambda: _refuse(opened))
     require_same(ranks.exchange(_described(opened, placement)))
 
 
@@ -115,9 +100,7 @@ def require_alone(ranks: Ranks, what: str) -> None:
         raise InputError(f"{what} is not for several ranks yet; save, and do it with one")
 
 
-def _refuse(opened: Opened, placement: Placement) -> None:
-    for name in not_shared(placement):
-        raise InputError(f"placement.{name} is not for several ranks yet; leave it out")
+def _refuse(opened: Opened) -> None:
     source, rule = opened.source, opened.model.rule
     if source.saved is not None and source.resumes and rule is not None:
         saved = saved_optimizer(source.saved)

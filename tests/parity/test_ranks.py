@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from tests.families.tiny import tiny_model
 from tests.parity.cases import llama, make_batches, make_engine, masters, model_of, qwen2, same
 from tests.parity.ranks import run_ranks
 from tests.parity.test_preferences import replies
-from tests.race.schedule import Alike
+from tests.parity.test_split import EXPERT, SPLIT, WIDE, mixtral, tied, wide, wide_batches
 from tests.rules import possible
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (2, 9))
@@ -184,6 +185,16 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
         for where, placement in MUON.items()
         if where != "on a disk"
     },
+    "experts and a head in slices": lambda group: train(
+        group,
+        mixtral(vocab_size=WIDE),
+        clip=0.5,
+        batches=wide_batches(2, SHAPES),
+        placement=Placement(slots=2, max_stream_bytes=3 * EXPERT, layer_inputs="host"),
+    ),
+    "a tied head in slices, preferences": lambda group: train(
+        group, tied(), DPO(), pairs(DPO()), placement=replace(SPLIT, resident=("layer 1",))
+    ),
     "muon, experts": lambda group: muon(group, tiny_model("mixtral"), rule="muon"),
     "preferences, in passes": lambda group: train(
         group, llama(), DPO(), pairs(DPO()), placement=Placement(passes=2, resident=("head",))
@@ -216,6 +227,17 @@ EXACT: dict[str, Callable[[Any], dict]] = (
         for precision, rule in (("fp32", "adamw"), ("bf16", "adamw bf16"), ("bf16", "lion"))
     }
     | {
+        "bf16, a head in slices, frozen in part": lambda group: train(
+            group,
+            wide(),
+            TOKEN_WEIGHTS,
+            weighed(wide_batches(2, SHAPES)),
+            clip=1e9,
+            precision="bf16",
+            rule="adamw int8",
+            trained=Trained(freeze=("model.norm",)),
+            placement=SPLIT,
+        ),
         "bf16, planes on a disk": lambda group: on_disk(
             group,
             llama(tie_word_embeddings=True),
@@ -224,7 +246,7 @@ EXACT: dict[str, Callable[[Any], dict]] = (
             clip=1e9,
             precision="bf16",
             trained=Trained(freeze=("k_proj", "layers.1.mlp")),
-        )
+        ),
     }
     | {
         f"{precision}, {rule}, {where}": lambda group, how=(precision, rule, placement): muon(
@@ -262,7 +284,14 @@ USUAL = (
     *("tied, rows that are not kept, graphs that are", "frozen in part", "bf16, lion"),
     *("resident, in passes", "tied, resident in part, not clipped"),
     *("preferences, in passes", "adapter", "nf4, adapter", "bf16, planes on a disk"),
-    *("muon, 0.5", "muon clipped, 0.5", "muon, experts", "bf16, muon, on a disk"),
+    *("experts and a head in slices", "a tied head in slices, preferences"),
+    *(
+        "bf16, a head in slices, frozen in part",
+        "muon, 0.5",
+        "muon clipped, 0.5",
+        "muon, experts",
+        "bf16, muon, on a disk",
+    ),
     *("fp32, muon, resident, in passes", "bf16, muon clipped, streamed"),
     *("adafactor, llama, streamed", "adafactor, mixtral, resident, in passes"),
     "experts that are balanced",
@@ -386,16 +415,6 @@ OTHERWISE: dict[str, tuple[dict, str]] = {
     "weights": ({"model": other_weights}, "rank 1 has another model in memory"),
     "depth": ({"model": lambda: llama(num_hidden_layers=2)}, '"num_hidden_layers": 2, '),
 }
-
-IMPOSSIBLE: dict[str, tuple[dict, str]] = {
-    "slices": ({"placement": Placement(max_stream_bytes=1 << 20)}, "placement.max_stream_bytes"),
-}
-
-
-def test_what_ranks_cannot_do_is_refused_by_name() -> None:
-    with mock.patch("megatrain.api.open_ranks", lambda *_: Alike(0, 2)):
-        for options, words in IMPOSSIBLE.values():
-            refused(InputError, words, make_engine, llama(), **options)
 
 
 def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path: Path) -> None:

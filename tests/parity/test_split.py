@@ -4,7 +4,7 @@ A layer is taken some experts at a time, a head in ranges of its table's rows.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -41,6 +41,7 @@ from tests.families.plain import Step
 from tests.families.report import documented
 from tests.families.tiny import families, tiny_model
 from tests.parity.cases import (
+    SHAPES,
     SIZES,
     Noting,
     frozen,
@@ -98,9 +99,9 @@ def phi() -> PhiForCausalLM:
     return noisy(PhiForCausalLM(config))
 
 
-def wide_batches(count: int) -> list[Step]:
+def wide_batches(count: int, shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Step]:
     """Targets in every range, at their borders, and a micro-batch without a label."""
-    steps = make_batches(count)
+    steps = make_batches(count, shapes)
     for number, step in enumerate(steps):
         for micro in step:
             micro["input_ids"] = micro["input_ids"] * 37 % WIDE

@@ -181,13 +181,16 @@ def split_schedules() -> Iterator[dict]:
             resident=resident,
             max_stream_bytes=SLICE,
         )
-        yield {
+        schedule = {
             "placement": placement,
             "max_grad_norm": clip,
             "tied": tied,
             "saves": saves,
             "experts": experts,
         }
+        yield schedule
+        if slots == 3:
+            yield schedule | {"ranks": Alike(1, 3)}
 
 
 class Alike(Ranks):

@@ -10,7 +10,7 @@ from unittest import mock
 from megatrain import Placement
 from megatrain.device.base import COPY_IN, GATHER, REDUCE
 from megatrain.engine.batch import Batch
-from tests.race.schedule import STEPS, Alike, Told, schedules, shared_schedules, trace
+from tests.race.schedule import SLICE, STEPS, Alike, Told, schedules, shared_schedules, trace
 
 
 @functools.cache
@@ -86,6 +86,20 @@ def test_all_ranks_put_on_the_same_collectives_in_the_same_order() -> None:
     )
     with own:  # a rank takes as many passes as it has micro-batches for
         assert any(others != [first] * 2 for first, *others in collectives())
+
+
+def test_slices_of_ranks_need_each_wait_of_their_way() -> None:
+    """Also before zeros are put where the others' elements come to be added."""
+    placement = Placement(slots=3, max_stream_bytes=SLICE)
+    for experts in (False, True):
+        schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
+        schedule |= {"experts": experts, "ranks": Alike(1, 3)}
+        assert not trace(**schedule).races
+        ways = ("slot free", "shard arrived", "weights arrived", "sums ready", "sums of all ranks")
+        for why in ways:
+            races = trace(**schedule, without=frozenset({why})).races
+            parts = ("experts",) if experts else ("rows",)
+            assert any(part in race for race in races for part in parts), (experts, why)
 
 
 def test_directions_of_ranks_need_each_wait_of_their_way() -> None:
