@@ -436,12 +436,27 @@ def test_the_example_is_a_run_file_whose_rewards_tell_right_from_wrong():
     torch.testing.assert_close(rewards.together(each), torch.tensor([1.2, 0.2, 0]).double())
 
 
-def test_ranks_learn_from_the_replies_of_one(megatrain, rollout_file, tmp_path):
+HELD_OUT = ("data.eval_fraction=0.3", "training.eval_every=2", "rollout.batch_size=4")
+
+
+@pytest.mark.parametrize(
+    ("loss", "held"),
+    [
+        (LOSSES["grpo"] | {"loss_type": "grpo"}, []),
+        pytest.param(
+            {"name": "rloo"},
+            [*HELD_OUT, "optimizer={name: sgd, lr: 0.1}"],  # AdamW makes noise of sums visible
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["grpo", "rloo with evaluations"],
+)
+def test_ranks_learn_from_the_replies_of_one(megatrain, rollout_file, tmp_path, loss, held):
     """Two stop between two steps of the same replies, three go on; one rank alone rewards."""
-    file = rollout_file(LOSSES["grpo"] | {"loss_type": "grpo"}, ("short", "note"))
+    file = rollout_file(loss, ("short", "note"))
     with (tmp_path / "rewards.py").open("a") as module:
         module.write(NOTE)
-    changed = [part for each in CHANGED for part in ("--set", each)]
+    changed = [part for each in (*CHANGED, *held) for part in ("--set", each)]
     one = megatrain("train", file, *changed, *sets(output__folder="one"))
     assert one.exit_code == 0, one.output
     noted = (tmp_path / "noted").read_text()
@@ -449,14 +464,15 @@ def test_ranks_learn_from_the_replies_of_one(megatrain, rollout_file, tmp_path):
     for size, resume in ((2, False), (3, True)):
         (tmp_path / str(size)).mkdir()
         at = None if resume else stopped_at(0)
-        work = run_of(file, str(tmp_path / "several"), resume=resume, at=at)
+        work = run_of(file, str(tmp_path / "several"), *held, resume=resume, at=at)
         assert (
             run_ranks(size, tmp_path / str(size), work) == ["None" if resume else "SIGTERM"] * size
         )
     assert (tmp_path / "noted").read_text() == noted != ""
-    assert_same_run(tmp_path / "one", tmp_path / "several")
+    assert_same_run(tmp_path / "one", tmp_path / "several", least=1e-7)
     for mine, other in zip(read(tmp_path / "several"), read(tmp_path / "one"), strict=True):
-        for name in ("reward", "rewards/short/std", "completions/mean_length", "kl"):
+        names = ("reward", "rewards/short/std", "completions/mean_length", "kl")
+        for name in (*names, *(f"eval_{name}" for name in names)):
             wanted = pytest.approx(other.get(name, 0), rel=1e-4, abs=1e-7)
             assert mine.get(name, 0) == wanted, name
     broken = rollout_file(LOSSES["grpo"], ("broken",))
