@@ -24,6 +24,7 @@ from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, TOKEN_SCORE, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values
+from megatrain.model.float8 import in_own_type
 from megatrain.model.masks import check_masks
 from megatrain.model.packing import Packing
 from megatrain.model.program import ModelProgram
@@ -217,7 +218,7 @@ class PlacedEngine:
         self._program.train(False)
         loss = TOKEN_SCORE if self._spec.capture.scores_rows else CROSS_ENTROPY
         batch = self._checked(micro_batches, loss)
-        with self._program.eager():
+        with self._program.eager(), in_own_type(self._program.float8):
             found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
         return self._ranks.exchange([each.cpu() for each in found])[0]  # all decide alike
 

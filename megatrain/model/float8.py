@@ -7,6 +7,8 @@ and experts that are no `nn.Linear` are computed in bf16.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -19,8 +21,8 @@ _CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that have them
 ROUTERS = frozenset(("gate", "router"))  # a small error of theirs would choose other experts
 
 
-def convert(module: nn.Module, device: torch.device) -> int:
-    """Let the linear modules of a layer's template compute in float8; returns their number.
+def convert(module: nn.Module, device: torch.device) -> list[nn.Module]:
+    """Let the linear modules of a layer's template compute in float8; returns them.
 
     Elsewhere than on a GPU the casts are real and products are taken in the type of the inputs.
 
@@ -45,7 +47,24 @@ def convert(module: nn.Module, device: torch.device) -> int:
     found = [name for name, child in module.named_modules() if _takes(child, name)]
     config = Float8LinearConfig(emulate=device.type != "cuda", pad_inner_dim=True)
     convert_to_float8_training(module, config=config, module_filter_fn=_takes)
-    return len(found)
+    return [module.get_submodule(name) for name in found]
+
+
+@contextmanager
+def in_own_type(converted: list[nn.Module]) -> Iterator[None]:
+    """Within this context modules that were converted compute in the type of their inputs.
+
+    A scale is of all tokens that are computed together, so in float8 what comes out for one of them
+    changes with the others: no comparison of single tokens could be told from that.
+    """
+    kinds = [type(module) for module in converted]
+    for module in converted:
+        module.__class__ = nn.Linear
+    try:
+        yield
+    finally:
+        for module, kind in zip(converted, kinds, strict=True):
+            module.__class__ = kind
 
 
 def _takes(module: nn.Module, name: str) -> bool:

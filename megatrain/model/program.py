@@ -148,7 +148,9 @@ class ModelProgram:
         self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
         for kind in self.kinds:
             move_buffers(kind.module, device)
-        if float8 and not sum([float8_linears(kind.module, device) for kind in self.kinds]):
+        kinds = self.kinds if float8 else []
+        self.float8 = [each for kind in kinds for each in float8_linears(kind.module, device)]
+        if float8 and not self.float8:
             raise InputError(
                 "precision is 'fp8', but no layer has an nn.Linear of sizes that are multiples of "
                 "16; take bf16"

@@ -9,8 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatrain.api import Engine
+from megatrain.autoplace.auto import can_compile
 from megatrain.config import Config
 from megatrain.data import IDS, LOG_PROBS, MicroBatch, Step, at_first_label, plain_rows
+from megatrain.device import open_device
 from megatrain.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.train.model_config import model_config
@@ -57,12 +59,20 @@ def begun_model(config: Config, tokenizer: PreTrainedTokenizerBase, group: Any =
     return frozen_engine(
         config,
         model_config(section, tokenizer) if source is None else source,
-        placement=Placement(),
+        placement=Placement(compile=_compiled(config)),
         seed=config.training.seed,
         base=config.model.base,
         base_model=moved_base(begun_from(config).base_model),
         group=group,
     )
+
+
+def _compiled(config: Config) -> bool:
+    """Whether the layers of the model that is trained are, whose kinds the reference has."""
+    given = config.engine.placement
+    if given != "auto":
+        return bool(given.get("compile", False))
+    return open_device(config.engine.device).kind == "cuda" and can_compile()
 
 
 def second_model(
