@@ -19,6 +19,7 @@ from megatrain.store import Span, Tier, Tile
 from megatrain.units import align
 
 LANES = 4  # pieces read, updated and written at once; another one for a disk that is uneven
+_WHOLE_LANES = 3  # of tiles that are updated as a whole: each takes much more host memory
 
 
 @dataclass
@@ -37,7 +38,8 @@ def own_numel(tile: Tile) -> int:
 class DiskStaging:
     """The way of planes from a disk to their updates, and back."""
 
-    def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
+    def __init__(self, device: Device, tiles: Sequence[Tile], *, whole: bool = False) -> None:
+        """Args: `whole`: updates need all of a parameter, so that tiles go in one piece."""
         self._device = device
         self._on_disk = {
             tile.index: [
@@ -46,13 +48,14 @@ class DiskStaging:
             for tile in tiles
         }
         numels = [own_numel(t) for t in tiles if self._on_disk[t.index]]
-        self._piece = min(disk.PIECE, max(numels, default=1))
+        largest = max(numels, default=1)
+        self._piece = largest if whole else min(disk.PIECE, largest)
         widest = max((sum(map(self._bytes, p)) for p in self._on_disk.values()), default=0)
         self._lanes = [
             Lane(
                 device.host(Name(Memory.DISK, f"disk lane {i}"), widest, torch.uint8, pinned=False)
             )
-            for i in range(LANES if numels else 0)
+            for i in range((_WHOLE_LANES if whole else LANES) if numels else 0)
         ]
         self._turn = 0
 

@@ -1,13 +1,12 @@
 """The optimizers' rules that sweeps go over: each of RULES, with each choice of what it keeps."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from megatrain import SGD, AdamW, Muon, Placement
+from megatrain import SGD, AdamW, Muon
 from megatrain.optim import RULES, Rule
 
 SWEPT: dict[str, Callable[..., Rule]] = {
@@ -21,12 +20,6 @@ SWEPT: dict[str, Callable[..., Rule]] = {
 
 # Those whose updates are of flat ranges, with a plain form to compare each bit with.
 FLAT = [name for name, make in SWEPT.items() if not make().needs_matrices]
-
-
-def possible(rule: str, placement: Placement) -> Placement:
-    """A placement, without a disk where the rule's planes cannot rest on one."""
-    none = {"disk_moments": 0, "disk_remainder": 0, "disk_weights": 0}
-    return replace(placement, **none) if SWEPT[rule]().needs_whole else placement
 
 
 def with_rules(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:

@@ -62,7 +62,7 @@ def could_fit(forecasts: ForecastCache, machine: Machine, workload: Workload) ->
 def _ways(forecasts: ForecastCache, machine: Machine, workload: Workload) -> list[Spill]:
     """Nothing on a disk; and where there is one, more and more of what it has room for."""
     there = machine.disk_space_bytes or 0
-    if not there or workload.rule.needs_whole:  # whose planes cannot rest there
+    if not there:
         return [Spill()]
     layouts = forecasts.model(workload).layouts
     key = "spills", workload.rule, workload.ranks, workload.dtype
@@ -71,12 +71,19 @@ def _ways(forecasts: ForecastCache, machine: Machine, workload: Workload) -> lis
 
 
 def _spills(layouts: Sequence[TileLayout], workload: Workload) -> Iterator[Spill]:
-    """What may be on a disk: moments of one tile more each time, then remainders, then weights."""
-    tiles = sum(each.trainable_numel > 0 for each in layouts)
-    moments: list[dict[str, Any]] = [{"disk_moments": count + 1} for count in range(tiles)]
-    remainders = [{"disk_moments": tiles, "disk_remainder": count + 1} for count in range(tiles)]
-    rest = {"disk_moments": tiles, "disk_remainder": tiles}
+    """What may be on a disk: moments of one tile more each time, then remainders, then weights.
+
+    Of a rule that updates whole parameters no moments, which are next to nothing, and layers alone:
+    the host has room for three of the largest tiles that are there.
+    """
+    whole = workload.rule.needs_whole
     layers = sum(each.kind is TileKind.LAYER for each in layouts)
+    taken = (each for each in layouts if each.kind is TileKind.LAYER or not whole)
+    tiles = sum(each.trainable_numel > 0 for each in taken)
+    moved = 0 if whole else tiles
+    moments: list[dict[str, Any]] = [{"disk_moments": count + 1} for count in range(moved)]
+    remainders = [{"disk_moments": moved, "disk_remainder": count + 1} for count in range(tiles)]
+    rest = {"disk_moments": moved, "disk_remainder": tiles}
     weights = [rest | {"disk_weights": count + 1} for count in range(layers)]
     ways = [*moments, *remainders, *weights]
     yield from map(Spill, ways, disk_bytes(layouts, workload, (Placement(**way) for way in ways)))

@@ -76,11 +76,6 @@ class Directions:
                 f"{type(rule).__name__} takes {name!r} for a matrix of a layer, but it is outside "
                 "of the layers; choose another optimizer"
             )
-        if rule.needs_whole and any(Tier.DISK in vars(t.rests).values() for t in tiles):
-            raise InputError(
-                f"{type(rule).__name__} updates whole parameters: its planes cannot rest on a "
-                "disk; leave placement.disk_* out"
-            )
         numels = [self._range(t)[1] - self._range(t)[0] for t in directed if self._comes(t)]
         self._disk = DiskTransfer(device, [self._state(tile) for tile in directed])
         self._rooms = [

@@ -80,15 +80,15 @@ class MetaAssembly(Assembly):
     def vocab_split(self) -> VocabSplit:
         return MetaVocabSplit(self.placement.head_tokens, self.measured, self.counter)
 
-    def disk_staging(self) -> DiskStaging:
-        return CoarseDiskStaging(self.device, self.store.tiles)
+    def disk_staging(self, *, whole: bool) -> DiskStaging:
+        return CoarseDiskStaging(self.device, self.store.tiles, whole=whole)
 
 
 class CoarseDiskStaging(DiskStaging):
     """Moves as many bytes through as much host memory, a tile in a few pieces."""
 
-    def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
-        super().__init__(device, tiles)
+    def __init__(self, device: Device, tiles: Sequence[Tile], *, whole: bool = False) -> None:
+        super().__init__(device, tiles, whole=whole)
         largest = max(map(own_numel, tiles), default=0)
         self._piece = max(self._piece, align(-(-largest // _PIECES), self._piece))
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config
 from transformers.models.qwen2 import Qwen2ForCausalLM
 
-from megatrain import Engine, Placement
+from megatrain import Engine
 from megatrain.device import Buffer, CpuDevice
 from tests.families.plain import Step, accumulate
 from tests.families.tiny import tiny_model
-from tests.rules import SWEPT, possible
+from tests.rules import SWEPT
 
 VOCAB = 128
 SHAPES = ((2, 12), (1, 7), (3, 5))
@@ -89,8 +89,6 @@ def make_engine(
         settings["eps"] = eps
     optimizer = SWEPT[rule](**settings)
     options = {"device": "cpu", "disk": gettempdir()} | options
-    if isinstance(options.get("placement"), Placement):
-        options["placement"] = possible(rule, options["placement"])
     return Engine(model, optimizer=optimizer, max_grad_norm=clip, precision=precision, **options)
 
 

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain import Adafactor, Engine, InputError, Placement
+from megatrain import Adafactor, Engine, Placement
+from megatrain.device import disk
 from megatrain.optim import adafactor
+from megatrain.plane_file import BLOCK
+from tests.checkpoint.cases import state
 from tests.parity.cases import (
     gradients,
     llama,
@@ -87,10 +90,34 @@ def test_any_range_of_matrices_is_cut_into_rectangles() -> None:
             assert torch.equal(found.view(-1), wanted), (shape, start, stop)
 
 
-def test_planes_on_a_disk_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="Adafactor updates whole parameters"):
-        Engine(llama(), optimizer=Adafactor(), device="cpu", precision="fp32", disk=tmp_path,
-               placement=Placement(disk_moments=1))  # fmt: skip
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_planes_on_a_disk_change_no_bit(
+    precision: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles go in one piece, whatever the size of pieces of other rules."""
+    monkeypatch.setattr(adafactor, "_PER", 4)
+    monkeypatch.setattr(disk, "PIECE", BLOCK)
+    wanted = trained(precision, tmp_path, Placement())
+    on_disk = Placement(slots=1, disk_moments=99, disk_remainder=99, disk_weights=99)
+    assert same(trained(precision, tmp_path, on_disk), wanted)
+
+
+def trained(precision: Any, folder: Path, placement: Placement) -> dict[str, torch.Tensor]:
+    """All masters and states after four steps, between which the run was saved and loaded."""
+    steps = make_batches(4)
+    settings = {"rule": "adafactor", "precision": precision, "disk": folder}
+    with make_engine(llama(), placement=placement, **settings) as engine:
+        for step in steps[:2]:
+            engine.step(step)
+        engine.save(folder / "saved")
+        if placement.disk_moments:  # as large as all that the rule keeps of the largest tile
+            largest = max(tile.layout.trainable_numel for tile in engine._store.tiles)
+            assert engine.memory()["host_disk_lanes_bytes"] >= 3 * 2 * largest
+            assert engine.memory()["host_remainder_bytes"] == 0
+    with Engine.load(folder / "saved", device="cpu", disk=folder) as engine:
+        for step in steps[2:]:
+            engine.step(step)
+        return state(engine)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4)])

@@ -29,7 +29,7 @@ from megatrain.source.base import packed_weights
 from megatrain.source.opened import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.store import Store
-from tests.rules import SWEPT, possible
+from tests.rules import SWEPT
 
 T = TypeVar("T")
 
@@ -273,7 +273,6 @@ def trace(
         )
     if rule != optimizer.rule.name:
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
-    placement = possible(rule, placement)
     layouts = tile_layouts(program.spec, optimizer.group_of(), ranks.size)
     with mock.patch.object(sink, "PIECE", PIECE), mock.patch.object(disk, "PIECE", 2 * PIECE):
         given = {"rule": optimizer.rule, "placement": placement, "rank": ranks.rank}

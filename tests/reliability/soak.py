@@ -61,7 +61,7 @@ def learning(choice: random.Random, rule: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def placement(choice: random.Random, rule: dict[str, Any]) -> dict[str, Any]:
+def placement(choice: random.Random) -> dict[str, Any]:
     slots, passes = choice.randint(1, 4), choice.randint(1, 2)
     disk = ("disk_moments", "disk_remainder", "disk_weights")
     return {
@@ -76,8 +76,7 @@ def placement(choice: random.Random, rule: dict[str, Any]) -> dict[str, Any]:
         "keep_weights": choice.randint(0, 3),
         "save_activations": choice.randint(0, 2),
         "offload_activations": choice.randint(0, 2),
-        # Adafactor updates whole parameters: no plane of it rests on a disk.
-        **{name: choice.randint(0, 4) for name in disk if rule["name"] != "adafactor"},
+        **{name: choice.randint(0, 4) for name in disk},
     }
 
 
@@ -148,7 +147,7 @@ def soak(folder: Path, zygote: Zygote, steps: int, seed: int) -> None:
     processes = 0
     while not (folder / "soaked" / "run" / "model").exists():
         newest = max(checkpoint_steps(folder / "soaked" / "run"), default=0)
-        place = placement(choice, rule)
+        place = placement(choice)
         engine = sets(engine__placement=place, engine__disk=str(folder))
         arguments = ["train", run_file, "--resume", *engine]
         run = zygote.start(*arguments, log=folder / f"log-{processes}")
