@@ -15,8 +15,8 @@ from megatrain.autoplace.spill import fastest
 from megatrain.device import available_bytes
 from megatrain.engine.host_memory_guard import Planned
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.generation import reference_needs
 from megatrain.forecast.op_counter import NotForeseeable
+from megatrain.forecast.second_model import second_needs
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Generation, Workload
 from megatrain.loss import CROSS_ENTROPY, Loss
@@ -82,7 +82,7 @@ def settle(
     reference = None
     if generation is not None and generation.reference:
         size_of_rank = workload.tokens_per_step, workload.ranks
-        reference = reference_needs(opened.model.spec, opened.dtype, *size_of_rank)
+        reference = second_needs(opened.model.spec, opened.dtype, *size_of_rank)
     check_fits(
         opened.device,
         opened.model,

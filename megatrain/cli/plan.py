@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatrain.cli.models import NamedModel, model_of_run, named_config
 from megatrain.cli.plan_table import missing, show
+from megatrain.cli.second_plan import check_kept_teacher, streamed_with
 from megatrain.cli.workload import changed
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import SEQUENCE_LENGTH, Workload
@@ -89,11 +90,14 @@ def run_plan(
         where = where._replace(device=loaded.engine.device)
         total_tokens = total_tokens or _all_tokens(loaded, workload)
         gpus = gpus or loaded.engine.devices
+        workload = replace(workload, second=streamed_with(named, loaded))
     workload = changed(workload, options)
     workload.check()
     named.check_length(workload.sequence_length)
     warnings = [*_notes(named, workload, is_run=loaded is not None)]
     machine = _machine(where, workload, options, warnings)
+    if loaded is not None and (said := check_kept_teacher(loaded, machine, workload)) is not None:
+        warnings.append(said)
     if machine.unified:
         workload = replace(workload, placement=workload.placement or CPU_PLACEMENT)
     further |= {"total_tokens": total_tokens, "gpus": gpus or 1, "warnings": warnings}

@@ -4,9 +4,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from megatrain.forecast.generation import generation_bytes, reference_needs, with_generation
+from megatrain.forecast.generation import generation_bytes, with_generation
 from megatrain.forecast.needs import Needs, needs_of
 from megatrain.forecast.profile import Profile
+from megatrain.forecast.second_model import second_needs, second_seconds, with_second
 from megatrain.forecast.simulate import STEADY, Forecast, forecast, process_bytes
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
@@ -99,21 +100,44 @@ class ForecastCache:
                 loss=workload.loss,
                 steps=steps,
             )
-            return found if workload.generation is None else self._generating(found, workload)
+            if workload.generation is not None:
+                found = self._generating(found, workload)
+            return found if workload.second is None else self._with_second(found, workload)
 
         return replace(self.once(key, made), machine=machine)
 
     def _generating(self, found: Forecast, workload: Workload) -> Forecast:
         """The forecast with what the workload generates between steps."""
-        asked, length, dtype = workload.generation, workload.sequence_length, workload.dtype
+        asked, dtype = workload.generation, workload.dtype
         assert asked is not None
         generated = 0
         if asked.new_tokens is not None:
             rows = min(workload.rows, asked.rows or workload.rows)
-            size = rows, length, asked.new_tokens
+            size = rows, workload.sequence_length, asked.new_tokens
+            if asked.tokens is not None:
+                size = asked.rows or 1, asked.tokens, asked.new_tokens
             generated = self.once((dtype, size), lambda: generation_bytes(self.spec, dtype, *size))
-        reference = None
-        if asked.reference:
-            taken = dtype, workload.rows * length, workload.ranks
-            reference = self.once(taken, lambda: reference_needs(self.spec, *taken))
-        return with_generation(found, generated, reference)
+        found = with_generation(found, generated)
+        if not asked.reference:
+            return found
+        return with_second(found, "reference model", self._needs_beside(self.spec, workload))
+
+    def _needs_beside(self, spec: ModelSpec, workload: Workload) -> Needs:
+        size = workload.dtype, workload.rows * workload.sequence_length, workload.ranks
+        return self.once((id(spec), size), lambda: second_needs(spec, *size))
+
+    def _with_second(self, found: Forecast, workload: Workload) -> Forecast:
+        """The forecast with the model that is streamed before each step."""
+        second = workload.second
+        assert second is not None
+        given = second.spec, workload.dtype, workload.sequence_length
+        measured = self.once(
+            (second, *given[1:]), lambda: Profile(*given, compiled=False, chunk_tokens=None)
+        )
+        needs = self._needs_beside(second.spec, workload)
+        return with_second(
+            found,
+            second.name,
+            needs,
+            lambda: second_seconds(second.spec, measured, found, workload.ranks),
+        )

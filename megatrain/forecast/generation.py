@@ -4,7 +4,6 @@ The model's own forward runs on fake tensors (shapes without data) as transforme
 it: over the prompts, and for the last new token with the cache of all before it.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
@@ -21,13 +20,9 @@ from megatrain.forecast.meta_program import (
     KEPT_GRAPHS,
     WORKING_SET,
 )
-from megatrain.forecast.needs import Needs, needs_of
 from megatrain.forecast.op_counter import OneAttention, OpCounter, foreseeing
 from megatrain.forecast.simulate import Forecast, left_lying
-from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
-from megatrain.placement import Placement
-from megatrain.source.opened import Model
 
 # Of each logit while a token is drawn: in fp32 as it came, after the temperature, sorted, their
 # probabilities, and the sums of these; in int64 the order.
@@ -37,28 +32,19 @@ _DRAWN_BYTES = 5 * 4 + 8
 _DONE = (ACTIVATIONS, KEPT_GRAPHS, KEPT_ATTENTION, WORKING_SET, "layer arguments")
 
 
-def with_generation(found: Forecast, generated_bytes: int, reference: Needs | None) -> Forecast:
+def with_generation(found: Forecast, generated_bytes: int) -> Forecast:
     """The forecast of a run that also generates, between steps: at the peak of either.
 
-    Args:
-        generated_bytes: as `generation_bytes` says.
-        reference: what a reference model takes, all of the time; None: there is none.
+    Args: `generated_bytes`: as `generation_bytes` says.
     """
     unified = found.machine.unified
     there = found.host_parts if unified else found.device_bytes
     own = generated_bytes + (left_lying(generated_bytes) if unified else 0)
     done = (*_DONE, "allocator") if unified else _DONE
-    device = {"generation": max(0, own - sum(there.get(place, 0) for place in done))}
-    host = dict[str, int]()
-    if reference is not None:
-        device["reference model"] = sum(reference.device.values())
-        host["reference model"] = sum(reference.host.values())
+    more = max(0, own - sum(there.get(place, 0) for place in done))
     if unified:
-        device, host = {}, dict(Counter(device) + Counter(host))
-    named = {f"host_{name.replace(' ', '_')}_bytes": size for name, size in host.items()}
-    return replace(
-        found, device_bytes=found.device_bytes | device, host_bytes=found.host_bytes | named
-    )
+        return replace(found, host_bytes=found.host_bytes | {"host_generation_bytes": more})
+    return replace(found, device_bytes=found.device_bytes | {"generation": more})
 
 
 def generation_bytes(
@@ -118,14 +104,3 @@ def _forward(
     given |= {name: value for name, value in more.items() if name in taken}
     with OneAttention():
         return functional_call(model, weights, (ids,), given | {"use_cache": True})
-
-
-def reference_needs(spec: ModelSpec, dtype: torch.dtype, tokens: int, ranks: int) -> Needs:
-    """What an engine takes that only runs the model, in steps of so many tokens.
-
-    Args: `ranks`: that share it; then both are of one of them.
-    """
-    program = ModelProgram(spec, torch.device("cpu"), dtype)
-    model = Model.trained(spec, None, ranks)
-    every = tokens * ranks  # each has the table's rows for the tokens of all
-    return needs_of(model, program, Placement(), clip=False, tokens=every)

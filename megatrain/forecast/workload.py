@@ -1,5 +1,6 @@
 """What is trained at a time: the one record of it for plans, benchmarks, runs and engines."""
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ import torch
 
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, Loss, PolicyLoss
+from megatrain.model.spec import ModelSpec
 from megatrain.optim import AdamW, Rule
 from megatrain.placement import Placement, Precision
 from megatrain.plane_file import disk_bytes
@@ -22,6 +24,7 @@ LIMITS = ("device_memory", "host_memory", "disk_space")
 _USUAL_TOKENS = 16384  # of a micro-batch
 # The step's schedule is followed piece by piece; beyond, a step is planned as well by a part of it.
 _MOST_TOKENS = 1 << 24
+_TEMPLATE = 64  # tokens that a chat template puts around messages, roughly
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,22 @@ class Generation:
     Attributes:
         new_tokens: of a reply, at most; with its prompt it has a row's. None: a server makes them.
         rows: made together, at most; None: all of a step.
+        tokens: of a prompt and its reply, at most; None: as a row of a step has.
         reference: whether a second, frozen model says log-probabilities of them.
     """
 
     new_tokens: int | None
     rows: int | None = None
     reference: bool = False
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Second:
+    """A frozen model that is streamed before each step: `name` is what plans call it by."""
+
+    name: str
+    spec: ModelSpec
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,8 @@ class Workload:
         ranks: cards that train the model together, each with a step of this size.
         loss: of steps; forecasts ask whether it is joint, for which the head is visited twice.
         generation: what is made between steps; None: nothing.
+        second: what is streamed before each; None: nothing. For plans alone: in a run it is there
+            before the engine, which gets what is left.
     """
 
     tokens_per_step: int = TOKENS
@@ -72,6 +87,7 @@ class Workload:
     loss: Loss = CROSS_ENTROPY
     ranks: int = 1
     generation: Generation | None = None
+    second: Second | None = None
 
     @classmethod
     def of_run(cls, run: "Config") -> "Workload":
@@ -131,7 +147,7 @@ class Workload:
         rows = -(-self.rows // ranks)
         most = self.micro_batch and min(self.micro_batch, rows)
         tokens, generation = rows * self.sequence_length, self.generation
-        if generation is not None and generation.rows is not None:
+        if generation is not None and generation.rows is not None and generation.tokens is None:
             generation = replace(generation, rows=-(-generation.rows // ranks))
         own: dict[str, Any] = {"tokens_per_step": tokens, "micro_batch": most}
         return replace(self, **own, ranks=ranks, generation=generation)
@@ -177,7 +193,12 @@ class Workload:
 def _generation_of(run: "Config") -> Generation | None:
     loss = run.loss.loss()
     if not isinstance(loss, PolicyLoss):
-        return None
+        samples = run.training.samples
+        if samples is None:
+            return None
+        longest = max(len(json.dumps(each).encode()) for each in samples.prompts)
+        new = samples.max_new_tokens  # and a token has a byte at least
+        return Generation(new, len(samples.prompts), tokens=longest + _TEMPLATE + new)
     reference = loss.beta > 0
     if run.rollout.server is not None:
         return Generation(None, reference=True) if reference else None

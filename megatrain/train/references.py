@@ -108,8 +108,8 @@ def refer_to(key: str, start: Start | None) -> References:
     if start is not None and References.read(run := _run_of(start)).keys != found.keys:
         raise InputError(
             f"{run / REFERENCES}: the reference or teacher is not the one that the run began with "
-            "(its files have other sizes or times); put it back, or begin anew: megatrain branch "
-            "--fresh"
+            "(its files have other sizes, times or bytes); put it back, or begin anew: megatrain "
+            "branch --fresh"
         )
     return found
 

@@ -22,6 +22,7 @@ from megatrain.train.folders import (
 )
 
 log = logging.getLogger(__name__)
+_HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # that a file is known by
 
 
 def trained_model(run: str) -> Checkpoint | str:
@@ -95,10 +96,15 @@ def moved_base(named: str | None) -> str | None:
 
 
 def weights_key(section: ModelSection, source: Checkpoint | str | None) -> str:
-    """What tells a model's files from others: names, sizes and times; args as `named_model` says.
+    """What tells a model's files from others: names, sizes, times and some of their bytes.
+
+    Of a file the first MiB counts, with the names and places of its tensors, and 64 pages that are
+    spread over the rest: not all bytes, for they would take as long to read as the model.
+
+    Args: as `named_model` says.
 
     Raises:
-        InputError: there is no such model.
+        InputError: there is no such model, or a file cannot be read.
     """
     if section.path is None:
         return "drawn"
@@ -108,12 +114,28 @@ def weights_key(section: ModelSection, source: Checkpoint | str | None) -> str:
     elif source is not None and (folder := Path(source).expanduser()).is_dir():
         folders.add(folder)
     files = [
-        [str(path.relative_to(folder)), (status := path.stat()).st_size, status.st_mtime_ns]
+        [str(path.relative_to(folder)), *_known_by(path)]
         for folder in sorted(folders)
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     ]
     return hashlib.blake2b(json.dumps(files).encode(), digest_size=12).hexdigest()
+
+
+def _known_by(path: Path) -> tuple[int, int, str]:
+    """Size, time, and a hash of the sampled bytes of a file."""
+    seen = hashlib.blake2b(digest_size=12)
+    try:
+        status = path.stat()
+        with path.open("rb") as file:
+            seen.update(file.read(_HEAD_BYTES))
+            rest = max(0, status.st_size - _HEAD_BYTES - _PAGE_BYTES)
+            for number in range(_PAGES if status.st_size > _HEAD_BYTES else 0):
+                file.seek(_HEAD_BYTES + rest * number // (_PAGES - 1))
+                seen.update(file.read(_PAGE_BYTES))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return status.st_size, status.st_mtime_ns, seen.hexdigest()
 
 
 def _newest_checkpoint(parent: Path) -> Checkpoint | None:

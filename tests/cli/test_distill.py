@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.model.companions import tokenizer_files
+from megatrain.train.resolve_model import _known_by
 from megatrain.train.teacher import _Asking
 from tests.cli.cases import sets, tiny_llama
 from tests.cli.test_preferences import pair, preference_file, rated, read  # noqa: F401
@@ -104,6 +105,46 @@ def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_
     result = megatrain("train", file, *more, "--resume")
     assert result.exit_code == 2 and "not the one that the run began with" in result.stderr
     assert same(load_file(tmp_path / "run" / FILE), whole)
+
+
+@pytest.mark.parametrize("how", ["kept", "streamed"])
+def test_a_teacher_replaced_with_its_sizes_and_times_is_another(
+    megatrain, distilling, teacher, tmp_path, how, caplog
+):
+    own = tmp_path / "teacher"
+    shutil.copytree(teacher, own)
+    file = distilling(teacher=str(own), teacher_log_probs=how)
+    trained(megatrain, file, tmp_path / "run", *sets(training__steps=2))
+    path = own / "model.safetensors"
+    before, raw = path.stat(), bytearray(path.read_bytes())
+    raw[-2] ^= 0x40
+    path.write_bytes(raw)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    result = megatrain("train", file, *sets(output__folder=str(tmp_path / "run")), "--resume")
+    assert result.exit_code == 2, result.output
+    assert "not the one that the run began with" in result.stderr
+    caplog.clear()
+    trained(megatrain, file, tmp_path / "again", *sets(training__steps=2))
+    assert caplog.text.count("asking the teacher of") == (2 if how == "kept" else 0)
+
+
+@pytest.mark.parametrize("size", [1, 4096, 1 << 20, (1 << 20) + 1, (1 << 20) + 9000, 9 << 20])
+def test_files_are_known_by_their_ends_and_by_pages_between(tmp_path, size):
+    path = tmp_path / "file"
+    raw = bytearray(os.urandom(size))
+
+    def known(at):
+        raw[at] ^= 1
+        path.write_bytes(raw)
+        os.utime(path, ns=(1, 1))
+        return _known_by(path)
+
+    places = {0, size - 1, min(size - 1, 1 << 20)}
+    if size > 2 << 20:
+        places |= set(range((1 << 20) + 70, size, (size - (1 << 20) - 4096) // 63 + 1))
+    found = [known(at) for at in sorted(places)]
+    assert len(set(found)) == len(found)
+    assert {each[:2] for each in found} == {(size, 1)}
 
 
 def test_plans_reports_and_data_know_a_run_that_distils(megatrain, distilling, tmp_path):

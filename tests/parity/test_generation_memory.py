@@ -18,7 +18,8 @@ from megatrain.checkpoint import open_checkpoint
 from megatrain.compat.torch import pytree
 from megatrain.config import Config
 from megatrain.device import CpuDevice
-from megatrain.forecast.generation import generation_bytes, reference_needs
+from megatrain.forecast.generation import generation_bytes
+from megatrain.forecast.second_model import second_needs
 from megatrain.forecast.workload import Generation, Workload
 from megatrain.generate import Sampling, continued
 from megatrain.model.build import empty_model
@@ -122,7 +123,7 @@ def test_forecasts_count_replies_and_the_reference_model() -> None:
     )
     assert plain and few and both
     assert few.host_peak_bytes == plain.host_peak_bytes
-    frozen = reference_needs(found, torch.bfloat16, ROWS * TOKENS, 1)
+    frozen = second_needs(found, torch.bfloat16, ROWS * TOKENS, 1)
     told = sum(frozen.host.values()) + sum(frozen.device.values())
     assert both.host_parts["reference model"] == told
     assert told >= 2 * sum(t.numel for t in Model.trained(found, None).layouts)

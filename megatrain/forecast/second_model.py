@@ -1,0 +1,74 @@
+"""What a frozen model takes that is streamed beside the one that is trained, before each step.
+
+A reference or a teacher: an engine of its own, whose forward alone runs. Its seconds are those of
+its layers and head as steps count them, or of its weights over the bus, whichever are more.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from megatrain.forecast.cost_model import CostModel
+from megatrain.forecast.needs import Needs, needs_of
+from megatrain.forecast.op_counter import OpCounter
+from megatrain.forecast.profile import Profile
+from megatrain.forecast.simulate import Forecast
+from megatrain.model.program import ModelProgram
+from megatrain.model.spec import ModelSpec
+from megatrain.placement import Placement
+from megatrain.source.opened import Model
+from megatrain.tile import TileKind
+
+
+def second_needs(spec: ModelSpec, dtype: torch.dtype, tokens: int, ranks: int = 1) -> Needs:
+    """What an engine takes that only runs the model, in steps of so many tokens.
+
+    Args: `ranks`: that share it; then both are of one of them.
+    """
+    program = ModelProgram(spec, torch.device("cpu"), dtype)
+    model = Model.trained(spec, None, ranks)
+    every = tokens * ranks  # each has the table's rows for the tokens of all
+    return needs_of(model, program, Placement(), clip=False, tokens=every)
+
+
+def second_seconds(spec: ModelSpec, measured: Profile, found: Forecast, ranks: int = 1) -> float:
+    """Of one forward over all tokens of a step, in micro-batches as the step has them.
+
+    Args:
+        measured: of this model, for rows and a type as the step has them.
+        ranks: that share it: of each its part of the weights crosses the bus, and the others' the
+            link between them.
+    """
+    layouts, machine = Model.trained(spec, None).layouts, found.machine
+    rows, costs = found.micro_batch, CostModel(machine, OpCounter())
+    count = -(-found.tokens_per_step // (rows * found.sequence_length))
+    every = [measured.layer(visit, rows).forward for visit in range(len(spec.layers))]
+    every += [
+        measured.head_losses(each, rows, Placement().head_tokens)
+        for each in layouts
+        if each.kind is TileKind.HEAD
+    ]
+    computed = count * sum(map(costs.seconds, every))
+    streamed = [each.numel for each in layouts if each.kind in (TileKind.LAYER, TileKind.HEAD)]
+    own = sum(streamed) * measured.dtype.itemsize / ranks
+    link = machine.link_gbps or min(machine.to_device_gbps, machine.from_device_gbps) / 2
+    copied = own / (machine.to_device_gbps * 1e9)
+    return max(computed, copied, own * (ranks - 1) / (link * 1e9))
+
+
+def with_second(
+    found: Forecast, name: str, needs: Needs, seconds: Callable[[], float] = lambda: 0.0
+) -> Forecast:
+    """The forecast of a step beside which another model is there all of the time."""
+    device, host = {name: sum(needs.device.values())}, {name: sum(needs.host.values())}
+    if found.machine.unified:
+        device, host = {}, dict(Counter(device) + Counter(host))
+    named = {f"host_{each.replace(' ', '_')}_bytes": size for each, size in host.items()}
+    return replace(
+        found,
+        seconds=found.seconds + seconds(),
+        device_bytes=found.device_bytes | device,
+        host_bytes=found.host_bytes | named,
+    )

@@ -1,0 +1,110 @@
+"""Plans count the second model of a run, and its samples: compared with engines that have them."""
+
+import json
+import mmap
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from megatrain import Placement
+from megatrain.cli.shapes import qwen2_config
+from megatrain.config import load
+from megatrain.forecast.workload import Generation, Second, Workload
+from megatrain.loss import DPO
+from megatrain.plan.planner import Planner
+from megatrain.source.source import open_source, structure
+from megatrain.train.second_model import SecondModel
+from tests.cli.cases import sets
+from tests.cli.test_distill import distilling, teacher  # noqa: F401
+from tests.cli.test_preferences import pair, preference_file  # noqa: F401
+from tests.unit.forecast_cases import H200
+
+
+def forecast(megatrain, file, *options):
+    result = megatrain("plan", file, "--gpu", "4090", "--json", *options)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["forecast"]
+
+
+def of_run(megatrain, file, folder):
+    """Host memory that the second model of a real run has while a step asks it; its rows' room."""
+    found, asked = [], SecondModel.beside
+
+    def noted(self, step):
+        made = asked(self, step)
+        found.append(self._engine.memory()["host_bytes"])
+        return made
+
+    with mock.patch.object(SecondModel, "beside", noted):
+        result = megatrain("train", file, *sets(output__folder=str(folder), training__steps=2))
+    assert result.exit_code == 0, result.output
+    return found[-1]
+
+
+def agree(told, host, hidden):
+    """Pages are whole, and a plan's rows of the embedding are as many as tokens of a step."""
+    room = 4 * hidden * told["tokens_per_step"]
+    parts = told["host_bytes"]
+    [own] = [
+        v for n, v in parts.items() if n in ("host_teacher_bytes", "host_reference_model_bytes")
+    ]
+    assert host <= own <= host + room + 2 * mmap.PAGESIZE
+    return own
+
+
+def test_a_streamed_teacher_is_counted(megatrain, distilling, tmp_path):  # noqa: F811
+    plain = forecast(megatrain, distilling(teacher_log_probs="kept"))
+    file = distilling(teacher_log_probs="streamed")
+    told = forecast(megatrain, file)
+    own = agree(told, of_run(megatrain, file, tmp_path / "run"), 48)
+    assert told["host_peak_bytes"] - plain["host_peak_bytes"] == own
+    assert told["device_bytes"]["teacher"] > 0 and told["seconds"] > plain["seconds"]
+
+
+def test_a_streamed_reference_is_counted(megatrain, preference_file, tmp_path):  # noqa: F811
+    rows = [pair(number) for number in range(20)]
+    plain = forecast(megatrain, preference_file(rows, name="dpo"))
+    file = preference_file(rows, name="dpo", reference="streamed")
+    told = forecast(megatrain, file)
+    own = agree(told, of_run(megatrain, file, tmp_path / "run"), 32)
+    assert told["host_peak_bytes"] - plain["host_peak_bytes"] == own
+    assert plain["seconds"] < told["seconds"] < 2 * plain["seconds"]
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+def test_the_seconds_of_a_reference_are_those_of_a_forward(rows):
+    """7B: of few rows as long as weights take over the bus, of many as a third of a step's work."""
+    spec, machine = structure(open_source(qwen2_config("7b"))), H200
+    size = Workload(rows * 1024, 1024, 4, loss=DPO(), placement=Placement(compile=True))
+    plain, told = (
+        Planner(spec).least(machine, replace(size, second=second))
+        for second in (None, Second("reference model", spec))
+    )
+    more = told.seconds - plain.seconds
+    numel = sum(p.numel() for p in spec.capture.model.parameters())
+    embedding = 152064 * 3584
+    over_bus = 2 * (numel - embedding) / (machine.to_device_gbps * 1e9)
+    products = 2 * (numel - embedding) * rows * 1024 / (machine.matmul_tflops * 1e12)
+    if rows == 4:
+        assert more == pytest.approx(over_bus, rel=0.01)
+    else:
+        assert products < more < 1.3 * products
+
+
+def test_a_kept_teacher_is_told_and_has_to_fit_alone(megatrain, distilling):  # noqa: F811
+    file = distilling(teacher_log_probs="kept")
+    result = megatrain("plan", file, "--gpu", "4090")
+    assert result.exit_code == 0, result.output
+    assert "of host memory before training, and is gone then" in " ".join(result.output.split())
+    result = megatrain("plan", file, "--gpu", "4090", "--host-memory", "2GiB")
+    assert result.exit_code == 3, result.output
+    assert "the teacher takes" in result.stderr
+
+
+def test_samples_are_counted_by_what_they_take(run_file):
+    samples = {"prompts": ["a cat sat", "a dog"], "max_new_tokens": 100}
+    config = load(run_file, sets(training__samples=samples)[1::2])
+    asked = Workload.of_run(config).generation
+    assert asked == Generation(100, 2, tokens=100 + 64 + len('"a cat sat"'))
+    assert Workload.of_run(load(run_file, [])).generation is None

@@ -1,0 +1,142 @@
+"""`kill -9` while a second model is asked, or what it says is written: the run goes on equal."""
+
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tests.cli.cases import tiny_llama
+from tests.parity.cases import noisy
+from tests.reliability.cases import logged, model_bytes, toy_run
+
+# Kills before or after the file that a teacher's words go to is on the disk for the n-th time; or
+# it has been cut short by then.
+TEACHER = """
+import os, signal, types
+import megatrain.data.teacher_file as kept
+times = []
+def fsync(descriptor):
+    times.append(descriptor)
+    die = len(times) == {at}
+    if die and {torn}:
+        os.ftruncate(descriptor, max(0, os.fstat(descriptor).st_size - 5))
+    if die and {before}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.fsync(descriptor)
+    if die:
+        os.kill(os.getpid(), signal.SIGKILL)
+kept.os = types.SimpleNamespace(**{{**vars(os), "fsync": fsync}})
+"""
+
+# Kills in the middle of what is written last: the mark that all is there.
+MARK = """
+import os, signal
+from pathlib import Path
+write = Path.write_text
+def torn(path, text, *more, **given):
+    if path.name != "whole.json":
+        return write(path, text, *more, **given)
+    write(path, text[: len(text) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+Path.write_text = torn
+"""
+
+# Kills in the n-th sweep of the reference.
+SWEEP = """
+import os, signal
+import megatrain.train.references as kept
+asked, seen = kept.logprobs, []
+def counted(*given, **more):
+    seen.append(1)
+    if len(seen) == {at}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return asked(*given, **more)
+kept.logprobs = counted
+"""
+
+# Kills in the middle of the file of what it has said, or once that is there.
+WRITTEN = """
+import os, signal
+import megatrain.train.references as kept
+write = kept.write_file
+def killed(path, text):
+    if {whole}:
+        write(path, text)
+    else:
+        path.with_name(f".{{path.name}}.partial").write_text(text[: len(text) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+kept.write_file = killed
+"""
+
+
+def finished(zygote, run, log):
+    zygote.start("train", run, "--resume", log=log).finish()
+    return logged(run.parent / "run"), model_bytes(run.parent / "run")
+
+
+def killed(zygote, run, log, before):
+    process = zygote.start("train", run, "--resume", log=log, before=before)
+    assert process.wait() == -signal.SIGKILL, process.output
+
+
+@pytest.fixture
+def distilling(tokenizer_folder, tmp_path):
+    """A run file in a folder of this name, all with one teacher."""
+    folder = tmp_path / "teacher"
+    shutil.copytree(tokenizer_folder, folder)
+    size = len(AutoTokenizer.from_pretrained(folder))
+    config = tiny_llama(vocab_size=size, hidden_size=48)
+    config.pop("model_type")
+    torch.manual_seed(3)
+    noisy(LlamaForCausalLM(LlamaConfig(**config))).save_pretrained(folder)
+    loss = {"name": "distill", "teacher": str(folder), "top_k": 3}
+    given = {f"loss__{key}": each for key, each in loss.items()}
+    return lambda name: toy_run(tmp_path / name, tokenizer_folder, **given)
+
+
+def said(run):
+    """Of each data set, what the teacher has said."""
+    every = sorted((run.parent / "cache").glob("teacher-*/*.bin"))
+    return [(path.parent.name, path.name, path.read_bytes()) for path in every]
+
+
+def test_who_is_killed_while_a_teacher_is_asked_goes_on_equal(zygote, distilling, tmp_path):
+    whole, run = distilling("whole"), distilling("killed")
+    wanted = finished(zygote, whole, tmp_path / "log")
+    moments = [(1, True, False), (2, False, False), (3, False, True), (2, True, True)]
+    sizes = []
+    for number, (at, before, torn) in enumerate(moments):
+        hooks = TEACHER.format(at=at, before=before, torn=torn)
+        killed(zygote, run, tmp_path / f"log-{number}", hooks)
+        assert not list((run.parent / "cache").glob("teacher-*/whole.json"))
+        sizes.append(sum(len(each) for _, name, each in said(run) if name == "rows.bin"))
+    assert sizes[-1] > sizes[0]  # it goes on where it was
+    [rows] = (run.parent / "cache").glob("teacher-*/rows.bin")
+    with rows.open("ab") as file:
+        file.write(b"torn")
+    killed(zygote, run, tmp_path / "log-mark", MARK)
+    assert finished(zygote, run, tmp_path / "log-last") == wanted
+    assert said(run) == said(whole)
+
+
+def test_who_is_killed_while_a_reference_is_asked_goes_on_equal(zygote, tokenizer_folder, tmp_path):
+    rows = tmp_path / "pairs.jsonl"
+    with rows.open("w") as file:
+        for number in range(40):
+            row = {"prompt": f"the cat {number}", "chosen": " sat on the mat", "rejected": " ran"}
+            file.write(json.dumps(row) + "\n")
+    given = {"data__kind": "auto", "data__path": str(rows), "loss__name": "dpo"}
+    whole, run = (
+        toy_run(tmp_path / name, tokenizer_folder, **given) for name in ("whole", "killed")
+    )
+    wanted = finished(zygote, whole, tmp_path / "log")
+    hooks = [SWEEP.format(at=3), WRITTEN.format(whole=False), WRITTEN.format(whole=True)]
+    for number, each in enumerate(hooks):
+        killed(zygote, run, tmp_path / f"log-{number}", each)
+    assert finished(zygote, run, tmp_path / "log-last") == wanted
+    kept = [json.loads((each.parent / "run" / "references.json").read_text())
+            for each in (whole, run)]  # fmt: skip
+    assert kept[0]["sums"] == kept[1]["sums"]
