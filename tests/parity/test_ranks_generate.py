@@ -99,3 +99,17 @@ def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path: P
         os._exit(0)
 
     run_ranks(2, tmp_path, work, whole=False)
+
+
+def test_ranks_share_replies_also_where_layers_are_streamed_in_slices(tmp_path: Path) -> None:
+    """Without keys and values: every token is a forward of the engine over all before it."""
+
+    def work(group: Any) -> list[list[int]]:
+        placement = Placement(slots=2, max_stream_bytes=49152)
+        engine = make_engine(tiny_model("mixtral"), group=group, placement=placement)
+        assert not engine.is_whole
+        given: dict[str, Any] = {"stops": {*range(9)}, "pad": 0, "batch_size": 3, "apart": True}
+        drawn = Sampling(max_new_tokens=6, **DRAWN)
+        return continued(engine, IDS, drawn, GenerationConfig(), **given)
+
+    assert run_ranks(2, tmp_path, work) == [work(None)] * 2
