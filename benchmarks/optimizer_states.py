@@ -148,7 +148,7 @@ def main() -> None:
         write_packages(options.packages)
     else:
         write_corpus_and_tokenizer()
-    machine, cases = environment("cpu"), options.case or STATES
+    machine, cases = environment("auto"), options.case or STATES
     case = {"run": options.run.name, "steps": options.steps, "set": options.set}
     case |= {"packages": [f"{name} {version(name)}" for name in options.packages or ()]}
     record = {"case": case, "commit": commit(), "machine": machine}
