@@ -51,8 +51,8 @@ class References:
             return cls(sums, dict(kept["keys"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
-                f"{path}: the reference's log-probabilities cannot be read ({error}); put the file "
-                "back, or begin a run from these weights with megatrain branch --fresh"
+                f"{path}: what the run keeps of its reference cannot be read ({error}); put the "
+                "file back, or begin a run from these weights with megatrain branch --fresh"
             ) from error
 
 

@@ -85,6 +85,7 @@ def second_model(
 ) -> tuple[SecondModel | None, References | None]:
     """What is streamed with each step of a run, and what it is known by; None: nothing is.
 
+    The reference of replies that the model makes itself is known, too; their rollouts open it.
     Data sets get what a teacher says that is kept. It comes before the model that is trained, so
     that `auto` places that one in the memory that is left.
 
@@ -92,10 +93,13 @@ def second_model(
         InputError: it cannot be used, or is another one than the run began with.
         DoesNotFit: more memory is needed than there is.
     """
-    if teacher is None and config.loss.reference != "streamed":
+    of_replies = config.loss.kind == "prompts" and bool(config.loss.beta)
+    if teacher is None and config.loss.reference != "streamed" and not of_replies:
         return None, None
     if teacher is None:
         known = refer_to(weights_key(*named_model(begun_from(config))), start)
+        if of_replies:
+            return None, known
         engine = begun_model(config, tokenizer, ranks.host)
         return SecondModel(engine, "reference", _reference), known
     known = refer_to(teacher.key, start)

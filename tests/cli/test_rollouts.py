@@ -4,12 +4,13 @@ import asyncio
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 import megatrain as package
@@ -344,6 +345,23 @@ def test_replies_of_another_loss_are_not_learnt_from(megatrain, rollout_file):
     result = megatrain("train", file, "--resume", *sets(loss__beta=0.0))
     assert result.exit_code == 2
     assert "made for another loss.name, loss.beta or rollout" in result.stderr.replace("\n", " ")
+
+
+def test_a_run_goes_on_with_the_reference_that_it_began_with(
+    megatrain, rollout_file, base, tmp_path
+):
+    copied = shutil.copytree(base, tmp_path / "base")
+    file, there = rollout_file({"name": "grpo", "beta": 0.1}), sets(model__path=str(copied))
+    assert megatrain("train", file, *there, *sets(training__steps=1)).exit_code == 0
+    weights = copied / "model.safetensors"
+    changed = {name: 2 * each for name, each in load_file(weights).items()}
+    save_file(changed, weights, metadata={"format": "pt"})
+    result = megatrain("train", file, "--resume", *there)
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.stderr.split())
+    assert "is not the one that the run began with" in said and "put it back" in said
+    result = megatrain("train", file, "--resume", *there, *sets(loss__beta=0.0))
+    assert result.exit_code == 0, result.output  # nothing is asked of it
 
 
 def test_replies_drawn_at_another_temperature_are_not_learnt_from(megatrain, rollout_file):
