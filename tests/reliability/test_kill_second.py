@@ -117,9 +117,12 @@ def test_who_is_killed_while_a_teacher_is_asked_goes_on_equal(zygote, distilling
     [rows] = (run.parent / "cache").glob("teacher-*/rows.bin")
     with rows.open("ab") as file:
         file.write(b"torn")
-    killed(zygote, run, tmp_path / "log-mark", MARK)
     assert finished(zygote, run, tmp_path / "log-last") == wanted
     assert said(run) == said(whole)
+    marked = distilling("marked")  # here all is asked again, so it would hide what is wrong above
+    killed(zygote, marked, tmp_path / "log-mark", MARK)
+    assert finished(zygote, marked, tmp_path / "log-marked") == wanted
+    assert said(marked) == said(whole)
 
 
 def test_who_is_killed_while_a_reference_is_asked_goes_on_equal(zygote, tokenizer_folder, tmp_path):
