@@ -64,17 +64,13 @@ class StepResult:
 class PlacedEngine:
     """Trains a causal language model, or runs it, in a placement that is settled.
 
-    Attributes:
-        config: the model's transformers configuration.
-        optimizer: a `torch.optim.Optimizer` whose groups can be scheduled; None for inference.
-        num_parameters: distinct parameters, frozen ones included.
-        num_trained: of them, those that have a gradient.
-        label_shift: how many tokens after its logits a label is; 1, unless the model's own is 0.
-        placement: where state rests and how it is streamed; it never changes.
+    Its attributes are those of `megatrain.Engine`, but for `micro_batch`.
     """
 
     def __init__(self, opened: Opened, placement: Placement, planned: Planned | None) -> None:
         """Bring the weights to their place, and build the parts of a step on them.
+
+        What fails gives back threads, pinned memory and the file on the disk.
 
         Args:
             planned: the step that the placement was chosen for; None: any.
@@ -88,17 +84,21 @@ class PlacedEngine:
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._spec.label_shift
-        layouts, rule, self._ranks = opened.model.layouts, opened.model.rule, opened.ranks
-        check_shared(opened, placement)
-        self._store = Store(
-            self.device,
-            layouts,
-            self._dtype,
-            rule=rule,
-            placement=placement,
-            open_file=opened.open_file,
-            rank=self._ranks.rank,
-        )
+        self._ranks = opened.ranks
+        try:
+            check_shared(opened, placement)
+            self._build(opened, placement)
+        except BaseException:
+            self.device.close()
+            if hasattr(self, "_store"):
+                self._store.close()
+            raise
+
+    def _build(self, opened: Opened, placement: Placement) -> None:
+        layouts = opened.model.layouts
+        how: dict[str, Any] = {"rule": opened.model.rule, "open_file": opened.open_file}
+        how |= {"placement": placement, "rank": self._ranks.rank}
+        self._store = Store(self.device, layouts, self._dtype, **how)
         self.num_parameters = sum(layout.num_parameters for layout in layouts)
         self.num_trained = sum(layout.num_trained for layout in layouts)
         # Without clipping, updates follow the backward: the last tile is the first.
@@ -122,7 +122,7 @@ class PlacedEngine:
             else assembly.training(self.optimizer, opened.max_grad_norm)
         )
         self._policies = assembly.policies
-        self._host = HostMemoryGuard(self._store, self._parts, opened.host_limit, planned)
+        self._host = HostMemoryGuard(self._store, self._parts, opened.host_limit, self._planned)
         self._packing = Packing(self.config, self._program, self._trial_losses, self._check_masks)
 
     @property

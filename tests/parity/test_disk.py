@@ -79,6 +79,30 @@ def test_a_disk_that_fails_ends_the_run_and_leaves_the_checkpoint(
         assert same(state(again), wanted)
 
 
+@pytest.mark.parametrize("part", ["fill", "Assembly"])
+def test_an_engine_that_fails_to_open_gives_all_back(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of the device, and the file on the disk, as soon as the error is there."""
+
+    def fail(*given: Any, **options: Any) -> None:
+        raise RunFailed("it fails")
+
+    create, files, device = PlaneFile.create, list[PlaneFile](), ThreadedDevice()
+
+    def noting(*given: Any) -> PlaneFile:
+        files.append(create(*given))
+        return files[-1]
+
+    monkeypatch.setattr(PlaneFile, "create", noting)
+    monkeypatch.setattr(f"megatrain.engine.engine.{part}", fail)
+    with pytest.raises(RunFailed, match="it fails") as error:
+        make_engine(llama(), placement=ON_DISK, disk=tmp_path, device=device)
+    assert error.tb is not None  # its frames, which hold the engine, are still there
+    assert not any(worker._thread.is_alive() for worker in device._workers.values())
+    assert [file._handle.closed for file in files] == [True]
+
+
 @pytest.mark.parametrize("device", [CpuDevice, ThreadedDevice])
 def test_weights_that_cannot_be_read_end_the_step_before_any_update(
     device: type[CpuDevice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
