@@ -14,6 +14,7 @@ from megatrain.cli.options import (
     DeviceName,
     HostMemory,
     Master,
+    OptimizerName,
     States,
 )
 from megatrain.cli.shapes import SHAPES
@@ -65,6 +66,7 @@ def step(
     ] = "16",
     max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
     precision: ComputeDtype = None,
+    optimizer: OptimizerName = "adamw",
     states: States = None,
     master: Master = None,
     device: DeviceName = "auto",
@@ -95,6 +97,7 @@ def step(
         micro_batch=_parse_rows(micro_batch),
         max_grad_norm=max_grad_norm or None,
         precision=precision or "bf16",
+        optimizer=optimizer,
         states=states or "fp32",
         master=master or 32,
         lora_r=lora_r,
@@ -109,13 +112,13 @@ def step(
         seed=seed,
         documents=documents,
     )
-    result = measure_step(case, timeline)
+    _report(measure_step(case, timeline), output)
+
+
+def _report(result: dict[str, Any], output: Path | None) -> None:
+    """Print what a reader looks for first, and write all of it."""
     print(*result["breakdown"]["lines"][:SHOWN_LINES], _summary(result), sep="\n")
     _warn_of_compilations(result["recompilations_after_warmup"])
-    _write(result, output)
-
-
-def _write(result: dict[str, Any], output: Path | None) -> None:
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

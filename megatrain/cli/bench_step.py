@@ -19,6 +19,7 @@ from megatrain.cli.workload import changed
 from megatrain.compat.torch import num_compilations
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, present_machine
+from megatrain.optim import RULES
 from megatrain.placement import Placement, Precision
 from megatrain.source.base import Base
 from megatrain.source.source import Alike
@@ -57,6 +58,7 @@ class StepCase:
     documents: int | None = None
     lora_r: int = 0
     base: Base = "bf16"
+    optimizer: str = "adamw"
 
     @property
     def workload(self) -> Workload:
@@ -65,8 +67,11 @@ class StepCase:
         size = (self.sequences * self.sequence_length, self.sequence_length, self.micro_batch)
         names = ("precision", "states", "master", "device_memory", "host_memory", "disk")
         options = {name: getattr(self, name) for name in names}
-        clip = self.max_grad_norm is not None
-        return changed(Workload(*size, clip, placement=placement), options)
+        for name, usual in (("states", "fp32"), ("master", 32)):
+            if options[name] == usual:  # other rules have no such choice
+                del options[name]
+        clip, rule = self.max_grad_norm is not None, RULES[self.optimizer]()
+        return changed(Workload(*size, clip, rule=rule, placement=placement), options)
 
 
 def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]:

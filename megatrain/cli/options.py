@@ -13,6 +13,10 @@ ComputeDtype = Annotated[Precision | None, typer.Option(help="Compute dtype; bf1
 States = Annotated[
     Literal["fp32", "bf16", "int8"] | None, typer.Option(help="AdamW's moments; fp32.")
 ]
+OptimizerName = Annotated[
+    Literal["adamw", "lion", "sgd", "muon", "adafactor"],
+    typer.Option(help="Its further settings are the defaults."),
+]
 Master = Annotated[
     int | None, typer.Option(min=1, help="Bits of AdamW's master: 32, exact fp32, or 24.")
 ]

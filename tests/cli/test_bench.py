@@ -13,6 +13,7 @@ from benchmarks import checkpoint, generation, preferences, rollouts
 from megatrain.cli.bench_step import statistics_of
 from megatrain.cli.disk_rule import disk_rule
 from megatrain.cli.shapes import qwen2_config
+from megatrain.optim import RULES
 from megatrain.telemetry.timeline import Span
 from tests.unit.forecast_cases import small_machine
 
@@ -58,6 +59,23 @@ def test_a_measurement_carries_what_repeats_it(megatrain, tmp_path):
     assert "model TFLOPS" in result.stdout
     assert written["compilations"] == written["recompilations_after_warmup"] == 0
     assert written["breakdown"]["busy"]["compute"] > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_of_each_rule_are_measured_with_planes_on_a_disk(megatrain, tmp_path, rule):
+    toy = [
+        *["bench", "step", "--shape", "toy", "--layers", 1, "--device", "cpu", "--warmup", 0],
+        *["--sequences", 2, "--sequence-length", 8, "--micro-batch", 1, "--steps", 1],
+        *["--optimizer", rule, "--placement", "disk_moments=9", "--placement", "disk_remainder=9"],
+        *["--disk", tmp_path, "--output", tmp_path / "step.json"],
+    ]
+    result = megatrain(*toy)
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "step.json").read_text())
+    assert written["case"]["optimizer"] == rule and written["disk_rule"]["disk"] > 0
+    if rule != "adamw":
+        refused = megatrain(*toy, "--states", "int8")
+        assert refused.exit_code == 2 and f"{rule} has no such choice" in refused.stderr
 
 
 @pytest.mark.parametrize("warmup", [0, 1])
