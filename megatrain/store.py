@@ -328,13 +328,8 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
             f"{', '.join(layout.name for layout in layouts)}"
         )
     elsewhere = [t for t in layouts if t.name not in placement.resident]
-    updated = [t for t in elsewhere if t.trainable_numel]
     layers = [t for t in elsewhere if t.kind is TileKind.LAYER]
-    there = {
-        "weights": _spread(layers, placement.disk_weights),
-        "remainder": _spread(updated, placement.disk_remainder),
-        "moments": _spread(updated, placement.disk_moments),
-    }
+    there = on_disk(placement, elsewhere)
     # While a head takes the slots of layers, nothing else can be on its way: it stays first.
     heads = [t.name for t in elsewhere if t.kind is TileKind.HEAD][: placement.keep_weights]
     staying = {*heads, *_spread(layers, placement.keep_weights - len(heads))}
@@ -348,6 +343,14 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
         )
         for layout in layouts
     ]
+
+
+def on_disk(placement: Placement, layouts: Sequence[TileLayout]) -> dict[str, set[str]]:
+    """Names of tiles by what of them rests on a disk; of tiles that do not rest on the device."""
+    counts = {"remainder": placement.disk_remainder, "moments": placement.disk_moments}
+    there = {n: _spread([t for t in layouts if t.trainable_numel], counts[n]) for n in counts}
+    layers = [t for t in layouts if t.kind is TileKind.LAYER]
+    return there | {"weights": _spread(layers, placement.disk_weights)}
 
 
 def _spread(layouts: Sequence[TileLayout], count: int) -> set[str]:

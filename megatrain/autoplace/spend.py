@@ -4,6 +4,7 @@ A candidate is a forecast with nothing resident and nothing kept (autoplace/cand
 each way of spending could bring at best is known from it: no resource does less work than it must.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -21,7 +22,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
-from megatrain.store import Tier, resting
+from megatrain.store import on_disk
 from megatrain.tile import TileKind, TileLayout
 
 # Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
@@ -114,15 +115,13 @@ def disk_bytes(
     layouts: Sequence[TileLayout], workload: Workload, placements: Iterable[Placement]
 ) -> Iterator[int]:
     """What each of some placements puts on a disk, of one rank."""
-    planes = tile_planes(workload.rule, workload.dtype)
-    sizes = [{plane: plane.num_bytes(layout) for plane in planes} for layout in layouts]
+    sizes: Counter[tuple[str, str]] = Counter()
+    for plane in tile_planes(workload.rule, workload.dtype):
+        sizes.update({(plane.kind.value, t.name): plane.num_bytes(t) for t in layouts})
     for placement in placements:
-        yield sum(
-            size
-            for rests, own in zip(resting(placement, layouts), sizes, strict=True)
-            for plane, size in own.items()
-            if rests.tier(plane) is Tier.DISK
-        )
+        elsewhere = [t for t in layouts if t.name not in placement.resident]
+        there = on_disk(placement, elsewhere).items()
+        yield sum(sizes[kind, name] for kind, names in there for name in names)
 
 
 @dataclass(frozen=True)

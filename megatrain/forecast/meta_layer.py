@@ -52,7 +52,9 @@ class MetaLayer(Layer):
         self._itemsize = measured.dtype.itemsize
         # Gradients in bf16 are added to sums in fp32 by a kernel for each parameter.
         module = program.spec.layers[visit].module
-        trained = sum(parameter.requires_grad for parameter in module.parameters())
+        trained = measured.once(
+            ("trained", id(module)), lambda: sum(p.requires_grad for p in module.parameters())
+        )
         self._adding = trained if self._itemsize < 4 else min(trained, 1)
 
     def _forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:

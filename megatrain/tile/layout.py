@@ -54,11 +54,11 @@ class Entry:
     wide: bool = False
     packed: Packing | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def stored(self) -> int:
         """Elements of the planes that it takes."""
         return self.numel if self.packed is None else -(-self.packed.bytes_of(self.shape) // 2)
