@@ -341,7 +341,7 @@ def _learn(source: Source, optimizer: Rule | None, ranks: Ranks, *, saveable: bo
     found = structure(source, trained=optimizer is not None)
     if optimizer is not None and saveable and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
-    return Model.trained(found, optimizer, ranks.size)
+    return Model.trained(found, optimizer, ranks.shards.size, ranks.hosts)
 
 
 def _choose(source: Source, trained: Trained, optimizer: Rule | None, precision: Precision) -> None:

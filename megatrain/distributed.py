@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
-from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar, TypeVar
 
@@ -57,6 +56,7 @@ class Ranks:
         rank: its number.
         size: how many there are.
         on_host: how many of them share this machine's memory and cores.
+        hosts: how many keep the whole model each, with `size / hosts` ranks that follow each other.
         together: whether there are collectives.
         host: their group of torch.distributed for what is on the host, CPU tensors and objects.
         link_gbps: what a device receives of the others in a gather; None where nobody measured.
@@ -68,6 +68,24 @@ class Ranks:
     on_host: int = 1
     host: ProcessGroup | None = None
     link_gbps: float | None = None
+    hosts: int = 1
+
+    @property
+    def shards(self) -> "Ranks":
+        """Those of one host: each keeps a block of the model (FSDP's shard group)."""
+        return self if self.hosts == 1 else self._some(self.rank % self._each, self._each)
+
+    @property
+    def replicas(self) -> "Ranks":
+        """Those of all hosts that keep the same block (HSDP's replicate group)."""
+        return ALONE if self.hosts == 1 else self._some(self.rank // self._each, self.hosts)
+
+    @property
+    def _each(self) -> int:
+        return self.size // self.hosts
+
+    def _some(self, rank: int, size: int) -> "Ranks":
+        return ALONE if size == 1 else replace(self, rank=rank, size=size, hosts=1)
 
     def exchange(self, value: T) -> list[T]:
         """What every rank gives here, in their order; pickled."""
@@ -196,6 +214,7 @@ class ProcessGroups(Ranks):
     Attributes:
         saves, updates: as `host`, each for a thread beside.
         incoming, outgoing: of the device's gathers and sums, which run at the same time.
+        parts: `shards` and `replicas`, of several hosts.
     """
 
     together = True
@@ -203,6 +222,15 @@ class ProcessGroups(Ranks):
     updates: ProcessGroup | None = None
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None
+    parts: tuple[Ranks, Ranks] | None = None
+
+    @property
+    def shards(self) -> Ranks:
+        return self if self.parts is None else self.parts[0]
+
+    @property
+    def replicas(self) -> Ranks:
+        return ALONE if self.parts is None else self.parts[1]
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -275,6 +303,7 @@ def local_rank(group: object) -> int | None:
 def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) -> Ranks:
     """The ranks of a group, with communicators of their own: NCCL's for a GPU, gloo's for a CPU.
 
+    Of a mesh of two dimensions, as HSDP takes it: hosts, and the ranks of each, who share a model.
     All ranks of the group have to call this. The communicators live as long as torch.distributed.
 
     Raises:
@@ -287,48 +316,63 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
             "group is given, but torch.distributed is not initialised; start with torchrun and "
             "call torch.distributed.init_process_group() first"
         )
+    hosts = 1
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise InputError(f"group is a mesh of {group.ndim} dimensions; give one of them")
-        group = group.get_group()
+        if group.ndim > 2:
+            raise InputError(f"group is a mesh of {group.ndim} dimensions; give one or two of them")
+        hosts = len(group.mesh) if group.ndim == 2 else 1
+        if group.ndim == 2 and group.mesh.flatten().tolist() != [*range(dist.get_world_size())]:
+            raise InputError(
+                "group is a mesh of hosts and their ranks: it must have all ranks in their order"
+            )
+        group = dist.group.WORLD if group.ndim == 2 else group.get_group()
     if not isinstance(group, ProcessGroup):
         raise InputError(f"group is {group!r}; it must be a ProcessGroup or a DeviceMesh")
     if dist.get_rank(group) < 0:
         raise InputError("this process is not in the group that it gives")
     if dist.get_world_size(group) == 1:
         return ALONE
-    return connected(group, device)
+    return connected(group, device, hosts)
 
 
 @cache  # a new group takes the name of one that was destroyed, and with it what that one left
-def connected(group: ProcessGroup, device: torch.device) -> Ranks:
-    """The ranks of a group, also of a single one."""
+def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Ranks:
+    """The ranks of a group, also of a single one, on so many hosts that keep the model each."""
     members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-
-    waits = patience()
-
-    def made(backend: str, waits: timedelta = waits) -> Any:
-        return dist.new_group(members, waits, backend, use_local_synchronization=True)
-
-    host, saves = made("gloo"), made("gloo", timedelta(hours=24))  # disks may be slow
-    beside = {"saves": saves, "updates": made("gloo")}
-    names: list[Any] = [None] * len(members)
-    dist.all_gather_object(names, socket.gethostname(), group=host)
-    on_host = names.count(names[rank])
-    if device.type == "cpu":
-        groups = {**beside, "incoming": host, "outgoing": host}
-        return ProcessGroups(rank, len(members), on_host, host, **groups)
-    groups = {**beside, "incoming": made("nccl"), "outgoing": made("nccl")}
-    ranks = ProcessGroups(rank, len(members), on_host, host, **groups)
-    return replace(ranks, link_gbps=_connect(ranks, device))
+    whole = _opened(members, device)
+    names = whole.exchange(socket.gethostname())
+    slow = dist.new_group(members, timedelta(hours=24), "gloo", use_local_synchronization=True)
+    whole = replace(whole, on_host=names.count(names[rank]), saves=slow, hosts=hosts)  # slow disks
+    if hosts == 1:
+        return _connect(whole, device)
+    each = len(members) // hosts
+    first = rank - rank % each
+    parts = members[first : first + each], members[rank % each :: each]
+    shards, replicas = (
+        ALONE if len(part) == 1 else _connect(_opened(part, device), device) for part in parts
+    )
+    whole.sum(torch.zeros(1, device=device))
+    return replace(whole, parts=(shards, replicas))
 
 
-def _connect(ranks: Ranks, device: torch.device) -> float:
-    """Let NCCL take its memory now: in a step that would wait for the device, which may wait.
+def _opened(members: Sequence[int], device: torch.device) -> ProcessGroups:
+    """Some ranks, with communicators of their own."""
 
-    Returns:
-        What a rank receives in a gather, in GB/s; the same on all ranks.
-    """
+    def made(backend: str) -> Any:
+        return dist.new_group(members, patience(), backend, use_local_synchronization=True)
+
+    host, rank, nccl = made("gloo"), members.index(dist.get_rank()), device.type != "cpu"
+    both = {each: made("nccl") if nccl else host for each in ("incoming", "outgoing")}
+    return ProcessGroups(rank, len(members), host=host, updates=made("gloo"), **both)
+
+
+def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:
+    """Let NCCL take its memory now: in a step that would wait for the device, which may wait."""
+    return ranks if device.type == "cpu" else replace(ranks, link_gbps=_link_gbps(ranks, device))
+
+
+def _link_gbps(ranks: Ranks, device: torch.device) -> float:
+    """What a rank receives in a gather, in GB/s; the same on all ranks."""
     values = torch.ones(ranks.size * _GATHERED, device=device)
     ranks.gather(values)
     ranks.scatter_sum(values)
@@ -341,20 +385,3 @@ def _connect(ranks: Ranks, device: torch.device) -> float:
     assert float(values[0]) > 0
     received = _GATHERS * values.nbytes * (ranks.size - 1) / ranks.size
     return min(ranks.exchange(received / (time.perf_counter() - started) / 1e9))
-
-
-def by_owner(found: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
-    """The ids of all ranks in a block for each that keeps them, ascending; where one's own are."""
-    if ranks.size == 1:
-        return found[0], slice(None)
-    every_U = torch.unique(torch.cat(list(found)))
-    bounds = torch.arange(ranks.size + 1) * rows_each
-    places = torch.searchsorted(every_U, bounds).tolist()
-    block = max(stop - start for start, stop in pairwise(places))
-    kept = [
-        torch.cat([every_U[start:stop], last.expand(block - (stop - start))])
-        for start, stop in pairwise(places)
-        for last in [every_U[stop - 1] if stop else torch.tensor(-1)]
-    ]
-    start, stop = places[ranks.rank : ranks.rank + 2]
-    return torch.cat(kept), slice(ranks.rank * block, ranks.rank * block + stop - start)

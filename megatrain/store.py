@@ -233,6 +233,7 @@ class Tile:
 
     def whole_master(self, entry: Entry, ranks: Ranks) -> Tensor:
         """As `read_master`, with the parts of all ranks, which all call this."""
+        ranks = ranks.shards
         if entry.packed is None or self.layout.ranks == 1:
             return ranks.join(self.read_master(entry), self.place(entry)[1], entry.shape)
         place, own = self.place(entry)

@@ -88,7 +88,7 @@ def whole_model(
             opened.enter_context(to_generate())
             yield model
             return
-        tables = _Tables(device, places, spec, store, ranks)
+        tables = _Tables(device, places, spec, store, ranks.shards)
         opened.enter_context(tables)
         feed = _Feed(parts, places, tables)
         for hook in feed.hooks(model, [layer.module for layer in spec.layers]):

@@ -68,7 +68,8 @@ def settle(
     if opened.model.rule is not None:
         workload = replace(workload, rule=opened.model.rule)
     if opened.ranks.size > 1:
-        workload = workload.shared(opened.ranks.size)
+        # Of several hosts each keeps all of the model.
+        workload = replace(workload.shared(opened.ranks.size), ranks=opened.ranks.shards.size)
     settled = (
         Settled(placement, micro_batch)
         if isinstance(placement, Placement)
@@ -148,7 +149,7 @@ def _foreseen(opened: Opened, workload: Workload) -> Forecast | None:
     if machine is None:
         _log.info("placement: all is streamed, since this GPU is neither measured nor listed")
         return None
-    machine = machine.shared(opened.ranks.on_host, opened.ranks.link_gbps)
+    machine = machine.shared(opened.ranks.on_host, opened.ranks.shards.link_gbps)
     # What the process has of its context is in neither free nor taken bytes.
     there = available_bytes(device) + machine.device_context_bytes
     memory = min(there, device.memory()["device_total_bytes"])

@@ -11,8 +11,9 @@ import hashlib
 import logging
 import os
 import shutil
+import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatrain import huge_pages
-from megatrain.errors import InputError, told
+from megatrain.errors import InputError, RunFailed, told
 from megatrain.units import align
 
 try:
@@ -44,6 +45,7 @@ ALGORITHMS: dict[str, Callable[[Any], str]] = {
 }
 if xxhash is not None:
     ALGORITHMS["xxh3_64"] = xxhash.xxh3_64_hexdigest
+Sums = list[tuple[int, int, str]]  # of pieces: where they begin, their bytes, the checksum
 ALGORITHM = "xxh3_64" if xxhash is not None else "blake2b_64"
 
 
@@ -104,6 +106,33 @@ class NewFile:
             os.close(self._handle)
             if self._direct is not None:
                 os.close(self._direct)
+
+
+def require_seen(path: Path) -> None:
+    """Raises InputError: what rank 0 has made is not here.
+
+    The folder around it is read, which file systems of several hosts answer anew.
+    """
+    if not path.parent.is_dir() or path.name not in os.listdir(path.parent):
+        raise InputError(
+            f"{path}, which rank 0 has made, is not to be seen from {socket.gethostname()}; the "
+            "folder has to be of one file system, which all hosts have in the same place"
+        )
+
+
+def joined_sums(tile: str, found: Sequence[Sums]) -> tuple[tuple[int, str], ...]:
+    """Bytes and checksums of a tile's pieces, which each rank has of some, in their order.
+
+    Raises:
+        RunFailed: hosts that keep the same pieces have other bytes.
+    """
+    every = sorted({each for sums in found for each in sums})
+    if len({offset for offset, *_ in every}) < len(every):
+        raise RunFailed(
+            f"{tile} has other weights or states on one host than on another, which should be the "
+            "same to the bit: a fault of a machine; go on from an earlier checkpoint"
+        )
+    return tuple((size, checksum) for _, size, checksum in every)
 
 
 def open_direct(path: Path, flags: int) -> int | None:

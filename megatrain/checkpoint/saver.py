@@ -38,7 +38,6 @@ from megatrain.units import gib
 _log = logging.getLogger(__name__)
 
 WRITERS = AT_ONCE  # each writes a tile's file: one file takes no two writes at once
-Sums = list[tuple[int, int, str]]  # of pieces: where they begin, their bytes, the checksum
 _HEALTH_SECONDS = 0.5  # between two looks at the device's host threads while writers write
 
 
@@ -181,20 +180,20 @@ class Saving:
             with files.NewFile(partial / job.name):
                 pass
 
-    def _fill(self, partial: Path) -> tuple[dict[str, Sums], dict[str, FileRecord]]:
+    def _fill(self, partial: Path) -> tuple[dict[str, files.Sums], dict[str, FileRecord]]:
         """Write this rank's part of all files and flush them to the disk."""
+        files.require_seen(partial)
         with self._writers(partial) as tiles:
             documents = {} if self._ranks.rank else self._write_documents(partial)
         return tiles, documents
 
     def _publish(
-        self, partial: Path, found: Sequence[tuple[dict[str, Sums], dict[str, FileRecord]]]
+        self, partial: Path, found: Sequence[tuple[dict[str, files.Sums], dict[str, FileRecord]]]
     ) -> None:
         """Write the manifest of what all ranks have written, and give the folder its name."""
         records = dict(found[0][1])
         for job in self._jobs:
-            every = sorted(each for tiles, _ in found for each in tiles[job.name])
-            pieces = tuple((size, checksum) for _, size, checksum in every)
+            pieces = files.joined_sums(job.tile.name, [tiles[job.name] for tiles, _ in found])
             records[job.name] = FileRecord(job.num_bytes, pieces)
         manifest = self._manifest(records)
         for folder in [path for path in partial.rglob("*") if path.is_dir()]:
@@ -213,12 +212,12 @@ class Saving:
             raise RunFailed(f"it takes {gib(self.num_bytes)} and the disk has {gib(free)} left")
 
     @contextmanager
-    def _writers(self, partial: Path) -> Iterator[dict[str, Sums]]:
+    def _writers(self, partial: Path) -> Iterator[dict[str, files.Sums]]:
         """Write all tiles while the body runs; the records are there when the block has ended.
 
         No pool: an interpreter that has come to its end gives no work to pools any more.
         """
-        records: dict[str, Sums] = {}
+        records: dict[str, files.Sums] = {}
         failures: list[BaseException] = []
         waiting: SimpleQueue[TileFile] = SimpleQueue()
 
@@ -255,17 +254,21 @@ class Saving:
         if failures:
             raise failures[0]
 
-    def _write_tile(self, partial: Path, job: TileFile) -> Sums:
+    def _write_tile(self, partial: Path, job: TileFile) -> files.Sums:
         summed, pieces = files.ALGORITHMS[files.ALGORITHM], list[tuple[int, int, str]]()
-        with files.NewFile(partial / job.name, there=self._ranks.size > 1) as file:
-            if self._ranks.rank == 0:
+        first = self._ranks.replicas.rank == 0  # what the other hosts have is compared
+        with ExitStack() as held:
+            path, there = partial / job.name, self._ranks.size > 1
+            file = held.enter_context(files.NewFile(path, there=there)) if first else None
+            if self._ranks.rank == 0 and file is not None:
                 pieces.append((0, len(job.header), summed(job.header)))
                 file.write(job.header, 0)
             for piece in job.pieces:
                 data = self.snapshot.take(piece)
                 try:
                     pieces.append((piece.offset, len(data), summed(data)))
-                    file.write(data, piece.offset)
+                    if file is not None:
+                        file.write(data, piece.offset)
                 finally:
                     self.snapshot.give(piece)
         return pieces

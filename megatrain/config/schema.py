@@ -111,7 +111,8 @@ class EngineSection(Section):
 
     `disk`: a folder on a fast disk, where planes may rest while the run goes on, in a file without
     a name; `disk_space` at most, null: what is free. `devices`: as many processes, each with a
-    device of its own, train the model together, unless torchrun has started others.
+    device of its own, train the model together, unless torchrun has started others. `sharding`, on
+    several hosts: `hybrid`: each host keeps the whole model, `full`: all of them keep it once.
     """
 
     precision: Precision = "bf16"
@@ -122,6 +123,7 @@ class EngineSection(Section):
     disk: Name | None = None
     disk_space: str | Positive | None = None
     devices: Positive = 1
+    sharding: Literal["hybrid", "full"] = "hybrid"
 
     @field_validator("device_memory", "host_memory", "disk_space")
     @classmethod

@@ -11,12 +11,16 @@ from typing import Any
 import torch
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_IN, GATHER, REDUCE, Kind, Name
+from megatrain.device.base import COMPUTE, COPY_IN, GATHER, HOSTS, REDUCE, Kind, Name
 from megatrain.distributed import Ranks
 
 
 class Collectives:
-    """Gathers run beside sums, each on a stream and by a communicator of its own."""
+    """Gathers run beside sums, each on a stream and by a communicator of its own.
+
+    Where several hosts keep the model each, gathers and sums are of one host's ranks, and sums are
+    then summed between the hosts, each rank's block by those that have the same.
+    """
 
     def __init__(self, device: Device, ranks: Ranks) -> None:
         self._device, self.ranks = device, ranks
@@ -27,23 +31,23 @@ class Collectives:
         Returns:
             The event of their being whole.
         """
-        device = self._device
-        if not self.ranks.together:
+        device, shards = self._device, self.ranks.shards
+        if not shards.together:
             return device.record(stream)
         device.wait(GATHER, device.record(stream), "shard arrived")
         for part in parts:
-            self._run(GATHER, f"gather {what}", self.ranks.gather, part)
+            self._run(GATHER, f"gather {what}", shards.gather, part)
         return device.record(GATHER)
 
     def complete(self, values: Buffer, what: str) -> None:
         """Give COMPUTE, which has its own block of a buffer, those of all ranks."""
-        if self.ranks.together:
+        if self.ranks.shards.together:
             every = self.gather([values], what, COMPUTE)
             self._device.wait(COMPUTE, every, "blocks of all ranks")
 
     def clear(self, values: Buffer, stream: str) -> None:
         """Zeros for what other ranks have of a buffer, which `unite` completes."""
-        if self.ranks.together:
+        if self.ranks.shards.together:
             self._device.run(stream, f"clear {values.name}", values.data.zero_, writes=[values])
 
     def unite(self, values: Buffer, what: str, stream: str) -> Any:
@@ -53,30 +57,41 @@ class Collectives:
             The event of its being whole.
         """
         device = self._device
-        if not self.ranks.together:
+        if not self.ranks.shards.together:
             return device.record(stream)
         device.wait(GATHER, device.record(stream), "shard arrived")
-        self._run(GATHER, f"gather {what}", self.ranks.unite, values, Kind.ALL_REDUCE)
+        self._run(GATHER, f"gather {what}", self.ranks.shards.unite, values, Kind.ALL_REDUCE)
         return device.record(GATHER)
 
     def scatter_sum(self, sums: Buffer, what: str, *, whole: bool = False) -> None:
         """Sum a buffer over the ranks; COMPUTE has its own of equal blocks then, or the `whole`."""
+        device, shards, replicas = self._device, self.ranks.shards, self.ranks.replicas
         if not (self.ranks.together and len(sums.data)):
             return
-        self._device.wait(REDUCE, self._device.record(COMPUTE), "sums ready")
-        if whole:
-            self._run(REDUCE, f"sum {what}", self.ranks.sum, sums, Kind.ALL_REDUCE)
-        else:
-            self._run(REDUCE, f"sum {what}", self.ranks.scatter_sum, sums)
-        self._device.wait(COMPUTE, self._device.record(REDUCE), "sums of all ranks")
+        done, own = device.record(COMPUTE), sums
+        if shards.together:
+            device.wait(REDUCE, done, "sums ready")
+            if whole:
+                self._run(REDUCE, f"sum {what}", shards.sum, sums, Kind.ALL_REDUCE)
+            else:
+                self._run(REDUCE, f"sum {what}", shards.scatter_sum, sums)
+                block = len(sums.data) // shards.size
+                own = sums.piece(shards.rank * block, (shards.rank + 1) * block)
+            done = device.record(REDUCE)
+        if replicas.together:
+            device.wait(HOSTS, done, "sums of this host")
+            self._run(HOSTS, f"sum {what} of all hosts", replicas.sum, own, Kind.ALL_REDUCE)
+            done = device.record(HOSTS)
+        device.wait(COMPUTE, done, "sums of all ranks")
 
     def sum(self, numbers: Buffer, what: str) -> Any:
         """Sum numbers that COMPUTE writes over the ranks; returns the event of its being done."""
         if not self.ranks.together:
             return self._device.record(COMPUTE)
-        self._device.wait(REDUCE, self._device.record(COMPUTE), "numbers ready")
-        self._run(REDUCE, f"sum {what}", self.ranks.sum, numbers)
-        return self._device.record(REDUCE)
+        stream = REDUCE if self.ranks.shards.together else HOSTS  # where tiles are summed first
+        self._device.wait(stream, self._device.record(COMPUTE), "numbers ready")
+        self._run(stream, f"sum {what}", self.ranks.sum, numbers)
+        return self._device.record(stream)
 
     def join(self, own: Sequence[Any], shapes: Sequence[Sequence[int]], first: int) -> list[Any]:
         """fp32 tensors of all ranks, in their order, for COMPUTE, which makes this rank's own.

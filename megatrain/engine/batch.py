@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megatrain.distributed import ALONE, Ranks, by_owner
+from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss, targets_of
 from megatrain.model.capture import Rows
@@ -113,7 +113,7 @@ def prepare(
     normaliser = 0.0 if loss is None else loss.normaliser(*zip(*losses, strict=True))
     if loss is not None and normaliser == 0:
         raise InputError("no token of this step has a label; check the data's labels (all -100)")
-    unique_U, own = by_owner([part.unique for part in parts], ranks, rows_each)
+    unique_U, own = _by_owner([part.unique for part in parts], ranks.shards, rows_each)
     mine = parts[ranks.rank]
     moved = [_moved(micro, takes, unique_U, device, by_lengths) for micro in micro_batches]
     batch = Batch(moved, normaliser, mine.num_tokens, unique_U, seed, own=own)
@@ -127,6 +127,23 @@ def prepare(
         for made, (targets, given) in zip(moved, batch.judged[first:], strict=False):
             made.targets, made.loss, made.given = targets, loss, given
     return batch
+
+
+def _by_owner(found: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
+    """The ids of all ranks in a block for each that keeps them, ascending; where one's own are."""
+    if len(found) == 1:
+        return found[0], slice(None)
+    every_U = torch.unique(torch.cat(list(found)))
+    bounds = torch.arange(ranks.size + 1) * rows_each
+    places = torch.searchsorted(every_U, bounds).tolist()
+    block = max(stop - start for start, stop in pairwise(places))
+    kept = [
+        torch.cat([every_U[start:stop], last.expand(block - (stop - start))])
+        for start, stop in pairwise(places)
+        for last in [every_U[stop - 1] if stop else torch.tensor(-1)]
+    ]
+    start, stop = places[ranks.rank : ranks.rank + 2]
+    return torch.cat(kept), slice(ranks.rank * block, ranks.rank * block + stop - start)
 
 
 class _Part(NamedTuple):

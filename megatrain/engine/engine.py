@@ -97,7 +97,7 @@ class PlacedEngine:
     def _build(self, opened: Opened, placement: Placement) -> None:
         layouts = opened.model.layouts
         how: dict[str, Any] = {"rule": opened.model.rule, "open_file": opened.open_file}
-        how |= {"placement": placement, "rank": self._ranks.rank}
+        how |= {"placement": placement, "rank": self._ranks.shards.rank}
         self._store = Store(self.device, layouts, self._dtype, **how)
         self.num_parameters = sum(layout.num_parameters for layout in layouts)
         self.num_trained = sum(layout.num_trained for layout in layouts)

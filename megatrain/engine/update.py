@@ -83,7 +83,7 @@ class Update:
     ) -> None:
         self._device, self._optimizer, self._threads = device, optimizer, threads
         self._max_grad_norm, self.disk = max_grad_norm, disk
-        self._collectives, self._sum = collectives, collectives.ranks.sum_of_updates
+        self._collectives, self._sum = collectives, collectives.ranks.shards.sum_of_updates
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self._pending: list[tuple[Tile, HostGrad, Any]] = []
         self._started: list[Tile] = []  # of the step that is going on
@@ -168,7 +168,7 @@ class Update:
         device.copy(COPY_OUT, self._landed, numbers)
         device.synchronize(device.record(COPY_OUT), "report landed")
         loss, *measured = device.read(self._landed)
-        total = sum(measured)
+        total = sum(measured) / self._collectives.ranks.hosts  # each host has measured all
         report = Report(loss, math.sqrt(total) if total >= 0 else math.nan)
         self._check(report)
         # The backward ends with what the next forward begins with: rows of a table, layer 0, ...

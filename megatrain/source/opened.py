@@ -53,17 +53,19 @@ class Model:
     Attributes:
         optimizer: None: it is only run.
         ranks: how many share its tiles.
+        hosts: how many times so many, each of which has all tiles.
     """
 
     spec: ModelSpec
     optimizer: StreamedOptimizer | None
     ranks: int = 1
+    hosts: int = 1
 
     @classmethod
-    def trained(cls, spec: ModelSpec, rule: Rule | None, ranks: int = 1) -> "Model":
+    def trained(cls, spec: ModelSpec, rule: Rule | None, ranks: int = 1, hosts: int = 1) -> "Model":
         """A model that so many ranks train with an optimizer of this rule; None: run."""
         optimizer = None if rule is None else StreamedOptimizer(rule, spec.capture.model)
-        return cls(spec, optimizer, ranks)
+        return cls(spec, optimizer, ranks, hosts)
 
     @property
     def rule(self) -> Rule | None:

@@ -25,7 +25,7 @@ from megatrain.train.folders import (
 from megatrain.train.lock import locked
 from megatrain.train.resume import Damaged, check_config, find_starts, say_differences
 from megatrain.train.setup import Job, prepare
-from megatrain.train.sharing import from_first
+from megatrain.train.sharing import check_folder, from_first
 from megatrain.train.trackers import check_trackers
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,12 @@ def open_run(
             log.info("no earlier run of that name: this one begins")
         job = prepare(config, ranks=ranks)
         held.callback(job.close)
-        return from_first(ranks, lambda: _made(config, name, held)), job
+        folder = from_first(ranks, lambda: _made(config, name, held))
+        check_folder(ranks, folder)
+        return folder, job
     there = folder
     from_first(ranks, lambda: held.enter_context(locked(there)))
+    check_folder(ranks, folder)
     if (done := finished_steps(folder, config)) is not None:
         check_config(config, read_yaml(folder / CONFIG), folder / CONFIG)
         return Finished(folder, done, early_end(folder))

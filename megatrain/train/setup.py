@@ -31,7 +31,7 @@ from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 from megatrain.train.rewards import Rewards
 from megatrain.train.rollouts import Rollouts
 from megatrain.train.second_model import SecondModel, begun_model, second_model
-from megatrain.train.sharing import by_parts, in_turn
+from megatrain.train.sharing import by_parts, group_of, in_turn
 from megatrain.train.teacher import find_teacher
 
 log = logging.getLogger(__name__)
@@ -318,7 +318,7 @@ def _engine(
     ranks: Ranks,
     held: ExitStack,
 ) -> Engine:
-    group = ranks.host
+    group = group_of(config, ranks)
     try:
         if start is None:
             engine = held.enter_context(_new_engine(config, source, group))

@@ -1,14 +1,19 @@
 """What each of several ranks does of a run; all else is rank 0's."""
 
+import os
+import secrets
 import zlib
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatrain.api import Engine
+from megatrain.checkpoint import files
 from megatrain.config import Config
 from megatrain.data import Step
 from megatrain.distributed import Ranks, require_same
@@ -31,6 +36,38 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: str) -> None:
             f"a step of {replies} replies has none for some of {ranks.size} ranks; raise "
             "training.batch_size"
         )
+
+
+def group_of(config: Config, ranks: Ranks) -> Any:
+    """What the engine of a run is given as its group: a mesh where there are several hosts.
+
+    Raises:
+        InputError: torchrun has started more ranks on one host than on another.
+    """
+    if ranks.host is None or config.engine.sharding == "full":
+        return ranks.host
+    first, *others = ranks.exchange(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)))
+    for rank, each in enumerate(others, 1):
+        if each != first:
+            raise InputError(
+                f"rank {rank} is one of {each} on its host, and rank 0 one of {first}: start as "
+                "many on every host (--nproc-per-node), or set engine.sharding to full"
+            )
+    if ranks.size in (first, 1):
+        return ranks.host
+    return DeviceMesh("cpu", torch.arange(ranks.size).view(-1, first))
+
+
+def check_folder(ranks: Ranks, folder: Path) -> None:
+    """Raises InputError: a rank does not see what rank 0 puts into a folder."""
+    if ranks.size == 1:
+        return
+    sign = folder / f".seen-{from_first(ranks, lambda: secrets.token_hex(8))}"
+    from_first(ranks, sign.touch)
+    try:
+        ranks.agree(lambda: files.require_seen(sign))
+    finally:
+        from_first(ranks, sign.unlink)
 
 
 def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:

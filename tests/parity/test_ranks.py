@@ -444,7 +444,9 @@ def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path: Path) -> None:
         assert engine.step(good).loss > 0
         mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
         with mock.patch.object(distributed, "_GATHERED", 1 << 10):
-            links = connected(group, cpu).exchange(distributed._connect(connected(group, cpu), cpu))
+            links = connected(group, cpu).exchange(
+                distributed._link_gbps(connected(group, cpu), cpu)
+            )
         assert links[0] == links[1] > 0
         only_run = Engine(llama(), group=mesh, device="cpu", precision="fp32")
         alone = Engine(llama(), device="cpu", precision="fp32")

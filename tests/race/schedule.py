@@ -214,7 +214,8 @@ class Told(Alike):
 
 
 def shared_schedules() -> Iterator[dict]:
-    """Those of the second of three ranks."""
+    """Those of the second of three ranks, of four on two hosts, or of one on each of two hosts."""
+    every = itertools.cycle((Alike(1, 3), Alike(1, 4, hosts=2), Alike(1, 3), Alike(1, 2, hosts=2)))
     rest = itertools.cycle(itertools.product((False, True), KEPT_ROWS, STAYING))
     disks, saves = itertools.cycle(DISKS), itertools.cycle(((), (0, 1), ()))
     rules = itertools.cycle(("adamw", "muon", "adamw int8", "muon clipped", "adafactor"))
@@ -239,7 +240,7 @@ def shared_schedules() -> Iterator[dict]:
             "rule": next(rules),
             "loss": next(losses),
             "experts": next(experts),
-            "ranks": Alike(1, 3),
+            "ranks": next(every),
         }
 
 
@@ -273,9 +274,9 @@ def trace(
         )
     if rule != optimizer.rule.name:
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
-    layouts = tile_layouts(program.spec, optimizer.group_of(), ranks.size)
+    layouts = tile_layouts(program.spec, optimizer.group_of(), ranks.shards.size)
     with mock.patch.object(sink, "PIECE", PIECE), mock.patch.object(disk, "PIECE", 2 * PIECE):
-        given = {"rule": optimizer.rule, "placement": placement, "rank": ranks.rank}
+        given = {"rule": optimizer.rule, "placement": placement, "rank": ranks.shards.rank}
         store = Store(device, layouts, dtype, **given)
         assembly = Assembly(device, program, store, dtype, placement, ranks=ranks)
         parts = assembly.training(optimizer, max_grad_norm)

@@ -8,7 +8,7 @@ from itertools import islice
 from unittest import mock
 
 from megatrain import Placement
-from megatrain.device.base import COPY_IN, GATHER, REDUCE
+from megatrain.device.base import COPY_IN, GATHER, HOSTS, REDUCE
 from megatrain.engine.batch import Batch
 from tests.race.schedule import SLICE, STEPS, Alike, Told, schedules, shared_schedules, trace
 
@@ -63,16 +63,18 @@ def test_weights_that_stay_cross_the_bus_once_a_version_and_need_each_wait() -> 
         assert any("kept weights" in race or "weights ->" in race for race in races), why
 
 
-def collectives() -> Iterator[list[list[tuple[str, str]]]]:
-    """Of some schedules what each rank puts on, of three with other numbers of micro-batches."""
+def collectives(size: int = 3, hosts: int = 1) -> Iterator[list[list[tuple[str, str]]]]:
+    """Of some schedules what each rank puts on; they have other numbers of micro-batches."""
     for schedule in islice(shared_schedules(), 0, None, 3):
         said: dict = {}
         for _ in range(2):  # the first time they only say what they have
             each = [
-                trace(**schedule | {"ranks": Told(rank, 3, said=said), "rows": rows}).operations
-                for rank, rows in enumerate([(1,), (2, 1, 3, 1), (1, 2)])
+                trace(
+                    **schedule | {"ranks": Told(rank, size, hosts=hosts, said=said), "rows": rows}
+                ).operations
+                for rank, rows in enumerate([(1,), (2, 1, 3, 1), (1, 2), (2, 2, 1)][:size])
             ]
-        yield [[op for op in every if op[0] in (GATHER, REDUCE)] for every in each]
+        yield [[op for op in every if op[0] in (GATHER, REDUCE, HOSTS)] for every in each]
 
 
 def test_all_ranks_put_on_the_same_collectives_in_the_same_order() -> None:
@@ -100,6 +102,22 @@ def test_slices_of_ranks_need_each_wait_of_their_way() -> None:
             races = trace(**schedule, without=frozenset({why})).races
             parts = ("experts",) if experts else ("rows",)
             assert any(part in race for race in races for part in parts), (experts, why)
+
+
+def test_sums_of_several_hosts_need_each_wait_of_their_way() -> None:
+    """Also where a host has one rank alone; the order is that of all ranks."""
+    schedule: dict = {"placement": Placement(slots=2), "max_grad_norm": 1.0, "tied": True}
+    for size, names in ((4, ("sums ready", "sums of this host")), (2, ("sums of this host",))):
+        schedule |= {"ranks": Alike(1, size, hosts=2)}
+        assert not trace(**schedule).races
+        for why in (*names, "sums of all ranks"):
+            races = trace(**schedule, without=frozenset({why})).races
+            assert any("of all hosts on hosts" in race or "sum layer" in race for race in races), (
+                why
+            )
+    for first, *others in collectives(4, hosts=2):
+        assert {stream for stream, _ in first} == {GATHER, REDUCE, HOSTS}
+        assert others == [first] * 3
 
 
 def test_directions_of_ranks_need_each_wait_of_their_way() -> None:
