@@ -233,12 +233,11 @@ class Tile:
 
     def whole_master(self, entry: Entry, ranks: Ranks) -> Tensor:
         """As `read_master`, with the parts of all ranks, which all call this."""
-        ranks = ranks.shards
         if entry.packed is None or self.layout.ranks == 1:
-            return ranks.join(self.read_master(entry), self.place(entry)[1], entry.shape)
+            return ranks.shards.join(self.read_master(entry), self.place(entry)[1], entry.shape)
         place, own = self.place(entry)
         pairs = self.weights.values(place).cpu().view(torch.int16)  # of bytes: exact in fp32
-        stored = ranks.join(pairs.float(), own, (entry.stored,)).to(torch.int16)
+        stored = ranks.shards.join(pairs.float(), own, (entry.stored,)).to(torch.int16)
         return entry.packed.unpacked(stored, entry.shape)
 
 
