@@ -68,8 +68,7 @@ def settle(
     if opened.model.rule is not None:
         workload = replace(workload, rule=opened.model.rule)
     if opened.ranks.size > 1:
-        # Of several hosts each keeps all of the model.
-        workload = replace(workload.shared(opened.ranks.size), ranks=opened.ranks.shards.size)
+        workload = workload.shared(opened.ranks.shards.size, opened.ranks.hosts)
     settled = (
         Settled(placement, micro_batch)
         if isinstance(placement, Placement)
@@ -82,7 +81,7 @@ def settle(
         told = foretold_on_cpu(opened.model.spec, settled.placement, workload)
     reference = None
     if generation is not None and generation.reference:
-        size_of_rank = workload.tokens_per_step, workload.ranks
+        size_of_rank = workload.tokens_per_step, workload.all_ranks
         reference = second_needs(opened.model.spec, opened.dtype, *size_of_rank)
     check_fits(
         opened.device,
@@ -149,7 +148,9 @@ def _foreseen(opened: Opened, workload: Workload) -> Forecast | None:
     if machine is None:
         _log.info("placement: all is streamed, since this GPU is neither measured nor listed")
         return None
-    machine = machine.shared(opened.ranks.on_host, opened.ranks.shards.link_gbps)
+    ranks = opened.ranks
+    links = ranks.shards.link_gbps, ranks.replicas.link_gbps
+    machine = machine.shared(ranks.on_host, *links)
     # What the process has of its context is in neither free nor taken bytes.
     there = available_bytes(device) + machine.device_context_bytes
     memory = min(there, device.memory()["device_total_bytes"])

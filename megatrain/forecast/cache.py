@@ -34,7 +34,7 @@ class ForecastCache:
 
     def model(self, workload: Workload) -> Model:
         """The model with the workload's optimizer, and its tiles."""
-        key = workload.rule, workload.ranks
+        key = workload.rule, workload.ranks, workload.hosts
         return self.once(key, lambda: Model.trained(self.spec, *key))
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
@@ -49,7 +49,7 @@ class ForecastCache:
                 alike,
                 clip=workload.clip,
                 tokens=workload.rows * workload.sequence_length,
-                distinct=len(measured.tokens_of(workload.rows)[1]),
+                distinct=len(measured.tokens_of(workload.rows * workload.all_ranks)[1]),
             )
 
         found = self.once((workload, alike), made)
@@ -123,7 +123,7 @@ class ForecastCache:
         return with_second(found, "reference model", self._needs_beside(self.spec, workload))
 
     def _needs_beside(self, spec: ModelSpec, workload: Workload) -> Needs:
-        size = workload.dtype, workload.rows * workload.sequence_length, workload.ranks
+        size = workload.dtype, workload.rows * workload.sequence_length, workload.all_ranks
         return self.once((id(spec), size), lambda: second_needs(spec, *size))
 
     def _with_second(self, found: Forecast, workload: Workload) -> Forecast:
@@ -139,5 +139,5 @@ class ForecastCache:
             found,
             second.name,
             needs,
-            lambda: second_seconds(second.spec, measured, found, workload.ranks),
+            lambda: second_seconds(second.spec, measured, found, workload),
         )

@@ -16,6 +16,9 @@ from megatrain.device.base import (
     DISK_OUT,
     DISK_STREAMS,
     DISK_WEIGHTS,
+    GATHER,
+    HOSTS,
+    REDUCE,
     ROWS,
     UPDATE,
     Kind,
@@ -25,7 +28,7 @@ from megatrain.device.base import (
 from megatrain.device.clock import Cost
 from megatrain.forecast.meta_program import KEPT_GRAPHS, WORKING_SET
 from megatrain.forecast.op_counter import OpCounter, Work
-from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, Machine
+from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
 from megatrain.optim import AdamW, PlaneKind, moved_bytes
 from megatrain.telemetry.timeline import Span
 
@@ -75,15 +78,25 @@ class CostModel:
     """
 
     def __init__(
-        self, machine: Machine, counter: OpCounter, pace: float = 1.0, ranks: int = 1
+        self,
+        machine: Machine,
+        counter: OpCounter,
+        pace: float = 1.0,
+        ranks: int = 1,
+        hosts: int = 1,
     ) -> None:
-        """Args: `pace`: of updates on the host (`Rule.pace`); `ranks` that share the model."""
+        """Prices of a machine's work.
+
+        Args:
+            pace: of updates on the host (`Rule.pace`).
+            ranks: that share the model; `hosts`: times so many, each of which has all of it.
+        """
         self.counter, self._pace = counter, pace
         self.group, self.puts = 1, 2
         self._known: dict[tuple, Cost] = {}
-        # By way of the host, where nobody measured: in and out again.
-        bus = min(machine.to_device_gbps, machine.from_device_gbps) / 2
-        self._ranks, self._link = ranks, (machine.link_gbps or bus) * 1e9
+        link, network = link_gbps(machine), network_gbps(machine, ranks)
+        self._ranks = {GATHER: ranks, REDUCE: ranks, HOSTS: hosts}  # of a collective
+        self._link = {GATHER: link * 1e9, REDUCE: link * 1e9, HOSTS: network * 1e9}
         self._machine = machine
         self._rate = {
             COPY_IN: machine.to_device_gbps * 1e9,
@@ -133,8 +146,9 @@ class CostModel:
             moved = sum(buffer.data.nbytes for buffer in reads)
             return Cost(moved / self._rate[stream], num_bytes=moved)
         if kind in (Kind.COLLECTIVE, Kind.ALL_REDUCE):
-            received = sum(buffer.data.nbytes for buffer in writes) * (1 - 1 / self._ranks)
-            return Cost((1 + (kind is Kind.ALL_REDUCE)) * received / self._link)
+            written = sum(buffer.data.nbytes for buffer in writes)
+            received = (1 + (kind is Kind.ALL_REDUCE)) * written * (1 - 1 / self._ranks[stream])
+            return Cost(received / self._link[stream])
         if stream != COMPUTE:
             return Cost()
         if kind is Kind.NOTE:
@@ -218,6 +232,16 @@ class CostModel:
             share = beside / busy[stream] if busy[stream] else 0.0
             third = self._alone[DISK_IN] * 2 / 3
             self._rate[stream] = (1 - share) * self._alone[stream] + share * third
+
+
+def link_gbps(machine: Machine) -> float:
+    """Between cards of a host; where nobody measured by way of the host, in and out again."""
+    return machine.link_gbps or min(machine.to_device_gbps, machine.from_device_gbps) / 2
+
+
+def network_gbps(machine: Machine, on_host: int) -> float:
+    """Between cards of two hosts, each with so many; where nobody measured a part of the usual."""
+    return machine.network_gbps or NETWORK_GBPS / on_host
 
 
 def _disk_gbps(machine: Machine) -> float:

@@ -122,6 +122,16 @@ class Profile:
 
         return self.once(("batch", rows, micro_batch, most, passes), made)
 
+    def with_all_rows(self, batch: Batch, rows: int, ranks: int) -> Batch:
+        """A rank's batch with the table's rows for `rows` of tokens, those of all ranks and hosts.
+
+        The `ranks` of a host keep them in equal blocks, filled up as the engine does.
+        """
+        unique_U = self.tokens_of(rows)[1]
+        block = -(-len(unique_U) // ranks)
+        filled = unique_U[-1].expand(block * ranks - len(unique_U))
+        return replace(batch, unique_U=torch.cat([unique_U, filled]), own=slice(block))
+
     def entering(self, rows: int) -> dict[Ref, Shape]:
         """What the prologue makes of a micro-batch."""
         return self._prologue(rows)[0]

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import torch
 
-from megatrain.forecast.cost_model import CostModel
+from megatrain.forecast.cost_model import CostModel, link_gbps, network_gbps
 from megatrain.forecast.needs import Needs, needs_of
 from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.simulate import Forecast
+from megatrain.forecast.workload import Workload
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Placement
@@ -33,13 +34,16 @@ def second_needs(spec: ModelSpec, dtype: torch.dtype, tokens: int, ranks: int = 
     return needs_of(model, program, Placement(), clip=False, tokens=every)
 
 
-def second_seconds(spec: ModelSpec, measured: Profile, found: Forecast, ranks: int = 1) -> float:
+def second_seconds(
+    spec: ModelSpec, measured: Profile, found: Forecast, workload: Workload
+) -> float:
     """Of one forward over all tokens of a step, in micro-batches as the step has them.
 
     Args:
         measured: of this model, for rows and a type as the step has them.
-        ranks: that share it: of each its part of the weights crosses the bus, and the others' the
-            link between them.
+        workload: of one rank. The ranks of all hosts share it: of each its part of the weights
+            crosses the bus, the others' of its host the link between them, and those of other
+            hosts the network, once for all ranks of a host.
     """
     layouts, machine = Model.trained(spec, None).layouts, found.machine
     rows, costs = found.micro_batch, CostModel(machine, OpCounter())
@@ -52,10 +56,12 @@ def second_seconds(spec: ModelSpec, measured: Profile, found: Forecast, ranks: i
     ]
     computed = count * sum(map(costs.seconds, every))
     streamed = [each.numel for each in layouts if each.kind in (TileKind.LAYER, TileKind.HEAD)]
-    own = sum(streamed) * measured.dtype.itemsize / ranks
-    link = machine.link_gbps or min(machine.to_device_gbps, machine.from_device_gbps) / 2
+    ranks, sharing = workload.ranks, workload.all_ranks
+    own = sum(streamed) * measured.dtype.itemsize / sharing
     copied = own / (machine.to_device_gbps * 1e9)
-    return max(computed, copied, own * (ranks - 1) / (link * 1e9))
+    linked = own * (sharing - 1) * (ranks > 1) / (link_gbps(machine) * 1e9)
+    sent = own * (workload.hosts - 1) / (network_gbps(machine, ranks) * 1e9)
+    return max(computed, copied, linked, sent)
 
 
 def with_second(

@@ -288,14 +288,12 @@ def _run(
     """The last of so many steps."""
     counter = OpCounter()
     assert model.rule is not None
-    costs = CostModel(machine, counter, model.rule.pace, model.ranks)
+    costs = CostModel(machine, counter, model.rule.pace, model.ranks, model.hosts)
     device = ClockDevice(costs)
     most = _followed(model, placement, measured.dtype, steps)
     batch = measured.batch(rows, micro_batch, most, 1 if joint else placement.passes)
-    if model.ranks > 1:  # the rows of all ranks' tokens, a block of which is a rank's own
-        unique_U = measured.tokens_of(rows * model.ranks)[1]
-        block = len(unique_U) // model.ranks
-        batch = replace(batch, unique_U=unique_U[: block * model.ranks], own=slice(block))
+    if (sharing := model.ranks * model.hosts) > 1:
+        batch = measured.with_all_rows(batch, rows * sharing, model.ranks)
     if joint:
         batch = replace(batch, micro=[replace(each, loss=TWO_VISITS) for each in batch.micro])
     costs.group = max(map(grouped, batch.micro))
@@ -366,7 +364,8 @@ def _assemble(
     store = Store(device, joined, measured.dtype, rule=model.rule, placement=placement)
     program = MetaProgram(measured, counter, placement.head_tokens)
     given = device, program, store, measured.dtype, placement
-    ranks = Foreseen(0, model.ranks, model.ranks) if model.ranks > 1 else ALONE
+    every = model.ranks * model.hosts
+    ranks = Foreseen(0, every, model.ranks, hosts=model.hosts) if every > 1 else ALONE
     assembly = MetaAssembly(*given, ranks=ranks, measured=measured, counter=counter)
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if clip else None)

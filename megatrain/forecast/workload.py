@@ -65,7 +65,8 @@ class Workload:
         device_memory, host_memory: bytes that the process may take; None: all that is there.
         disk: folder on a disk that planes may rest on.
         disk_space: bytes that planes may take on a disk; None: what is free in `disk`.
-        ranks: cards that train the model together, each with a step of this size.
+        ranks: cards that keep the model together, each with a step of this size.
+        hosts: times so many, each of which keeps the whole model.
         loss: of steps; forecasts ask whether it is joint, for which the head is visited twice.
         generation: what is made between steps; None: nothing.
         second: what is streamed before each; None: nothing. For plans alone: in a run it is there
@@ -86,6 +87,7 @@ class Workload:
     disk_space: int | None = None
     loss: Loss = CROSS_ENTROPY
     ranks: int = 1
+    hosts: int = 1
     generation: Generation | None = None
     second: Second | None = None
 
@@ -142,15 +144,21 @@ class Workload:
         """What planes may take on a disk; None: none may. Raises InputError: no such disk."""
         return self.disk_space if self.disk is None else disk_bytes(self.disk, self.disk_space)
 
-    def shared(self, ranks: int) -> "Workload":
-        """One rank's part of it, where so many take a step together."""
-        rows = -(-self.rows // ranks)
+    @property
+    def all_ranks(self) -> int:
+        """Cards that take a step together."""
+        return self.ranks * self.hosts
+
+    def shared(self, ranks: int, hosts: int = 1) -> "Workload":
+        """One rank's part of it, where so many on each of so many hosts take a step together."""
+        every = ranks * hosts
+        rows = -(-self.rows // every)
         most = self.micro_batch and min(self.micro_batch, rows)
         tokens, generation = rows * self.sequence_length, self.generation
         if generation is not None and generation.rows is not None and generation.tokens is None:
-            generation = replace(generation, rows=-(-generation.rows // ranks))
+            generation = replace(generation, rows=-(-generation.rows // every))
         own: dict[str, Any] = {"tokens_per_step": tokens, "micro_batch": most}
-        return replace(self, **own, ranks=ranks, generation=generation)
+        return replace(self, **own, ranks=ranks, hosts=hosts, generation=generation)
 
     @property
     def rows(self) -> int:

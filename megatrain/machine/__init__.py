@@ -2,12 +2,19 @@
 
 from megatrain.machine.present import present_cpu, present_machine
 from megatrain.machine.published import CONTEXT_BYTES, machine_for
-from megatrain.machine.rates import DISK_READ_GBPS, DISK_WRITE_GBPS, Machine, mapping_bytes
+from megatrain.machine.rates import (
+    DISK_READ_GBPS,
+    DISK_WRITE_GBPS,
+    NETWORK_GBPS,
+    Machine,
+    mapping_bytes,
+)
 
 __all__ = [
     "CONTEXT_BYTES",
     "DISK_READ_GBPS",
     "DISK_WRITE_GBPS",
+    "NETWORK_GBPS",
     "Machine",
     "machine_for",
     "mapping_bytes",

@@ -93,12 +93,13 @@ def read(key: Key, precision: str) -> Machine | None:
 
 def _checked(values: dict[str, Any]) -> Machine:
     """Raises ValueError, TypeError or KeyError for what no doctor would have written."""
-    if {*values, "link_gbps"} != {field.name for field in fields(Machine)}:
+    later = {"link_gbps": None, "network_gbps": None}  # which earlier files have not
+    if {*values, *later} != {field.name for field in fields(Machine)}:
         raise ValueError("other fields")
-    values = {"link_gbps": None} | values  # which earlier files have not
+    values = later | values
     for field in fields(Machine):
         value = values[field.name]
-        if value is None and field.name.startswith(("disk_", "link_")):
+        if value is None and field.name.startswith(("disk_", "link_", "network_")):
             continue
         if field.type is int and type(value) is not int:
             raise ValueError(field.name)

@@ -7,6 +7,9 @@ from typing import Any
 # for one that nobody measured.
 DISK_READ_GBPS, DISK_WRITE_GBPS = 1.8, 2.6
 
+# Of a host to other hosts, each way, for all its GPUs together: one port of 100 Gbit/s.
+NETWORK_GBPS = 12.5
+
 
 def mapping_bytes(pinned_bytes: int) -> int:
     """Of the device's memory, what the driver takes to map host memory that is pinned.
@@ -42,6 +45,8 @@ class Machine:
         disk_read_gbps: as `disk_write_gbps`.
         disk_both_gbps: what is read while as much is written.
         link_gbps: what the GPU receives of others in a gather; None where nobody measured.
+        network_gbps: what the GPU receives of one on another host, while the others of its host do,
+            too; None where nobody measured.
         disk_space_bytes: what planes may take on a disk; None: none may rest on one.
     """
 
@@ -65,8 +70,11 @@ class Machine:
     disk_both_gbps: float | None = None
     disk_space_bytes: int | None = None
     link_gbps: float | None = None
+    network_gbps: float | None = None
 
-    def shared(self, on_host: int, link_gbps: float | None) -> "Machine":
+    def shared(
+        self, on_host: int, link_gbps: float | None, network_gbps: float | None = None
+    ) -> "Machine":
         """What each of so many ranks has of it: host memory, update and disk are divided."""
         space, both = self.disk_space_bytes, self.disk_both_gbps
         return replace(
@@ -79,6 +87,7 @@ class Machine:
             disk_both_gbps=both and both / on_host,
             disk_space_bytes=space and space // on_host,
             link_gbps=link_gbps or None,
+            network_gbps=network_gbps or None,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from megatrain import AdamW
 from megatrain.autoplace import auto
 from megatrain.device import CpuDevice
+from megatrain.distributed import Ranks
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO, Loss
@@ -94,6 +95,31 @@ def test_of_several_ranks_each_is_planned_with_its_part(monkeypatch: pytest.Monk
     assert told.machine.host_memory_bytes == 4 * GIB and told.machine.link_gbps == 0.25
     assert told.machine.update_gbps == pytest.approx(machine.update_gbps / 3)
     assert told.placement == found.placement
+
+
+def test_of_several_hosts_each_rank_is_planned_with_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has 1/2 of the model, 1/6 of the step, and the network that the hosts' ranks measured."""
+
+    class Measured(Alike):
+        @property
+        def replicas(self) -> Ranks:
+            return Alike(0, 3, link_gbps=0.05)
+
+    alone, ranks = opened(), Measured(0, 6, on_host=2, link_gbps=0.25, hosts=3)
+    model = Model(alone.model.spec, alone.model.optimizer, 2, 3)
+    seen: list[tuple[Any, Workload]] = []
+    choose = auto.choose
+    monkeypatch.setattr(
+        auto, "choose", lambda spec, *given: seen.append(given) or choose(spec, *given)
+    )
+    asked = replace(alone, model=model, ranks=ranks)
+    settled(monkeypatch, asked, machine=small_machine(1e6, host_gib=12))
+    [(machine, workload)] = seen
+    assert (workload.ranks, workload.hosts, workload.rows) == (2, 3, 2)  # of 8 rows
+    assert (machine.link_gbps, machine.network_gbps) == (0.25, 0.05)
+    assert machine.host_memory_bytes == 6 * GIB
 
 
 def test_rows_are_no_longer_than_the_model_allows(monkeypatch: pytest.MonkeyPatch) -> None:

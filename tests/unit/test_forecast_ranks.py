@@ -11,12 +11,12 @@ from megatrain.autoplace.search import Search
 from megatrain.autoplace.spend import FirstTiles, disk_bytes
 from megatrain.autoplace.spill import fastest
 from megatrain.device import disk
-from megatrain.device.base import DISK_STREAMS, GATHER, REDUCE
+from megatrain.device.base import DISK_STREAMS, GATHER, HOSTS, REDUCE
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Generation, Workload
-from megatrain.machine import Machine
+from megatrain.machine import NETWORK_GBPS, Machine
 from megatrain.placement import Placement
 from megatrain.tile import TileKind
 from tests.unit.forecast_cases import small_machine, tiny_spec, wide_spec
@@ -159,3 +159,61 @@ def test_each_rank_keeps_a_part_of_the_reference_model() -> None:
     )
     # The rows of the table for all tokens are on every rank.
     assert alone / RANKS < part < 1.1 * alone / RANKS
+
+
+HOSTS_N = 8
+
+
+def test_every_rank_has_the_rows_that_ranks_of_other_hosts_need() -> None:
+    """As much memory for them as where one host's ranks have all of the step's tokens."""
+    forecasts, placement = ForecastCache(wide_spec()), Placement(slots=3)
+    step = replace(WHOLE, tokens_per_step=2 * HOSTS_N * 64)
+    one, many = step.shared(2), step.shared(2, HOSTS_N)
+    assert (one.rows, many.rows) == (HOSTS_N, 1)
+    rows, least = (
+        [found(each) for each in (one, many, replace(many, hosts=1))]
+        for found in (
+            lambda each: forecasts.of(small_machine(), placement, each, 1).device_bytes[
+                "gradients and rows"
+            ],
+            lambda each: forecasts.needs(each, placement).device["sums and rows"],
+        )
+    )
+    distinct = [len(forecasts.measured(WHOLE).tokens_of(count)[1]) for count in (16, 2)]
+    # 256 elements of a row, in bf16; sums of their gradients lie where the head's were.
+    more = (distinct[0] - distinct[1]) * 256 * 2
+    for of_one, of_many, not_counted in (rows, least):
+        assert of_one == of_many
+        assert of_many - not_counted == pytest.approx(more, abs=8192)
+
+
+def test_sums_between_hosts_take_the_network_and_are_waited_for() -> None:
+    machine = small_machine().shared(RANKS, 8.0, network_gbps=1.0)
+    part, one_host = WHOLE.shared(RANKS, HOSTS_N), replace(WHOLE.shared(RANKS, HOSTS_N), hosts=1)
+    found, alone = told(part, machine), told(one_host, machine)
+    layouts = FORECASTS.model(part).layouts
+    summed = sum(
+        each.trainable_numel for each in layouts if each.kind in (TileKind.LAYER, TileKind.HEAD)
+    )
+    crossing = 2 * (1 - 1 / HOSTS_N) * 4 * summed / RANKS / 1e9
+    assert seconds(found, HOSTS) == pytest.approx(crossing, rel=0.01)
+    assert seconds(alone, HOSTS) == 0
+    for stream in (GATHER, REDUCE):
+        assert seconds(found, stream) == pytest.approx(seconds(alone, stream), rel=0.01)
+    slow = told(part, replace(machine, network_gbps=0.1))
+    assert slow.seconds - found.seconds > 0.9 * 9 * crossing  # no compute hides it
+    usual = told(part, replace(machine, network_gbps=None))
+    assert seconds(usual, HOSTS) == pytest.approx(crossing * RANKS / NETWORK_GBPS, rel=0.01)
+    single = told(WHOLE.shared(1, 2), machine)  # each host has one card with all of the model
+    assert seconds(single, HOSTS) == pytest.approx(4 * summed / 1e9, rel=0.01)
+
+
+def test_a_reference_is_shared_by_the_ranks_of_all_hosts() -> None:
+    replied = replace(WHOLE, generation=Generation(16, 32, reference=True))
+    one, two = (
+        told(each, small_machine()).host_bytes["host_reference_model_bytes"]
+        for each in (replied.shared(2), replied.shared(2, 2))
+    )
+    assert one / 2 < two < 1.1 * one / 2
+    asked = replied.shared(2, 2).generation
+    assert asked is not None and asked.rows == 8
