@@ -19,6 +19,7 @@ from transformers import (
 
 from megatrain.data.preferences import scored
 from megatrain.errors import InputError
+from megatrain.integrations.accumulation import MicroBatchMeans
 from megatrain.loss import DPO, Reward
 from megatrain.loss.dpo import Variant
 
@@ -35,8 +36,13 @@ _PLAIN_PAIRS = {
 
 
 @dataclass(frozen=True)
-class TrlReward(Reward):
-    """Reward, whose measures have the names that RewardTrainer gives them."""
+class TrlDPO(MicroBatchMeans, DPO):
+    """DPO, as DPOTrainer adds micro-batches."""
+
+
+@dataclass(frozen=True)
+class TrlReward(MicroBatchMeans, Reward):
+    """Reward, as RewardTrainer adds micro-batches; measures have the names that it gives them."""
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
         chosen, rejected = (
@@ -125,7 +131,7 @@ def without_reference(args: Any, paired: bool) -> Iterator[None]:
         args.precompute_ref_log_probs = False
 
 
-def pair_loss(args: Any) -> DPO:
+def pair_loss(args: Any) -> TrlDPO:
     """The loss of DPOTrainer's arguments. Raises InputError: it is another."""
     types: list[Any] = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
     wrong = {}
@@ -136,7 +142,7 @@ def pair_loss(args: Any) -> DPO:
         wrong["args.loss_type"] = f"it must be one of {', '.join(get_args(Variant))}"
     refuse(wrong)
     smoothing = args.label_smoothing if types[0] not in ("ipo", "hinge") else 0.0
-    return DPO(args.beta, smoothing, types[0])
+    return TrlDPO(args.beta, smoothing, types[0])
 
 
 def refuse(wrong: dict[str, str]) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from megatrain.api import Engine, StepResult
 from megatrain.errors import InputError
+from megatrain.integrations.accumulation import MicroBatchMeans, Waiting, shares, weighed
 from megatrain.integrations.pairs import (
     PLAIN,
     PREFERENCES,
@@ -84,7 +85,7 @@ class StreamedTrainer(_Trainer):
             model = opened(model, scores=scores)
         self.model: Any
         self.optimizer: torch.optim.Optimizer | None
-        self._waiting: list[dict[str, Tensor]] = []
+        self._waiting: list[Waiting] = []
         self._last: StepResult | None = None
         self._loss: Loss = CROSS_ENTROPY
         _refuse_class(type(self))
@@ -189,7 +190,9 @@ class StreamedTrainer(_Trainer):
     ) -> Tensor:
         """Keep the micro-batch; with the last of a step take the step. Returns its loss, or 0."""
         model.train()
-        self._waiting.append(_on_host(inputs))
+        items = None if num_items_in_batch is None else float(num_items_in_batch)
+        count = self.current_gradient_accumulation_steps
+        self._waiting.append(Waiting(_on_host(inputs), items, count))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         streamed = self.engine.optimizer
@@ -197,10 +200,18 @@ class StreamedTrainer(_Trainer):
         pairs = zip(streamed.param_groups, self.optimizer.param_groups, strict=True)
         for group, scheduled in pairs:
             group.update({name: scheduled[name] for name in group if name != "params"})
-        step, self._waiting = self._rows(self._waiting), []
-        self._last = self.engine.step(step, self._loss_of(step))
-        self._measured("train", self._last.measures)
+        waiting, self._waiting = self._waiting, []
+        self._last = self.engine.step(*self._step_of(waiting))
+        for _ in waiting:  # trainers of TRL log the mean over micro-batches
+            self._measured("train", self._last.measures)
         return torch.tensor(self._last.loss, device=self.args.device)
+
+    def _step_of(self, waiting: list[Waiting]) -> tuple[list[dict[str, Tensor]], Loss]:
+        """Micro-batches and loss of a step, each micro-batch counting as the Trainer counts it."""
+        if not isinstance(self._loss, MicroBatchMeans):
+            return weighed(waiting, self.engine.label_shift)
+        step = self._rows([micro.inputs for micro in waiting])
+        return step, replace(self._loss_of(step), shares=shares(waiting))
 
     def _rows(self, step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Micro-batches as the loss takes them; of pairs with what it asks for."""
@@ -212,7 +223,7 @@ class StreamedTrainer(_Trainer):
         found = self._reference.logprobs([{name: micro[name] for name in PLAIN} for micro in made])
         return [m | {"reference_logp": own} for m, own in zip(made, found, strict=True)]
 
-    def _loss_of(self, step: list[dict[str, Tensor]]) -> Loss:
+    def _loss_of(self, step: list[dict[str, Tensor]]) -> Any:
         """Rewards have margins where the data do."""
         if not isinstance(self._loss, Reward):
             return self._loss

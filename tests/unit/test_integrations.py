@@ -1,13 +1,15 @@
 """A streamed Trainer is the plain one: losses, norms, rates, evaluations, weights, and a resume."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from data_cases import chat_tokenizer, talk
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import IterableDataset
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from megatrain import Placement
 from megatrain.errors import InputError
@@ -90,6 +92,70 @@ def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path: Path) -> None
     assert first.keys() == second.keys()
     for name, values in first.items():
         torch.testing.assert_close(second[name], values, rtol=1e-5, atol=1e-6)
+
+
+class WithoutKwargs(LlamaForCausalLM):
+    """A model that a Trainer cannot tell how many labels a step has."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        return super().forward(input_ids, attention_mask, labels=labels, use_cache=False)
+
+
+def without_kwargs() -> Any:
+    made = WithoutKwargs(llama().config)
+    made.load_state_dict(llama().state_dict())
+    return made
+
+
+class Stream(IterableDataset):
+    """Rows without a length: a step at their end is short, and goes on with the next epoch's."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(rows(9))
+
+
+class Unsaved(Streamed):
+    """For models of a class that no checkpoint could name."""
+
+    engine_options: ClassVar[dict[str, Any]] = {"saveable": False}
+
+
+def losses_and_norms(kind: Any, model: Any, data: Any, folder: Path) -> list[Any]:
+    made = kind(
+        model,
+        arguments(folder, eval_strategy="no", save_strategy="no"),
+        train_dataset=data,
+        data_collator=padded,
+    )
+    made.train()
+    return [[e["loss"], e["grad_norm"]] for e in made.state.log_history if "loss" in e]
+
+
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [
+        (without_kwargs, rows(5)),
+        (without_kwargs, rows(9)),
+        (without_kwargs, Stream()),
+        (llama, Stream()),
+    ],
+    ids=["means", "means and short steps", "means of a stream", "stream"],
+)
+def test_uneven_micro_batches_count_as_a_plain_trainer_counts_them(
+    tmp_path: Path, make: Any, data: Any
+) -> None:
+    """The last micro-batch has one row."""
+    wanted, got = (losses_and_norms(kind, make(), data, tmp_path) for kind in (Trainer, Unsaved))
+    assert len(wanted) == 5
+    assert torch.tensor(got).flatten().tolist() == pytest.approx(
+        torch.tensor(wanted).flatten().tolist(), rel=1e-5
+    )
+
+
+def test_a_micro_batch_without_labels_is_named_where_its_mean_is_taken(tmp_path: Path) -> None:
+    data = [{**row, "labels": [-100] * len(row["labels"])} for row in rows(2)]
+    with pytest.raises(InputError, match="micro-batch [012] of this step has no label"):
+        losses_and_norms(Unsaved, without_kwargs(), rows(4) + data, tmp_path)
 
 
 class Stop(TrainerCallback):

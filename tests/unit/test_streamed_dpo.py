@@ -17,7 +17,7 @@ trl = pytest.importorskip("trl", reason="trl is no dependency")
 datasets = pytest.importorskip("datasets")
 
 
-def trained(streamed: bool, folder: Path, **changes: Any) -> Any:
+def trained(streamed: bool, folder: Path, count: int = 16, **changes: Any) -> Any:
     tokenizer = chat_tokenizer("qwen")
     model = llama(vocab_size=max(128, len(tokenizer)))
     rows = datasets.Dataset.from_list(
@@ -27,7 +27,7 @@ def trained(streamed: bool, folder: Path, **changes: Any) -> Any:
                 "chosen": " is blue" + " so" * (number % 3),
                 "rejected": f" is {number}",
             }
-            for number in range(16)
+            for number in range(count)
         ]
     )
     trainer = trained_by(
@@ -44,8 +44,14 @@ def trained(streamed: bool, folder: Path, **changes: Any) -> Any:
     return trainer.state.log_history
 
 
+# 9 pairs in micro-batches of 2, 3 of them a step: the last step of an epoch has 2 and 1.
+UNEVEN = {"count": 9, "gradient_accumulation_steps": 3, "logging_steps": 2}
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"loss_type": ["robust"], "label_smoothing": 0.1}], ids=["sigmoid", "robust"]
+    "changes",
+    [{}, {"loss_type": ["robust"], "label_smoothing": 0.1}, UNEVEN],
+    ids=["sigmoid", "robust", "uneven"],
 )
 def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, changes: dict[str, Any]) -> None:
     logs = [trained(streamed, tmp_path / str(streamed), **changes) for streamed in (False, True)]

@@ -1,0 +1,110 @@
+"""How a Trainer adds the micro-batches of a step: with a divisor for each, not over all rows.
+
+A micro-batch counts by what its own step of the Trainer has. Where a stream without a length ends
+within a step, the Trainer adds the gradient of that part to that of the next step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.loss import CROSS_ENTROPY, Loss, PairLoss, TokenWeights, num_labelled, targets_of
+
+
+class Waiting(NamedTuple):
+    """A micro-batch until its step is taken.
+
+    Attributes:
+        inputs: on the host.
+        items: labels of the Trainer's step, which divide the sum of its losses; None: the Trainer
+            takes the mean of each micro-batch, divided by their number.
+        num_micro: micro-batches of the Trainer's step.
+    """
+
+    inputs: dict[str, Tensor]
+    items: float | None
+    num_micro: int
+
+
+@dataclass(frozen=True)
+class MicroBatchMeans(PairLoss):
+    """Mixed in before a loss of pairs: its mean over each micro-batch, added up by shares.
+
+    Micro-batches hold whole pairs, each reply a row. Measures are the means of those of each
+    micro-batch.
+
+    Attributes:
+        shares: what the mean of each micro-batch counts.
+    """
+
+    shares: tuple[float, ...] = (1.0,)
+
+    def weigh(
+        self,
+        log_probs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        given: Sequence[Sequence[Tensor]],
+        normaliser: float,
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        """See `JointLoss.weigh`; the normaliser of all pairs is of no use here."""
+        losses, weights, measured = [], [], []
+        for micro in zip(log_probs, targets, given, self.shares, strict=True):
+            own, labels, beside, share = micro
+            [loss], [weight], found = super().weigh([own], [labels], [beside], len(labels) / 2)
+            losses.append(share * loss)
+            weights.append(share * weight)
+            measured.append(found)
+        total = torch.stack(losses).sum()
+        means = {
+            name: torch.stack([each[name] for each in measured]).mean() for name in measured[0]
+        }
+        return [total, *[total * 0] * (len(weights) - 1)], weights, means
+
+
+@dataclass(frozen=True)
+class WeightedSum(TokenWeights):
+    """The sum of cross entropy by `token_weights`, not divided."""
+
+    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+        """1; weights are divided already."""
+        return 1.0
+
+
+WEIGHTED_SUM = WeightedSum()
+
+
+def shares(step: Sequence[Waiting]) -> tuple[float, ...]:
+    """What the mean of each micro-batch counts."""
+    return tuple(1 / micro.num_micro for micro in step)
+
+
+def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]], Loss]:
+    """The micro-batches with weights of their labels where they need some, and the loss.
+
+    Args:
+        shift: how many tokens a label is after what predicts it.
+
+    Raises:
+        InputError: the Trainer would divide by 0.
+    """
+    given = [micro.inputs for micro in step]
+    whole = len(step) == step[-1].num_micro and all(micro.items is not None for micro in step)
+    if whole or len(step) == step[-1].num_micro == 1 or any("labels" not in each for each in given):
+        return given, CROSS_ENTROPY
+    return [_weighed(index, micro, shift) for index, micro in enumerate(step)], WEIGHTED_SUM
+
+
+def _weighed(index: int, micro: Waiting, shift: int) -> dict[str, Tensor]:
+    labels_BT, items = micro.inputs["labels"], micro.items
+    if items is None:
+        items = micro.num_micro * num_labelled(targets_of(labels_BT, shift))
+    if not items:
+        raise InputError(
+            f"micro-batch {index} of this step has no label, and Trainer's loss of it is not a "
+            "number; leave such rows out"
+        )
+    return micro.inputs | {"token_weights": torch.full(labels_BT.shape, 1 / items)}
