@@ -16,6 +16,17 @@ from megatrain.model.capture import Rows
 from megatrain.model.documents import is_packed, told_by_lengths
 from megatrain.model.program import MicroBatch
 
+_NO_CACHE = "no keys or values are kept between calls"
+_LABELS = "labels say which tokens count (-100: none)"
+_NOT_HEEDED = {  # of a forward: how it is run, or what stands in place of token ids
+    "use_cache": _NO_CACHE,
+    "past_key_values": _NO_CACHE,
+    "cache_params": _NO_CACHE,
+    "logits_to_keep": _LABELS,
+    "num_logits_to_keep": _LABELS,
+    "inputs_embeds": "rows are given by their input_ids",
+}
+
 
 @dataclass
 class Batch:
@@ -229,6 +240,8 @@ def _check(
     for key in needed:
         if key not in micro:
             raise InputError(f"{where} has no {key}")
+    for key in (key for key in micro if key in _NOT_HEEDED):
+        raise InputError(f"{where} has {key!r}, and {_NOT_HEEDED[key]}; leave it out")
     unknown = sorted(k for k in micro if k not in needed and k != "labels" and not takes(k))
     if unknown:
         raise InputError(
