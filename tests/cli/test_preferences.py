@@ -277,11 +277,12 @@ def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp
     other.write_text(json.dumps(pair(7)) + "\n")
     changed = sets(data__eval_path=str(other), data__eval_fraction=0.0)
     tree = json.loads(kept)
-    for spoilt, options in ((json.dumps(tree | {"keys": {}}), more), ("", more)):
+    other_data = json.dumps(tree | {"keys": {}}), "the reference's log-probabilities are not of"
+    for spoilt, said in (other_data, ("", "what the run keeps of its reference cannot be read")):
         references.write_text(spoilt)
-        result = megatrain("train", file, *options)
+        result = megatrain("train", file, *more)
         assert result.exit_code == 2
-        assert "references.json: the reference's log-probabilities" in result.stderr
+        assert f"references.json: {said}" in result.stderr
     references.write_text(kept)
     new = megatrain("branch", tmp_path / "run", tmp_path / "new", *more[:-1])
     assert new.exit_code == 0, new.output
