@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicLayer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -75,6 +75,15 @@ def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int,
                 index, place = getattr(each, "index", 1), getattr(each, "layer_name", None) or ""
                 found[kind, index, place] = None
     return list(found)
+
+
+def counts_tokens(config: PreTrainedConfig) -> bool:
+    """Whether the cache of a model says how many tokens it has; one of states alone does not."""
+    try:
+        DynamicCache(config=config).get_seq_length()
+    except ValueError:
+        return False
+    return True
 
 
 def attention_of(config: PreTrainedConfig) -> str | None:

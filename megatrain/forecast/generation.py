@@ -14,6 +14,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.compat.torch import FakeTensorMode
+from megatrain.compat.transformers import counts_tokens
 from megatrain.forecast.meta_program import (
     ACTIVATIONS,
     KEPT_ATTENTION,
@@ -70,16 +71,31 @@ def generation_bytes(
         model.eval()
         weights = {n: torch.empty(p.shape, dtype=dtype) for n, p in model.named_parameters()}
         try:
+            cached, prompts = _takes_cache(model, weights), 0
             with counter:
-                _forward(model, weights, rows, tokens - new)
-                prompts = counter.peak_bytes
-                past = _cache(_forward(model, weights, rows, tokens - 1))
-                counter.restart()
-                last = _forward(model, weights, rows, 1, past, tokens - 1)
+                if not cached:
+                    last = _forward(model, weights, rows, tokens, cached=False)
+                else:
+                    _forward(model, weights, rows, tokens - new)
+                    prompts = counter.peak_bytes
+                    past = _cache(_forward(model, weights, rows, tokens - 1))
+                    counter.restart()
+                    last = _forward(model, weights, rows, 1, past, tokens - 1)
         finally:
             model.train(training)
         drawn = rows * last.logits.shape[-1] * _DRAWN_BYTES
         return max(prompts, counter.peak_bytes, counter.total_bytes + drawn)
+
+
+def _takes_cache(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> bool:
+    """Whether the model computes with a cache (as `generate/cache.py` finds it)."""
+    if counts_tokens(model.config.get_text_config(decoder=True)):
+        return True
+    try:
+        _forward(model, weights, 1, 1)
+    except ValueError:
+        return False
+    return True
 
 
 def _cache(output: Any) -> dict[str, Any]:
@@ -94,6 +110,8 @@ def _forward(
     tokens: int,
     past: Mapping[str, Any] | None = None,
     before: int = 0,
+    *,
+    cached: bool = True,
 ) -> Any:
     """The output of `rows` rows of new tokens, of which `past` has the cache of those `before`."""
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
@@ -103,4 +121,4 @@ def _forward(
     more = {"logits_to_keep": 1, "position_ids": ids}  # of padded rows, each has its own
     given |= {name: value for name, value in more.items() if name in taken}
     with OneAttention():
-        return functional_call(model, weights, (ids,), given | {"use_cache": True})
+        return functional_call(model, weights, (ids,), given | {"use_cache": cached})

@@ -1,5 +1,6 @@
-"""How much memory a model's own cache of keys, values and states will take."""
+"""Whether a model's own cache of keys, values and states works, and the memory that it takes."""
 
+import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatrain.compat.transformers import counts_tokens
 from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit
 from megatrain.generate.recomputed import Recomputed
@@ -16,7 +18,17 @@ _TRIED = (2, 3)  # tokens of the prompts whose caches are compared
 
 # Of each layer: bytes of a row with the lengths tried, and the tokens that it keeps at most.
 _Layers = list[tuple[int, int, int | None]]
-_known: WeakKeyDictionary[PreTrainedModel, _Layers] = WeakKeyDictionary()
+_known: WeakKeyDictionary[PreTrainedModel, _Layers | None] = WeakKeyDictionary()
+
+log = logging.getLogger(__name__)
+
+
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Whether the model computes with a cache; tried once for a model.
+
+    A cache of states alone does not count its tokens, and masks of some families ask for the count.
+    """
+    return not isinstance(model, Recomputed) and _layers_of(model) is not None
 
 
 def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
@@ -25,10 +37,8 @@ def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
     Measured once for a model, by two short prompts: what a layer keeps of a token is the same of
     each, up to its window. The largest layer counts twice, since a cache grows into a new one.
     """
-    if model not in _known:
-        _known[model] = _measured(model)
     sizes = []
-    for first, second, window in _known[model]:
+    for first, second, window in _layers_of(model) or []:
         kept = min(tokens, window or tokens)
         sizes.append(rows * (first + (second - first) * (kept - _TRIED[0])))
     return sum(sizes) + max(sizes, default=0)
@@ -47,6 +57,21 @@ def check_cache(
             f"the keys and values of {rows} prompts of {tokens} tokens take {gib(needed)}, and "
             f"{gib(free)} are free; take fewer prompts at once, shorter ones, or fewer new tokens"
         )
+
+
+def _layers_of(model: PreTrainedModel) -> _Layers | None:
+    """What each layer keeps; None: the model does not compute with a cache."""
+    if model not in _known:
+        try:
+            _known[model] = _measured(model)
+        except ValueError:
+            if counts_tokens(model.config.get_text_config(decoder=True)):
+                raise
+            log.info(
+                "no layer counts tokens for a cache: every token is made of all before it anew"
+            )
+            _known[model] = None
+    return _known[model]
 
 
 def _measured(model: PreTrainedModel) -> _Layers:

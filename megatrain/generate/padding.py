@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.generate.recomputed import Recomputed
+from megatrain.generate.cache import takes_cache
 
 _PROMPT = (5, 7, 6, 9)  # ids that every vocabulary has
 _PADDED = 3
@@ -35,7 +35,7 @@ def _logits(model: PreTrainedModel, padding: int) -> Tensor:
         attention_mask=mask,
         max_new_tokens=1,
         do_sample=False,
-        use_cache=not isinstance(model, Recomputed),
+        use_cache=takes_cache(model),
         output_logits=True,
         return_dict_in_generate=True,
     )

@@ -16,7 +16,7 @@ from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.generate.cache import cache_bytes, check_cache
+from megatrain.generate.cache import cache_bytes, check_cache, takes_cache
 from megatrain.generate.draws import drawn_apart
 from megatrain.generate.kept import Kept
 from megatrain.generate.padding import heeds_mask
@@ -104,7 +104,7 @@ def continued(
             needed = source.device, model, len(asked), width + room, past
             source.ranks.agree(partial(check_cache, *needed))
             settings = sampling.settings(
-                own, room=room, stops=stops, pad=pad, cached=source.is_whole
+                own, room=room, stops=stops, pad=pad, cached=takes_cache(model)
             )
             more = {} if past is None else {"past_key_values": past}
             if apart:

@@ -20,6 +20,7 @@ from megatrain.train.rewards import Rewards, measured
 from megatrain.train.rollouts import _log_metric
 from tests.cli.cases import SENTENCES, sets, tiny_llama
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
+from tests.families.tiny import tiny_config
 from tests.parity.ranks import run_ranks
 from tests.structure.source_tree import ROOT
 
@@ -406,6 +407,23 @@ def test_replies_are_made_by_a_model_with_a_loss_of_routers(megatrain, rollout_f
     result = megatrain("train", file, *sets(training__steps=2))
     assert result.exit_code == 0, result.output
     assert all(record["aux_loss"] > 0 for record in read(file.parent / "run"))
+
+
+@pytest.mark.parametrize("family", ["jamba", "granitemoehybrid"])
+def test_a_model_of_states_alone_learns_from_its_replies(
+    megatrain, rollout_file, base, tmp_path, family
+):
+    """The cache of transformers does not count its tokens, and the model's masks ask for them."""
+    known = json.loads((base / "config.json").read_text())["vocab_size"]
+    config = tiny_config(family, {"vocab_size": known, "max_position_embeddings": 256})
+    assert set(config.layer_types) == {"linear_attention"}
+    file = rollout_file({"name": "grpo"})
+    tree = yaml.safe_load(file.read_text())
+    tree["model"] = {"config": config.to_dict(), "tokenizer": str(base)}
+    file.write_text(yaml.safe_dump(tree))
+    result = megatrain("train", file, *sets(training__steps=2))
+    assert result.exit_code == 0, result.output
+    assert all(record["reward"] < 0 for record in read(tmp_path / "run"))
 
 
 def test_reward_functions_are_found_before_weights_are_read(megatrain, rollout_file, monkeypatch):

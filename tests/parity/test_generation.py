@@ -189,6 +189,22 @@ def test_layers_in_portions_generate_without_a_cache() -> None:
     assert generate(split, words(), PROMPTS, GREEDY) == wanted
 
 
+@pytest.mark.parametrize("family", ["jamba", "bamba"])
+def test_a_cache_of_states_that_does_not_count_tokens_is_not_used(family: str, caplog) -> None:
+    """Masks of these families ask for the count, where no layer attends to all before it."""
+    caplog.set_level("INFO", "megatrain")
+    model, given = tiny_model(family).eval(), inputs()
+    told = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="only contain LinearAttention"):
+        model.generate(**given, **told, use_cache=True)
+    wanted = model.generate(**given, **told, use_cache=False)[:, 6:].tolist()
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*given.values(), strict=True)]
+    with Engine(model, precision="fp32", device="cpu") as source:
+        how: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": 3}
+        assert continued(source, prompts, GREEDY, GenerationConfig(), **how) == wanted
+    assert "made of all before it anew" in caplog.text
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mamba"])
 def test_the_cache_takes_what_was_foretold(family: str) -> None:
     model = tiny_model(family).eval()

@@ -102,9 +102,9 @@ def test_generation_takes_what_is_foretold(
     assert 0.95 * told <= alive.peak <= told + random + 16 * ROWS  # whether a row goes on
 
 
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_moe", "qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_moe", "qwen3_next", "gemma3_text", "jamba"])
 def test_other_caches_are_counted(family: str) -> None:
-    """States, experts and windows, of each row the same."""
+    """States, experts and windows, of each row the same; no cache of Jamba's states alone."""
     found = spec(empty_model(tiny_config(family)))
     few, more = (generation_bytes(found, torch.bfloat16, rows, 32, 8) for rows in (2, 4))
     assert few < more <= 2 * few + 4096
