@@ -90,6 +90,7 @@ def run_plan(
         where = where._replace(device=loaded.engine.device)
         total_tokens = total_tokens or _all_tokens(loaded, workload)
         gpus = gpus or loaded.engine.devices
+        _check_sharding(loaded, further["hosts"])
         workload = replace(workload, second=streamed_with(named, loaded))
     workload = changed(workload, options)
     workload.check()
@@ -130,6 +131,14 @@ def _opened(
     scores = loaded.loss.name == "reward"
     section = begun_from(loaded)
     return model_of_run(run.name, section, loaded.adapter.keys, scores=scores), loaded
+
+
+def _check_sharding(run: "Config", hosts: int) -> None:
+    if hosts > 1 and run.engine.sharding == "full":
+        raise InputError(
+            "--hosts plans a whole model on each host, and engine.sharding is full; add "
+            "--set engine.sharding=hybrid"
+        )
 
 
 def _all_tokens(run: "Config", workload: Workload) -> int | None:

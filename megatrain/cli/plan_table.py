@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatrain.forecast.simulate import Forecast
-from megatrain.plan.planner import Plan
+from megatrain.plan.planner import Plan, SeveralGpus
 from megatrain.plan.remedies import Remedy
 from megatrain.plan.tiles import PLANES, by_tier
 from megatrain.plan.wear import DiskUse
@@ -24,6 +24,9 @@ _BINDS = {
     "disk in": "the disk",
     "disk out": "the disk",
     "disk weights": "the disk",
+    "gather": "the link between GPUs",
+    "reduce": "the link between GPUs",
+    "hosts": "the network between hosts",
 }
 _BINDS_CPU = {
     "compute": "the CPU's arithmetic",
@@ -155,13 +158,7 @@ def _time(plan: Plan) -> list[str]:
         f"         arithmetic binds from {plan.compute_bound_tokens:,} tokens a step on",
     ]
     if plan.several is not None:
-        several = plan.several
-        lines.append(
-            f"{several.gpus} GPUs   {several.seconds:.2f} s, {several.tokens_per_second:,.0f} "
-            f"tokens/s; binds: {_BINDS.get(several.binds, several.binds)}. The same step split "
-            "evenly, each GPU with its own bus and its share of the host, and half a bus between "
-            "them (no such forecast has been compared with a measured step)"
-        )
+        lines.append(_split(plan.several))
     rate = (plan.several or told).tokens_per_second
     tokens, seconds = plan.total_tokens, plan.run_seconds
     if tokens is None or seconds is None:
@@ -169,6 +166,21 @@ def _time(plan: Plan) -> list[str]:
     else:
         lines.append(f"run      {_long(seconds)} for {tokens:,} tokens")
     return lines
+
+
+def _split(several: SeveralGpus) -> str:
+    """The line of several GPUs."""
+    which, between = f"{several.gpus} GPUs  ", "half a bus between them"
+    if several.hosts > 1:
+        which = f"{several.hosts} x {several.gpus} GPUs"
+        between += f", {several.network_seconds:.2f} s of sums between hosts"
+    return (
+        f"{which} {several.seconds:.2f} s, {several.tokens_per_second:,.0f} tokens/s; binds: "
+        f"{_BINDS.get(several.binds, several.binds)}; {gib(several.device_bytes)} of each GPU, "
+        f"{gib(several.host_bytes)} of each host. The same step split evenly, each GPU with its "
+        f"own bus and its share of the host, and {between} (no such forecast has been compared "
+        "with a measured step)"
+    )
 
 
 def _long(seconds: float) -> str:

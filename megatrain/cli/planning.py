@@ -22,6 +22,14 @@ TotalTokens = Annotated[float | None, typer.Option(min=1, max=1e18, help="Of the
 DiskTbw = Annotated[
     float | None, typer.Option(min=1, max=1e9, help="Terabytes that a drive may be written: 600.")
 ]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a key of the run file."),
+]
+Network = Annotated[
+    float | None,
+    typer.Option(min=0.01, max=1e5, help="GB/s of a host to others, each way; 12.5 (100 Gbit/s)."),
+]
 
 
 def doctor(
@@ -42,10 +50,7 @@ def doctor(
 
 def plan(
     run: Annotated[Path | None, typer.Argument(help="A run file (YAML); or give --model.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="Override a key of the run file."),
-    ] = None,
+    overrides: Overrides = None,
     model: Annotated[
         str | None, typer.Option(help="A shape (7B), a folder, a config.json, or a hub id.")
     ] = None,
@@ -57,7 +62,9 @@ def plan(
     sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens a row; 1024.")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows at once; chosen.")] = None,
     total_tokens: TotalTokens = None,
-    gpus: Annotated[int | None, typer.Option(min=1, max=64, help="Of one host; 1.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, max=64, help="Of each host; 1.")] = None,
+    hosts: Annotated[int, typer.Option(min=1, max=1024, help="With --gpus each.")] = 1,
+    network: Network = None,
     clip: Annotated[bool | None, typer.Option("--clip/--no-clip", help="Exactly; on.")] = None,
     precision: ComputeDtype = None,
     states: States = None,
@@ -94,6 +101,8 @@ def plan(
         Where(gpu, cores),
         total_tokens=None if total_tokens is None else int(total_tokens),
         gpus=gpus,
+        hosts=hosts,
+        network_gbps=network,
         disk_terabytes=disk_tbw,
         as_json=as_json,
         picture=picture,

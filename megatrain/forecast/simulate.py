@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_STREAMS, UPDATE
+from megatrain.device.base import COMPUTE, DEVICE_STREAMS, DISK_STREAMS, UPDATE
 from megatrain.device.clock import ClockDevice
 from megatrain.distributed import ALONE, Foreseen
 from megatrain.engine.assemble import host_bytes
@@ -48,7 +48,7 @@ from megatrain.units import MIB
 FOLLOWED, _FOLLOWED_SPLIT = 8, 16
 _FOLLOWED_FOR_MEMORY = 2  # groups, where a step's seconds do not matter: they hold as much
 STEADY = 2  # steps: the first starts without updates, the second with those of the first
-_BOUNDS = (COMPUTE, COPY_IN, COPY_OUT, UPDATE, *DISK_STREAMS)
+_BOUNDS = (*DEVICE_STREAMS, UPDATE, *DISK_STREAMS)
 
 # What torch's allocator takes beyond what is in use, with expandable segments
 # (benchmarks/results/step-*.json): 60 to 150 MiB, here as a share of the driver's context (840 MiB

@@ -7,11 +7,12 @@ from typing import Any
 from megatrain.autoplace.search import Search
 from megatrain.autoplace.spill import could_fit, fastest
 from megatrain.checkpoint import spare_bytes_of, useful_bytes
+from megatrain.device.base import HOSTS
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
-from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, Machine
+from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Placement
 from megatrain.plan.remedies import (
@@ -35,12 +36,22 @@ _NO_DISK_RATES = (
 
 @dataclass(frozen=True)
 class SeveralGpus:
-    """The same step split among GPUs of one host (`several_gpus`)."""
+    """The same step split among GPUs of one host, or of several (`several_gpus`).
+
+    Attributes:
+        gpus: of each host.
+        device_bytes: of one GPU at the step's peak; `host_bytes`: of all processes of one host.
+        network_seconds: of the step, in which gradients are summed between hosts.
+    """
 
     gpus: int
+    hosts: int
     seconds: float
     binds: str
     tokens_per_second: float
+    device_bytes: int
+    host_bytes: int
+    network_seconds: float
 
 
 @dataclass(frozen=True)
@@ -176,10 +187,17 @@ def make_plan(
     *,
     total_tokens: int | None = None,
     gpus: int = 1,
+    hosts: int = 1,
+    network_gbps: float | None = None,
     disk_terabytes: float | None = None,
     warnings: Sequence[str] = (),
 ) -> Plan:
-    """Plan a run; `disk_terabytes` may be written to the drive that planes rest on (its TBW)."""
+    """Plan a run.
+
+    Args:
+        gpus: of each of so many `hosts`, with `network_gbps` from one host to the others, each way.
+        disk_terabytes: may be written to the drive that planes rest on (its TBW).
+    """
     plans = Planner(spec)
     told = fitting(plans, machine, workload)
     short = None if told is not None else shortage(plans, machine, workload)
@@ -190,6 +208,11 @@ def make_plan(
     disk = disk_use(tiles, told.seconds, disk_terabytes, told.placement.passes)
     if disk is not None and machine.disk_read_gbps is None:
         warnings = [*warnings, _NO_DISK_RATES]
+    several, wanted = None, gpus * hosts
+    if wanted > 1:
+        several = several_gpus(plans, machine, workload, gpus, hosts, network_gbps)
+    if wanted > 1 and several is None:
+        warnings = [*warnings, f"split among {wanted} GPUs the step does not fit on one of them"]
     return Plan(
         workload=workload,
         machine=machine,
@@ -201,22 +224,36 @@ def make_plan(
             told.bounds, told.tokens_per_step, told.sequence_length
         ),
         total_tokens=total_tokens,
-        several=several_gpus(plans, machine, workload, gpus) if gpus > 1 else None,
+        several=several,
         disk=disk,
         warnings=warnings,
     )
 
 
 def several_gpus(
-    plans: Plans, machine: Machine, workload: Workload, gpus: int
+    plans: Plans,
+    machine: Machine,
+    workload: Workload,
+    gpus: int,
+    hosts: int = 1,
+    network_gbps: float | None = None,
 ) -> SeveralGpus | None:
-    """The same step split among `gpus` on one host, as one of their ranks takes it.
+    """The same step split among `gpus` on each of so many hosts, as one of their ranks takes it.
 
-    Where the link between them is not known it counts as half of a GPU's bus. None: it does not
-    fit.
+    Where the link between them is not known it counts as half of a GPU's bus. The network of a host
+    is shared by its GPUs; where it is not known it has `NETWORK_GBPS`. None: it does not fit.
     """
-    told = fitting(plans, machine.shared(gpus, machine.link_gbps), workload.shared(gpus))
+    links = machine.link_gbps, (network_gbps or NETWORK_GBPS) / gpus
+    told = fitting(plans, machine.shared(gpus, *links), workload.shared(gpus, hosts))
     if told is None:
         return None
-    rate = workload.tokens_per_step / told.seconds
-    return SeveralGpus(gpus, told.seconds, told.binds, rate)
+    return SeveralGpus(
+        gpus,
+        hosts,
+        told.seconds,
+        told.binds,
+        workload.tokens_per_step / told.seconds,
+        told.device_peak_bytes,
+        told.host_peak_bytes * gpus,
+        told.bounds[HOSTS],
+    )

@@ -65,11 +65,24 @@ def test_json_for_programs(megatrain, model_file):
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["fits"] is True and told["total_tokens"] == 1_000_000 and told["clip"] is False
-    assert told["several_gpus"]["gpus"] == 8
+    assert told["several_gpus"]["gpus"] == 8 and told["several_gpus"]["hosts"] == 1
     assert told["host_memory_bytes"] == 64 * GIB
     assert told["forecast"]["tokens_per_step"] == 256
     assert {tile["name"] for tile in told["tiles"]} >= {"head"}
     assert told["save_bytes"] == 2 * files.PIECE_BYTES  # small planes need not each have one
+
+
+def test_several_hosts(megatrain, model_file, run_file):
+    sizes = ["--tokens", 2048, "--sequence-length", 32, "--gpus", 2, "--hosts", 4]
+    given = ["plan", "--model", model_file, *HERE, *sizes]
+    told = json.loads(megatrain(*given, "--network", 0.01, "--json").stdout)["several_gpus"]
+    assert (told["gpus"], told["hosts"], told["binds"]) == (2, 4, "hosts")
+    shown = " ".join(megatrain(*given, "--network", 0.01).output.split())
+    assert "4 x 2 GPUs" in shown and "binds: the network between hosts" in shown
+    faster = json.loads(megatrain(*given, "--json").stdout)["several_gpus"]
+    assert 0 < faster["network_seconds"] < told["network_seconds"] / 20
+    full = megatrain("plan", run_file, *HERE, "--hosts", 2, "--set", "engine.sharding=full")
+    refused(full, "--set engine.sharding=hybrid")
 
 
 def test_a_run_on_several_devices_is_planned_on_as_many(megatrain, run_file):

@@ -403,6 +403,24 @@ def test_several_gpus_share_the_step_and_the_host():
     assert part.tokens_per_step == 256 and part.ranks == 4
     assert machine.host_memory_bytes == MACHINE.host_memory_bytes // 4
     assert several.gpus == 4 and several.tokens_per_second == 1024 / several.seconds
+    assert several.hosts == 1 and several.network_seconds == 0
+    hosts = planner.several_gpus(Seen(found), MACHINE, ask, 4, 8, 2.0)
+    machine, part = plans[-1]
+    assert (part.tokens_per_step, part.ranks, part.hosts) == (32, 4, 8)
+    assert machine.host_memory_bytes == MACHINE.host_memory_bytes // 4
+    assert machine.network_gbps == 0.5  # of a GPU: they share the host's
+    assert 0 < hosts.network_seconds < hosts.seconds
+    assert hosts.host_bytes == pytest.approx(several.host_bytes, rel=0.05)
+    planner.several_gpus(Seen(found), MACHINE, ask, 4, 8)
+    assert plans[-1][0].network_gbps == 12.5 / 4
+
+
+def test_several_gpus_that_do_not_fit_are_said():
+    found = spec(open_source(qwen2()).model)
+    ask = Workload(tokens_per_step=256, sequence_length=16, placement=Placement(slots=2))
+    plan = planner.make_plan(found, on(1, 2.5), ask, gpus=4)
+    assert plan.fits and plan.several is None  # each has a process of its own on the host
+    assert plan.warnings == ["split among 4 GPUs the step does not fit on one of them"]
 
 
 def tiny(**changes):
