@@ -1,0 +1,102 @@
+"""What is foretold of a step of ranks, beside what two of them really keep and exchange."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatrain import Placement
+from megatrain.device.base import GATHER, HOSTS, REDUCE
+from megatrain.distributed import ProcessGroups
+from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.simulate import Forecast
+from megatrain.forecast.workload import Workload
+from megatrain.model.probe import spec
+from megatrain.source.source import open_source
+from tests.parity.cases import llama, make_engine
+from tests.parity.ranks import run_ranks
+from tests.unit.forecast_cases import small_machine
+
+WHOLE = Workload(tokens_per_step=1024, sequence_length=64, precision="fp32", compile=False)
+ROWS = 4  # of a micro-batch
+SLOW = 1e-3  # GB/s: next to what the link takes, nothing else counts
+
+# Ranks of a host, hosts, and the stream of each of ProcessGroups' collectives.
+LAYOUTS: dict[str, tuple[int, int, dict[str, str]]] = {
+    "two ranks": (2, 1, {"gather": GATHER, "scatter_sum": REDUCE, "sum": REDUCE}),
+    "two hosts": (1, 2, {"sum": HOSTS}),
+}
+PLACEMENTS = {
+    "streamed": Placement(slots=2),
+    "rows that are not kept, boundaries on the host": Placement(
+        slots=2, keep_rows=False, layer_inputs="host"
+    ),
+}
+
+
+def of_streams(calls: Sequence[tuple[str, float]]) -> dict[str, tuple[int, int]]:
+    """Of each stream the number and the bytes of its collectives."""
+    return {
+        stream: (len(sizes), round(sum(sizes)))
+        for stream in (GATHER, REDUCE, HOSTS)
+        for sizes in [[size for name, size in calls if name == stream]]
+    }
+
+
+def foretold(found: Forecast) -> dict[str, tuple[int, int]]:
+    """Bytes from seconds: a rank receives half of what two have, and twice that of sums of hosts.
+
+    The few numbers of a step (loss, squares) are priced as a gather, whatever sums them.
+    """
+    return of_streams([
+        (span.stream, span.seconds * SLOW * 1e9 * (1 if span.name.endswith("of all hosts") else 2))
+        for span in found.spans
+        if span.stream in (GATHER, REDUCE, HOSTS)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("placed", PLACEMENTS)
+def test_two_ranks_keep_and_exchange_what_is_foretold(
+    layout: str, placed: str, tmp_path: Path
+) -> None:
+    each, hosts, streams = LAYOUTS[layout]
+    placement, workload = PLACEMENTS[placed], WHOLE.shared(each, hosts)
+    forecasts = ForecastCache(spec(open_source(llama()).model))
+    ids_BT, unique_U = forecasts.measured(workload).tokens_of(WHOLE.rows)
+    assert len(unique_U) == 128  # all: each rank keeps as many of the rows that are needed
+    machine = replace(small_machine().shared(each, SLOW, SLOW), launch_seconds=0.0)
+    found = forecasts.of(machine, placement, workload, ROWS)
+
+    def work(group: Any) -> tuple[dict[str, int], list[tuple[str, float]]]:
+        mesh = init_device_mesh("cpu", (hosts, each))
+        engine = make_engine(llama(), group=mesh, placement=placement)
+        micro_batches = ids_BT.split(ROWS)[dist.get_rank() :: 2]
+        step = [{"input_ids": ids, "labels": ids} for ids in micro_batches]
+        engine.step(step)
+        calls: list[tuple[str, float]] = []
+
+        def noted(name: str) -> Any:
+            collective = getattr(ProcessGroups, name)
+
+            def call(ranks: ProcessGroups, values: torch.Tensor) -> None:
+                calls.append((streams[name], values.nbytes))
+                collective(ranks, values)
+
+            return mock.patch.object(ProcessGroups, name, call)
+
+        with noted("gather"), noted("scatter_sum"), noted("sum"):
+            engine.step(step)
+        return engine.memory(), calls
+
+    for memory, calls in run_ranks(2, tmp_path, work):
+        assert of_streams(calls) == foretold(found)
+        for name, num_bytes in found.host_bytes.items():
+            if name != "host_process_bytes":
+                assert memory[name] == num_bytes, name
