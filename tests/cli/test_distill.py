@@ -107,7 +107,7 @@ def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_
     assert same(load_file(tmp_path / "run" / FILE), whole)
 
 
-@pytest.mark.parametrize("how", ["kept", "streamed"])
+@pytest.mark.parametrize("how", ["kept", pytest.param("streamed", marks=pytest.mark.exhaustive)])
 def test_a_teacher_replaced_with_its_sizes_and_times_is_another(
     megatrain, distilling, teacher, tmp_path, how, caplog
 ):
@@ -197,7 +197,10 @@ def test_a_teacher_with_other_tokens_is_refused(megatrain, distilling, teacher, 
 
 @pytest.mark.parametrize(
     ("loss", "row"),
-    [({"name": "dpo"}, pair), ({"name": "kto"}, rated)],
+    [
+        ({"name": "dpo"}, pair),
+        pytest.param({"name": "kto"}, rated, marks=pytest.mark.exhaustive),
+    ],
     ids=["dpo", "kto"],
 )
 def test_a_streamed_reference_is_the_one_that_is_kept(
@@ -273,7 +276,7 @@ def loses_a_rank(run, group):
     os._exit(0)
 
 
-@pytest.mark.parametrize("how", ["kept", "streamed"])
+@pytest.mark.parametrize("how", [pytest.param("kept", marks=pytest.mark.exhaustive), "streamed"])
 def test_ranks_distil_as_one(megatrain, distilling, tmp_path, how):
     """Also where a rank has died while the teacher was asked."""
     file = distilling(beta=0.4, add_tail=True, temperature=1.5, teacher_log_probs=how)

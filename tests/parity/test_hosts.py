@@ -50,7 +50,11 @@ def on_hosts(make: Callable[[Any], dict]) -> Callable[[Any], dict]:
 
 @pytest.mark.parametrize(
     ("hosts", "each"),
-    [(2, 1), (2, 2), pytest.param(3, 1, marks=pytest.mark.exhaustive)],
+    [
+        pytest.param(2, 1, marks=pytest.mark.exhaustive),
+        (2, 2),
+        pytest.param(3, 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_hosts_train_as_one(hosts: int, each: int, tmp_path: Path) -> None:
     """Each of them has the weights of all, to the bit."""

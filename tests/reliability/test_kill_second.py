@@ -103,6 +103,7 @@ def said(run):
     return [(path.parent.name, path.name, path.read_bytes()) for path in every]
 
 
+@pytest.mark.exhaustive
 def test_who_is_killed_while_a_teacher_is_asked_goes_on_equal(zygote, distilling, tmp_path):
     whole, run = distilling("whole"), distilling("killed")
     wanted = finished(zygote, whole, tmp_path / "log")
