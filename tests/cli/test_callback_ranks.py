@@ -78,6 +78,7 @@ class Counts(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"count": self.count}}
 
 
+@pytest.mark.exhaustive
 def test_what_callbacks_export_is_set_again_on_any_number_of_ranks(run_file, tmp_path):
     for size, resume, steps in ((2, False, 3), (3, True, 5)):
         counts, folder = Counts(), tmp_path / str(size)

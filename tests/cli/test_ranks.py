@@ -132,6 +132,7 @@ def stopped_at(done: int) -> Callable[[int], None]:
     return told
 
 
+@pytest.mark.exhaustive
 def test_a_streamed_run_with_samples_is_that_of_one(megatrain, run_file, tmp_path) -> None:
     """Two ranks begin it, of other blocks of the stream than those in which three go on."""
     held = tmp_path / "held.jsonl"

@@ -279,6 +279,7 @@ def test_a_run_killed_after_its_export_goes_on_with_its_folder(
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.exhaustive
 def test_ranks_learn_from_the_replies_of_one_server(megatrain, file_of, served, tmp_path):
     """The first rank speaks with it; two ranks begin, three go on between steps of one rollout."""
     file = file_of({"num_iterations": 2}, server_weights=str(tmp_path / "of one"))

@@ -74,6 +74,7 @@ def test_hosts_train_as_one(hosts: int, each: int, tmp_path: Path) -> None:
                 assert torch.equal(values[what], every[0][name][what]), (rank, name, what)
 
 
+@pytest.mark.exhaustive
 def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path: Path) -> None:
     """Two hosts of two save; one rank, two, two hosts of one and one of two go on, and save."""
     first, second = make_batches(2, SHAPES)

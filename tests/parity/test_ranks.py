@@ -282,16 +282,15 @@ EXACT: dict[str, Callable[[Any], dict]] = (
 USUAL = (
     *("tied, rows that are not kept, graphs that are", "frozen in part", "bf16, lion"),
     "resident, in passes",
-    *("preferences, in passes", "adapter", "nf4, adapter", "bf16, planes on a disk"),
+    *("preferences, in passes", "nf4, adapter", "bf16, planes on a disk"),
     *("experts and a head in slices", "a tied head in slices, preferences"),
     *(
         "bf16, a head in slices, frozen in part",
         "muon clipped, 0.5",
-        "muon, experts",
         "bf16, muon, on a disk",
     ),
     "fp32, muon, resident, in passes",
-    *("adafactor, llama, streamed", "adafactor, mixtral, resident, in passes"),
+    "adafactor, mixtral, resident, in passes",
     "experts that are balanced",
 )
 

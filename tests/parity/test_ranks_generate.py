@@ -41,6 +41,7 @@ def counted(engine: Engine) -> Iterator[list[int]]:
     [(2, FEW), *(pytest.param(n, MORE, marks=pytest.mark.exhaustive) for n in (3, 4))],
     ids=["2", "3 exhaustive", "4 exhaustive"],
 )
+@pytest.mark.exhaustive
 def test_ranks_make_a_part_of_the_replies_each(
     size: int, families: Sequence[str], tmp_path: Path
 ) -> None:
