@@ -48,6 +48,11 @@ class ImportanceSampling:
         low = -math.inf if self.clip_min is None else self.clip_min
         return low, math.inf if self.clip_max is None else self.clip_max
 
+    @property
+    def of_replies(self) -> bool:
+        """Whether a whole reply has one ratio, and not each of its tokens."""
+        return self.mode.startswith("sequence")
+
     def ratios(self, log_prob_L: Tensor, drawn_at_L: Tensor) -> Tensor:
         """Of the labels of one reply `[L]`, fp64; of a sequence all are the same.
 
@@ -56,7 +61,7 @@ class ImportanceSampling:
             drawn_at_L: in the program that drew them; NaN where it does not say: counts as equal.
         """
         difference = (log_prob_L.double() - drawn_at_L.double()).nan_to_num(nan=0.0)
-        if self.mode.startswith("sequence"):
+        if self.of_replies:
             difference = difference.sum().expand_as(difference)
         ratio = difference.exp()
         low, high = self._bounds

@@ -12,9 +12,9 @@ from megatrain.api import Engine
 from megatrain.autoplace.auto import can_compile
 from megatrain.config import Config
 from megatrain.data import IDS, LOG_PROBS, MicroBatch, Step, at_first_label, plain_rows
-from megatrain.device import open_device
 from megatrain.distributed import Ranks
 from megatrain.placement import Placement
+from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.model_config import model_config
 from megatrain.train.references import References, refer_to
 from megatrain.train.resolve_model import begun_from, moved_base, named_model, weights_key
@@ -72,7 +72,7 @@ def _compiled(config: Config) -> bool:
     given = config.engine.placement
     if given != "auto":
         return bool(given.get("compile", False))
-    return open_device(config.engine.device).kind == "cuda" and can_compile()
+    return config.engine.device != "cpu" and find_gpu("cuda") is not None and can_compile()
 
 
 def second_model(

@@ -114,7 +114,7 @@ def compare(
         micro["importance_sampling_ratio"] = torch.zeros_like(micro["old_logp"])
         for row, labels in zip(micro["importance_sampling_ratio"], micro["labels"], strict=True):
             row[labels != IGNORED] = next(remaining)
-    return told | _described(ratios, of_replies=by.mode.startswith("sequence"))
+    return told | _described(ratios, of_replies=by.of_replies)
 
 
 def _differences(
@@ -138,9 +138,9 @@ def _differences(
 
 def _described(ratios: Sequence[Tensor], *, of_replies: bool) -> dict[str, float]:
     """Ratios of labels, or one of each reply: 1 where a reply has nothing to learn."""
-    every = torch.cat([each[:1] if len(each) else torch.ones(1) for each in ratios])
-    if not of_replies:
-        every = torch.cat(list(ratios))
+    if of_replies:
+        ratios = [each[:1] if len(each) else torch.ones(1) for each in ratios]
+    every = torch.cat([*ratios])
     if not len(every):
         return {}
     named = {"min": every.min(), "mean": every.mean(), "max": every.max()}
