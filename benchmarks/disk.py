@@ -31,7 +31,7 @@ from megatrain.device.base import DISK_IN, DISK_OUT, UPDATE
 from megatrain.device.host_mappings import host_range
 from megatrain.device.host_stream import HostStream
 from megatrain.disk_staging import DiskStaging
-from megatrain.optim import AdamW
+from megatrain.optim import AdamW, TileRange, UpdateOptions
 from megatrain.placement import Placement
 from megatrain.plane_file import PlaneFile
 from megatrain.store import Store, Tile
@@ -217,12 +217,9 @@ class Engine:
 
     def _update(self, part: Tile, first: int, last: int) -> None:
         assert part.remainder is not None
-        _RULE.update(
-            part.weights.data, part.remainder.data,
-            [buffer.data for buffer in part.states.values()],
-            self._grad[first:last], vars(_RULE),
-            at=first, step=1, grad_scale=1.0, threads=update_threads(),
-        )  # fmt: skip
+        states = [buffer.data for buffer in part.states.values()]
+        planes = TileRange(part.weights.data, part.remainder.data, states, self._grad[first:last])
+        _RULE.update(planes, vars(_RULE), UpdateOptions(first, threads=update_threads()))
 
 
 @contextmanager

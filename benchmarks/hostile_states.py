@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW
+from megatrain.optim import TileRange, UpdateOptions
 
 WORDS, WIDTH, BATCH = 512, 32, 256
 CASES: dict[str, dict[str, float]] = {
@@ -60,8 +61,8 @@ def loss_of(
         cycle = min(restart, steps)
         rate = lr * (0.5 + 0.5 * math.cos(math.pi * ((step - 1) % cycle) / cycle))
         group = {"lr": rate, "betas": rule.betas, "eps": rule.eps, "weight_decay": 0.0}
-        rule.update(weights, None, states, grad.view(-1), group, at=0, step=step, grad_scale=1.0,
-                    threads=1)  # fmt: skip
+        tile = TileRange(weights, None, states, grad.view(-1))
+        rule.update(tile, group, UpdateOptions(step=step))
     return _loss(master.detach(), often_W, wanted_WW)
 
 

@@ -26,13 +26,13 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.kernels import factored, native, reference
 from megatrain.kernels.reference import RULES
-from megatrain.kernels.states import Scalars
+from megatrain.kernels.states import Scalars, TileRange, UpdateOptions, adamw_scalars
 from megatrain.optim import Adafactor, AdamW, moved_bytes
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import commit, environment
 
 RESULTS = Path(__file__).parent / "results"
-HYPER = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+GROUP: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,7 @@ def torch_optimizer(master: Tensor, grad: Tensor, fused: bool) -> torch.optim.Op
     """Torch's AdamW over one fp32 parameter [N] with its gradient in place."""
     parameter = torch.nn.Parameter(master.clone())
     parameter.grad = grad
-    return torch.optim.AdamW(
-        [parameter],
-        lr=HYPER["lr"],
-        betas=(HYPER["beta1"], HYPER["beta2"]),
-        weight_decay=HYPER["weight_decay"],
-        fused=fused,
-        foreach=False,
-    )
+    return torch.optim.AdamW([parameter], **GROUP, fused=fused, foreach=False)
 
 
 def adamw_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
@@ -88,24 +81,21 @@ def adamw_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
     exp_avg, exp_avg_sq = torch.zeros(size), torch.zeros(size)
     whole = master.clone()
 
-    arguments: dict[str, Any] = {**HYPER, "step": 10, "grad_scale": 0.5, "threads": threads}
-    moments = (exp_avg, exp_avg_sq)
-    split_bf16 = (weights, remainder, *moments, grad_bf16)
-    whole_bf16, whole_fp32 = (whole, None, *moments, grad_bf16), (whole, None, *moments, grad_fp32)
+    moments, options = [exp_avg, exp_avg_sq], UpdateOptions(0, 10, 0.5, threads)
+    by = adamw_scalars(torch.float32, options.step, GROUP)
+
+    def ours(module: ModuleType, *planes: Any) -> Callable[[], object]:
+        return partial(module.update, "adamw", TileRange(*planes), by, options)
+
+    split_bf16 = (weights, remainder, moments, grad_bf16)
     fused, plain = (torch_optimizer(master, grad_fp32, fused=fused) for fused in (True, False))
     return [
         Case("torch AdamW, fused, fp32", 28, fused.step),
-        Case(
-            "native, split master, bf16 grad", 26, partial(native.adamw, *split_bf16, **arguments)
-        ),
-        Case("native, fp32 master, bf16 grad", 26, partial(native.adamw, *whole_bf16, **arguments)),
-        Case("native, fp32 master, fp32 grad", 28, partial(native.adamw, *whole_fp32, **arguments)),
+        Case("native, split master, bf16 grad", 26, ours(native, *split_bf16)),
+        Case("native, fp32 master, bf16 grad", 26, ours(native, whole, None, moments, grad_bf16)),
+        Case("native, fp32 master, fp32 grad", 28, ours(native, whole, None, moments, grad_fp32)),
         Case("torch AdamW, not fused, fp32", 28, plain.step),
-        Case(
-            "reference, split master, bf16 grad",
-            26,
-            partial(reference.adamw, *split_bf16, **arguments),
-        ),
+        Case("reference, split master, bf16 grad", 26, ours(reference, *split_bf16)),
     ]
 
 
@@ -116,8 +106,8 @@ def states_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
     for name in ("bf16", "int8"):
         rule, size = AdamW(states=name), master.numel()
         states = [torch.zeros(-(-size // p.per), dtype=p.dtype) for p in rule.state_planes]
-        update = partial(rule.update, weights, remainder, states, grad, vars(rule), at=0, step=10)
-        update = partial(update, grad_scale=0.5, threads=threads)
+        tile = TileRange(weights, remainder, states, grad)
+        update = partial(rule.update, tile, vars(rule), UpdateOptions(0, 10, 0.5, threads))
         cases.append(Case(f"native, {name} states", moved_bytes(rule, torch.bfloat16), update))
     return cases
 
@@ -126,10 +116,11 @@ def rule_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
     """Other rules, on a split master with a bf16 gradient."""
     weights, remainder = split_planes(master)
     grad, by, cases = grad_fp32.bfloat16(), Scalars(-1e-5, 1.0, 0.9, 0.1, 0.95, 0.05), []
-    for name in RULES:
+    for name in [rule for rule in RULES if rule != "adamw"]:
         states = [] if name in ("sgd", "direction") else [torch.zeros(master.numel())]
-        move = partial(native.move, name, weights, remainder, states, grad, by, threads=threads)
-        cases.append(Case(f"native, {name}", 10 + 8 * len(states), move))
+        tile = TileRange(weights, remainder, states, grad)
+        update = partial(native.update, name, tile, by, UpdateOptions(threads=threads))
+        cases.append(Case(f"native, {name}", 10 + 8 * len(states), update))
     return cases
 
 
@@ -140,8 +131,8 @@ def adafactor_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Cas
     weights, remainder, grad = (plane[:size].view(-1, 4096) for plane in planes)
     [_, kept], cases = rule.state_planes, []
     for name, module in (("native", native), ("reference", factored)):
-        given = weights, remainder, [torch.zeros(size // kept.per)], grad, vars(rule)
-        update = partial(rule.update, *given, at=0, step=10, grad_scale=0.5, threads=threads)
+        tile = TileRange(weights, remainder, [torch.zeros(size // kept.per)], grad)
+        update = partial(rule.update, tile, vars(rule), UpdateOptions(0, 10, 0.5, threads))
         run = partial(_with, module, update)
         cases.append(Case(f"{name}, adafactor", moved_bytes(rule, torch.bfloat16), run))
     return cases

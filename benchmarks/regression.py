@@ -19,15 +19,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from benchmarks.kernels import HYPER, split_planes, torch_optimizer
+from benchmarks.kernels import GROUP, split_planes, torch_optimizer
 from megatrain import AdamW, Engine, Placement, kernels
 from megatrain.kernels import reference
+from megatrain.kernels.states import TileRange, UpdateOptions, adamw_scalars
 
 PARAMETERS = 6_000_000  # 156 MB a pass: more than caches hold
 ROUNDS, ATTEMPTS = 9, 3
@@ -54,12 +54,13 @@ def kernel_cases() -> Iterator[Case]:
     master, grad_fp32 = torch.randn(PARAMETERS) * 0.02, torch.randn(PARAMETERS)
     grad = grad_fp32.bfloat16()
     planes = split_planes(master)
-    state = (*planes, torch.zeros(PARAMETERS), torch.zeros(PARAMETERS), grad)
-    settings: dict[str, Any] = {**HYPER, "step": 10, "grad_scale": 0.5}
-    adamw = partial(kernels.adamw, *state, **settings)
+    moments = [torch.zeros(PARAMETERS) for _ in range(2)]
+    by = adamw_scalars(torch.float32, 10, GROUP)
+    given = "adamw", TileRange(*planes, moments, grad), by, UpdateOptions(0, 10, 0.5)
+    adamw = partial(kernels.update, *given)
     fused = torch_optimizer(master, grad_fp32, fused=True)
     yield Case("AdamW / torch fused", adamw, fused.step, 0.92, 1.1)
-    plain = partial(reference.adamw, *state, **settings)
+    plain = partial(reference.update, *given)
     yield Case("AdamW / reference", adamw, plain, 8.0, 20.0)
     others: dict[str, tuple[tuple[Tensor, ...], float, float]] = {
         "split": ((master, *planes), 5.0, 12.0),

@@ -17,7 +17,7 @@ from megatrain.engine.directions import Directions
 from megatrain.engine.sink import HostGrad, Sink
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import StepRefused
-from megatrain.optim import Part, Plane, StreamedOptimizer
+from megatrain.optim import Part, Plane, StreamedOptimizer, TileRange, UpdateOptions
 from megatrain.store import Tier, Tile
 from megatrain.tile.layout import MOST_ELEMENTS
 
@@ -274,15 +274,13 @@ class Update:
         own, gradient = tile.trained.start, host_grad.buffer.data
         for run in runs:
             here = slice(run.start - first, run.stop - first)
-            self._optimizer.rule.update(
+            part = TileRange(
                 tile.weights.data[here],
                 None if tile.remainder is None else tile.remainder.data[here],
                 [tile.states[p].data[p.place(here.start, here.stop)] for p in run.states],
                 # Sums of passes are rounded as those are that leave the device.
                 gradient[run.start - own : run.stop - own].to(tile.weights.data.dtype),
-                run.group,
-                at=tile.index * MOST_ELEMENTS + run.start,
-                step=version,
-                grad_scale=1.0 if run.directed else scale,
-                threads=self._threads,
             )
+            at, clipping = tile.index * MOST_ELEMENTS + run.start, 1.0 if run.directed else scale
+            options = UpdateOptions(at, version, clipping, self._threads)
+            self._optimizer.rule.update(part, run.group, options)

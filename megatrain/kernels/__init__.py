@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatrain.errors import InputError
 from megatrain.kernels import factored, reference
+from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
 _log = logging.getLogger(__name__)
 
@@ -47,18 +48,14 @@ def _gpu() -> ModuleType:
     return gpu
 
 
-def adamw(weights: Tensor, *planes: Any, **settings: Any) -> None:
-    """One AdamW update where the planes are: see `reference.adamw`, `gpu.adamw`."""
-    if weights.is_cuda:
-        gpu = _gpu()
-        gpu.adamw(weights, *planes, **settings)
+def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
+    """One update of a range of a tile where its planes are: see `reference.update`."""
+    if not tile.weights.is_cuda:
+        _chosen.update(rule, tile, by, options)
+    elif rule == "adamw":
+        _gpu().adamw(tile, by, options)
     else:
-        _chosen.adamw(weights, *planes, **settings)
-
-
-def move(rule: str, weights: Tensor, *planes: Any, **settings: Any) -> None:
-    """One update by another rule where the planes are: see `reference.move`."""
-    (reference if weights.is_cuda else _chosen).move(rule, weights, *planes, **settings)
+        reference.update(rule, tile, by, options)
 
 
 def factored_sums(weights: Tensor, *given: Any, **how: Any) -> factored.Sums:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatrain.kernels.states import GROUP
+from megatrain.kernels.states import GROUP, TileRange, UpdateOptions
 
 GRADIENTS = MOMENTS = (torch.bfloat16, torch.float32)
 REMAINDERS = (torch.int16, torch.int8)
@@ -51,23 +51,19 @@ def planes(*, master: Tensor, weights: Tensor, remainder: Tensor) -> None:
     tensor("remainder", remainder, REMAINDERS, master.numel())
 
 
-def adamw_arguments(
-    weights: Tensor,
-    remainder: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    scales: Sequence[Tensor],
-    grad: Tensor,
-    step: int,
-    at: int,
-) -> None:
-    """Require an AdamW update's planes to agree, its step to be from 1 on, `at` to begin a group.
+def update_arguments(rule: str, tile: TileRange, options: UpdateOptions) -> None:
+    """Require the planes of an update to agree; if it is AdamW's, `at` to begin a group.
 
     Raises:
         ValueError: they do not.
     """
-    size = weights.numel()
-    _masters(weights, remainder, grad)
+    size = tile.weights.numel()
+    _masters(tile.weights, tile.remainder, tile.grad)
+    if rule != "adamw":
+        for state in tile.states:
+            tensor("a state", state, (torch.float32,), size)
+        return
+    exp_avg, exp_avg_sq, *scales = tile.states
     if not scales:
         tensor("exp_avg", exp_avg, MOMENTS, size)
         tensor("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,), size)
@@ -76,23 +72,8 @@ def adamw_arguments(
         tensor("exp_avg_sq (with scales)", exp_avg_sq, (torch.uint8,), size)
         for name, scale in zip(("exp_avg", "exp_avg_sq"), scales, strict=True):
             tensor(f"the scale of {name}", scale, (torch.float32,), -(-size // GROUP))
-    if step < 1:
-        raise ValueError(f"step is {step}, the first update is 1")
-    if at % GROUP:
-        raise ValueError(f"at is {at}, no multiple of {GROUP}")
-
-
-def move_arguments(
-    weights: Tensor, remainder: Tensor | None, states: Sequence[Tensor], grad: Tensor
-) -> None:
-    """Require the planes of an update by a rule whose states are float32 to agree.
-
-    Raises:
-        ValueError: they do not.
-    """
-    _masters(weights, remainder, grad)
-    for state in states:
-        tensor("a state", state, (torch.float32,), weights.numel())
+    if options.at % GROUP:
+        raise ValueError(f"at is {options.at}, no multiple of {GROUP}")
 
 
 def factored_arguments(

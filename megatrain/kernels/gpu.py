@@ -3,15 +3,13 @@
 Written in Triton, which torch brings along on CUDA machines; imported only there.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra import libdevice
 
 from megatrain.kernels import states
+from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
 _GROUPS = 32  # of elements that share a scale, in a block
 
@@ -142,34 +140,17 @@ def _update(
         tl.store(weights + at, param, inside)
 
 
-def adamw(
-    weights: Tensor,
-    remainder: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float = 1.0,
-    threads: int = 1,
-    scales: Sequence[Tensor] = (),
-    at: int = 0,
-) -> None:
-    """`reference.adamw` on flat CUDA tensors, on the current stream; `threads` is not used."""
+def adamw(tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
+    """`reference.update` by AdamW of CUDA tensors, on the current stream."""
+    weights, remainder, (exp_avg, exp_avg_sq, *scales), grad = tile
     numel = weights.numel()
     if numel == 0:
         return
-    by = states.scalars(exp_avg.dtype, step, lr, beta1, beta2, eps, weight_decay)
     _update[(triton.cdiv(numel, _GROUPS * states.GROUP),)](
         weights, weights if remainder is None else remainder, exp_avg, exp_avg_sq,
         *(scales or (exp_avg, exp_avg_sq)), grad, numel,
         by.decay, by.weight1, by.beta2, by.weight2, by.root_correction2, by.eps,
-        by.negative_step_size, grad_scale, at, states.mixed(step),
-        SPLIT=0 if remainder is None else remainder.element_size(), SMALL=1 - beta1 < 0.5,
+        by.negative_step_size, options.grad_scale, options.at, states.mixed(options.step),
+        SPLIT=0 if remainder is None else remainder.element_size(), SMALL=by.weight1 < 0.5,
         STATES=_KINDS[exp_avg.dtype], GROUPS=_GROUPS, GROUP=states.GROUP,
     )  # fmt: skip

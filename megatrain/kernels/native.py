@@ -27,14 +27,14 @@ from torch import Tensor
 from megatrain.kernels import check
 from megatrain.kernels.factored import Factors, Sums, empty_sums
 from megatrain.kernels.reference import RULES
-from megatrain.kernels.states import Scalars, scalars
+from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
 _ABI = 7
 """The number that megatrain_abi() in csrc/api.cpp must return."""
 
 # As csrc/kernels.h numbers them.
 _ADAMW = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_RULES = {name: number for number, name in enumerate(RULES, len(_ADAMW))}
+_RULES = {name: number for number, name in enumerate(RULES, len(_ADAMW) - 1)}  # AdamW is first
 _REMAINDERS = {torch.int16: 1, torch.int8: 2}
 
 _P, _N, _T = c_void_p, c_int64, c_int
@@ -122,79 +122,26 @@ def set_affinity(cores: list[int] | None) -> None:
         raise ValueError(f"the system refuses to pin threads to cores {cores}")
 
 
-def adamw(
-    weights: Tensor,
-    remainder: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float = 1.0,
-    threads: int = 1,
-    scales: Sequence[Tensor] = (),
-    at: int = 0,
-) -> None:
-    """See `reference.adamw`; the same bits in one pass over memory."""
-    check.adamw_arguments(weights, remainder, exp_avg, exp_avg_sq, scales, grad, step, at)
-    by = scalars(exp_avg.dtype, step, lr, beta1, beta2, eps, weight_decay)
-    states = (exp_avg, exp_avg_sq, *scales)
-    rest = (grad_scale, at, step, threads)
-    _update(_ADAMW[exp_avg.dtype], weights, remainder, states, grad, by, *rest)
-
-
-def move(
-    rule: str,
-    weights: Tensor,
-    remainder: Tensor | None,
-    states: Sequence[Tensor],
-    grad: Tensor,
-    by: Scalars,
-    *,
-    grad_scale: float = 1.0,
-    threads: int = 1,
-    at: int = 0,
-    step: int = 1,
-) -> None:
-    """See `reference.move`; the same bits in one pass over memory.
+def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
+    """See `reference.update`; the same bits in one pass over memory.
 
     Raises:
         ValueError: a tensor has the wrong dtype, size or layout, or is not on the CPU.
     """
-    check.move_arguments(weights, remainder, states, grad)
-    rest = (grad_scale, at, step, threads)
-    _update(_RULES[rule], weights, remainder, states, grad, by, *rest)
-
-
-def _update(
-    rule: int,
-    weights: Tensor,
-    remainder: Tensor | None,
-    states: Sequence[Tensor],
-    grad: Tensor,
-    by: Scalars,
-    grad_scale: float,
-    at: int,
-    step: int,
-    threads: int,
-) -> None:
+    check.update_arguments(rule, tile, options)
+    weights, remainder, states, grad = tile
     planes = (weights, remainder, *states, *[None] * (4 - len(states)), grad)
     _call["update"](
         *(None if plane is None else plane.data_ptr() for plane in planes),
-        rule,
+        _ADAMW[states[0].dtype] if rule == "adamw" else _RULES[rule],
         0 if remainder is None else _REMAINDERS[remainder.dtype],
         grad.dtype == torch.bfloat16,
         weights.numel(),
         *by,
-        grad_scale,
-        at,
-        step % 2**32,
-        threads,
+        options.grad_scale,
+        options.at,
+        options.step % 2**32,
+        options.threads,
     )
 
 

@@ -8,12 +8,21 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.kernels import check, states
-from megatrain.kernels.states import GROUP, Scalars, exact_sqrt, load_moments, store_moments
+from megatrain.kernels.states import (
+    GROUP,
+    Scalars,
+    TileRange,
+    UpdateOptions,
+    exact_sqrt,
+    load_moments,
+    store_moments,
+)
 
 _BLOCK = 1 << 21
 """Elements worked on at a time: temporaries stay under 100 MiB, and torch's threads, which meet
@@ -96,113 +105,62 @@ def join_block(weights: Tensor, remainder: Tensor, master: Tensor) -> None:
     torch.add(weights.view(torch.int16).int() << 16, low, out=master.view(torch.int32))
 
 
-def adamw(
-    weights: Tensor,
-    remainder: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float = 1.0,
-    threads: int = 1,
-    scales: Sequence[Tensor] = (),
-    at: int = 0,
-) -> None:
-    """One AdamW update of a range, operation for operation `torch.optim.AdamW(foreach=False)`.
-
-    Source: `_single_tensor_adam` in torch/optim/adam.py of torch 2.13. One operation is better
-    than there: the root is correctly rounded, where torch's CPU builds call MKL's, which is one
-    unit in the last place off for every fifth number.
+def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
+    """One update of a range by one of `RULES`, in place, on any device.
 
     Args:
-        weights: [N] bfloat16 (then `remainder` holds the rest of the master) or float32.
-        remainder: [N] int16; int8, masters are rounded to 24 bits stochastically; or None with
-            float32.
-        exp_avg, exp_avg_sq: [N] the moments: float32; bfloat16, rounded stochastically; or int8 and
-            uint8 codes (states.py).
-        grad: [N] bfloat16 or float32, read; multiplied by `grad_scale` in fp32 first.
-        lr, beta1, beta2, eps, weight_decay: the settings, as torch has them.
-        step: number of this update, the first is 1.
-        grad_scale: the clipping factor.
-        threads: ignored here, torch's own setting counts.
-        scales: with codes those of both moments, [ceil(N / GROUP)] float32; otherwise empty.
-        at: number of the range's first element in the model, from which random numbers follow.
+        by: what the rule multiplies by and adds.
 
     Raises:
-        ValueError: a tensor has the wrong dtype, size or layout, `step` is below 1, or `at` is no
-            multiple of GROUP.
+        ValueError: on the CPU: a tensor has the wrong dtype, size or layout, or `options.at` is no
+            multiple of GROUP with AdamW.
     """
-    moments = (exp_avg, exp_avg_sq)
-    check.adamw_arguments(weights, remainder, *moments, scales, grad, step, at)
-    by = states.scalars(exp_avg.dtype, step, lr, beta1, beta2, eps, weight_decay)
-    for part, param, g in _masters(weights, remainder, grad, grad_scale, at, step):
+    if not tile.weights.is_cuda:
+        check.update_arguments(rule, tile, options)
+    for part, param, g in _masters(tile, options):
         groups = slice(part.start // GROUP, part.stop // GROUP)
-        kept = [plane[part] for plane in moments] + [plane[groups] for plane in scales]
-        m, v = load_moments(kept)
-        param.mul_(by.decay)
-        m.lerp_(g, by.weight1)
-        v.mul_(by.beta2).addcmul_(g, g, value=by.weight2)
-        denominator = (exact_sqrt(v) / by.root_correction2).add_(by.eps)
-        param.addcdiv_(m, denominator, value=by.negative_step_size)
-        store_moments((m, v), kept, at=at + part.start, step=step)
+        kept = [plane[part] for plane in tile.states[:2]]
+        kept += [plane[groups] for plane in tile.states[2:]]  # scales
+        RULES[rule](param, g, kept, by, options._replace(at=options.at + part.start))
 
 
-def _masters(
-    weights: Tensor,
-    remainder: Tensor | None,
-    grad: Tensor,
-    grad_scale: float,
-    at: int,
-    step: int,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _masters(tile: TileRange, options: UpdateOptions) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Each block's place, its fp32 master, to be changed in place, and its scaled gradient."""
-    for start in range(0, weights.numel(), _BLOCK):
+    for start in range(0, tile.weights.numel(), _BLOCK):
         part = slice(start, start + _BLOCK)
-        w, r = weights[part], None if remainder is None else remainder[part]
+        w, r = tile.weights[part], None if tile.remainder is None else tile.remainder[part]
         param = w if r is None else torch.empty_like(w, dtype=torch.float32)
         if r is not None:
             join_block(w, r, param)
-        yield part, param, grad[part].float() * grad_scale
+        yield part, param, tile.grad[part].float() * options.grad_scale
         if r is not None:
-            number = (at + start, len(param), step, param.device)
+            number = (options.at + start, len(param), options.step, param.device)
             split_block(param, w, r, states.random8(*number) if r.dtype == torch.int8 else 0)
-
-
-def move(
-    rule: str,
-    weights: Tensor,
-    remainder: Tensor | None,
-    states: Sequence[Tensor],
-    grad: Tensor,
-    by: Scalars,
-    *,
-    grad_scale: float = 1.0,
-    threads: int = 1,
-    at: int = 0,
-    step: int = 1,
-) -> None:
-    """One update of a range by one of `RULES`, on any device.
-
-    Args:
-        weights, remainder, grad, grad_scale, threads, at: as for `adamw`.
-        states: [N] float32 each, as many as the rule changes in place.
-        by: what the rule multiplies by and adds.
-        step: number of this update, for masters of 24 bits.
-    """
-    for part, param, g in _masters(weights, remainder, grad, grad_scale, at, step):
-        RULES[rule](param, g, *(state[part] for state in states), by=by)
 
 
 # Each operation rounds once, or is fused everywhere: no bit depends on how torch groups elements.
 
 
-def _lion(param: Tensor, g: Tensor, momentum: Tensor, *, by: Scalars) -> None:
+def _adamw(
+    param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, options: UpdateOptions
+) -> None:
+    """Operation for operation `torch.optim.AdamW(foreach=False)`.
+
+    Source: `_single_tensor_adam` in torch/optim/adam.py of torch 2.13. One operation is better
+    than there: the root is correctly rounded, where torch's CPU builds call MKL's, which is one
+    unit in the last place off for every fifth number.
+    """
+    m, v = load_moments(kept)
+    param.mul_(by.decay)
+    m.lerp_(g, by.weight1)
+    v.mul_(by.beta2).addcmul_(g, g, value=by.weight2)
+    denominator = (exact_sqrt(v) / by.root_correction2).add_(by.eps)
+    param.addcdiv_(m, denominator, value=by.negative_step_size)
+    store_moments((m, v), kept, at=options.at, step=options.step)
+
+
+def _lion(param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, *_: Any) -> None:
+    [momentum] = kept
     mixed = (momentum * by.beta1).add_(g * by.weight1)
     # A NaN has no sign for torch, and would go unseen.
     direction = torch.where(mixed.isnan(), mixed, mixed.sign())
@@ -210,29 +168,32 @@ def _lion(param: Tensor, g: Tensor, momentum: Tensor, *, by: Scalars) -> None:
     momentum.mul_(by.beta2).add_(g.mul_(by.weight2))
 
 
-def _sgd(param: Tensor, g: Tensor, *momentum: Tensor, by: Scalars, nesterov: bool = False) -> None:
+def _sgd(
+    param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, *_: Any, nesterov: bool = False
+) -> None:
     """`decay` is what is added to the gradient of the parameter; `weight1`, what is taken of it."""
     if by.decay:
         g.add_(param * by.decay)
-    for buffer in momentum:
+    for buffer in kept:
         buffer.mul_(by.beta1).add_(g * by.weight1)
         g = g.add_(buffer * by.beta1) if nesterov else buffer
     param.add_(g * by.negative_step_size)
 
 
-def _direction(param: Tensor, g: Tensor, *, by: Scalars) -> None:
+def _direction(param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, *_: Any) -> None:
     """What Muon does with a direction, rounded as torch.optim.Muon rounds it."""
     param.mul_(by.decay).add_(g, alpha=by.negative_step_size)
 
 
 RULES: dict[str, Callable[..., None]] = {
+    "adamw": _adamw,
     "lion": _lion,
     "sgd": _sgd,
     "sgd momentum": _sgd,
     "sgd nesterov": partial(_sgd, nesterov=True),
     "direction": _direction,
 }
-"""The rules of `move`, in the order of csrc/kernels.h."""
+"""The rules of `update`, in the order of csrc/kernels.h."""
 
 
 def gather_rows(

@@ -5,8 +5,8 @@ softsign companding of the first moment, a square-root code of the second.
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,20 +40,55 @@ class Scalars(NamedTuple):
     eps: float = 0.0
 
 
-def scalars(
-    kind: torch.dtype,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> Scalars:
-    """Those of an AdamW update of moments of a kind, of settings as torch has them, in fp64."""
+class TileRange(NamedTuple):
+    """A range of a tile's planes, and its gradient: flat and contiguous, on one device.
+
+    Attributes:
+        weights: [N] bfloat16 (then `remainder` has the rest of the master) or float32.
+        remainder: [N] int16; int8: masters are rounded to 24 bits stochastically; None: float32.
+        states: what the rule keeps, changed in place. AdamW's moments are [N] float32; bfloat16,
+            rounded stochastically; or int8 and uint8 codes, and then the [ceil(N / GROUP)] float32
+            scales of both. Other rules have [N] float32.
+        grad: [N] bfloat16 or float32, read.
+    """
+
+    weights: Tensor
+    remainder: Tensor | None
+    states: Sequence[Tensor]
+    grad: Tensor
+
+
+class UpdateOptions(NamedTuple):
+    """Which update it is, and how it is run.
+
+    Attributes:
+        at: place of the range's first element among those of all tiles, from which random numbers
+            follow: the same in every placement.
+        step: number of the update, the first is 1.
+        grad_scale: the clipping factor, by which the gradient is multiplied in fp32.
+        threads: of the host, for native kernels; torch's own have their own setting.
+    """
+
+    at: int = 0
+    step: int = 1
+    grad_scale: float = 1.0
+    threads: int = 1
+
+
+def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Scalars:
+    """Those of an AdamW update of moments of a kind, of settings as torch has them, in fp64.
+
+    Raises:
+        ValueError: `step` is below 1.
+    """
+    if step < 1:
+        raise ValueError(f"step is {step}, the first update is 1")
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     root = math.sqrt(1 - beta2**step)
-    size = -(lr / (1 - beta1**step))
+    size, eps = -(lr / (1 - beta1**step)), group["eps"]
     first, last = (size, (root, eps)) if kind == torch.float32 else (size * root, (1.0, eps * root))
-    return Scalars(first, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, *last)
+    decay = 1 - lr * group["weight_decay"]
+    return Scalars(first, decay, beta1, 1 - beta1, beta2, 1 - beta2, *last)
 
 
 def load_moments(states: Sequence[Tensor]) -> list[Tensor]:

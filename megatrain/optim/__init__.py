@@ -1,5 +1,6 @@
 """Optimizers: each rule is a file; `RULES` has them by the name that run files know."""
 
+from megatrain.kernels.states import TileRange, UpdateOptions
 from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.lion import Lion
@@ -34,6 +35,8 @@ __all__ = [
     "PlaneKind",
     "Rule",
     "StreamedOptimizer",
+    "TileRange",
+    "UpdateOptions",
     "gradient_plane",
     "is_number",
     "moved_bytes",

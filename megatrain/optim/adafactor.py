@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatrain import kernels
 from megatrain.errors import InputError
 from megatrain.kernels.factored import Factors, Sums, by_halves
-from megatrain.kernels.states import exact_sqrt
+from megatrain.kernels.states import TileRange, UpdateOptions, exact_sqrt
 from megatrain.optim.rule import NO_DECAY, Part, Plane, Rule, is_number, parted
 from megatrain.tile import Entry
 
@@ -82,25 +82,15 @@ class Adafactor(Rule):
         """As `Rule.groups`, first what has a second moment of its own: that plane ends with it."""
         return parted(super().groups(model), lambda name, shape: _has_factors(shape))
 
-    def update(
-        self,
-        weights: Tensor,
-        remainder: Tensor | None,
-        states: Sequence[Tensor],
-        grad: Tensor,
-        group: Mapping[str, Any],
-        *,
-        at: int,
-        step: int,
-        grad_scale: float,
-        threads: int,
-    ) -> None:
+    def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
+        weights, remainder, states, grad = tile
+        step = options.step
         part = group.get("part", Part(tuple(weights.shape)))
         flat = weights.view(-1), None if remainder is None else remainder.view(-1), grad.view(-1)
         lr, shape, numel = float(group["lr"]), _as_matrices(part.shape), math.prod(part.shape)
         here = [*_rectangles(shape, part.start, part.start + weights.numel())]
         views = [each.all_of(*flat) for each in here]
-        how: dict[str, Any] = {"grad_scale": grad_scale, "threads": threads}
+        how: dict[str, Any] = {"grad_scale": options.grad_scale, "threads": options.threads}
         sums = _Totals.zeros(shape, weights.device)
         for each, view in zip(here, views, strict=True):
             sums.add(each, kernels.factored_sums(*view, **how))

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.errors import InputError
 from megatrain.kernels import states
+from megatrain.kernels.states import TileRange, UpdateOptions
 from megatrain.optim.rule import NO_DECAY, Plane, Rule
 
 _MOMENTS = {
@@ -56,21 +57,8 @@ class AdamW(Rule):
         scales = [Plane(f"{name} scale", torch.float32, per=states.GROUP) for name in names]
         return (*moments, *scales)
 
-    def update(
-        self,
-        weights: Tensor,
-        remainder: Tensor | None,
-        states: Sequence[Tensor],
-        grad: Tensor,
-        group: Mapping[str, Any],
-        *,
-        at: int,
-        step: int,
-        grad_scale: float,
-        threads: int,
-    ) -> None:
-        how = {"at": at, "step": step, "grad_scale": grad_scale, "threads": threads}
-        update_adamw(weights, remainder, states, grad, group, **how)
+    def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
+        update_adamw(tile, group, options)
 
     def take_over(
         self, other: Rule, saved: Sequence[Tensor], own: Sequence[Tensor], *, at: int, step: int
@@ -80,28 +68,7 @@ class AdamW(Rule):
         states.store_moments(states.load_moments(saved), own, at=at, step=step)
 
 
-def update_adamw(
-    weights: Tensor,
-    remainder: Tensor | None,
-    states: Sequence[Tensor],
-    grad: Tensor,
-    group: Mapping[str, Any],
-    **how: Any,
-) -> None:
-    """AdamW's update of a range by its kernel; arguments as of `Rule.update`."""
-    first, second, *scales = states
-    beta1, beta2 = group["betas"]
-    kernels.adamw(
-        weights,
-        remainder,
-        first,
-        second,
-        grad,
-        lr=float(group["lr"]),
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        scales=scales,
-        **how,
-    )
+def update_adamw(tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
+    """AdamW's update of a range; arguments as of `Rule.update`."""
+    by = states.adamw_scalars(tile.states[0].dtype, options.step, group)
+    kernels.update("adamw", tile, by, options)

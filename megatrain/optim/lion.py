@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatrain import kernels
-from megatrain.kernels.states import Scalars
+from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 from megatrain.optim.rule import NO_DECAY, Plane, Rule
 
 
@@ -34,20 +33,7 @@ class Lion(Rule):
     def state_planes(self) -> tuple[Plane, ...]:
         return (Plane("momentum", torch.float32),)
 
-    def update(
-        self,
-        weights: Tensor,
-        remainder: Tensor | None,
-        states: Sequence[Tensor],
-        grad: Tensor,
-        group: Mapping[str, Any],
-        *,
-        at: int,
-        step: int,
-        grad_scale: float,
-        threads: int,
-    ) -> None:
+    def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         by = Scalars(-lr, 1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2)
-        how = {"grad_scale": grad_scale, "threads": threads}
-        kernels.move("lion", weights, remainder, states, grad, by, **how)
+        kernels.update("lion", tile, by, options)

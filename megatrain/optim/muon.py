@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatrain import kernels
 from megatrain.errors import InputError
-from megatrain.kernels.states import Scalars
+from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 from megatrain.optim.adamw import update_adamw
 from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number, parted
 from megatrain.tile import Entry, TileLayout
@@ -180,27 +180,13 @@ class Muon(Rule):
             x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x.mT if tall else x
 
-    def update(
-        self,
-        weights: Tensor,
-        remainder: Tensor | None,
-        states: Sequence[Tensor],
-        grad: Tensor,
-        group: Mapping[str, Any],
-        *,
-        at: int,
-        step: int,
-        grad_scale: float,
-        threads: int,
-    ) -> None:
-        if states:
-            how = {"at": at, "step": step, "grad_scale": grad_scale, "threads": threads}
-            update_adamw(weights, remainder, states, grad, group, **how)
+    def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
+        if tile.states:
+            update_adamw(tile, group, options)
             return
         lr = float(group["lr"])
         by = Scalars(-lr * self._share(*group["part"].shape[-2:]), 1 - lr * group["weight_decay"])
-        how = {"grad_scale": grad_scale, "threads": threads}
-        kernels.move("direction", weights, remainder, (), grad, by, **how)
+        kernels.update("direction", tile, by, options)
 
     def _share(self, rows: int, columns: int) -> float:
         if self.adjust_lr_fn == "original":

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatrain import kernels
 from megatrain.errors import InputError
 from megatrain.kernels.reference import join_block, split_block
+from megatrain.kernels.states import TileRange, UpdateOptions
 from megatrain.tile import Entry, TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from megatrain.units import align
@@ -148,31 +149,14 @@ class Rule(ABC):
         return torch.int16
 
     @abstractmethod
-    def update(
-        self,
-        weights: Tensor,
-        remainder: Tensor | None,
-        states: Sequence[Tensor],
-        grad: Tensor,
-        group: Mapping[str, Any],
-        *,
-        at: int,
-        step: int,
-        grad_scale: float,
-        threads: int,
-    ) -> None:
+    def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
         """Apply one update in place to a range of a tile, where its planes rest.
 
         Args:
-            weights: [N] bfloat16 (then `remainder`, [N], has the rest of the master), or
-                float32, on the CPU or on a GPU, where the update is put on the current stream.
-            states: the same range of each of `state_planes`.
-            grad: [N] bfloat16 or float32, read; to be multiplied by `grad_scale` in fp32.
+            tile: with the same range of each of `state_planes`. On a GPU the update is put on the
+                current stream.
             group: the settings.
-            at: place of the range's first element among those of all tiles, for random numbers: the
-                same in every placement.
-            step: number of this update, the first is 1.
-            threads: of the host, for the kernels.
+            options: which update it is, and how it is run.
         """
 
     def rate(self, name: str, shape: Sequence[int]) -> float:
@@ -217,8 +201,7 @@ class Rule(ABC):
         Args:
             saved: the range of each of `other.state_planes`.
             own: the same of `state_planes`, written, on the same device.
-            at: as for `update`.
-            step: number of the last update.
+            at, step: as in `UpdateOptions`, of the last update.
 
         Raises:
             InputError: nothing can be made of it.
@@ -332,15 +315,15 @@ def moved_bytes(rule: Rule, dtype: torch.dtype) -> float:
 
 
 @contextmanager
-def master_of(weights: Tensor, remainder: Tensor | None) -> Iterator[Tensor]:
+def master_of(tile: TileRange) -> Iterator[Tensor]:
     """The fp32 master of a range, to be changed in place within the block, on any device."""
-    master, on_host = weights, weights.device.type == "cpu"
-    if remainder is not None:
-        master = torch.empty_like(weights, dtype=torch.float32)
-        (kernels.join if on_host else join_block)(weights, remainder, master)
+    master, on_host = tile.weights, tile.weights.device.type == "cpu"
+    if tile.remainder is not None:
+        master = torch.empty_like(tile.weights, dtype=torch.float32)
+        (kernels.join if on_host else join_block)(tile.weights, tile.remainder, master)
     yield master
-    if remainder is not None:
-        (kernels.split if on_host else split_block)(master, weights, remainder)
+    if tile.remainder is not None:
+        (kernels.split if on_host else split_block)(master, tile.weights, tile.remainder)
 
 
 def is_number(value: object) -> bool:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from megatrain import kernels
 from megatrain.errors import InputError
-from megatrain.kernels.states import Scalars
+from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 from megatrain.optim.rule import NO_DECAY, Plane, Rule
 
 
@@ -46,22 +45,9 @@ class SGD(Rule):
     def state_planes(self) -> tuple[Plane, ...]:
         return (Plane("momentum", torch.float32),) if self.momentum else ()
 
-    def update(
-        self,
-        weights: Tensor,
-        remainder: Tensor | None,
-        states: Sequence[Tensor],
-        grad: Tensor,
-        group: Mapping[str, Any],
-        *,
-        at: int,
-        step: int,
-        grad_scale: float,
-        threads: int,
-    ) -> None:
+    def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
         # The first gradient is taken whole, whatever the dampening.
-        fresh = 1.0 if step == 1 else 1 - group["dampening"]
+        fresh = 1.0 if options.step == 1 else 1 - group["dampening"]
         by = Scalars(-float(group["lr"]), group["weight_decay"], group["momentum"], fresh)
-        rule = "sgd nesterov" if self.nesterov else "sgd momentum" if states else "sgd"
-        how = {"grad_scale": grad_scale, "threads": threads}
-        kernels.move(rule, weights, remainder, states, grad, by, **how)
+        rule = "sgd nesterov" if self.nesterov else "sgd momentum" if tile.states else "sgd"
+        kernels.update(rule, tile, by, options)

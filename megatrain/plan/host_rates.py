@@ -12,7 +12,15 @@ import torch
 
 from megatrain.device.host_mappings import host_range
 from megatrain.errors import DoesNotFit, MegatrainError, first_line
-from megatrain.optim import AdamW, gradient_plane, moved_bytes, parameter_bytes, tile_planes
+from megatrain.optim import (
+    AdamW,
+    TileRange,
+    UpdateOptions,
+    gradient_plane,
+    moved_bytes,
+    parameter_bytes,
+    tile_planes,
+)
 from megatrain.plan.rate_measurement import Measurement, attempt, host_seconds
 from megatrain.plane_file import PlaneFile
 from megatrain.telemetry.cores import update_threads, usable_cores
@@ -70,8 +78,8 @@ def update_gparams(threads: int, room_bytes: int) -> float:
     types = [plane.dtype for plane in (*tile_planes(_RULE, _DTYPE), gradient_plane(_DTYPE))]
     weights, remainder, *states, grad = (host_range("update", numel, dtype) for dtype in types)
     grad.fill_(0.01)
-    update = partial(_RULE.update, weights, remainder, states, grad, vars(_RULE))
-    seconds = host_seconds(lambda: update(at=0, step=10, grad_scale=1.0, threads=threads))
+    tile, options = TileRange(weights, remainder, states, grad), UpdateOptions(0, 10, 1.0, threads)
+    seconds = host_seconds(lambda: _RULE.update(tile, vars(_RULE), options))
     return numel / seconds / 1e9
 
 

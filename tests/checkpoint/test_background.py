@@ -63,13 +63,13 @@ def test_updates_that_are_still_pending_are_in_the_save(tmp_path, monkeypatch) -
     with engine_of() as engine:
         engine.step(steps[0])
         wanted = state(engine)
-    update = kernels.adamw
+    update = kernels.update
 
     def slow(*args, **kwargs) -> None:
         time.sleep(0.02)
         update(*args, **kwargs)
 
-    monkeypatch.setattr(kernels, "adamw", slow)
+    monkeypatch.setattr(kernels, "update", slow)
     with engine_of(device=ThreadedDevice()) as engine:
         engine.step(steps[0])
         engine.save(tmp_path / "saved", wait=False).wait()
@@ -308,7 +308,7 @@ def test_a_dead_update_thread_fails_the_save(tmp_path, monkeypatch) -> None:
     engine = engine_of(device=ThreadedDevice())
     engine.step(steps[0])
     engine.flush()
-    monkeypatch.setattr("megatrain.kernels.adamw", _die)
+    monkeypatch.setattr("megatrain.kernels.update", _die)
     engine.step(steps[1])
     saving = engine.save(tmp_path / "saved", wait=False)
     with pytest.raises(RunFailed, match="update thread failed"):

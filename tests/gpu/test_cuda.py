@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement, kernels
+from megatrain.optim import TileRange, UpdateOptions
 from tests.rules import FLAT, SWEPT
 
 pytestmark = pytest.mark.gpu
@@ -148,7 +149,7 @@ def test_the_gpu_updates_as_the_host_does(name: str, split: bool, grad_dtype: to
         grad = (torch.randn(numel, generator=generator) * 10**-step).to(grad_dtype)
         grad[:3] = torch.tensor([float("nan"), float("inf"), 0.0])
         for (w, r, *kept), g in ((planes, grad), (there, grad.cuda())):
-            rule.update(w, r, kept, g, vars(rule), at=at, step=step, grad_scale=0.3, threads=4)
+            rule.update(TileRange(w, r, kept, g), vars(rule), UpdateOptions(at, step, 0.3, 4))
     for plane, other in zip(planes, there, strict=True):
         if plane is not None:
             assert torch.equal(plane.isnan(), other.isnan().cpu())

@@ -10,7 +10,7 @@ import torch
 
 from megatrain import Adafactor, Engine, Placement
 from megatrain.device import disk
-from megatrain.optim import adafactor
+from megatrain.optim import TileRange, UpdateOptions, adafactor
 from megatrain.plane_file import BLOCK
 from tests.checkpoint.cases import state
 from tests.parity.cases import (
@@ -44,8 +44,8 @@ def test_updates_are_torch_s(shape: tuple[int, ...], size: float, settings: Any)
         grad = randn(numel, step).view(shape) * size
         theirs.grad = grad * 0.37
         optimizer.step()
-        given = ours, None, [state], grad, vars(rule)
-        rule.update(*given, at=0, step=step, grad_scale=0.37, threads=1)
+        tile = TileRange(ours, None, [state], grad)
+        rule.update(tile, vars(rule), UpdateOptions(step=step, grad_scale=0.37))
     assert torch.linalg.vector_norm(ours - theirs) < 1e-5 * torch.linalg.vector_norm(ours - start)
 
 

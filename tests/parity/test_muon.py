@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from megatrain import Engine, InputError, Muon, Placement
 from megatrain.device import CpuDevice, disk
 from megatrain.errors import StepRefused
-from megatrain.optim import Part
+from megatrain.optim import Part, TileRange, UpdateOptions
 from megatrain.optim.muon import is_matrix
 from megatrain.plane_file import BLOCK
 from megatrain.tile import Entry
@@ -50,11 +50,10 @@ class Recording(Muon):
         self.matrices.append(gradient.clone())  # type: ignore[attr-defined]
         super().average(gradient, *rest)
 
-    def update(self, weights: Tensor, remainder: Any, states: Any, grad: Tensor, group: Any,
-               *, at: int, grad_scale: float, **rest: Any) -> None:  # fmt: skip
-        self.others[at] = grad.clone(), grad_scale  # type: ignore[attr-defined]
-        given = weights, remainder, states, grad, group
-        super().update(*given, at=at, grad_scale=grad_scale, **rest)
+    def update(self, tile: TileRange, group: Any, options: UpdateOptions) -> None:
+        noted = tile.grad.clone(), options.grad_scale
+        self.others[options.at] = noted  # type: ignore[attr-defined]
+        super().update(tile, group, options)
 
 
 def plain(engine: Engine, named: dict[str, Any]) -> list[torch.optim.Optimizer]:
@@ -186,9 +185,9 @@ def test_packed_matrices_are_torch_s_taken_apart(
         muon.step()
         rule.average(gradient, momentum, vars(rule), proceed)
         rule.direct(entry, gradient)
-        how = {"at": 0, "step": step, "grad_scale": 1.0, "threads": 1}
         group = vars(rule) | {"part": Part(shape)}
-        rule.update(ours.view(-1), None, [], gradient.view(-1), group, **how)
+        tile = TileRange(ours.view(-1), None, [], gradient.view(-1))
+        rule.update(tile, group, UpdateOptions(step=step))
     together = torch.cat([p.detach() for p in apart], int(dim))
     assert (ours - together).norm() < 1e-5 * (together - start).norm()
 

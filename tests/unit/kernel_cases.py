@@ -1,6 +1,7 @@
 """What the kernel tests share: implementations to try, bit comparison, one AdamW problem."""
 
 import platform
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatrain import AdamW
 from megatrain.kernels import reference
+from megatrain.kernels.states import TileRange, UpdateOptions, adamw_scalars
 
 try:
     from megatrain.kernels import native
@@ -111,6 +113,17 @@ def whole_state(size: int, kind: str = "fp32") -> dict[str, Any]:
         "remainder": None,
         **zero_moments(size, kind),
     }
+
+
+def adamw(
+    kernels: Any, weights: Tensor, remainder: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor,
+    scales: Sequence[Tensor], grad: Tensor, step: int, beta1: float, beta2: float,
+    at: int = 0, grad_scale: float = 1.0, threads: int = 1, **group: float,
+) -> None:  # fmt: skip
+    """One AdamW update of a state by an implementation."""
+    by = adamw_scalars(exp_avg.dtype, step, group | {"betas": (beta1, beta2)})
+    tile = TileRange(weights, remainder, [exp_avg, exp_avg_sq, *scales], grad)
+    kernels.update("adamw", tile, by, UpdateOptions(at, step, grad_scale, threads))
 
 
 def joined(state: dict[str, Any]) -> Tensor:

@@ -218,7 +218,7 @@ def test_a_kernel_that_fails_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> N
         raise RunFailed("no update")
 
     engine = Engine(config(), optimizer=AdamW(), device="cpu")
-    monkeypatch.setattr("megatrain.kernels.adamw", fail)
+    monkeypatch.setattr("megatrain.kernels.update", fail)
     refuse(lambda: engine.step([GOOD]), "no update", RunFailed)
 
 

@@ -17,6 +17,7 @@ from megatrain.kernels import reference
 from tests.forks import forked
 from tests.unit.kernel_cases import (
     HYPER,
+    adamw,
     assert_same_bits,
     flat,
     gradient,
@@ -121,12 +122,12 @@ def test_calls_from_several_threads_do_not_mix():
     size, steps = 300_001, 6
     alone = split_state(size)
     for step in range(1, steps + 1):
-        native.adamw(**alone, grad=gradient(size, step), **HYPER, step=step, threads=1)
+        adamw(native, **alone, grad=gradient(size, step), **HYPER, step=step, threads=1)
     states = [split_state(size) for _ in range(4)]
 
     def train(state):
         for step in range(1, steps + 1):
-            native.adamw(**state, grad=gradient(size, step), **HYPER, step=step, threads=3)
+            adamw(native, **state, grad=gradient(size, step), **HYPER, step=step, threads=3)
 
     threads = [threading.Thread(target=train, args=(state,)) for state in states]
     for thread in threads:

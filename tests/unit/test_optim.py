@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from megatrain import SGD, AdamW, InputError, Lion
 from megatrain.device import CpuDevice
 from megatrain.kernels import reference
-from megatrain.kernels.states import load_moments
+from megatrain.kernels.states import TileRange, UpdateOptions, load_moments
 from megatrain.optim import (
     NO_DECAY,
     RULES,
@@ -224,8 +224,8 @@ def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
         for part in pieces:
             own = [None if plane is None else plane[part] for plane in planes]
             found = [b.data[p.place(part.start, part.stop)] for p, b in tile.states.items()]
-            settings = {"at": part.start, "step": step, "grad_scale": grad_scale, "threads": 1}
-            rule.update(*own, found, grad[part], HYPER[name], **settings)
+            options = UpdateOptions(part.start, step, grad_scale)
+            rule.update(TileRange(*own, found, grad[part]), HYPER[name], options)
         master.grad = grad[:size] * grad_scale
         plain.step()
     assert torch.equal(tile.read_master(tile.layout.entries[0]), master)
@@ -243,11 +243,9 @@ def test_a_bad_gradient_is_seen_in_its_weights(name: str) -> None:
     rule, weights = SWEPT[name](), torch.ones(4)
     states = [torch.zeros(-(-4 // plane.per), dtype=plane.dtype) for plane in rule.state_planes]
     grad = torch.tensor([math.nan, 1.0, -1.0, 0.0])
-    rule.update(weights, None, states, grad, vars(rule), at=0, step=1, grad_scale=1.0, threads=1)
+    rule.update(TileRange(weights, None, states, grad), vars(rule), UpdateOptions(step=1))
     assert weights.isnan().tolist() == [True, False, False, False]
-    rule.update(
-        weights, None, states, 0 * weights, vars(rule), at=0, step=2, grad_scale=1.0, threads=1
-    )
+    rule.update(TileRange(weights, None, states, 0 * weights), vars(rule), UpdateOptions(step=2))
     assert weights[0].isnan()
 
 

@@ -26,6 +26,7 @@ from megatrain.kernels.states import (
 )
 from tests.unit.kernel_cases import (
     HYPER,
+    adamw,
     assert_same_bits,
     flat,
     fuses_like_torch,
@@ -174,8 +175,8 @@ def test_native_codes_are_the_reference_s_for_every_code_and_share() -> None:
     moment = decode_first(found["exp_avg"], found["scales"][0]).lerp_(found["grad"].float(), 0.1)
     shares = (moment.abs() / of_groups(moment) * SHARES).round()
     assert shares.unique().numel() == SHARES + 1
-    native.adamw(**found, **hyper, threads=2)
-    reference.adamw(**expected, **hyper)
+    adamw(native, **found, **hyper, threads=2)
+    adamw(reference, **expected, **hyper)
     for name, plane in flat(expected).items():
         assert_same_bits(flat(found)[name], plane, name)
 
@@ -193,7 +194,7 @@ def test_native_updates_carry_what_is_not_finite_as_the_reference(bad: float) ->
         state["weights"][7], state["remainder"][7] = math.nan, -1
     for step in (1, 2):
         for state, kernels in zip(states, (native, reference), strict=True):
-            kernels.adamw(**state, grad=grad, **HYPER, step=step)
+            adamw(kernels, **state, grad=grad, **HYPER, step=step)
         found, wanted = map(flat, states)
         for name, plane in wanted.items():
             assert_same_bits(found[name].nan_to_num(7), plane.nan_to_num(7), name)
@@ -227,7 +228,7 @@ def test_24_bits_move_by_small_learning_rates_what_fp32_moves(kind: str) -> None
     for step in range(1, 31):
         for state in states:
             grad = torch.ones(size, dtype=torch.bfloat16)
-            reference.adamw(**state, grad=grad, **hyper, step=step)
+            adamw(reference, **state, grad=grad, **hyper, step=step)
     exact, short = (joined(state).double() - 3.0 for state in states)
     assert exact.mean() == pytest.approx(-3e-5, rel=0.05)  # fp32 rounds, too
     # The spread of the mean: some 0.4 units of 2**-14 by the root of the size, a hundredth of it.
@@ -252,7 +253,7 @@ def steps_of(gradients: Iterable[Tensor], kind: str) -> Tensor:
     steps = []
     for number, grad in enumerate(gradients, 1):
         state["weights"].zero_()  # so that no step is too small for them
-        reference.adamw(**state, grad=grad, **hyper, step=number)
+        adamw(reference, **state, grad=grad, **hyper, step=number)
         steps.append(state["weights"].clone())
     return torch.stack(steps)
 
