@@ -6,20 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.forecast.op_counter import OpCounter, Work, added
+from megatrain.forecast.op_counter import OpCounter, Work, added, shapes_only
 from megatrain.loss import JointLoss, Summed, chunked_loss_gradients, chunked_losses
 
 _CHUNKS_RUN = 3  # of a head's; the logits of so many take more memory than what is of all tokens
 
 
-@torch.library.custom_op("megatrain::cross_entropy", mutates_args=())
+@shapes_only
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """Of which only the shapes are of interest."""
-    raise NotImplementedError
-
-
-@cross_entropy.register_fake
-def _(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     return logits_NV.new_empty((), dtype=torch.float32)
 
 

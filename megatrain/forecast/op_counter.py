@@ -1,7 +1,7 @@
 """Counts what operations on tensors without data would take: FLOPs, bytes touched, bytes alive."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import custom_op, infer_schema
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
@@ -87,15 +88,20 @@ class Work(NamedTuple):
         )
 
 
-@torch.library.custom_op("megatrain::attention", mutates_args=())
+def shapes_only(shapes: Callable[..., Any]) -> Any:
+    """An operation that tells the shapes of its results, as `shapes` makes them, and no values."""
+
+    def refuse(*_: Any) -> None:
+        raise NotImplementedError("only the shapes are of interest")
+
+    name, schema = shapes.__name__.lstrip("_"), infer_schema(shapes, mutates_args=())
+    made = custom_op(f"megatrain::{name}", refuse, mutates_args=(), schema=schema)
+    made.register_fake(shapes)
+    return made
+
+
+@shapes_only
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("only the shapes are of interest")
-
-
-@_attention.register_fake
-def _(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
     *outer, tokens, _ = query.shape
@@ -105,22 +111,8 @@ def _(
     return out, query.new_empty((*outer, tokens), dtype=torch.float32)
 
 
-@torch.library.custom_op("megatrain::attention_backward", mutates_args=())
+@shapes_only
 def _attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError("only the shapes are of interest")
-
-
-@_attention_backward.register_fake
-def _(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,

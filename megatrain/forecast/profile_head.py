@@ -8,7 +8,7 @@ from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.vocab_split import HIDDEN, VocabSplit
 from megatrain.forecast.layer_work import LayerWork
 from megatrain.forecast.meta_loss import chunks_left_out
-from megatrain.forecast.op_counter import OpCounter, Work, foreseeing
+from megatrain.forecast.op_counter import OpCounter, Work, foreseeing, shapes_only
 from megatrain.forecast.profile import Profile, fakes
 from megatrain.forecast.profile_layer import eager_work
 from megatrain.model.capture import Ref
@@ -18,24 +18,16 @@ from megatrain.store import Tile
 from megatrain.tile import TileLayout
 
 
-@torch.library.custom_op("megatrain::range_statistics", mutates_args=())
-def _statistics(logits_CR: Tensor, places_C: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("only the shapes are of interest")
-
-
-@_statistics.register_fake
-def _(logits_CR: Tensor, places_C: Tensor) -> tuple[Tensor, Tensor]:
+@shapes_only
+def _range_statistics(logits_CR: Tensor, places_C: Tensor) -> tuple[Tensor, Tensor]:
     one, other = (logits_CR.new_empty(len(logits_CR), dtype=torch.float32) for _ in range(2))
     return one, other
 
 
-@torch.library.custom_op("megatrain::range_gradient", mutates_args=())
-def _gradient(logits_CR: Tensor, places_C: Tensor, lse_C: Tensor, weights_C: Tensor) -> Tensor:
-    raise NotImplementedError("only the shapes are of interest")
-
-
-@_gradient.register_fake
-def _(logits_CR: Tensor, places_C: Tensor, lse_C: Tensor, weights_C: Tensor) -> Tensor:
+@shapes_only
+def _range_gradient(
+    logits_CR: Tensor, places_C: Tensor, lse_C: Tensor, weights_C: Tensor
+) -> Tensor:
     return torch.empty_like(logits_CR)
 
 
@@ -80,7 +72,7 @@ def some_rows(
         """The work without so many chunks."""
         *_, width = projected(measured, rows, head_tokens).outputs[HIDDEN].sizes
         with foreseeing("the head"), fakes():
-            kernels = (_statistics, _gradient) if measured.compiled else ()
+            kernels = (_range_statistics, _range_gradient) if measured.compiled else ()
             computed = VocabSplit(measured.program, head_tokens, *kernels)
             hidden = torch.empty(1, tokens - chunks * head_tokens, width, dtype=measured.dtype)
             return _both(measured, computed, shapes, hidden)
