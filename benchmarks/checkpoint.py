@@ -6,7 +6,6 @@ Two checkpoints of 12 bytes a parameter each are written to the folder, which mu
 """
 
 import argparse
-import json
 import logging
 import shutil
 import statistics
@@ -18,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import write
 from megatrain.api import Engine
 from megatrain.checkpoint import Saving, rotate
 from megatrain.cli.bench import parse_placement
@@ -211,8 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     case = StepCase(**options | {"placement": parse_placement(options["placement"])})
     result = measure_saves(case, folder, every, saves, resume=resume)
     print(summary(result))
-    if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write(output, result)
 
 
 def _parser() -> argparse.ArgumentParser:

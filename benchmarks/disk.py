@@ -7,9 +7,7 @@ reads, AdamW's updates and writes (`DiskStaging`). `KiB` and `at once` are what 
 disk (/proc/diskstats). Takes a minute and a half, and `--gib` of the disk.
 """
 
-import argparse
 import itertools
-import json
 import mmap
 import os
 import random
@@ -25,6 +23,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.options import parse, write
 from megatrain import disk_staging, kernels, plane_file
 from megatrain.device import Buffer, CpuDevice
 from megatrain.device.base import DISK_IN, DISK_OUT, UPDATE
@@ -265,12 +264,7 @@ def in_engine(table: Table, file: PlaneFile, seconds: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, default=Path("/tmp"))
-    parser.add_argument("--gib", type=int, default=24)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each line")
-    parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
+    given = parse(__doc__, folder=Path("/tmp"), gib=24, seconds=1.5, output=Path)
     table, file = Table(given.folder), PlaneFile.create(given.folder, given.gib * GIB)
     print(f"direct access: {file.direct}; {' '.join(table.disk.queue())}")
     first = host_range("room", _REQUEST, torch.uint8).random_()
@@ -283,13 +277,8 @@ def main() -> None:
     alone(table, file, given.seconds)
     in_engine(table, file, given.seconds)
     file.close()
-    if given.output:
-        told = {
-            "benchmark": "disk",
-            "rows": table.rows,
-            "environment": environment("cpu"),
-        }
-        given.output.write_text(json.dumps(told, indent=1) + "\n")
+    told = {"benchmark": "disk", "rows": table.rows, "environment": environment("cpu")}
+    write(given.output, told)
 
 
 def fill(file: PlaneFile, room: Tensor, start: int, num_bytes: int) -> tuple[int, int]:

@@ -10,7 +10,6 @@ cross the bus.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.options import case_of, parse, write
 from megatrain import Engine, Placement
 from megatrain.cli.shapes import qwen2_config
 from megatrain.generate import Resident, open_model
@@ -114,28 +114,21 @@ def compared(chosen: argparse.Namespace, prompts: torch.Tensor) -> dict[str, Any
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="3b")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--streamed-alone", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the result to this file")
-    chosen = parser.parse_args(arguments)
+    chosen = parse(
+        __doc__, arguments,
+        shape="3b", rows=8, prompt=128, new=64, repeats=3, device="cuda", streamed_alone=False,
+        out=Path,
+    )  # fmt: skip
     config = qwen2_config(chosen.shape, max(4096, chosen.prompt + chosen.new))
     torch.manual_seed(0)
     prompts = torch.randint(config.vocab_size, (chosen.rows, chosen.prompt), device=chosen.device)
-    case = {name: value for name, value in vars(chosen).items() if name != "out"}
-    found: dict[str, Any] = {"case": case, "environment": environment(chosen.device)}
+    found: dict[str, Any] = {"case": case_of(chosen), "environment": environment(chosen.device)}
     if chosen.streamed_alone:
         found["streamed"] = streamed_alone(chosen, prompts)
     else:
         found |= compared(chosen, prompts)
     print(summary(found))
-    if chosen.out is not None:
-        chosen.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write(chosen.out, found)
 
 
 def summary(found: dict[str, Any]) -> str:

@@ -9,13 +9,13 @@ every 400 steps, and a learning rate of 1e-6 on weights that are nearly right. P
 all words at the end with each kind of states, and how far it is from fp32's of the same seed.
 """
 
-import argparse
 import math
 import statistics
 
 import torch
 from torch import Tensor
 
+from benchmarks.options import parse
 from megatrain import AdamW
 from megatrain.optim import TileRange, UpdateOptions
 
@@ -73,10 +73,7 @@ def _loss(master: Tensor, often_W: Tensor, wanted_WW: Tensor) -> float:
 
 def main() -> None:
     """Train, print."""
-    parser = argparse.ArgumentParser(description="Try kinds of states where they have it hard.")
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
+    options = parse(__doc__, steps=800, seeds=3)
     print(f"{'':<20}{'fp32':>8}{'seeds within':>14}{'bf16':>9}{'int8':>9}")
     for case, given in CASES.items():
         ends = {

@@ -6,8 +6,6 @@ The cases take turns, so that a machine that slows down slows all of them. Print
 writes benchmarks/results/kernels-<machine>.json.
 """
 
-import argparse
-import json
 import random
 import re
 import statistics
@@ -23,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.options import case_of, parse, write
 from megatrain import kernels
 from megatrain.kernels import factored, native, reference
 from megatrain.kernels.reference import RULES
@@ -208,12 +207,7 @@ def machine_name(machine: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description="Measure the host kernels.")
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--params", type=int, default=64_000_000)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = parse(__doc__, threads=usable_cores(), params=64_000_000, rounds=15, out=RESULTS)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     master, grad = torch.randn(options.params) * 0.02, torch.randn(options.params)
@@ -222,7 +216,7 @@ def main() -> None:
     results = measure(cases, options.params, options.rounds)
     machine = environment("cpu")
     record = {
-        "case": {"params": options.params, "threads": options.threads, "rounds": options.rounds},
+        "case": case_of(options),
         "kernels": kernels.implementation,
         "commit": commit(),
         "machine": machine,
@@ -230,7 +224,7 @@ def main() -> None:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"kernels-{machine_name(machine)}.json"
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write(path, record)
     print(f"{kernels.implementation}, {options.threads} threads, {options.params:,} parameters")
     print(table(results))
     print(f"written: {path.name}")

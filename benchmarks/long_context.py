@@ -7,12 +7,11 @@ unnoticed, so only lengths up to `--warm-to` tokens are warmed up. Results are t
 bench step`, one file per length, with the arithmetic of causal attention counted beside.
 """
 
-import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.options import parse, write
 from megatrain.cli.bench_step import StepCase, build_engine, measure_on
 from megatrain.units import gib
 
@@ -43,7 +42,7 @@ def measure(case: StepCase, lengths: list[int], warm_to: int, output: Path) -> N
             result |= _counted(engine, result)
             output.mkdir(parents=True, exist_ok=True)
             name = f"step-{case.shape}-1x{length}.json"
-            (output / name).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            write(output / name, result)
             print(_line(result), flush=True)
     finally:
         engine.close()
@@ -69,17 +68,10 @@ def _line(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="7b")
-    parser.add_argument("--lengths", default="32768,131072,262144", help="tokens of the rows")
-    parser.add_argument("--warmup", type=int, default=1, help="steps of each length before those")
-    parser.add_argument("--warm-to", type=int, default=131072, help="longer rows without warm-up")
-    parser.add_argument("--steps", type=int, default=1, help="measured steps of each length")
-    parser.add_argument("--layers", type=int, help="only so many layers")
-    parser.add_argument("--resident", type=int, default=0, help="layers that rest on the device")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
-    args = parser.parse_args()
+    args = parse(
+        __doc__, shape="7b", lengths="32768,131072,262144", warmup=1, warm_to=131072, steps=1,
+        layers=int, resident=0, device="auto", output=Path("long-context"),
+    )  # fmt: skip
     lengths = [int(length) for length in args.lengths.split(",")]
     case = StepCase(
         shape=args.shape,

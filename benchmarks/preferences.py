@@ -7,7 +7,6 @@ of their rates; writes JSON to `--out`.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import case_of, parse, write
 from megatrain import AdamW, Engine, Placement
 from megatrain.cli.shapes import qwen2_config
 from megatrain.loss import CROSS_ENTROPY, DPO, IGNORED
@@ -76,25 +76,16 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="7b")
-    parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--sequence-length", type=int, default=1024)
-    parser.add_argument("--states", default="fp32")
-    parser.add_argument("--reference", choices=("kept", "streamed"), default="kept")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--host-memory")
-    parser.add_argument("--out", type=Path, help="write the result to this file")
-    chosen = parser.parse_args(arguments)
-    case = {name: value for name, value in vars(chosen).items() if name != "out"}
+    chosen = parse(
+        __doc__, arguments,
+        shape="7b", sequences=32, sequence_length=1024, states="fp32",
+        reference=["kept", "streamed"], steps=3, warmup=2, device="auto", host_memory=str, out=Path,
+    )  # fmt: skip
     found = measure(chosen)
     found["rate"] = found["sft"]["median_seconds"] / found["dpo"]["median_seconds"]
     print(f"DPO has {found['rate']:.2f} of the rate")
-    if chosen.out is not None:
-        found |= {"case": case, "environment": environment(chosen.device)}
-        chosen.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    found |= {"case": case_of(chosen), "environment": environment(chosen.device)}
+    write(chosen.out, found)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import case_of, parse, write
 from megatrain import Engine
 from megatrain.cli.shapes import qwen2_config
 from megatrain.config import Config, validate
@@ -100,29 +101,18 @@ def measure(chosen: argparse.Namespace, config: Config) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="7b")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--replies", type=int, default=2)
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=256, help="tokens of a reply")
-    parser.add_argument("--states", default="int8")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--device-memory")
-    parser.add_argument("--host-memory")
-    parser.add_argument("--out", type=Path, help="write the result to this file")
-    chosen = parser.parse_args(arguments)
-    case = {name: value for name, value in vars(chosen).items() if name != "out"}
+    chosen = parse(
+        __doc__, arguments,
+        shape="7b", prompts=8, replies=2, prompt=256, new=256, states="int8", steps=3, warmup=2,
+        device="auto", device_memory=str, host_memory=str, out=Path,
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         found = measure(chosen, configured(chosen, Path(folder)))
     measured = found["steps"][chosen.warmup :]
     found["median"] = {name: median(each[name] for each in measured) for name in _STAGES}
     print("  ".join(f"{name} {seconds:.2f}" for name, seconds in found["median"].items()), "s")
-    if chosen.out is not None:
-        found |= {"case": case, "environment": environment(chosen.device)}
-        chosen.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    found |= {"case": case_of(chosen), "environment": environment(chosen.device)}
+    write(chosen.out, found)
 
 
 if __name__ == "__main__":

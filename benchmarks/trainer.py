@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import megatrain
+from benchmarks.options import case_of, parse, write
 from megatrain.cli.shapes import qwen2_config
 from megatrain.data import train_bpe_tokenizer
 from megatrain.integrations import StreamedTrainer
@@ -112,18 +113,12 @@ def by_script(chosen: argparse.Namespace, folder: Path) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="1.5b")
-    parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--sequence-length", type=int, default=1024)
-    parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--warmup", type=int, default=4, help="steps that are not counted")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="write the result to this file")
-    chosen = parser.parse_args(arguments)
-    case = {name: value for name, value in vars(chosen).items() if name != "out"}
-    found: dict[str, Any] = {"case": case, "environment": environment(chosen.device)}
+    chosen = parse(
+        __doc__, arguments,
+        shape="1.5b", sequences=32, sequence_length=1024, micro_batch=16, warmup=4, steps=10,
+        device="cuda", out=Path,
+    )  # fmt: skip
+    found: dict[str, Any] = {"case": case_of(chosen), "environment": environment(chosen.device)}
     with tempfile.TemporaryDirectory() as folder:
         ways = (("written", written), ("megatrain train", by_run_file), ("SFTTrainer", by_script))
         for name, way in ways:
@@ -138,8 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found["megatrain train"]["median_seconds"] / found["SFTTrainer"]["median_seconds"]
     )
     print(f"SFTTrainer has {found['rate']:.3f} of the rate")
-    if chosen.out is not None:
-        chosen.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write(chosen.out, found)
 
 
 if __name__ == "__main__":
