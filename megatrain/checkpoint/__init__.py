@@ -27,32 +27,3 @@ from megatrain.checkpoint.read import read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving
 from megatrain.checkpoint.snapshot import saved_numel
 from megatrain.checkpoint.staging_blocks import spare_bytes_of, useful_bytes
-
-__all__ = [
-    "BUFFERS",
-    "COMPUTED",
-    "MODEL",
-    "Checkpoint",
-    "Contents",
-    "LeftOut",
-    "Saver",
-    "Saving",
-    "Settings",
-    "as_json",
-    "is_checkpoint",
-    "mark",
-    "masters",
-    "newest_whole",
-    "offering_another",
-    "open_checkpoint",
-    "read_converted",
-    "read_tiles",
-    "remove_leftovers",
-    "require_replaceable",
-    "rotate",
-    "saved_numel",
-    "spare_bytes_of",
-    "useful_bytes",
-    "verify",
-    "whole_checkpoints",
-]

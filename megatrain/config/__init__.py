@@ -10,17 +10,3 @@ from megatrain.config.model import ModelSection
 from megatrain.config.rollout import RolloutSection, step_loss
 from megatrain.config.schema import CheckpointSection, Config, DataSection
 from megatrain.config.section import nearest
-
-__all__ = [
-    "CheckpointSection",
-    "Config",
-    "DataSection",
-    "ModelSection",
-    "RolloutSection",
-    "TrainingSection",
-    "load",
-    "nearest",
-    "overridden",
-    "step_loss",
-    "validate",
-]

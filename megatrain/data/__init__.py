@@ -15,29 +15,3 @@ from megatrain.data.prompt_rows import PromptRow, Prompts, open_prompts
 from megatrain.data.stream import Stream
 from megatrain.data.teacher_file import IDS, LOG_PROBS, Said, open_teacher_file
 from megatrain.data.tokenizer import load_tokenizer
-
-__all__ = [
-    "IDS",
-    "LOG_PROBS",
-    "PLAIN",
-    "MicroBatch",
-    "PackedDataset",
-    "PromptRow",
-    "Prompts",
-    "ReplyDataset",
-    "Said",
-    "Step",
-    "StepLoader",
-    "Stream",
-    "StreamLoader",
-    "at_first_label",
-    "load_tokenizer",
-    "numbered",
-    "open_dataset",
-    "open_prompts",
-    "open_stream",
-    "open_teacher_file",
-    "plain_rows",
-    "stdlib_corpus",
-    "train_bpe_tokenizer",
-]

@@ -8,17 +8,6 @@ from megatrain.device.recording import Recording
 from megatrain.device.trace import TraceDevice
 from megatrain.errors import InputError
 
-__all__ = [
-    "Buffer",
-    "CpuDevice",
-    "Device",
-    "Recording",
-    "TraceDevice",
-    "available_bytes",
-    "free_bytes",
-    "open_device",
-]
-
 
 def open_device(name: str | None = None, local_rank: int | None = None) -> Device:
     """The device called `cpu`, `cuda` or `cuda:N`; None takes the GPU if there is one.

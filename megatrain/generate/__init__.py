@@ -9,15 +9,3 @@ from megatrain.generate.resident import Resident
 from megatrain.generate.sampling import Sampling
 from megatrain.generate.server import Continued, Server
 from megatrain.generate.texts import continued, generate, stop_ids
-
-__all__ = [
-    "Continued",
-    "Kept",
-    "Resident",
-    "Sampling",
-    "Server",
-    "continued",
-    "generate",
-    "open_model",
-    "stop_ids",
-]

@@ -9,15 +9,3 @@ from megatrain.machine.rates import (
     Machine,
     mapping_bytes,
 )
-
-__all__ = [
-    "CONTEXT_BYTES",
-    "DISK_READ_GBPS",
-    "DISK_WRITE_GBPS",
-    "NETWORK_GBPS",
-    "Machine",
-    "machine_for",
-    "mapping_bytes",
-    "present_cpu",
-    "present_machine",
-]

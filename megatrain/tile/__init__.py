@@ -1,5 +1,3 @@
 """Tiles: the parameters of one schedulable unit as one flat aligned range."""
 
 from megatrain.tile.layout import Entry, TileKind, TileLayout
-
-__all__ = ["Entry", "TileKind", "TileLayout"]
