@@ -9,14 +9,12 @@ bench step`, one file per length, with the arithmetic of causal attention counte
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.options import parse, write
 from megatrain.cli.bench_step import StepCase, build_engine, measure_on
+from megatrain.cli.shapes import qwen2_config
 from megatrain.units import gib
-
-if TYPE_CHECKING:
-    from megatrain.api import Engine
 
 TILE = 8192
 PLACEMENT = {
@@ -39,7 +37,6 @@ def measure(case: StepCase, lengths: list[int], warm_to: int, output: Path) -> N
         for length in sorted(lengths):
             warmup = case.warmup if length <= warm_to else 0
             result = measure_on(engine, replace(case, sequence_length=length, warmup=warmup))
-            result |= _counted(engine, result)
             output.mkdir(parents=True, exist_ok=True)
             name = f"step-{case.shape}-1x{length}.json"
             write(output / name, result)
@@ -48,21 +45,22 @@ def measure(case: StepCase, lengths: list[int], warm_to: int, output: Path) -> N
         engine.close()
 
 
-def _counted(engine: "Engine", result: dict[str, Any]) -> dict[str, Any]:
+def attention_tflops(result: dict[str, Any]) -> float:
     """TFLOPS with causal attention: half of all pairs, in forward and backward, once each."""
-    config = engine.config
-    length = result["case"]["sequence_length"]
+    case = result["case"]
+    length = case["sequence_length"]
+    config = qwen2_config(case["shape"], length, case["layers"])
     width = config.hidden_size  # of all heads together
-    attention = 6 * config.num_hidden_layers * length * length * width
-    model = 6 * result["parameters"] * length
-    return {"attention_tflops": (model + attention) / result["median_seconds"] / 1e12}
+    attention = 6 * config.num_hidden_layers * length * width * result["tokens_per_step"]
+    model = 6 * result["parameters"] * result["tokens_per_step"]
+    return (model + attention) / result["median_seconds"] / 1e12
 
 
 def _line(result: dict[str, Any]) -> str:
     return (
         f"{result['case']['sequence_length']:>8} tokens: {result['median_seconds']:8.2f} s, "
         f"{result['tokens_per_second']:7.0f} tokens/s, {result['model_tflops']:.0f} model TFLOPS, "
-        f"{result['attention_tflops']:.0f} with causal attention; device "
+        f"{attention_tflops(result):.0f} with causal attention; device "
         f"{gib(result['memory']['device_peak_bytes'])}, host {gib(result['host_peak_bytes'])}"
     )
 

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from benchmarks.long_context import attention_tflops
 from benchmarks.rivals import rows as rival_rows
 from megatrain.cli.bench_step import StepCase
 from megatrain.placement import renamed
@@ -25,6 +26,8 @@ OPTIONS: dict[str, Any] = {
     **{field.name: field.default for field in fields(StepCase) if field.default is not MISSING},
 }
 """Options of `bench step` that a case need not have, and what they are then."""
+LONG = 16384
+"""Tokens of rows whose attention is counted, too."""
 
 HEAD = [
     "| shape, step | machine | seconds a step (spread) | model TFLOPS | device | host |",
@@ -83,8 +86,8 @@ def _row(result: dict[str, Any]) -> str:
     spread = f"{result['min_seconds']:.2f} to {result['max_seconds']:.2f}"
     if result["count"] == 1:
         spread = "a single step"
-    attention = result.get("attention_tflops")
-    counted = f", {attention:.0f} with attention" if attention else ""
+    long = case["sequence_length"] >= LONG
+    counted = f", {attention_tflops(result):.0f} with attention" if long else ""
     limit = f", at most {case['device_memory']}" if case.get("device_memory") else ""
     limit += "" if case["max_grad_norm"] else ", no clipping"
     states = case.get("states", "fp32")
@@ -117,7 +120,7 @@ def commands() -> list[str]:
 def command(result: dict[str, Any]) -> str:
     """The command that measures a step again."""
     case = result["case"]
-    if "attention_tflops" in result:
+    if case["sequence_length"] >= LONG and case["placement"]:
         resident = len(case["placement"].get("resident", ()))
         rests = f" --resident {resident}" if resident else ""
         return f"python -m benchmarks.long_context --shape {case['shape']}{rests} --output OUT"
