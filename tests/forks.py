@@ -1,5 +1,6 @@
 """Children of the tests' process, which need not import anything anew."""
 
+import gc
 import os
 import runpy
 import sys
@@ -13,6 +14,7 @@ def forked(work: Callable[[], Any]) -> int:
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    gc.freeze()  # what the parent has is no garbage of this process, and looking copies its pages
     code = 1
     try:
         work()
