@@ -138,7 +138,7 @@ def adafactor_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Cas
 
 
 def _with(module: ModuleType, update: Callable[[], object]) -> None:
-    with mock.patch.object(kernels, "_of_matrices", lambda plane: module):
+    with mock.patch.object(kernels, "of_matrices", lambda plane: module):
         update()
 
 

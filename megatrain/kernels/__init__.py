@@ -58,24 +58,8 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         reference.update(rule, tile, by, options)
 
 
-def factored_sums(weights: Tensor, *given: Any, **how: Any) -> factored.Sums:
-    """Sums of squares of Adafactor's matrices: see `factored.factored_sums`."""
-    sums: factored.Sums = _of_matrices(weights).factored_sums(weights, *given, **how)
-    return sums
-
-
-def factored_changes(grad: Tensor, *given: Any, **how: Any) -> Tensor:
-    """Sums of squares of Adafactor's changes: see `factored.factored_changes`."""
-    sums: Tensor = _of_matrices(grad).factored_changes(grad, *given, **how)
-    return sums
-
-
-def factored_move(weights: Tensor, *given: Any, **how: Any) -> None:
-    """Adafactor's changes of masters: see `factored.factored_move`."""
-    _of_matrices(weights).factored_move(weights, *given, **how)
-
-
-def _of_matrices(plane: Tensor) -> ModuleType:
+def of_matrices(plane: Tensor) -> ModuleType:
+    """Adafactor's passes over matrices where a plane is: see `factored`."""
     return _chosen if is_native and not plane.is_cuda else factored
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatrain.kernels.reference import join_block, split_block
+from megatrain.kernels.states import TileRange, UpdateOptions
 
 BY_HALVES, ROWS = 512, 64
 
@@ -69,53 +70,39 @@ def by_halves(values: Tensor, dim: int = -1) -> Tensor:
     return values.squeeze(dim)
 
 
-def factored_sums(
-    weights: Tensor, remainder: Tensor | None, grad: Tensor, *, grad_scale: float, threads: int = 1
-) -> Sums:
+def factored_sums(tile: TileRange, options: UpdateOptions) -> Sums:
     """Sums of the squares of gradients times `grad_scale`, and of those of masters.
 
     Args:
-        weights: [count, rows, columns] bfloat16 (then `remainder`, int16, has the rest) or float32.
-        grad: of the same shape, bfloat16 or float32.
-        threads: ignored here, torch's own setting counts.
+        tile: weights, remainder (int16) and gradient of matrices [count, rows, columns].
     """
-    sums = empty_sums(weights)
-    for at in _blocks(weights.shape):
-        squares = _gradient(grad, grad_scale, at).square_()
+    sums = empty_sums(tile.weights)
+    for at in _blocks(tile.weights.shape):
+        squares = _gradient(tile, options, at).square_()
         sums.rows[at] = _of_rows(squares)
         some = slice(at[1].start // ROWS, -(-at[1].stop // ROWS))
         sums.columns[at[0], some] = _of_columns(squares)
-        sums.masters[at] = _of_rows(_masters(weights, remainder, at).square())
+        sums.masters[at] = _of_rows(_masters(tile, at).square())
     return sums
 
 
-def factored_changes(
-    grad: Tensor, factors: Factors, *, grad_scale: float, threads: int = 1
-) -> Tensor:
+def factored_changes(tile: TileRange, factors: Factors, options: UpdateOptions) -> Tensor:
     """[count, rows] float32: sums of the squares of gradients times scale and factors."""
     sums = torch.empty_like(factors.rows)
-    for at in _blocks(grad.shape):
-        sums[at] = _of_rows(_change(grad, grad_scale, factors, at).square_())
+    for at in _blocks(tile.grad.shape):
+        sums[at] = _of_rows(_change(tile, factors, options, at).square_())
     return sums
 
 
 def factored_move(
-    weights: Tensor,
-    remainder: Tensor | None,
-    grad: Tensor,
-    factors: Factors,
-    *,
-    decay: float,
-    size: Tensor,
-    grad_scale: float,
-    threads: int = 1,
+    tile: TileRange, factors: Factors, options: UpdateOptions, *, decay: float, size: Tensor
 ) -> None:
     """Masters times `decay`, less gradients times scale, factors and `size`, a float32 number."""
-    for at in _blocks(weights.shape):
-        master = _masters(weights, remainder, at)
-        master.mul_(decay).sub_(_change(grad, grad_scale, factors, at).mul_(size))
-        if remainder is not None:
-            split_block(master, weights[at], remainder[at])
+    for at in _blocks(tile.weights.shape):
+        master = _masters(tile, at)
+        master.mul_(decay).sub_(_change(tile, factors, options, at).mul_(size))
+        if tile.remainder is not None:
+            split_block(master, tile.weights[at], tile.remainder[at])
 
 
 _At = tuple[slice, slice]
@@ -130,21 +117,22 @@ def _blocks(shape: torch.Size) -> Iterator[_At]:
             yield slice(number, number + matrices), slice(start, min(start + some, rows))
 
 
-def _gradient(grad: Tensor, grad_scale: float, at: _At) -> Tensor:
-    return grad[at].float() * grad_scale
+def _gradient(tile: TileRange, options: UpdateOptions, at: _At) -> Tensor:
+    return tile.grad[at].float() * options.grad_scale
 
 
-def _change(grad: Tensor, grad_scale: float, factors: Factors, at: _At) -> Tensor:
+def _change(tile: TileRange, factors: Factors, options: UpdateOptions, at: _At) -> Tensor:
     by = factors.rows[at][..., None] * factors.columns[at[0]][:, None]
-    return by.clamp_(max=factors.most).mul_(_gradient(grad, grad_scale, at))
+    return by.clamp_(max=factors.most).mul_(_gradient(tile, options, at))
 
 
-def _masters(weights: Tensor, remainder: Tensor | None, at: _At) -> Tensor:
+def _masters(tile: TileRange, at: _At) -> Tensor:
     """To be changed in place if they are fp32 weights."""
-    if remainder is None:
-        return weights[at]
-    master = torch.empty_like(weights[at], dtype=torch.float32)
-    join_block(weights[at], remainder[at], master)
+    weights = tile.weights[at]
+    if tile.remainder is None:
+        return weights
+    master = torch.empty_like(weights, dtype=torch.float32)
+    join_block(weights, tile.remainder[at], master)
     return master
 
 

@@ -145,66 +145,49 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
     )
 
 
-def factored_sums(
-    weights: Tensor, remainder: Tensor | None, grad: Tensor, *, grad_scale: float, threads: int = 1
-) -> Sums:
+def factored_sums(tile: TileRange, options: UpdateOptions) -> Sums:
     """See `factored.factored_sums`; the same bits in one pass over memory."""
-    sums = empty_sums(weights)
-    _factored(0, weights, remainder, grad, sums, None, threads, grad_scale=grad_scale)
+    sums = empty_sums(tile.weights)
+    _factored(0, (tile.weights, tile.remainder, tile.grad), sums, None, options)
     return sums
 
 
-def factored_changes(
-    grad: Tensor, factors: Factors, *, grad_scale: float, threads: int = 1
-) -> Tensor:
+def factored_changes(tile: TileRange, factors: Factors, options: UpdateOptions) -> Tensor:
     """See `factored.factored_changes`; the same bits in one pass over memory."""
     sums = torch.empty_like(factors.rows)
-    _factored(1, None, None, grad, (sums, None, None), factors, threads, grad_scale=grad_scale)
+    _factored(1, (None, None, tile.grad), (sums, None, None), factors, options)
     return sums
 
 
 def factored_move(
-    weights: Tensor,
-    remainder: Tensor | None,
-    grad: Tensor,
-    factors: Factors,
-    *,
-    decay: float,
-    size: Tensor,
-    grad_scale: float,
-    threads: int = 1,
+    tile: TileRange, factors: Factors, options: UpdateOptions, *, decay: float, size: Tensor
 ) -> None:
     """See `factored.factored_move`; the same bits in one pass over memory."""
-    by = {"decay": decay, "size": size.item(), "grad_scale": grad_scale}
-    _factored(2, weights, remainder, grad, (None, None, None), factors, threads, **by)
+    planes = (tile.weights, tile.remainder, tile.grad)
+    _factored(2, planes, (None, None, None), factors, options, decay, size.item())
 
 
 def _factored(
     number: int,
-    weights: Tensor | None,
-    remainder: Tensor | None,
-    grad: Tensor,
+    planes: tuple[Tensor | None, Tensor | None, Tensor],
     sums: Sequence[Tensor | None],
     factors: Factors | None,
-    threads: int,
-    *,
+    options: UpdateOptions,
     decay: float = 1.0,
     size: float = 0.0,
-    grad_scale: float,
 ) -> None:
-    by = (None, None, 0.0) if factors is None else factors
-    check.factored_arguments(weights, remainder, grad, by[:2])
-    planes = (weights, remainder, grad, *sums, *by[:2])
+    by, grad = (None, None, 0.0) if factors is None else factors, planes[-1]
+    check.factored_arguments(*planes, by[:2])
     _call["factored"](
-        *(None if plane is None else plane.data_ptr() for plane in planes),
+        *(None if plane is None else plane.data_ptr() for plane in (*planes, *sums, *by[:2])),
         number,
         grad.dtype == torch.bfloat16,
         *grad.shape,
         by[2],
         decay,
         size,
-        grad_scale,
-        threads,
+        options.grad_scale,
+        options.threads,
     )
 
 

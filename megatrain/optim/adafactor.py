@@ -83,18 +83,15 @@ class Adafactor(Rule):
         return parted(super().groups(model), lambda name, shape: _has_factors(shape))
 
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
-        weights, remainder, states, grad = tile
-        step = options.step
+        weights, step, passes = tile.weights, options.step, kernels.of_matrices(tile.weights)
         part = group.get("part", Part(tuple(weights.shape)))
-        flat = weights.view(-1), None if remainder is None else remainder.view(-1), grad.view(-1)
         lr, shape, numel = float(group["lr"]), _as_matrices(part.shape), math.prod(part.shape)
         here = [*_rectangles(shape, part.start, part.start + weights.numel())]
-        views = [each.all_of(*flat) for each in here]
-        how: dict[str, Any] = {"grad_scale": options.grad_scale, "threads": options.threads}
+        views = [each.all_of(tile) for each in here]
         sums = _Totals.zeros(shape, weights.device)
         for each, view in zip(here, views, strict=True):
-            sums.add(each, kernels.factored_sums(*view, **how))
-        kept = _Kept(states[0], part.start // (_PER if _has_factors(part.shape) else 1), shape)
+            sums.add(each, passes.factored_sums(view, options))
+        kept = _Kept(tile.states[0], part.start // (_PER if _has_factors(part.shape) else 1), shape)
         if part.sum is not None:
             _together(part.sum, (sums.rows, sums.columns, sums.masters, kept.values))
         shares, columns = self._second_moment(kept.values, sums, step**self.beta2_decay)
@@ -106,14 +103,14 @@ class Adafactor(Rule):
         own = [each.factors(factors) for each in here]
         size = _rms(sums.masters, numel).clamp_(min=self.eps[1]) * min(lr, step**-0.5)
         changes = torch.zeros_like(sums.masters)
-        for (*_, gradient), by in zip(views, own, strict=True):
-            changes += _added(kernels.factored_changes(gradient, by, **how))
+        for view, by in zip(views, own, strict=True):
+            changes += _added(passes.factored_changes(view, by, options))
         if part.sum is not None:
             part.sum(changes)
         size /= (_rms(changes, numel) / self.d).clamp_(min=1)
-        how |= {"decay": 1 - lr * group["weight_decay"], "size": size[0].float()}
+        how = {"decay": 1 - lr * group["weight_decay"], "size": size[0].float()}
         for view, by in zip(views, own, strict=True):
-            kernels.factored_move(*view, by, **how)
+            passes.factored_move(view, by, options, **how)
 
     @property
     def _smallest(self) -> float:
@@ -145,16 +142,14 @@ class _Rectangle:
     columns: slice
 
     def of(self, values: Tensor) -> Tensor:
-        """[count, rows, columns] of the flat values that are here."""
+        """[count, rows, columns] of the values that are here."""
         sides = (self.matrices, self.rows, self.columns)
-        return values[self.flat].view([side.stop - side.start for side in sides])
+        return values.view(-1)[self.flat].view([side.stop - side.start for side in sides])
 
-    def all_of(
-        self, weights: Tensor, remainder: Tensor | None, grad: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The same of each plane."""
-        rest = None if remainder is None else self.of(remainder)
-        return self.of(weights), rest, self.of(grad)
+    def all_of(self, tile: TileRange) -> TileRange:
+        """The same of each plane, without states."""
+        rest = None if tile.remainder is None else self.of(tile.remainder)
+        return TileRange(self.of(tile.weights), rest, (), self.of(tile.grad))
 
     def factors(self, whole: Factors) -> Factors:
         """Those of these rows and columns."""

@@ -7,6 +7,7 @@ import torch
 
 from megatrain.kernels import factored, reference
 from megatrain.kernels.factored import Factors, by_halves
+from megatrain.kernels.states import TileRange, UpdateOptions
 from tests.unit.kernel_cases import (
     assert_same_bits,
     gradient,
@@ -50,14 +51,14 @@ def test_native_passes_are_the_plain_ones_bit_for_bit(
     by_row, by_column = (randn(n, n).abs() for n in (count * rows, count * columns))
     by_row[3::50], by_column[1::70] = math.inf, 0.0
     factors = Factors(by_row.view(count, rows), by_column.view(count, columns), 1.5)
-    move = {"decay": 0.97, "size": torch.tensor(3e-3), "grad_scale": 0.37}
+    move = {"decay": 0.97, "size": torch.tensor(3e-3)}
     made = [planes(shape, split) for _ in range(2)]
     results = []
     for kernels, own in zip((native, factored), made, strict=True):
-        how = {"grad_scale": 0.37, "threads": 2}
-        sums = kernels.factored_sums(*own, grad, **how)
-        changes = kernels.factored_changes(grad, factors, **how)
-        kernels.factored_move(*own, grad, factors, **move, threads=2)
+        tile, options = TileRange(*own, (), grad), UpdateOptions(grad_scale=0.37, threads=2)
+        sums = kernels.factored_sums(tile, options)
+        changes = kernels.factored_changes(tile, factors, options)
+        kernels.factored_move(tile, factors, options, **move)
         results.append([*sums, changes, *(plane for plane in own if plane is not None)])
     for found, expected in zip(*results, strict=True):
         same(found, expected)
@@ -70,7 +71,8 @@ def test_sums_are_sums(size):
     torch.testing.assert_close(by_halves(values), expected, rtol=1e-6, atol=1e-5)
     shape = (2, 5, size)
     values = randn(10 * size, 1).view(shape)
-    sums = factored.factored_sums(values, None, values, grad_scale=2.0)
+    tile = TileRange(values, None, (), values)
+    sums = factored.factored_sums(tile, UpdateOptions(grad_scale=2.0))
     squares = 4 * values.double().square()
     for found, expected in (
         (sums.rows, squares.sum(2)),
@@ -83,11 +85,11 @@ def test_sums_are_sums(size):
 @needs_native
 def test_wrong_planes_are_named():
     weights, remainder = planes((2, 3, 4), split=True)
-    how = {"grad_scale": 1.0}
+    tile, options = TileRange(weights, remainder, (), weights), UpdateOptions()
     with pytest.raises(ValueError, match="remainder is torch.int8, expected torch.int16"):
-        native.factored_sums(weights, remainder.to(torch.int8), weights, **how)
+        native.factored_sums(tile._replace(remainder=remainder.to(torch.int8)), options)
     with pytest.raises(ValueError, match="grad has 12 elements, expected 24"):
-        native.factored_sums(weights, remainder, weights[:1], **how)
+        native.factored_sums(tile._replace(grad=weights[:1]), options)
     with pytest.raises(ValueError, match="a factor has 6 elements, expected 8"):
         wrong = Factors(torch.ones(2, 3), torch.ones(2, 3), 1.0)
-        native.factored_changes(weights, wrong, **how)
+        native.factored_changes(tile, wrong, options)
