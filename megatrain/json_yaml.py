@@ -90,6 +90,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     try:
         tree = parse_yaml(_read(path, MAX_YAML_BYTES, regular=False).decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 ({error.reason}): save it as UTF-8") from error
     except ValueError as error:
         raise InputError(f"{path}: {error}") from error
     if not isinstance(tree, dict):
@@ -116,7 +118,10 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses repeated keys and reads `1e-5` as a number, as YAML 1.2 does."""
+    """SafeLoader that refuses repeated keys and reads `1e-5` as a number, as YAML 1.2 does.
+
+    What is one number in YAML 1.1 and another one, or text, in 1.2 is refused: `010`, `1:30`.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -128,7 +133,24 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def one_number(self, node: yaml.ScalarNode) -> int | float:
+        """The number that a scalar is in every version of YAML."""
+        whole = node.tag.endswith(":int")
+        number: int | float = (
+            self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+        )
+        if _OLD_NUMBER.fullmatch(node.value):
+            raise _refusal(
+                f"{node.value} is {number} in YAML 1.1 and something else in YAML 1.2: write the "
+                "number without a leading 0 or a colon, and text in quotes",
+                node.start_mark,
+            )
+        return number
 
+
+_OLD_NUMBER = re.compile(r"[-+]?0[0-7_]+|.*:.*")  # octal, and base 60
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.one_number)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),

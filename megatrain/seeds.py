@@ -2,7 +2,7 @@
 
 import hashlib
 
-_MASK = (1 << 63) - 1  # what every generator of torch takes
+LARGEST = (1 << 63) - 1  # what every generator of torch takes
 
 
 def derived_seed(*path: int) -> int:
@@ -11,4 +11,4 @@ def derived_seed(*path: int) -> int:
     The first eight bytes, little-endian, of the SHA-256 of the numbers in decimal, joined by "/".
     """
     digest = hashlib.sha256("/".join(map(str, path)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") & _MASK
+    return int.from_bytes(digest[:8], "little") & LARGEST

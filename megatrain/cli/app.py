@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from megatrain import __version__
+from megatrain import __version__, seeds
 from megatrain.cli.bench import bench
 from megatrain.cli.options import DeviceMemory, DeviceName, HostMemory
 from megatrain.cli.planning import doctor, plan
@@ -207,7 +207,7 @@ TopK = Annotated[
 RepetitionPenalty = Annotated[
     float | None, typer.Option(min=0.01, help="Above 1: what was said becomes less likely.")
 ]
-Seed = Annotated[int, typer.Option(min=0)]
+Seed = Annotated[int, typer.Option(min=0, max=seeds.LARGEST)]
 PrecisionOption = Annotated[Precision, typer.Option(help="Compute dtype.")]
 
 

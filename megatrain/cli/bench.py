@@ -82,7 +82,7 @@ def step(
     documents: Documents = None,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 5,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32)] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     timeline: TimelineFile = None,
 ) -> None:

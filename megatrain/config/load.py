@@ -81,9 +81,12 @@ def _apply_override(tree: dict[str, Any], text: str) -> str:
             node[key] = {}
         node = node[key]
     try:
-        node[keys[-1]] = parse_yaml(value)
+        node[keys[-1]] = parsed = parse_yaml(value)
     except ValueError as error:
         raise InputError(f"--set {text}: {error}") from error
+    if value.count("#") != str(parsed).count("#"):
+        quoted = f"{path}='{value}'"
+        raise InputError(f'--set {text}: YAML ends at " #"; put the value in quotes: "{quoted}"')
     return path.strip()
 
 

@@ -23,10 +23,19 @@ def _a_name(text: str) -> str:
     if not possible:
         raise ValueError(f"should be a name or a path, got {shown(text)}")
     try:
-        Path(text).expanduser()
+        path = Path(text).expanduser()
     except RuntimeError as error:
         raise ValueError(f"no home folder is known for {shown(text)}") from error
+    variable = _VARIABLE.search(text)
+    if variable and not os.path.lexists(path):
+        raise ValueError(
+            f"{variable[0]} in {shown(text)} is not filled in here: write the path out, or give it "
+            "on the command line with --set"
+        )
     return text
+
+
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 Name = Annotated[str, AfterValidator(_a_name)]

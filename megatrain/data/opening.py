@@ -193,8 +193,8 @@ def open_sources(
         files: Sequence[Source] | None = find_files(each, kind)
         hub = () if files else (load_hub(str(each), hub_config, hub_split, streaming=streaming),)
         for one in files or hub:
-            if weights is not None and one.name in found:
+            if weights is not None and one.place in found:
                 raise InputError(f"{one.name}: named twice: a weight is for one of them, keep one")
-            found.setdefault(one.name, (one, group))
+            found.setdefault(one.place, (one, group))
     groups = np.array([group for _, group in found.values()], np.int64)
     return [one for one, _ in found.values()], groups

@@ -27,7 +27,10 @@ _NOT_TEXT = {
     ".ods", ".odt", ".orc", ".pdf", ".pkl", ".pt", ".rar", ".safetensors", ".sqlite", ".tar",
     ".tgz", ".xls", ".xlsx", ".zip", *_PACKED,
 }  # fmt: skip
-_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+# What `datasets` writes beside the rows that were saved: about them, and what `map` made of them.
+_NOT_SAVED = re.compile(
+    r"dataset_infos?\.json|dataset_dict\.json|state\.json|cache-[0-9a-f]{8,}(_\d+_of_\d+)?\.arrow"
+)
 _SPLITS = {
     "train": re.compile(r"(?<![a-z0-9])train(ing)?(?![a-z0-9])"),
     "test": re.compile(r"(?<![a-z0-9])(test|val|valid|validation|dev|eval)(?![a-z0-9])"),
@@ -51,6 +54,11 @@ class SourceFile:
         return str(self.path)
 
     @property
+    def place(self) -> str:
+        """Equal for all names of one file: links, other ways to write its path."""
+        return str(self.path.resolve())
+
+    @property
     def identity(self) -> tuple[str | int, ...]:
         """What tells that the file is still the one which was read."""
         return (str(self.path.absolute()), self.size, self.mtime_ns)
@@ -64,6 +72,11 @@ class HubSplit:
     rows: Any
     format: Format = "hub"
     named: bool = True
+
+    @property
+    def place(self) -> str:
+        """What tells it from other sources."""
+        return self.name
 
     @property
     def identity(self) -> tuple[str | int, ...]:
@@ -101,12 +114,13 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
 
 
 def find_files(source: str | Path | Sequence[str | Path], kind: Kind) -> list[SourceFile] | None:
-    """The files that `source` names, without repetitions; None when it can only be a hub id.
+    """The files that `source` names, each once; None when it can only be a hub id.
 
     Folders are searched in sorted order for everything but hidden files and what `datasets` writes
-    about its own; where there are files of rows, text files beside them are only read if the kind
-    is text. Links to folders inside them are not followed, so a loop of links ends. Empty files are
-    passed over unless named.
+    about its own or keeps of what `map` made; where there are files of rows, text files beside them
+    are only read if the kind is text. Links to folders inside them are not followed, so a loop of
+    links ends; that is said. Empty files are passed over unless named. A file with several names
+    (links, other ways to write its path) is one file.
 
     Raises:
         InputError: a path is missing, unreadable, a broken or looping link, or not a plain file;
@@ -117,10 +131,10 @@ def find_files(source: str | Path | Sequence[str | Path], kind: Kind) -> list[So
         raise InputError("the data has no path: name at least one file, folder or glob")
     if len(entries) == 1 and _looks_like_hub_id(str(entries[0])):
         return None
-    files: dict[Path, SourceFile] = {}
+    files: dict[str, SourceFile] = {}
     for entry in entries:
         for file in _expand(str(entry), kind):
-            files.setdefault(file.path, file)
+            files.setdefault(file.place, file)
     return list(files.values())
 
 
@@ -131,6 +145,8 @@ def _looks_like_hub_id(text: str) -> bool:
 
 def _expand(text: str, kind: Kind) -> list[SourceFile]:
     path = Path(text).expanduser()
+    if re.match(r"[a-z][a-z0-9+.-]*://", text) and not os.path.lexists(path):
+        raise InputError(f"{text}: an address, not a path: fetch it, and name the file or folder")
     if not os.path.lexists(path) and any(mark in text for mark in "*?["):
         paths: Iterator[Path] = iter(_glob(path))
     elif stat.S_ISDIR(_status(path).st_mode):
@@ -215,8 +231,11 @@ def _walk(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(filter(_visible, folders))
         for name in sorted(filter(_visible, names)):
-            if name not in _ABOUT:
+            if not _NOT_SAVED.fullmatch(name):
                 yield Path(parent, name)
+        for path in (Path(parent, name) for name in folders):
+            if path.is_symlink():
+                _log.warning("%s: a link to a folder is not followed: add it to the path", path)
 
 
 def _glob(pattern: Path) -> list[Path]:

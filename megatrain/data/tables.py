@@ -41,6 +41,7 @@ def read_parquet(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, Row]]:
     parquet = _pyarrow(file, "pyarrow.parquet")
     with _reading(file, "Parquet"), parquet.ParquetFile(file.path) as table:
         names = table.schema_arrow.names
+        _once(names, file)
         present = [n for n in names if wanted(n)]
         batches = table.iter_batches(batch_size=_BATCH_ROWS, columns=present)
         yield from _rows(batches, [n for n in names if not wanted(n)])

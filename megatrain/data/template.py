@@ -72,8 +72,19 @@ class Template:
         self._headers: dict[tuple[str, str], tuple[int, bool]] = {}
 
     def source(self, talk: Conversation) -> str:
-        """The text of the template that the conversation gets: one may be for tools."""
-        source: str = self._tokenizer.get_chat_template(tools=talk.tools)
+        """The text of the template that the conversation gets: one may be for tools.
+
+        Raises:
+            InputError: there are several, and none is the default.
+        """
+        try:
+            source: str = self._tokenizer.get_chat_template(tools=talk.tools)
+        except ValueError as error:
+            names = ", ".join(sorted(self._tokenizer.chat_template))
+            raise InputError(
+                f"the tokenizer has chat templates by name ({names}), and none is the default: "
+                "save the one to use as a file, and name it as model.chat_template"
+            ) from error
         return source
 
     def is_marked(self, talk: Conversation) -> bool:

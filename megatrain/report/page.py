@@ -39,7 +39,13 @@ def write_report(path: Path, output: Path | None = None, timeline: Path | None =
 
 
 def write_page(output: Path, content: str) -> None:
-    """Write a page, whole or not at all."""
+    """Write a page, whole or not at all.
+
+    Raises:
+        InputError: another kind of file is named, which may be somebody's data.
+    """
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"{output}: the page would replace it; name one that ends in .html")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_file(output, content)
 

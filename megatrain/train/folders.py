@@ -30,6 +30,7 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     path = _free_name(name) if folder is None else Path(folder).expanduser()
     if path.exists() and not path.is_dir():
         raise InputError(f"output.folder: {path} is a file")
+    require_folder(path)
     if (path / MODEL).exists():
         raise InputError(f"output.folder: {path} holds a finished run; choose another folder")
     require_empty(path, "output.folder: ")

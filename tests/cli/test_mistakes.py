@@ -54,6 +54,7 @@ MISTAKES = {
         ["output.folder=/dev/null/run"],
         "output.folder: /dev/null cannot be written into; choose another folder",
     ),
+    "a folder by a variable": (["output.folder=$NONE/run"], "$NONE in '$NONE/run' is not filled"),
     "a folder where none can be": (["output.folder=/proc/none/run"], "/proc/none"),
     "small vocabulary": (["model.config.vocab_size=20"], "20"),
     "not a decoder": (["model.config={model_type: t5}"], "t5"),
@@ -162,7 +163,8 @@ def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path
 @pytest.mark.parametrize(
     "arguments",
     [["trian"], ["train"], ["train", "a", "b"], ["export", "a"], ["bench", "step", "--shape", "8b"],
-     ["generate", "m"], ["generate", "m", "--prompt", "a", "--precision", "fp8"]],
+     ["generate", "m"], ["generate", "m", "--prompt", "a", "--precision", "fp8"],
+     ["generate", "m", "--prompt", "a", "--seed", str(2**63)]],
     ids=" ".join,
 )  # fmt: skip
 def test_wrong_usage_is_exit_code_2(megatrain, arguments):
@@ -198,6 +200,14 @@ def test_a_path_that_cannot_be_used_is_bad_input(megatrain, trained, tmp_path):
     (tmp_path / "page.html").mkdir()
     result = megatrain("report", trained[0], "--output", tmp_path / "page.html")
     assert_refused(result, f"{tmp_path / 'page.html'}: Is a directory")
+
+
+def test_a_page_replaces_no_file_of_another_kind(megatrain, trained, run_file, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    before = rows.read_bytes()
+    for command in (["report", trained[0], "--output"], ["data", run_file, "--html"]):
+        assert_refused(megatrain(*command, rows), "rows.jsonl: the page would replace it; name one")
+        assert rows.read_bytes() == before
 
 
 def test_the_version_can_be_asked_for(megatrain):

@@ -99,6 +99,33 @@ def test_exponents_are_numbers_as_in_yaml_1_2(number):
     assert parse_yaml(number) == float(number)
 
 
+@pytest.mark.parametrize("number", ["010", "-0123", "00", "1:30", "1:30.5", "+0_7"])
+def test_what_is_a_number_in_one_version_of_yaml_alone_is_refused(load, number):
+    with pytest.raises(InputError, match="line 1: not valid: .* in YAML 1.1 and something else"):
+        load(MINIMAL, f"training.steps={number}")
+
+
+@pytest.mark.parametrize("number", ["10", "-3", "0", "0x1F", "1_000", "0.5"])
+def test_other_numbers_are_what_they_were(number):
+    assert parse_yaml(number) == yaml.safe_load(number)
+
+
+def test_what_yaml_would_cut_off_an_override_is_refused(load):
+    for value in ("a #1", "#1", "[a, b] # c"):
+        with pytest.raises(InputError, match='YAML ends at " #"; put the value in quotes'):
+            load(MINIMAL, f"output.folder={value}")
+    assert load(MINIMAL, "output.folder='a #1'").output.folder == "a #1"
+    assert load(MINIMAL, "output.folder=a#1").output.folder == "a#1"
+
+
+def test_a_variable_of_the_shell_is_no_path_unless_one_has_its_name(load, tmp_path):
+    for path in ("$HOME/runs", "${SCRATCH}/runs", str(tmp_path / "$USER")):
+        with pytest.raises(InputError, match="is not filled in here: write the path out"):
+            load(MINIMAL, f"output.folder={path}")
+    (tmp_path / "$USER").mkdir()
+    load(MINIMAL, f"output.folder={tmp_path / '$USER'}", "data.path=a$")
+
+
 MISTAKES = [
     # overrides, what the line must hold
     (["optimizer.lrr=1"], "--set optimizer.lrr: unknown key; did you mean 'lr'?"),

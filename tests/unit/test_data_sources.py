@@ -42,6 +42,49 @@ def test_folders_are_read_in_order_without_hidden_empty_or_linked_ones(tmp_path)
     assert [f.path.name for f in globbed] == ["b.py", "y.jsonl", "z.txt"]
 
 
+def test_a_link_to_a_folder_that_is_not_followed_is_said(tmp_path, caplog):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text("a")
+    (tmp_path / "folder" / "more").symlink_to(tmp_path / "elsewhere")
+    find_files(tmp_path / "folder", "text")
+    assert f"{tmp_path / 'folder' / 'more'}: a link to a folder is not followed" in caplog.text
+    assert [f.path.name for f in find_files(tmp_path / "folder" / ".." / "folder", "text")]
+    caplog.clear()
+    (tmp_path / "elsewhere" / "b.txt").write_text("b")
+    found = find_files(tmp_path / "folder" / "more", "text")
+    assert [f.path.name for f in found] == ["b.txt"] and not caplog.text
+
+
+def test_a_file_by_two_names_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea was calm."}])
+    (tmp_path / "b.jsonl").symlink_to(path)
+    names = [str(path), "a.jsonl", "./b.jsonl", "../" + tmp_path.name]
+    assert len(find_files(names, "text")) == 1
+    assert open_text(names, tmp_path).num_tokens == open_text(path, tmp_path).num_tokens
+    with pytest.raises(InputError, match="named twice: a weight is for one of them"):
+        open_text([str(path), "b.jsonl"], tmp_path, weights=[1, 1])
+
+
+def test_what_datasets_keeps_beside_saved_rows_is_not_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list([{"text": f"number {i}"} for i in range(4)])
+    saved.save_to_disk(str(tmp_path / "rows"))
+    again = datasets.load_from_disk(str(tmp_path / "rows"))
+    again.map(lambda row: {"text": row["text"].upper()})
+    kept = {path.name for path in (tmp_path / "rows").glob("cache-*.arrow")}
+    assert kept  # or this test tries nothing
+    found = find_files(tmp_path / "rows", "auto")
+    assert [file.path.name for file in found] == ["data-00000-of-00001.arrow"]
+
+
+def test_an_address_is_no_path():
+    for address in ("https://example.org/rows.jsonl", "s3://bucket/rows", "hf://datasets/a/b"):
+        with pytest.raises(InputError, match="an address, not a path: fetch it"):
+            find_files(address, "auto")
+
+
 def test_paths_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
@@ -238,6 +281,10 @@ def test_parquet_problems_are_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(InputError, match=r"table.parquet: not a readable Parquet file"):
         open_text(path, tmp_path, text_field="body")
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text"] * 2)
+    parquet.write_table(twice, path)
+    with pytest.raises(InputError, match=r"table.parquet: column 'text' is there twice"):
+        open_text(path, tmp_path)
     parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
     with pytest.raises(InputError, match=r"table.parquet: no rows"):
         open_text(path, tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from megatrain.disk import whole_folder
 from megatrain.errors import InputError
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train.folders import model_folder, new_run_folder, run_to_resume
+from megatrain.train.folders import make_run_folder, model_folder, new_run_folder, run_to_resume
 from megatrain.train.lock import locked
 from megatrain.train.resume import cut_metrics
 from megatrain.train.signals import Signals, Stopped
@@ -89,6 +89,12 @@ def test_a_run_folder_is_new(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="file is a file"):
         new_run_folder("file", "demo")
+
+
+def test_a_link_to_nothing_is_no_run_folder(tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "disk" / "run")
+    with pytest.raises(InputError, match="run: no folder, or a link to none"):
+        make_run_folder(str(tmp_path / "run"), "name")  # it tried again for ever
 
 
 def test_a_tilde_is_the_users_folder(tmp_path, monkeypatch):
