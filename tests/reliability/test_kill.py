@@ -49,8 +49,9 @@ def kill_and_go_on(zygote, tokenizer_folder, folder: Path, *, kills: int, steps:
     for count in range(kills):
         log = folder / f"log-{count}"
         run = zygote.start("train", folder / "killed" / "run.yaml", "--resume", log=log)
-        if moments.random() < 0.9:  # else before the first step
-            run.until(f"step {(came_to or [0])[-1] + moments.randint(1, 7)}/")
+        last = count == kills - 1  # it comes when the save of step 2 has made place for the next
+        if moments.random() < 0.9 or last:  # else before the first step
+            run.until(f"step {(came_to or [0])[-1] + moments.randint(5 if last else 1, 7)}/")
         time.sleep(moments.uniform(0, 0.1))
         run.send(signal.SIGKILL)
         if run.wait() == 0:
