@@ -99,7 +99,12 @@ def recomputing(share: float) -> AbstractContextManager[None]:
 
 
 def let_triton_launch() -> None:
-    """Have compiled kernels launched by Triton instead of by torch's own launcher."""
+    """Have Triton launch compiled kernels: it lets go of Python's lock meanwhile, torch does not.
+
+    A launch blocks when the GPU's queue is full, and the GPU may be waiting for a host thread that
+    needs the lock: an update, or one that an update waits for (a save's writers). Nothing moved any
+    more then (torch 2.11, H200; torch/csrc/inductor/static_launcher/cuda.cpp).
+    """
     import torch._inductor.config as inductor
 
     inductor.use_static_cuda_launcher = False

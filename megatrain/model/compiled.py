@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 def compile_and_tell(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     """`function` through torch.compile; says so at the first call, which may take a minute."""
-    _launch_without_the_lock()
+    let_triton_launch()
     fast = torch.compile(function)
     announced = False
 
@@ -26,16 +26,6 @@ def compile_and_tell(function: Callable[..., Any], what: str) -> Callable[..., A
         return fast(*args, **kwargs)
 
     return call
-
-
-def _launch_without_the_lock() -> None:
-    """Let Triton launch kernels: it lets go of Python's lock meanwhile, which torch does not.
-
-    A launch blocks when the GPU's queue is full, and the GPU may be waiting for a host thread that
-    needs the lock: an update, or one that an update waits for (a save's writers). Nothing moved any
-    more then (torch 2.11, H200; torch/csrc/inductor/static_launcher/cuda.cpp).
-    """
-    let_triton_launch()
 
 
 def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
