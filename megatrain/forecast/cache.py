@@ -49,7 +49,7 @@ class ForecastCache:
                 alike,
                 clip=workload.clip,
                 tokens=workload.rows * workload.sequence_length,
-                distinct=len(measured.tokens_of(workload.rows * workload.all_ranks)[1]),
+                distinct=len(measured.distinct(workload.rows * workload.all_ranks)),
             )
 
         found = self.once((workload, alike), made)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from torch.func import functional_call
 from megatrain.compat.torch import FakeTensorMode, without_modes
 from megatrain.compat.transformers import unpacked
 from megatrain.device import Buffer, CpuDevice
-from megatrain.engine.batch import Batch, prepare
+from megatrain.engine.batch import Batch
 from megatrain.engine.head import WholeHead
 from megatrain.engine.modules import Head
 from megatrain.engine.sink import GradAccumulator
@@ -89,35 +88,35 @@ class Profile:
             self._known[key] = measure()
         return self._known[key]
 
-    def tokens_of(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Random ones of a step `[B, T]`, and those that differ: as many as on average."""
+    def distinct(self, rows: int) -> Tensor:
+        """The tokens that occur in a step of random ones, `[U]`: as many as on average."""
 
-        def made() -> tuple[Tensor, Tensor]:
+        def made() -> Tensor:
             config = self.spec.capture.model.config.get_text_config(decoder=True)
             generator = torch.Generator().manual_seed(0)
             ids_BT = torch.randint(config.vocab_size, (rows, self.tokens), generator=generator)
             known = list(self.spec.constants)
             seen_V = torch.zeros(max(config.vocab_size, *known, 0) + 1, dtype=torch.bool)
             seen_V[ids_BT.flatten()] = seen_V[known] = True  # far quicker than `unique`
-            return ids_BT, seen_V.nonzero().flatten()
+            return seen_V.nonzero().flatten()
 
-        return self.once(("tokens", rows), made)
+        return self.once(("distinct", rows), made)
 
     def batch(self, rows: int, micro_batch: int, most: int | None = None, passes: int = 1) -> Batch:
-        """A step of random tokens. Of more than `most` micro-batches several are one `Group`."""
+        """A step, whose tokens count by their number. Of more than `most` micro-batches several
+        are one `Group`.
+        """
 
         def made() -> Batch:
-            ids_BT, unique_U = self.tokens_of(rows)
-            counts = groups(rows, micro_batch, most, passes)
-            firsts = accumulate((count * size for count, size in counts), initial=0)
-            parts = [ids_BT[at : at + n] for (_, n), at in zip(counts, firsts, strict=False)]
-            vocabulary = self.spec.capture.model.config.get_text_config(decoder=True).vocab_size
-            micro = [{"input_ids": part, "labels": part} for part in parts]
-            takes = self.spec.capture.accepts
-            batch = prepare(micro, _CPU, vocabulary, takes=takes, loss=CROSS_ENTROPY, seed=0)
-            pairs = zip(batch.micro, counts, strict=True)
-            batch.micro = [Group(**vars(each), count=count) for each, (count, _) in pairs]
-            batch.unique_U = unique_U
+            unique_U, micro = self.distinct(rows), list[MicroBatch]()
+            for count, size in groups(rows, micro_batch, most, passes):
+                ids_BT = torch.zeros(size, self.tokens, dtype=torch.long)
+                found = Rows(ids_BT, ids_BT, {}, unique_U)
+                micro.append(Group({"input_ids": ids_BT}, ids_BT, found, count=count))
+            tokens = rows * self.tokens
+            batch = Batch(micro, tokens, tokens, unique_U, seed=0)
+            batch.most, batch.all_tokens = len(micro), tokens
+            batch.judged = [(each.rows.ids, []) for each in micro]
             return batch
 
         return self.once(("batch", rows, micro_batch, most, passes), made)
@@ -127,7 +126,7 @@ class Profile:
 
         The `ranks` of a host keep them in equal blocks, filled up as the engine does.
         """
-        unique_U = self.tokens_of(rows)[1]
+        unique_U = self.distinct(rows)
         block = -(-len(unique_U) // ranks)
         filled = unique_U[-1].expand(block * ranks - len(unique_U))
         return replace(batch, unique_U=torch.cat([unique_U, filled]), own=slice(block))

@@ -179,7 +179,7 @@ def test_every_rank_has_the_rows_that_ranks_of_other_hosts_need() -> None:
             lambda each: forecasts.needs(each, placement).device["sums and rows"],
         )
     )
-    distinct = [len(forecasts.measured(WHOLE).tokens_of(count)[1]) for count in (16, 2)]
+    distinct = [len(forecasts.measured(WHOLE).distinct(count)) for count in (16, 2)]
     # 256 elements of a row, in bf16; sums of their gradients lie where the head's were.
     more = (distinct[0] - distinct[1]) * 256 * 2
     for of_one, of_many, not_counted in (rows, least):
