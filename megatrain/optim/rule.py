@@ -74,8 +74,8 @@ class Plane:
 
     def numel(self, layout: TileLayout) -> int:
         """Its values for a tile: up to the last part, or parameter, that has it."""
-        ends = [entry.offset + entry.stored for entry in layout.entries if self.has(entry)]
-        stop = align(max(ends, default=0), ALIGNMENT)
+        last = next(filter(self.has, reversed(layout.entries)), None)
+        stop = 0 if last is None else align(last.offset + last.stored, ALIGNMENT)
         return (layout.whole_parts(stop) if self.only is None else stop) // self.per
 
     def own_numel(self, layout: TileLayout, rank: int) -> int:

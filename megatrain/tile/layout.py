@@ -182,7 +182,7 @@ class TileLayout:
         """Of them, those that have a gradient."""
         return sum(entry.numel for entry in self.trainable)
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.group is not None)
 
