@@ -83,6 +83,14 @@ def takes_lengths(model: PreTrainedModel) -> bool:
     return takes_flash_attention(model) and attention_of(model.config) == _REPLACED
 
 
+def chosen_attention(name: str | None) -> str | None:
+    """The implementation that a model was made with, of the one that it may have meanwhile.
+
+    A checkpoint says the former: the latter is of a step, and no other program knows its name.
+    """
+    return _REPLACED if name == BY_LENGTHS else name
+
+
 def attend(modules: list[nn.Module], *, by_lengths: bool) -> None:
     """Have modules attend by the lengths of documents, or by masks, in place."""
     name = BY_LENGTHS if by_lengths else _REPLACED

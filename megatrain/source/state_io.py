@@ -15,6 +15,7 @@ from megatrain.errors import InputError
 from megatrain.model.adapters import adapted, restored
 from megatrain.model.build import configs, empty_model, load_config
 from megatrain.model.companions import Companions, read_files, write_companions
+from megatrain.model.documents import chosen_attention
 from megatrain.model.export import write_configs
 from megatrain.model.safetensors_io import Described, read_header, write_shard
 from megatrain.optim import RULES, AdamW, Rule
@@ -124,7 +125,8 @@ def open_model(
     attention = settings.attn_implementation
     # config.json does not say which code computes; the outer parts first: they set the inner, too.
     for path, part in configs(config):
-        set_attention(part, attention.get(path) if isinstance(attention, dict) else attention)
+        name = attention.get(path) if isinstance(attention, dict) else attention
+        set_attention(part, chosen_attention(name))  # earlier versions saved what a step had
         set_experts(part, settings.experts_implementation.get(path))
     model = empty_model(
         config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
@@ -218,7 +220,7 @@ def settings_of(
     model: PreTrainedModel, dtype: torch.dtype, untrained: Untrained, **rest: Any
 ) -> Settings:
     """All that a checkpoint says of an engine; `dtype` is that of the model's source."""
-    attention = {path: attention_of(part) for path, part in configs(model.config)}
+    attention = {path: chosen_attention(attention_of(each)) for path, each in configs(model.config)}
     experts = {path: experts_of(part) for path, part in configs(model.config)}
     if untrained.rounded:
         dtype = torch.bfloat16  # an export of the checkpoint claims no bits that are not there

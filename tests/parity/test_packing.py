@@ -1,6 +1,7 @@
 """Packed rows: each document as if it were alone, or the model is refused."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from megatrain import InputError
+from megatrain import Engine, InputError
+from megatrain.checkpoint.manifest import read_checkpoint
+from megatrain.compat.transformers import attention_of
 from megatrain.model.documents import is_packed
 from megatrain.model.packing import comparisons
+from megatrain.source import state_io
 from tests.families.tiny import tiny_model
 from tests.parity.cases import gradients, llama, make_engine, masters, relative_error, same
 
@@ -44,6 +48,23 @@ def test_packed_documents_train_as_separate_ones(family: str) -> None:
     assert together.loss == pytest.approx(apart.loss, rel=1e-6)
     assert together.grad_norm == pytest.approx(apart.grad_norm, rel=1e-5)
     assert relative_error(gradients(one), gradients(other)) < 1e-5
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_checkpoint_says_the_attention_that_the_model_was_made_with(
+    earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a packed step is nothing to make a model with, nor to go on with."""
+    engine = make_engine(llama())
+    engine.step([packed(documents())])
+    if earlier:  # as checkpoints of earlier versions have it
+        monkeypatch.setattr(state_io, "chosen_attention", lambda name: name)
+    engine.save(tmp_path / "saved")
+    monkeypatch.undo()
+    checkpoint = read_checkpoint(tmp_path / "saved")
+    assert attention_of(state_io.open_model(checkpoint).config) == "sdpa"
+    loaded = Engine.load(tmp_path / "saved", device="cpu")
+    assert loaded._program.may_attend_by_lengths
 
 
 def by_masks(model: Any, **settings: Any) -> Any:
