@@ -56,11 +56,11 @@ def export(
             write_card(folder, found.folder.absolute().parent.parent, found.extra.get("step"))
             return
     source = Path(found)
+    if not holds_model(source):
+        raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
     if merged:
         _export_merged(source, out, None if dtype is None else DTYPES[dtype], base)
         return
-    if not holds_model(source):
-        raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
     if base is not None and adapter_folder(source) is None:
         raise no_adapter(run)
     require_empty(out)
