@@ -12,6 +12,7 @@ from megatrain.data.conversation import SPEAKERS, Conversation, Message, from_js
 from megatrain.data.sources import Kind
 from megatrain.data.tables import Row
 from megatrain.data.unheeded import empty, listed, number, objects, refuse_unheeded, says_training
+from megatrain.data.written import text_or_messages
 from megatrain.errors import InputError
 
 Fields = Mapping[str, str | None]
@@ -88,7 +89,7 @@ def _messages(row: Row, where: str) -> Conversation:
 
 
 def _prompt_completion(row: Row, where: str) -> Conversation | Completion:
-    parts = [from_json(row[name], name, where) for name in ("prompt", "completion")]
+    parts = [text_or_messages(row[name], name, where) for name in ("prompt", "completion")]
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == 2:
         refuse_unheeded({n: row.get(n) for n in ("system", "tools")}, where, text=False)
@@ -104,8 +105,9 @@ def _prompt_completion(row: Row, where: str) -> Conversation | Completion:
 
 
 def _pair(row: Row, where: str) -> Rated:
-    replies: list[Any] = [from_json(row[name], name, where) for name in ("chosen", "rejected")]
-    prompt = from_json(row.get("prompt"), "prompt", where)
+    names = ("chosen", "rejected")
+    replies: list[Any] = [text_or_messages(row[name], name, where) for name in names]
+    prompt = text_or_messages(row.get("prompt"), "prompt", where)
     kind = type(replies[0])
     if kind not in (str, list) or type(replies[1]) is not kind:
         raise InputError(f"{where}: 'chosen' and 'rejected' must both be strings, or both messages")

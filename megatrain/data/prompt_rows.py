@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from megatrain.data.conversation import from_json
 from megatrain.data.examples import BadRows, say_left_out
 from megatrain.data.formats import Fields
 from megatrain.data.opening import open_sources
@@ -19,6 +18,7 @@ from megatrain.data.prompts import Prompt, prompt_ids
 from megatrain.data.readers import read_rows
 from megatrain.data.sources import Source
 from megatrain.data.unheeded import BESIDE_PROMPTS, refuse_unheeded
+from megatrain.data.written import text_or_messages
 from megatrain.errors import InputError
 
 _OWN = ("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_metric")
@@ -184,7 +184,7 @@ def _prompt_row(
             f"{where}: no field 'prompt': its fields are {names}: name it with "
             "data.fields: {prompt: ...}"
         )
-    prompt = from_json(given.pop("prompt"), "prompt", where)
+    prompt = text_or_messages(given.pop("prompt"), "prompt", where)
     if not isinstance(prompt, str | list):
         raise InputError(f"{where}: 'prompt' must be a text or a list of messages")
     if chat and isinstance(prompt, str):

@@ -126,6 +126,24 @@ def test_prompts_of_messages_are_read_and_only_their_completion_is_learnt():
     assert QWEN.decode(ids[targets]) == "42<|im_end|>"
 
 
+TEXTS = ["[INST] Hi [/INST]", "[1, 2]", '{"a": 1}', '[{"from": "Bonn", "to": "Rome"}]', "["]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_may_begin_as_json_does_or_be_json(text):
+    completion = {"prompt": text, "completion": text}
+    pair = {"prompt": text, "chosen": text, "rejected": text + "!"}
+    for kind, row in (
+        ("auto", completion),
+        ("rated", {**completion, "label": True}),
+        ("pairs", pair),
+    ):
+        reading = Reading(kind, {})
+        example, _ = reading.example(reading.find(row, "r:1"), row, "r:1")
+        said = [example] if kind == "auto" else example.replies
+        assert said == [(text, text), (text, text + "!")][: len(said)]
+
+
 def test_reasoning_beside_an_answer_is_that_of_the_reply():
     reading = Reading("auto", {})
     for row in (

@@ -26,6 +26,12 @@ def test_messages_that_a_table_keeps_as_json_are_messages(tmp_path):
         prompts(broken)
 
 
+def test_a_text_may_begin_as_json_does(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "[INST] 12 + 30 [/INST]"}])
+    [row] = prompts(path).batch([0])
+    assert row.prompt == "[INST] 12 + 30 [/INST]"
+
+
 @pytest.mark.parametrize("prompt", [ASKED, "12 + 30"], ids=["messages", "text"])
 @pytest.mark.parametrize("name", ["system", "system_prompt", "tools", "history", "images"])
 def test_what_would_change_the_prompt_is_refused_beside_it(tmp_path, name, prompt):
