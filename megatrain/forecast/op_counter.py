@@ -14,7 +14,14 @@ from torch.library import custom_op, infer_schema
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from megatrain.compat.torch import UNSAFE_VIEW, FakeTensor, TorchDispatchMode, memory_of, packet_of
+from megatrain.compat.torch import (
+    GROUPED_PRODUCT,
+    UNSAFE_VIEW,
+    FakeTensor,
+    TorchDispatchMode,
+    memory_of,
+    packet_of,
+)
 from megatrain.errors import MegatrainError, first_line
 
 # A layer has some hundred; a recurrence that goes token by token would take minutes to count.
@@ -136,7 +143,27 @@ def _pull(ctx: Any, gradient: Tensor, _: Tensor) -> tuple:
 
 _attention.register_autograd(_pull, setup_context=_keep_for_backward)
 
+
+@shapes_only
+def _experts_product(rows: Tensor, weights: Tensor) -> Tensor:
+    return rows.new_empty((len(rows), weights.shape[-1]))
+
+
+@shapes_only
+def _experts_product_backward(
+    gradient: Tensor, rows: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weights)
+
+
+_experts_product.register_autograd(
+    lambda ctx, gradient: _experts_product_backward(gradient, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
 ATTENTION = torch.ops.megatrain.attention.default
+_EXPERTS = torch.ops.megatrain.experts_product.default
+_EXPERTS_BACKWARD = torch.ops.megatrain.experts_product_backward.default
 _LOOKS = (UNSAFE_VIEW,)
 _OVERWRITES = (
     torch.ops.aten.zero_.default,
@@ -149,6 +176,9 @@ ATTENTION_BACKWARD = torch.ops.megatrain.attention_backward.default
 
 class OneAttention(TorchFunctionMode):
     """Sends attention to one operation, whatever kernel this machine would take for it.
+
+    So are products of experts (`[S, I] x [E, I, O]`): torch tells their shapes of bf16 alone, and
+    their FLOPs not at all.
 
     Raises:
         NotForeseeable: there are too many operations to count.
@@ -167,6 +197,8 @@ class OneAttention(TorchFunctionMode):
             )
         if func is F.scaled_dot_product_attention:
             return _one_attention(*args, **(kwargs or {}))
+        if func is GROUPED_PRODUCT:
+            return _experts_product(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -193,6 +225,10 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
         # Five products where the forward has two; the gradient of the queries is summed in fp32.
         flops = _attention_flops(query, key, value, mask, causal) * 5 // 2
         return Work(attention_backward_flops=flops, kernels=1), query.numel() * 4
+    if func in (_EXPERTS, _EXPERTS_BACKWARD):
+        rows, weights = args[-2:]
+        products = 1 if func is _EXPERTS else 2
+        return Work(product_flops=2 * products * rows.numel() * weights.shape[-1], kernels=1), 0
     count = flop_registry.get(packet_of(func))
     if count is not None:
         return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0

@@ -250,6 +250,17 @@ def test_products_of_layers_are_faster_in_float8() -> None:
     assert fp8.device_bytes == bf16.device_bytes and fp8.host_bytes == bf16.host_bytes
 
 
+def test_products_of_experts_count_in_fp32_and_in_bf16() -> None:
+    """torch tells the shapes of bf16 ones alone, and their FLOPs not at all."""
+    model, config, rows = ForecastCache(experts_spec()), experts_config(), 4
+    for precision in ("fp32", "bf16"):
+        measured = model.measured(replace(Workload(), precision=precision))
+        work, chosen = measured.layer(0, rows), rows * measured.tokens * config.num_experts_per_tok
+        flops = 2 * chosen * 3 * config.hidden_size * config.intermediate_size
+        assert flops < work.forward.product_flops < 1.6 * flops  # attention's are the rest
+        assert work.backward.product_flops == 2 * work.forward.product_flops
+
+
 def test_passes_hold_their_own_graphs_and_all_sums() -> None:
     """Graphs of 4 of 6 rows, 4 bytes a parameter, and twice the weights over the bus."""
     one, more = (told(Placement(slots=3, save_activations=6, passes=p)) for p in (1, 2))
