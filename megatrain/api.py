@@ -16,8 +16,9 @@ from megatrain.autoplace.auto import settle
 from megatrain.autoplace.fits import limits, told_bytes
 from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.device import Device, Recording, free_bytes, open_device
-from megatrain.distributed import Ranks, local_rank, open_ranks
-from megatrain.engine.engine import MicroBatches, PlacedEngine, StepResult
+from megatrain.distributed import ALONE, Ranks, local_rank, open_ranks
+from megatrain.engine.engine import MicroBatches, PlacedEngine
+from megatrain.engine.update import StepResult
 from megatrain.errors import InputError
 from megatrain.forecast.workload import Generation
 from megatrain.loss import (
@@ -36,9 +37,10 @@ from megatrain.model.rebuilt import difference
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
 from megatrain.placement import Placement, Precision
+from megatrain.row_ranks import open_row_ranks
 from megatrain.source.base import Base
 from megatrain.source.opened import DTYPES, Model, Opened
-from megatrain.source.sharing import NO_LABELS, check_call, require_alone
+from megatrain.source.sharing import NO_LABELS, check_call, require_alone, require_whole_rows
 from megatrain.source.source import Alike, Resumed, Source, open_source, structure
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.whole import held_bytes, is_whole, whole_model
@@ -72,8 +74,7 @@ class Engine(PlacedEngine):
     Attributes:
         config: the model's transformers configuration.
         optimizer: a `torch.optim.Optimizer` whose groups can be scheduled; None for inference.
-        num_parameters: distinct parameters, frozen ones included.
-        num_trained: of them, those that have a gradient.
+        num_parameters, num_trained: distinct ones, frozen included; those that have a gradient.
         label_shift: how many tokens after its logits a label is; 1, unless the model's own is 0.
         placement: where state rests and how it is streamed; it never changes.
         micro_batch: rows that micro-batches should have; None where nothing was foreseen.
@@ -107,6 +108,7 @@ class Engine(PlacedEngine):
         base_model: str | Path | None = None,
         router_aux_loss_coef: float | None = None,
         group: ProcessGroup | DeviceMesh | None = None,
+        sequence_parallel: int = 1,
     ) -> None:
         """Open a model and bring its weights to host memory.
 
@@ -115,7 +117,7 @@ class Engine(PlacedEngine):
                 a configuration (drawn), a hub id, or a checkpoint, for its weights alone.
             optimizer: None: to be run alone (2 bytes a parameter). max_grad_norm: None: unclipped.
             precision, seed: of layers (fp8: their linear modules; masters fp32); of draws, dropout.
-            device, group: or its name (None: the GPU, if any); ranks that share the model.
+            device, group, sequence_parallel: None: any GPU; who share the model; how many each row.
             tokens_per_step, sequence_length: at most, for "auto"; None: 98,304 in rows of 1,024.
             micro_batch, loss: of steps to come; `generation`: of replies between them, if any.
             router_aux_loss_coef, attn_implementation: None: as the model and transformers choose.
@@ -124,16 +126,15 @@ class Engine(PlacedEngine):
             disk, disk_space: a folder on a fast disk where planes may rest, and how many bytes.
             saveable: False also trains a model that was changed by hand, which saves then refuse.
             adapter, base, base_model: a LoraConfig or keys; how its base is kept; where it is now.
-
         Raises: InputError (a model or argument that cannot be used), DoesNotFit."""
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss)
         code: dict[str, Any] = {"attn_implementation": attn_implementation}
         code |= {"trust_remote_code": trust_remote_code, "scores": isinstance(loss, Reward)}
         source = open_source(model, adapter, base, router_aux_loss_coef, base_model, **code)
         _choose(source, trained, optimizer, precision)
-        on, ranks = _limited(device, group, device_memory, host_memory, disk_space)
-        shared = _learn(source, optimizer, ranks, saveable=saveable)
-        opened = Opened(source, shared, max_grad_norm, precision, *on, disk, seed, ranks)
+        on, *who = _open(device, group, sequence_parallel, device_memory, host_memory, disk_space)
+        shared = _learn(source, optimizer, who[0], saveable=saveable)
+        opened = Opened(source, shared, max_grad_norm, precision, *on, disk, seed, *who)
         size = tokens_per_step, sequence_length, micro_batch
         settled = settle(opened, placement, *size, loss, generation)
         self.micro_batch = settled.micro_batch
@@ -148,6 +149,7 @@ class Engine(PlacedEngine):
         Raises:
             InputError: the model has no token embedding that it could be added to.
         """
+        require_whole_rows(self._share.ranks, "noise on embeddings (neftune_alpha)")
         add_noise(self._program.capture.model, alpha)
 
     def score(self, micro_batches: MicroBatches) -> tuple[float, float]:
@@ -167,10 +169,8 @@ class Engine(PlacedEngine):
         Micro-batches as for `evaluate`; logits never exist as a whole. They are divided by
         `temperature`.
         """
-        batch = self._prepare(micro_batches, CrossEntropy(temperature))
-        found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
-        shift = self.label_shift
-        return [-each.cpu().roll(shift, 1) for each in found]
+        found = self._each_label(micro_batches, CrossEntropy(temperature))
+        return [-each.roll(self.label_shift, 1) for each in found]
 
     def top_logprobs(
         self, micro_batches: MicroBatches, top_k: int, temperature: float = 1.0
@@ -184,9 +184,8 @@ class Engine(PlacedEngine):
         """
         if top_k > (size := self._spec.num_logits):
             raise InputError(f"top_k is {top_k}, and the model has {size} tokens; take fewer")
-        batch = self._prepare(micro_batches, TopTokens(top_k, temperature))
-        found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
-        each = (of.cpu().roll(self.label_shift, 1).unbind(2) for of in found)
+        found = self._each_label(micro_batches, TopTokens(top_k, temperature))
+        each = (of.roll(self.label_shift, 1).unbind(2) for of in found)
         return [(ids.long(), log_probs) for log_probs, ids in each]
 
     def rewards(self, micro_batches: MicroBatches) -> list[Tensor]:
@@ -194,9 +193,7 @@ class Engine(PlacedEngine):
 
         Of a model with a sequence head; see `megatrain.loss.Reward`.
         """
-        batch = self._prepare(micro_batches, TOKEN_SCORE)
-        found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
-        return [each.cpu() for each in found]
+        return self._each_label(micro_batches, TOKEN_SCORE)
 
     @contextmanager
     def whole_model(
@@ -216,6 +213,7 @@ class Engine(PlacedEngine):
             InputError: layers or the head are streamed in slices (`is_whole` says so before).
         """
         check_call(self._ranks, self._spec, self._steps, None, NO_LABELS, None)
+        require_whole_rows(self._share.ranks, "the model as a whole, for texts,")
         if self._spec.capture.scores_rows:
             raise InputError("the model gives scores of rows, and no texts; use Engine.rewards")
         self.flush()
@@ -257,6 +255,11 @@ class Engine(PlacedEngine):
         return self._ranks
 
     @property
+    def batch_ranks(self) -> Ranks:
+        """Those of which each takes micro-batches of its own; alone where all share every row."""
+        return ALONE if self._share.ranks.together else self._ranks
+
+    @property
     def balances_experts(self) -> bool:
         """Whether the loss of a step has that of routers, of all tokens but padding."""
         return bool(self._spec.routed)
@@ -285,19 +288,18 @@ class Engine(PlacedEngine):
         disk: str | Path | None = None,
         disk_space: str | int | None = None,
         group: ProcessGroup | DeviceMesh | None = None,
+        sequence_parallel: int = 1,
     ) -> Self:
         """An engine that goes on where `save` was called.
 
         Args:
             folder: a checkpoint; every byte of it is checked.
             placement: None takes the saved one, if the kind of device is the same; else `auto`.
-            precision: as a check: it cannot change.
-            max_grad_norm: another one, or None, from now on.
+            precision, max_grad_norm: as a check, it cannot change; another one, or None.
             states, master: of the optimizer from now on; other ones than the saved are converted,
                 after which the run does not go on exactly as it would have.
             base_model: where the base of an adapter is now, if it has moved; it has to be the same.
-            attn_implementation: None takes the saved one; all else as `Engine` takes it. There may
-                be other ranks than those that saved.
+            attn_implementation: None: the saved one; else as `Engine` takes it, also other ranks.
 
         Raises:
             InputError: the checkpoint is damaged or cannot be used as wanted; the message names
@@ -323,6 +325,7 @@ class Engine(PlacedEngine):
             disk=disk,
             disk_space=disk_space,
             group=group,
+            sequence_parallel=sequence_parallel,
         )
         engine._resume(settings)
         return engine
@@ -359,17 +362,18 @@ def _choose(source: Source, trained: Trained, optimizer: Rule | None, precision:
         )
 
 
-def _limited(
-    device: Any, group: Any, device_memory: Any, host_memory: Any, disk_space: Any
-) -> tuple[tuple[Recording, int | None, int | None], Ranks]:
-    """The device, with its limits set, the host's and the disk's; the ranks that have others."""
+def _open(
+    device: Any, group: Any, rows: Any, device_memory: Any, host_memory: Any, disk_space: Any
+) -> tuple[tuple[Recording, int | None, int | None], Ranks, Ranks]:
+    """The device, with its limits set, the host's and the disk's; who share the model; and rows."""
     if not isinstance(device, Device):
         device = open_device(device, local_rank(group))
     opened = Recording(device)
     device_limit, host_limit = limits(device_memory, host_memory)
     opened.limit(device_limit, host_limit)
     on = opened, host_limit, told_bytes("disk_space", disk_space)
-    return on, open_ranks(group, opened.torch_device)
+    ranks = open_ranks(group, opened.torch_device)
+    return on, ranks, open_row_ranks(ranks, opened.torch_device, rows)
 
 
 def _check_arguments(

@@ -90,7 +90,7 @@ def run_plan(
         where = where._replace(device=loaded.engine.device)
         total_tokens = total_tokens or _all_tokens(loaded, workload)
         gpus = gpus or loaded.engine.devices
-        _check_sharding(loaded, further["hosts"])
+        _check_ranks(loaded, gpus, further["hosts"])
         workload = replace(workload, second=streamed_with(named, loaded))
     workload = changed(workload, options)
     workload.check()
@@ -133,11 +133,17 @@ def _opened(
     return model_of_run(run.name, section, loaded.adapter.keys, scores=scores), loaded
 
 
-def _check_sharding(run: "Config", hosts: int) -> None:
+def _check_ranks(run: "Config", gpus: int, hosts: int) -> None:
     if hosts > 1 and run.engine.sharding == "full":
         raise InputError(
             "--hosts plans a whole model on each host, and engine.sharding is full; add "
             "--set engine.sharding=hybrid"
+        )
+    shared = run.engine.sequence_parallel
+    if shared not in (1, gpus) or (shared > 1 and hosts > 1):
+        raise InputError(
+            f"engine.sequence_parallel is {shared}: so many GPUs of one host share every row; plan "
+            f"with --gpus {shared} --hosts 1"
         )
 
 

@@ -113,6 +113,8 @@ class EngineSection(Section):
     a name; `disk_space` at most, null: what is free. `devices`: as many processes, each with a
     device of its own, train the model together, unless torchrun has started others. `sharding`, on
     several hosts: `hybrid`: each host keeps the whole model, `full`: all of them keep it once.
+    `sequence_parallel`: all devices share every row, each with a part of its tokens, if this is
+    their number; 1: each has rows of its own.
     """
 
     precision: Precision = "bf16"
@@ -124,6 +126,7 @@ class EngineSection(Section):
     disk_space: str | Positive | None = None
     devices: Positive = 1
     sharding: Literal["hybrid", "full"] = "hybrid"
+    sequence_parallel: Positive = 1
 
     @field_validator("device_memory", "host_memory", "disk_space")
     @classmethod
@@ -274,6 +277,18 @@ class Config(Section):
                 raise ValueError(f"loss.name {self.loss.name} cannot have {key}; leave it out")
         if data.streaming and self.loss.teacher_log_probs == "kept":
             raise ValueError("data.streaming keeps nothing: set loss.teacher_log_probs: streamed")
+        return self
+
+    @model_validator(mode="after")
+    def _rows_that_ranks_share(self) -> Self:
+        for key, given in {
+            "data.packing (set it to false)": self.data.packing,
+            "training.samples": self.training.samples,
+            "training.neftune_alpha": self.training.neftune_alpha,
+            f"loss.name {self.loss.name}": self.loss.kind or self.loss.name == "distill",
+        }.items():
+            if self.engine.sequence_parallel > 1 and given:
+                raise ValueError(f"engine.sequence_parallel cannot have {key} yet")
         return self
 
     @model_validator(mode="after")

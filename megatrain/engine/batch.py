@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megatrain.distributed import ALONE, Ranks
+from megatrain.distributed import ALONE, Ranks, require_same
+from megatrain.engine.row_share import WHOLE, Judged, RowShare
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss, targets_of
 from megatrain.model.capture import Rows
@@ -93,6 +94,7 @@ def prepare(
     by_lengths: bool = False,
     ranks: Ranks = ALONE,
     rows_each: int = 1,
+    share: RowShare = WHOLE,
 ) -> Batch:
     """Check CPU micro-batches and move them to `device`.
 
@@ -105,39 +107,66 @@ def prepare(
         by_lengths: whether attention may be told the lengths of packed documents.
         ranks: who take the step together, each with micro-batches of its own; all call this.
         rows_each: rows of the table that each rank keeps, if there are several.
+        share: of every row, if ranks share rows; then all give the same micro-batches.
 
     Raises:
         InputError: of any rank: no micro-batch, unknown keys, wrong shapes or types, ids outside
             the vocabulary, positions that the model does not have, or (with a loss) no position
             that has a target.
     """
+    shares: list[Mapping[str, Tensor]] = []
 
     def part() -> _Part:
         _check_all(micro_batches, vocab_size, takes, loss, max_tokens)
         losses = _losses(micro_batches, loss, label_shift)
-        ids = torch.cat([m["input_ids"].reshape(-1) for m in micro_batches])
-        every = torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)])
-        return _Part(losses, torch.unique(every), len(micro_batches), len(ids))
+        checksum = share.check(micro_batches, losses, loss, max_tokens)
+        shares[:] = [share.micro(micro) for micro in micro_batches]
+        return _Part(share.judged(losses), *_counted(shares, constants), checksum)
 
     parts = ranks.agree(part)
+    require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])
     losses = [each for part in parts for each in part.losses]
     normaliser = 0.0 if loss is None else loss.normaliser(*zip(*losses, strict=True))
     if loss is not None and normaliser == 0:
         raise InputError("no token of this step has a label; check the data's labels (all -100)")
     unique_U, own = _by_owner([part.unique for part in parts], ranks.shards, rows_each)
     mine = parts[ranks.rank]
-    moved = [_moved(micro, takes, unique_U, device, by_lengths) for micro in micro_batches]
+    moved = [_moved(micro, takes, unique_U, device, by_lengths) for micro in shares]
     batch = Batch(moved, normaliser, mine.num_tokens, unique_U, seed, own=own)
     batch.before = sum(part.num for part in parts[: ranks.rank])
     batch.most = max(part.num for part in parts)
     batch.all_tokens = sum(part.num_tokens for part in parts)
     if loss is not None:
-        judged = losses if isinstance(loss, JointLoss) else mine.losses
-        batch.judged = [(t.to(device), [each.to(device) for each in g]) for t, g in judged]
-        first = batch.before if isinstance(loss, JointLoss) else 0
-        for made, (targets, given) in zip(moved, batch.judged[first:], strict=False):
-            made.targets, made.loss, made.given = targets, loss, given
+        _judge(batch, loss, losses, mine.losses, device)
     return batch
+
+
+def _counted(
+    micro_batches: Sequence[Mapping[str, Tensor]], constants: Sequence[int]
+) -> tuple[Tensor, int, int]:
+    """The distinct tokens, constants among them; how many micro-batches, and how many tokens."""
+    ids = torch.cat([m["input_ids"].reshape(-1) for m in micro_batches])
+    every = torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)])
+    return torch.unique(every), len(micro_batches), len(ids)
+
+
+def _judge(
+    batch: Batch,
+    loss: Loss,
+    every: Sequence[Judged],
+    own: Sequence[Judged],
+    device: torch.device,
+) -> None:
+    """Give micro-batches the loss, their targets and what it takes beside them.
+
+    Args: `every`: those of all ranks; `own`: of this one.
+    """
+    joint = isinstance(loss, JointLoss)
+    judged = every if joint else own
+    batch.judged = [(t.to(device), [each.to(device) for each in g]) for t, g in judged]
+    first = batch.before if joint else 0
+    for made, (targets, given) in zip(batch.micro, batch.judged[first:], strict=False):
+        made.targets, made.loss, made.given = targets, loss, given
 
 
 def _by_owner(found: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
@@ -164,6 +193,7 @@ class _Part(NamedTuple):
     unique: Tensor
     num: int
     num_tokens: int
+    checksum: int
 
 
 def _losses(

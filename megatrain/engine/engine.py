@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -20,7 +20,10 @@ from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.batch import Batch, most_tokens, prepare
 from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
 from megatrain.engine.modules import Head, State
+from megatrain.engine.row_share import WHOLE, RowShare
+from megatrain.engine.row_trial import RowTrial
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
+from megatrain.engine.update import StepResult
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, TOKEN_SCORE, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values
@@ -40,25 +43,6 @@ from megatrain.store import Store
 from megatrain.telemetry.timeline import Span
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did.
-
-    Attributes:
-        loss: of the step, before the update; mean cross entropy of its labels, if no other.
-        grad_norm: global 2-norm of the gradient, before clipping.
-        tokens: positions computed, padding included, by all ranks.
-        seconds: from the call to the end of the backward (the update may still be running).
-        measures: what the loss measures besides (rewards of replies), by name.
-    """
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    seconds: float
-    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 class PlacedEngine:
@@ -122,8 +106,11 @@ class PlacedEngine:
             else assembly.training(self.optimizer, opened.max_grad_norm)
         )
         self._policies = assembly.policies
-        self._host = HostMemoryGuard(self._store, self._parts, opened.host_limit, self._planned)
+        limits = opened.host_limit, self._planned, opened.row_ranks
+        self._host = HostMemoryGuard(self._store, self._parts, *limits)
         self._packing = Packing(self.config, self._program, self._trial_losses, self._check_masks)
+        self._share = RowShare(opened.row_ranks)
+        self._row_trial = RowTrial(self._share, self.config, self._program, self._tried)
 
     @property
     def vocab_size(self) -> int:
@@ -177,7 +164,13 @@ class PlacedEngine:
         """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""
         prepared = self._prepare([batch], NO_LABELS)
         made = self._forward_only(prepared, lambda head, slot, h: head.logits(slot, prepared, h))
-        return made[0]
+        return self._share.joined(made, [batch])[0]
+
+    def _each_label(self, micro_batches: MicroBatches, loss: Loss) -> list[Tensor]:
+        """The loss of each label `[B, T]` at what predicts it, on the CPU; 0 without a label."""
+        batch = self._prepare(micro_batches, loss)
+        found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
+        return self._share.joined(found, micro_batches)
 
     def _forward_only(self, batch: Batch, finish: Callable[[Head, Buffer, State], Any]) -> Any:
         with self._undisturbed():
@@ -204,8 +197,9 @@ class PlacedEngine:
         trained = None if limit is None else self.optimizer
         check_call(self._ranks, self._spec, self._steps, trained, loss, limit)
         with torch.inference_mode(False):
-            batch = self._checked(micro_batches, None if loss is NO_LABELS else loss)
+            batch = self._checked(micro_batches, None if loss is NO_LABELS else loss, self._share)
             self._packing.check(micro_batches, self._ranks)
+            self._row_trial.check(micro_batches)
         self._program.train(limit is not None)
         return batch
 
@@ -215,14 +209,17 @@ class PlacedEngine:
             check_masks(micro_batches, text, self._dtype.itemsize, available_bytes(self.device))
 
     def _trial_losses(self, micro_batches: MicroBatches) -> list[Tensor]:
+        return self._tried(micro_batches)[1]
+
+    def _tried(self, micro_batches: MicroBatches) -> tuple[Batch, list[Tensor]]:
         self._program.train(False)
         loss = TOKEN_SCORE if self._spec.capture.scores_rows else CROSS_ENTROPY
-        batch = self._checked(micro_batches, loss)
+        batch = self._checked(micro_batches, loss, WHOLE)
         with self._program.eager(), in_own_type(self._program.float8):
             found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
-        return self._ranks.exchange([each.cpu() for each in found])[0]  # all decide alike
+        return batch, self._ranks.exchange([each.cpu() for each in found])[0]  # all decide alike
 
-    def _checked(self, micro_batches: MicroBatches, loss: Loss | None) -> Batch:
+    def _checked(self, micro_batches: MicroBatches, loss: Loss | None, share: RowShare) -> Batch:
         return prepare(
             micro_batches,
             self.device.torch_device,
@@ -236,6 +233,7 @@ class PlacedEngine:
             by_lengths=self._program.may_attend_by_lengths,
             ranks=self._ranks,
             rows_each=self._parts.embedding.rows_each,
+            share=share,
         )
 
     @contextmanager

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from megatrain.distributed import ALONE, Ranks
 from megatrain.engine.assemble import host_bytes, kept_offload
 from megatrain.engine.batch import Batch
 from megatrain.engine.host_offload import HostOffload
@@ -51,13 +52,19 @@ class HostMemoryGuard:
     """Says before each step whether what could wait on the host may, and gives it up if not."""
 
     def __init__(
-        self, store: Store, parts: Parts, limit_bytes: int | None, planned: Planned | None
+        self,
+        store: Store,
+        parts: Parts,
+        limit_bytes: int | None,
+        planned: Planned | None,
+        alike: Ranks = ALONE,
     ) -> None:
         """Args:
         limit_bytes: that the process may take in all; None: what the machine allows.
         planned: a step for which there is room; None: the first one shows what steps take.
+        alike: ranks that have to compute the same again, since they exchange within layers.
         """
-        self._held, self._limit = partial(host_bytes, store, parts), limit_bytes
+        self._held, self._limit, self._alike = partial(host_bytes, store, parts), limit_bytes, alike
         self._offload = kept_offload(parts)
         self._seen: dict[str, tuple[int, int]] = {}  # bytes, for so many tokens
         self._most_tokens, self._told = 0, False
@@ -70,7 +77,7 @@ class HostMemoryGuard:
         if self._offload is None:
             yield True
             return
-        has_room = self._has_room(self._offload, num_tokens)
+        has_room = all(self._alike.exchange(self._has_room(self._offload, num_tokens)))
         yield has_room
         if num_tokens >= self._most_tokens:
             self._most_tokens = num_tokens

@@ -1,8 +1,8 @@
 """Tile updates: where the state rests, on a host stream, while the device computes."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,25 @@ class _Run:
     def within(self, first: int, last: int) -> "_Run":
         """What of it lies between two elements."""
         return replace(self, start=max(self.start, first), stop=min(self.stop, last))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        loss: of the step, before the update; mean cross entropy of its labels, if no other.
+        grad_norm: global 2-norm of the gradient, before clipping.
+        tokens: positions computed, padding included, by all ranks.
+        seconds: from the call to the end of the backward (the update may still be running).
+        measures: what the loss measures besides (rewards of replies), by name.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,12 @@ from megatrain.compat.transformers import (
     takes_flash_attention,
 )
 
-BY_LENGTHS = "megatrain_documents"
-"""The implementation's name."""
+OURS = "megatrain_"
+"""What names of implementations begin with that stand for the one by masks."""
 
-_REPLACED = "sdpa"
+BY_LENGTHS, BY_MASKS = f"{OURS}documents", "sdpa"
+"""Names of implementations."""
+
 _MOST_WIDTH = 256  # of a head, in torch's flash kernels
 _LEAST_LONGEST = 4096  # tokens; blocks of shorter documents that have no token cost next to nothing
 
@@ -80,23 +82,22 @@ def told_by_lengths(position_ids: Tensor, device: torch.device) -> dict[str, Any
 
 def takes_lengths(model: PreTrainedModel) -> bool:
     """Whether a model says that it tells flash attention all that its masks do."""
-    return takes_flash_attention(model) and attention_of(model.config) == _REPLACED
+    return takes_flash_attention(model) and attention_of(model.config) == BY_MASKS
 
 
 def chosen_attention(name: str | None) -> str | None:
-    """The implementation that a model was made with, of the one that it may have meanwhile.
+    """The implementation that a model was opened with, of the one that stands for it meanwhile.
 
     A checkpoint says the former: the latter is of a step, and no other program knows its name.
     """
-    return _REPLACED if name == BY_LENGTHS else name
+    return BY_MASKS if name is not None and name.startswith(OURS) else name
 
 
-def attend(modules: list[nn.Module], *, by_lengths: bool) -> None:
-    """Have modules attend by the lengths of documents, or by masks, in place."""
-    name = BY_LENGTHS if by_lengths else _REPLACED
+def attend(modules: list[nn.Module], name: str) -> None:
+    """Have modules attend by another implementation of ours, or by masks, in place."""
     configs = (getattr(m, "config", None) for root in modules for m in root.modules())
     for config in {id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values():
-        if attention_of(config) in (BY_LENGTHS, _REPLACED):
+        if chosen_attention(attention_of(config)) == BY_MASKS:
             set_attention(config, name)
 
 

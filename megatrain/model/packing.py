@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import IGNORED
-from megatrain.model.documents import is_packed
+from megatrain.model.documents import BY_LENGTHS, BY_MASKS, is_packed
 from megatrain.model.program import ModelProgram
 
 _log = logging.getLogger(__name__)
@@ -57,8 +57,7 @@ class Packing:
         """
         self._model_type, self._dtype, self._losses = config.model_type, program.dtype, losses
         self._program, self._check_masks = program, check_masks
-        powers = (1 << exponent for exponent in range(1, 31))
-        self._limits = sorted({*powers, *_whole_numbers(config.to_dict())})
+        self._limits = limits_of(config)
         self._apart: set[tuple[bool, int]] = set()
 
     def check(self, micro_batches: Sequence[Micro], ranks: Ranks = ALONE) -> None:
@@ -113,7 +112,7 @@ class Packing:
 
         If so the program attends by lengths from then on, else by masks.
         """
-        self._program.attend_by_lengths(True)
+        self._program.attend(BY_LENGTHS)
         [*_, last] = comparisons(micro)
         row = {name: value[:1, :_COMPARED] for name, value in last.micro_batches[0].items()}
         try:
@@ -122,14 +121,14 @@ class Packing:
             raise
         except Exception as error:  # of the model's own code, which need not take them
             _log.info("documents are kept apart by masks, not by their lengths: %s", error)
-            self._program.attend_by_lengths(False)
+            self._program.attend(BY_MASKS)
             return False
-        self._program.attend_by_lengths(False)
+        self._program.attend(BY_MASKS)
         [masked] = self._losses([row])
         spread = masked[masked != 0].std(correction=0)
         change = (told - masked).square().mean().sqrt() / spread
         equal = bool(change <= MOST_NOISE[self._dtype])
-        self._program.attend_by_lengths(equal)
+        self._program.attend(BY_LENGTHS if equal else BY_MASKS)
         return equal
 
     def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
@@ -242,6 +241,12 @@ def _lengths(micro: Micro) -> list[int]:
     begins_T = begins_BT[int(begins_BT.sum(1).argmax())].nonzero()[:, 0] + 1
     edges = [0, *begins_T.tolist(), positions_BT.shape[1]]
     return [end - begin for begin, end in pairwise(edges)]
+
+
+def limits_of(config: PreTrainedConfig) -> list[int]:
+    """Lengths of rows at which what a model does may change: its whole numbers, powers of two."""
+    powers = (1 << exponent for exponent in range(1, 31))
+    return sorted({*powers, *_whole_numbers(config.to_dict())})
 
 
 def _whole_numbers(value: Any) -> Iterator[int]:

@@ -28,7 +28,7 @@ from megatrain.model.capture import (
     stand_in,
     with_hidden,
 )
-from megatrain.model.documents import attend, takes_lengths, without_masks
+from megatrain.model.documents import BY_LENGTHS, attend, takes_lengths, without_masks
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.float8 import convert as float8_linears
 from megatrain.model.layer_template import Arguments, move_buffers
@@ -183,10 +183,10 @@ class ModelProgram:
         for number, kind in enumerate(self.kinds, 1):
             kind.tile(tokens, f"layer kind {number} of {len(self.kinds)}", compiled=compiled)
 
-    def attend_by_lengths(self, on: bool) -> None:
-        """Tell attention where the documents of packed rows end, instead of making masks."""
-        attend([self.capture.model, *(kind.module for kind in self.kinds)], by_lengths=on)
-        self.attends_by_lengths = on
+    def attend(self, name: str) -> None:
+        """Attend by an implementation: by masks, or one that takes its place."""
+        attend([self.capture.model, *(kind.module for kind in self.kinds)], name)
+        self.attends_by_lengths = name == BY_LENGTHS
 
     def tile_epilogue(self, tokens: int) -> None:
         """Run what follows the layers over tiles of `tokens`, where it acts on every token alone.

@@ -90,6 +90,7 @@ class Opened:
         disk: folder on the disk that planes may rest on; None: none may.
         seed: of weights that are drawn, and of dropout.
         ranks: who share the model.
+        row_ranks: who share every row as well; alone where each rank has rows of its own.
     """
 
     source: Source
@@ -102,6 +103,7 @@ class Opened:
     disk: str | Path | None
     seed: int
     ranks: Ranks = ALONE
+    row_ranks: Ranks = ALONE
 
     @property
     def disk_bytes(self) -> int:

@@ -100,6 +100,14 @@ def require_alone(ranks: Ranks, what: str) -> None:
         raise InputError(f"{what} is not for several ranks yet; save, and do it with one")
 
 
+def require_whole_rows(row_ranks: Ranks, what: str) -> None:
+    """Raises InputError if ranks share every row."""
+    if row_ranks.size > 1:
+        raise InputError(
+            f"{what} is not for ranks that share rows yet; make an engine without sequence_parallel"
+        )
+
+
 def _refuse(opened: Opened) -> None:
     source, rule = opened.source, opened.model.rule
     if source.saved is not None and source.resumes and rule is not None:

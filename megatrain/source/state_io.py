@@ -220,7 +220,7 @@ def settings_of(
     model: PreTrainedModel, dtype: torch.dtype, untrained: Untrained, **rest: Any
 ) -> Settings:
     """All that a checkpoint says of an engine; `dtype` is that of the model's source."""
-    attention = {path: chosen_attention(attention_of(each)) for path, each in configs(model.config)}
+    attention = {path: chosen_attention(attention_of(part)) for path, part in configs(model.config)}
     experts = {path: experts_of(part) for path, part in configs(model.config)}
     if untrained.rounded:
         dtype = torch.bfloat16  # an export of the checkpoint claims no bits that are not there

@@ -90,12 +90,13 @@ class Evaluations:
         if isinstance(self._loss, Distillation):
             return self._of_a_teacher(self._loss, final=final)
         found: dict[str, tuple[float, float, int]] = {}  # summed loss, right labels, labels
+        ranks = self._engine.batch_ranks
         for name, parts in self._sets.items():
             losses, right = [], []
             for part, count in parts:
                 if self._signals.stop and not final:
                     return None
-                loss, accuracy = self._engine.score(part_of(part, self._ranks))
+                loss, accuracy = self._engine.score(part_of(part, ranks))
                 losses.append(loss * count)
                 right.append(accuracy * count)
             found[name] = sum(losses), sum(right), sum(count for _, count in parts)

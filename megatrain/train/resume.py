@@ -30,6 +30,7 @@ FREE_KEYS = {
     "optimizer": ("lr", "betas", "eps", "states", "master"),
     "engine": (
         "device", "devices", "placement", "device_memory", "host_memory", "disk", "disk_space",
+        "sequence_parallel",
     ),
 }  # fmt: skip
 

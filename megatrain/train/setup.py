@@ -128,7 +128,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
     if second is not None:
         held.callback(second.close)
     engine = _engine(config, hf_config if source is None else source, start, ranks, held)
-    most = -(-config.training.batch_size // ranks.size)
+    most = -(-config.training.batch_size // engine.batch_ranks.size)
     rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))
     references = refer(config, engine, sets, rows, start, ranks) or known
     log.info(
@@ -359,11 +359,10 @@ def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> 
     placement = config.engine.placement_value()
     before = start.state.config.get("engine")
     still_auto = isinstance(before, dict) and before.get("placement") == placement == "auto"
-    chosen_placement = None if still_auto else placement
     try:
         engine = Engine.load(
             start.checkpoint,
-            placement=chosen_placement,
+            placement=None if still_auto else placement,
             states=config.optimizer.states,
             master=config.optimizer.master,
             base_model=moved_base(config.model.base_model),
@@ -396,4 +395,5 @@ def _settings(config: Config) -> dict[str, Any]:
         device=None if config.engine.device == "auto" else config.engine.device,
         trust_remote_code=config.model.trust_remote_code,
         attn_implementation=config.model.attn_implementation,
+        sequence_parallel=config.engine.sequence_parallel,
     )

@@ -97,8 +97,9 @@ class Steps:
             else:
                 rows = by_all(job.ranks, lambda: next(job.loader))
             check_rows(job.ranks, rows)
-            tokens, rows = _tokens(rows), enough(rows, job.ranks)
-            own = part_of(rows, job.ranks, counted=job.engine.balances_experts)
+            each, counted = job.engine.batch_ranks, job.engine.balances_experts
+            tokens, rows = _tokens(rows), enough(rows, each)
+            own = part_of(rows, each, counted=counted)
             if job.second is not None:
                 own, made = job.second.beside(own)
             return own, tokens, made

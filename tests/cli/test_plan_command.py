@@ -9,6 +9,7 @@ import yaml
 
 from megatrain.checkpoint import files
 from megatrain.cli import plan as command
+from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for, present, present_cpu
 from megatrain.plan import device_rates
 from megatrain.telemetry.gpu import Gpu
@@ -83,6 +84,20 @@ def test_several_hosts(megatrain, model_file, run_file):
     assert 0 < faster["network_seconds"] < told["network_seconds"] / 20
     full = megatrain("plan", run_file, *HERE, "--hosts", 2, "--set", "engine.sharding=full")
     refused(full, "--set engine.sharding=hybrid")
+
+
+def test_rows_that_devices_share_are_planned_in_parts(megatrain, run_file):
+    """Each of two has all rows of a step, and half of each."""
+    shared = ["--set", "engine.sequence_parallel=2"]
+    refused(megatrain("plan", run_file, *HERE, *shared), "data.packing")
+    shared += ["--set", "data.packing=false"]
+    refused(megatrain("plan", run_file, *HERE, *shared), "--gpus 2 --hosts 1")
+    own = Workload(tokens_per_step=4 * 101, sequence_length=101, micro_batch=3, row_ranks=2)
+    each = own.shared(2)
+    assert (each.sequence_length, each.rows, each.micro_batch) == (51, 4, 3)
+    two = ["--set", "engine.devices=2"]
+    told = json.loads(megatrain("plan", run_file, *HERE, *shared, *two, "--json").stdout)
+    assert told["several_gpus"]["gpus"] == 2
 
 
 def test_a_run_on_several_devices_is_planned_on_as_many(megatrain, run_file):

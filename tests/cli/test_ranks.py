@@ -122,6 +122,20 @@ STREAMED = (
 )
 
 
+def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_path) -> None:
+    """Two stop on the way, and go on as one; rows are filled up to different lengths."""
+    changed = ("data.packing=false", "training.micro_batch_size=2", "training.steps=4")
+    given = [part for each in (*CHANGED, *changed) for part in ("--set", each)]
+    one = megatrain("train", run_file, *given, "--set", "output.folder=one")
+    assert one.exit_code == 0, one.output
+    several = str(tmp_path / "several")
+    work = run_of(run_file, several, *changed, "engine.sequence_parallel=2", at=stopped_at(2))
+    assert run_ranks(2, tmp_path, work) == ["SIGTERM"] * 2
+    done = megatrain("train", several, "--resume", "--set", "engine.sequence_parallel=1")
+    assert done.exit_code == 0, done.output
+    assert_same_run(tmp_path / "one", tmp_path / "several")
+
+
 def stopped_at(done: int) -> Callable[[int], None]:
     """The last rank is told to stop after so many steps."""
 

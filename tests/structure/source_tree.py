@@ -12,7 +12,7 @@ LEVELS = (
     {"errors", "huge_pages", "seeds", "units"},
     {"compat", "disk", "json_yaml"},
     {"loss", "placement", "tile", "telemetry", "kernels", "distributed"},
-    {"machine", "optim", "plane_file"},
+    {"machine", "optim", "plane_file", "row_ranks"},
     {"config", "device"},
     {"store", "model", "data"},
     {"checkpoint", "disk_staging"},  # they know tiles, files and a disk, no steps

@@ -1,0 +1,163 @@
+"""Whether ranks may share the rows of a model: tried, not read off its name.
+
+A layer may mix tokens other than by attention (states, convolutions), or attend in a way of its
+own; positions may count otherwise where a row begins in its middle, and some rotary embeddings
+change with the row's length. So a short row is computed twice in one process: as a whole, and as
+shares that attention alone brings together. Linear maps see the same tokens in the same order both
+times, so that the losses are the same but for the order of sums.
+
+Legend: N ranks, T tokens of a whole row, S tokens of a share that is tried.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from megatrain.compat.transformers import unpacked
+from megatrain.engine.batch import Batch
+from megatrain.engine.row_share import RowShare
+from megatrain.errors import InputError
+from megatrain.model.capture import Call
+from megatrain.model.packing import TOLERANCE, limits_of
+from megatrain.model.program import ModelProgram
+from megatrain.model.shared_rows import attention_of_ranks, attention_of_shares, rows_of
+from megatrain.row_ranks import RowRanks
+
+_TOKENS = 8  # of a share that is tried
+Micro = Mapping[str, Tensor]
+
+
+class RowTrial:
+    """Lets ranks share rows only of a model that computes the same with its rows cut."""
+
+    def __init__(
+        self,
+        share: RowShare,
+        config: PreTrainedConfig,
+        program: ModelProgram,
+        losses: Callable[[list[Micro]], tuple[Batch, list[Tensor]]],
+    ) -> None:
+        """Args: `losses` gives the tokens' losses `[B, T]` of whole rows, and what it made of them.
+
+        Raises:
+            InputError: the model is one that ranks cannot share the rows of.
+        """
+        self._share, self._config, self._program = share, config, program
+        self._losses, self._limits = losses, limits_of(config)
+        self._equal: set[tuple[int, int]] = set()
+        if not isinstance(share.ranks, RowRanks):
+            return
+        spec = program.spec
+        for given, why in {
+            "it gives scores of rows": spec.capture.scores_rows,
+            "it has a loss of its routers (output_router_logits)": bool(spec.routed),
+            "it takes no position_ids": not spec.capture.accepts("position_ids"),
+        }.items():
+            if why:
+                raise InputError(self._refused(given))
+        program.may_attend_by_lengths = False  # packed rows are refused
+        self._of_ranks = attention_of_ranks(share.ranks)
+        self._of_shares = attention_of_shares(share.ranks.size)
+        program.attend(self._of_ranks)
+
+    def check(self, micro_batches: Sequence[Micro]) -> None:
+        """Try rows of lengths between two whole numbers of the configuration, or powers of two.
+
+        Raises:
+            InputError: the model does not compute the same with rows cut between the ranks.
+        """
+        if not isinstance(self._share.ranks, RowRanks):
+            return
+        size = self._share.ranks.size
+        for micro in micro_batches:
+            tokens = micro["input_ids"].shape[1]
+            lengths = tokens, self._share.tokens(tokens) * size
+            low, high = (bisect_left(self._limits, each) for each in lengths)
+            if (low, high) not in self._equal:
+                self._try(tokens, torch.unique(micro["input_ids"]))
+                self._equal.add((low, high))
+
+    def _try(self, tokens: int, pool: Tensor) -> None:
+        tried = self._rows(tokens, pool)
+        self._program.attend(self._of_shares)
+        try:
+            with rows_of(tokens), unpacked():
+                batch, losses = self._losses(tried)
+        finally:
+            self._program.attend(self._of_ranks)
+        plain, placed, whole, shares, *_ = losses
+        # The last token of a share predicts nothing there, but in the row the next share's first.
+        apart = (whole.view(shares.shape)[:, :-1], shares[:, :-1])
+        for one, other, why in (
+            (plain, placed, "are given as 0, 1, 2, ...: it counts them in another way"),
+            (*apart, "are cut: layers mix tokens other than by attention, or attend otherwise"),
+        ):
+            differs = _change(one, other)
+            if not differs <= TOLERANCE:
+                what = "positions" if one is plain else "rows"
+                told = f"its losses change by {differs:.1e} of their spread if {what} {why}"
+                raise InputError(self._refused(told))
+        every, *alone = (micro.calls for micro in (batch.micro[2], *batch.micro[4:]))
+        if not all(_same(every, calls, at) for at, calls in enumerate(alone)):
+            raise InputError(
+                self._refused(
+                    f"what its layers are told of positions changes with the length of a row "
+                    f"(at {tokens} tokens), as dynamic rotary embeddings do"
+                )
+            )
+
+    def _rows(self, tokens: int, pool: Tensor) -> list[Micro]:
+        """A row without positions, with them, with those of shares; its shares; each alone."""
+        if len(pool) == 1:  # of a single token attention tells nothing; any other will do
+            pool = torch.cat([pool, pool - 1 if int(pool) else pool + 1])
+        size, each = self._share.ranks.size, max(2, self._share.tokens(tokens))
+        short = min(_TOKENS, each)
+        generator = torch.Generator().manual_seed(0)
+        ids_NS, labels_NS = (
+            pool[torch.randint(len(pool), (size, short), generator=generator)] for _ in range(2)
+        )
+        ends = torch.arange(1, size + 1)[:, None] * each
+        places_NS = ends - short + torch.arange(short)
+        given = {"input_ids": ids_NS, "labels": labels_NS, "position_ids": places_NS}
+        rows = [{name: value[n : n + 1] for name, value in given.items()} for n in range(size)]
+        whole = {name: value.view(1, -1) for name, value in given.items()}
+        first = {"position_ids": torch.arange(size * short)[None]}
+        plain = {name: value for name, value in whole.items() if name not in first}
+        return [plain, plain | first, whole, given, *rows]
+
+    def _refused(self, why: str) -> str:
+        return (
+            f"ranks cannot share the rows of a {self._config.model_type} model: {why}; leave "
+            "sequence_parallel out"
+        )
+
+
+def _change(one: Tensor, other: Tensor) -> float:
+    """How much losses change, by their spread."""
+    spread = float(one.std(correction=0)) or 1.0
+    return float((one - other).square().mean().sqrt()) / spread
+
+
+def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
+    """Whether layers are given the same of a share alone as of it in the whole row."""
+    pairs = [
+        pair
+        for one, other in zip(every, alone, strict=True)
+        for pair in zip(one.leaves, other.leaves, strict=True)
+    ]
+    return all(_is_part(whole, part, share) for whole, part in pairs)
+
+
+def _is_part(whole: Any, part: Any, share: int) -> bool:
+    if not (isinstance(whole, Tensor) and whole.is_floating_point()):
+        return True  # an activation, which the losses tell of, or no number
+    if whole.ndim != part.ndim:
+        return False
+    for dim, (long, short) in enumerate(zip(whole.shape, part.shape, strict=True)):
+        if long != short:
+            whole = whole.narrow(dim, share * short, short)
+    return torch.equal(whole, part)

@@ -1,0 +1,196 @@
+"""Attention of rows that several ranks share: each has some tokens of every row, of all heads.
+
+As DeepSpeed Ulysses (Jacobs et al., 2023, https://arxiv.org/abs/2309.14509, section 3): before
+attention the ranks exchange queries, keys and values so that each has all tokens of some heads;
+then they exchange what it makes back. Made for transformers' models as one of its implementations
+of attention, in the place of "sdpa".
+
+Legend: B rows, N ranks, T tokens of a whole row, S of one rank's share (T = N x S), H heads, D
+width of a head.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from megatrain.compat.transformers import sdpa_attention_forward
+from megatrain.errors import InputError
+from megatrain.model.documents import OURS
+from megatrain.row_ranks import RowRanks
+
+_NAME = f"{OURS}shared_rows"
+
+_tried: ContextVar[int | None] = ContextVar("_tried", default=None)
+_ranks: list[RowRanks] = []  # by the number that a compiled graph knows them by
+
+
+@torch.library.custom_op("megatrain::exchange", mutates_args=())
+def exchange(blocks: Tensor, ranks: int) -> Tensor:
+    """Block n of `[N, ...]` goes to rank n; returns what came, in the order of the ranks."""
+    received = torch.empty_like(blocks)
+    _ranks[ranks].exchange_blocks(received, blocks)
+    return received
+
+
+@exchange.register_fake
+def _(blocks: Tensor, ranks: int) -> Tensor:
+    return torch.empty_like(blocks)
+
+
+def _note(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    ctx.ranks = inputs[1]
+
+
+def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return exchange(gradient.contiguous(), ctx.ranks), None
+
+
+exchange.register_autograd(_exchange_back, setup_context=_note)
+
+
+class _Shares(ABC):
+    """How the shares of a row come together for attention."""
+
+    @abstractmethod
+    def whole(self, *each: Tensor) -> list[Tensor]:
+        """`[B, H / N, T, D]` of each `[B, H, S, D]`."""
+
+    @abstractmethod
+    def own(self, out: Tensor) -> Tensor:
+        """`[B, S, H, D]` of `[B, T, H / N, D]`."""
+
+
+class _OfRanks(_Shares):
+    def __init__(self, ranks: RowRanks) -> None:
+        self.size, self._number = ranks.size, len(_ranks)
+        _ranks.append(ranks)
+
+    def whole(self, *each: Tensor) -> list[Tensor]:
+        """One exchange for queries, keys and values: one order on all ranks, also if compiled."""
+        split = [x.unflatten(1, (self.size, -1)) for x in each]  # [B, N, H / N, S, D]
+        blocks = torch.cat([x.permute(1, 0, 3, 2, 4).flatten(3) for x in split], -1)
+        received = exchange(blocks, self._number)  # [N, B, S, all heads' widths]
+        parts = received.split([x.shape[2] * x.shape[4] for x in split], -1)
+        pairs = zip(parts, split, strict=True)
+        heads = [part.unflatten(3, (x.shape[2], x.shape[4])) for part, x in pairs]
+        return [x.permute(1, 3, 0, 2, 4).flatten(2, 3) for x in heads]
+
+    def own(self, out: Tensor) -> Tensor:
+        blocks = out.unflatten(1, (self.size, -1)).transpose(0, 1)  # [N, B, S, H / N, D]
+        received = exchange(blocks.contiguous(), self._number)
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+class _OfOneRow(_Shares):
+    """For a trial by one process: the rows of a micro-batch are the shares of a single row."""
+
+    def whole(self, *each: Tensor) -> list[Tensor]:
+        return [x.transpose(0, 1).flatten(1, 2)[None] for x in each]
+
+    def own(self, out: Tensor) -> Tensor:
+        return out
+
+
+def attention_of_ranks(ranks: RowRanks) -> str:
+    """The name of the implementation for these ranks, each of which has its share of every row."""
+    name = f"{_NAME}_{len(_ranks)}"
+    _register(name, _OfRanks(ranks), ranks.size)
+    return name
+
+
+def attention_of_shares(size: int) -> str:
+    """The name of the implementation that takes rows for shares of one row, as of `size` ranks."""
+    name = f"{_NAME}_trial_{size}"
+    _register(name, _OfOneRow(), size)
+    return name
+
+
+@contextmanager
+def rows_of(tokens: int) -> Iterator[None]:
+    """Within this context masks that matter in rows of so many tokens are refused."""
+    token = _tried.set(tokens)
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+
+
+def _register(name: str, shares: _Shares, size: int) -> None:
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        rows, _, tokens, _ = query.shape
+        _check(module, attention_mask, options)
+        key, value = repeated(query, key, value, size)
+        groups = query.shape[1] // key.shape[1]
+        whole = shares.whole(query, key, value)
+        heads: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
+        given = {name: options.get(name) for name in ("scaling", "softcap")}
+        dropout = options.get("dropout") or 0.0
+        out, _ = sdpa_attention_forward(heads, *whole, None, dropout=dropout, **given)
+        return shares.own(out).reshape(rows, tokens, query.shape[1], -1), None
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, _mask)
+
+
+def repeated(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, H, S, D]` of as many heads as `size` ranks can share evenly.
+
+    Raises:
+        InputError: they cannot share the heads of queries.
+    """
+    heads, given = query.shape[1], key.shape[1]
+    if heads % size:
+        raise InputError(
+            f"sequence_parallel is {size}, and the model has {heads} heads of queries, which so "
+            "many ranks cannot share evenly; take a number of ranks that divides them"
+        )
+    several = (n for n in range(1, heads // given + 1) if not heads % (given * n))
+    times = next(n for n in several if not given * n % size)
+    if times == 1:
+        return key, value
+    return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+
+
+def _check(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Raises InputError: attention is more than causal, of queries, keys and values."""
+    bias, causal = options.get("position_bias"), options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if mask is not None or bias is not None or not causal:
+        what = "a mask" if mask is not None else "a bias" if bias is not None else "no order"
+        raise InputError(_refused(f"its attention has {what} of its own"))
+
+
+def _mask(
+    *args: Any,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> None:
+    """No mask: attention is told by its order. Raises InputError where that is not all."""
+    tokens = _tried.get()
+    if tokens is not None and local_size is not None and local_size < tokens:
+        raise InputError(_refused(f"its attention reaches {local_size} tokens, rows have {tokens}"))
+    plain = allow_is_causal_skip and not allow_is_bidirectional_skip and not use_vmap
+    if attention_mask is not None or not plain:
+        raise InputError(_refused("its attention has a mask of its own"))
+
+
+def _refused(why: str) -> str:
+    return f"ranks cannot share the rows of this model ({why}); leave sequence_parallel out"

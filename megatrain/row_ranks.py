@@ -1,0 +1,70 @@
+"""Ranks that share every row: each has some tokens of it, and layers exchange what they need."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatrain.distributed import ALONE, ProcessGroups, Ranks, patience, require_same
+from megatrain.errors import InputError
+
+
+@dataclass(frozen=True)
+class RowRanks(ProcessGroups):
+    """Ranks with a communicator for what layers exchange, beside those of gathers and sums.
+
+    Attributes:
+        beneath: that communicator; its work is on the stream that computes.
+    """
+
+    beneath: ProcessGroup | None = None
+
+    def exchange_blocks(self, received: Tensor, given: Tensor) -> None:
+        """Block n of `given` `[size, ...]` goes to rank n; `received` has theirs, in their order.
+
+        Both are contiguous.
+        """
+        to, source = (each.view(self.size, -1).view(torch.uint8) for each in (received, given))
+        with self._told():
+            dist.all_to_all_single(to, source, group=self.beneath)
+
+
+def open_row_ranks(ranks: Ranks, device: torch.device, number: Any) -> Ranks:
+    """These ranks, if `number` of them share every row; alone, if none do. All ranks call this.
+
+    Raises:
+        InputError: `number` is neither 1 nor that of all ranks, or these are on several hosts, or
+            a rank has another number.
+    """
+    require_same(ranks.exchange({"sequence_parallel": str(number)}))
+    if type(number) is not int or number not in (1, ranks.size):
+        raise InputError(
+            f"sequence_parallel is {number!r}; it must be 1 (each rank has rows of its own) or the "
+            f"number of ranks, which is {ranks.size}"
+        )
+    if number == 1:
+        return ALONE
+    if ranks.on_host != number or ranks.hosts > 1:
+        raise InputError(
+            f"sequence_parallel is {number}, and these ranks are on several hosts, which cannot "
+            "share rows yet; take the ranks of one host, or 1"
+        )
+    assert isinstance(ranks, ProcessGroups)
+    return RowRanks(**vars(ranks), beneath=_communicator(ranks.host, device))
+
+
+@cache  # as of the other communicators: they live as long as torch.distributed
+def _communicator(host: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """One for exchanges: on a GPU NCCL's own, which takes its memory now, not in a step."""
+    if device.type == "cpu":
+        return host
+    members = dist.get_process_group_ranks(host)
+    made: Any = dist.new_group(members, patience(), "nccl", use_local_synchronization=True)
+    values = torch.ones(len(members), device=device)
+    dist.all_to_all_single(torch.empty_like(values), values, group=made)
+    torch.get_device_module(device).synchronize()
+    return made

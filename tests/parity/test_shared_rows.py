@@ -1,0 +1,335 @@
+"""Ranks that share every row train as one rank does on the whole rows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatrain import Engine, Placement
+from megatrain.device import Recording
+from megatrain.engine.host_memory_guard import HostMemoryGuard
+from megatrain.errors import InputError
+from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, LabelSmoothing, Loss
+from megatrain.model.shared_rows import repeated
+from megatrain.model.trained import Trained
+from tests.families.plain import Step
+from tests.families.tiny import tiny_model
+from tests.parity.cases import SIZES, llama, make_batches, make_engine, masters, qwen2
+from tests.parity.ranks import run_ranks
+from tests.parity.test_preferences import replies
+from tests.parity.test_ranks import LORA, RATES, refused
+from tests.parity.test_split import EXPERT, WIDE, mixtral, wide_batches
+
+SHAPES = ((2, 12), (1, 7), (3, 5), (1, 2))  # of which no length is a multiple of 5, and two are odd
+MANY = {"hidden_size": 48, "num_attention_heads": 12}  # heads that 2, 3 and 4 ranks can share
+
+
+def shared(group: Any) -> int:
+    """How many ranks share every row."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def train(
+    group: Any, model: Any, loss: Loss = CROSS_ENTROPY, batches: Any = None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """What two steps leave, and say, and what is said of whole rows afterwards."""
+    engine = make_engine(model, group=group, sequence_parallel=shared(group), **options)
+    batches = batches or make_batches(2, SHAPES)
+    said = [engine.step(step, loss) for step in batches]
+    *_, last = batches
+    plain = [{name: micro[name] for name in ("input_ids", "labels")} for micro in last]
+    rows = {f"logprobs {n}": each for n, each in enumerate(engine.logprobs(plain))}
+    top = engine.top_logprobs(plain, 2)
+    rows |= {f"top {n} {k}": of.float() for n, each in enumerate(top) for k, of in enumerate(each)}
+    found = {
+        "losses": torch.tensor([each.loss for each in said]),
+        "norms": torch.tensor([each.grad_norm for each in said]),
+        "evaluated": torch.tensor([engine.evaluate(last, loss), *engine.score(plain)]),
+        "logits": engine.logits({"input_ids": last[1]["input_ids"]}),
+        **rows,
+        **masters(engine),
+    }
+    engine.close()
+    return found
+
+
+def weighed(steps: list[Step]) -> list[Step]:
+    """With a weight of its own for each token."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [m | {"token_weights": torch.rand(m["labels"].shape, generator=generator)} for m in step]
+        for step in steps
+    ]
+
+
+def filled_up(steps: list[Step]) -> list[Step]:
+    """With a mask that hides the end of the first rows, which have no labels there."""
+    for step in steps:
+        mask = torch.ones_like(step[0]["input_ids"])
+        mask[0, 7:] = 0
+        labels = step[0]["labels"].masked_fill(mask == 0, -100)
+        step[0] |= {"attention_mask": mask, "labels": labels}
+        rows, tokens = step[1]["input_ids"].shape
+        step[1] |= {"position_ids": torch.arange(tokens).expand(rows, -1).contiguous()}
+    return steps
+
+
+CASES: dict[str, Callable[[Any], dict]] = {
+    "few heads of keys, clipped": lambda group: train(group, llama(**MANY), clip=0.5),
+    "tied, not clipped": lambda group: train(
+        group, qwen2(**MANY, tie_word_embeddings=True), clip=None
+    ),
+    "a single head of keys": lambda group: train(group, llama(**MANY, num_key_value_heads=1)),
+    "graphs that wait": lambda group: train(
+        group,
+        qwen2(**MANY, tie_word_embeddings=True),
+        placement=Placement(slots=3, keep_rows=False, save_activations=2, keep_weights=2),
+    ),
+    "graphs that wait on the host": lambda group: train(
+        group,
+        llama(**MANY),
+        placement=Placement(slots=2, offload_activations=2, layer_inputs="host"),
+    ),
+    "attention kept, tokens in chunks": lambda group: train(
+        group,
+        llama(**MANY),
+        placement=Placement(slots=2, save_attention="device", chunk_tokens=3, head_tokens=2),
+    ),
+    "resident, in passes": lambda group: train(
+        group,
+        llama(**MANY),
+        clip=0.5,
+        placement=Placement(passes=3, resident=("embedding", "layer 0", "head")),
+    ),
+    "experts and a head in slices": lambda group: train(
+        group,
+        mixtral(vocab_size=WIDE, **MANY),
+        batches=wide_batches(2, SHAPES),
+        placement=Placement(slots=2, max_stream_bytes=4 * EXPERT, layer_inputs="host"),
+    ),
+    "frozen in part": lambda group: train(
+        group, llama(**MANY), trained=Trained(freeze=("embed_tokens", "q_proj", "norm"))
+    ),
+    "adapter": lambda group: train(group, qwen2(**MANY), adapter=LORA),
+    "weights of tokens": lambda group: train(
+        group, llama(**MANY), TOKEN_WEIGHTS, weighed(make_batches(2, SHAPES))
+    ),
+    "smoothed labels, rows with a mask": lambda group: train(
+        group, llama(**MANY), LabelSmoothing(0.1), filled_up(make_batches(2, SHAPES))
+    ),
+    "learnt positions": lambda group: train(group, tiny_model("gpt2")),
+    "keys wider than values": lambda group: train(group, tiny_model("deepseek_v3")),
+}
+# Three ranks share the heads of the first ones, not those of tiny models.
+OF_ANY = [*CASES][:-2]
+USUAL = (
+    *("tied, not clipped", "a single head of keys", "graphs that wait", "resident, in passes"),
+    *("attention kept, tokens in chunks", "experts and a head in slices", "weights of tokens"),
+    "keys wider than values",
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (2, USUAL),
+        (3, ("few heads of keys, clipped", "smoothed labels, rows with a mask")),
+        (4, ("tied, not clipped",)),
+        pytest.param(2, CASES, marks=pytest.mark.exhaustive),
+        pytest.param(3, OF_ANY, marks=pytest.mark.exhaustive),
+        pytest.param(4, OF_ANY, marks=pytest.mark.exhaustive),
+    ],
+    ids=["2", "3", "4", "2 exhaustive", "3 exhaustive", "4 exhaustive"],
+)
+def test_ranks_that_share_rows_train_as_one(size: int, names: Any, tmp_path: Path) -> None:
+    """To the order of sums, with rows of lengths that they cannot share evenly."""
+
+    def work(group: Any) -> dict[str, dict]:
+        return {name: CASES[name](group) for name in names}
+
+    alone = work(None)
+    for rank, found in enumerate(run_ranks(size, tmp_path, work)):
+        for name in names:
+            assert found[name].keys() == alone[name].keys()
+            for what, value in alone[name].items():
+                mine = found[name][what]
+                assert mine.shape == value.shape, (rank, name, what)
+                # Logits of weights that may differ by 1e-6 differ by more.
+                bound = 1e-5 if what.startswith(("log", "top")) else 1e-6
+                close = torch.allclose(mine, value, rtol=2 * bound, atol=bound)
+                assert close, (rank, name, what, float((mine - value).abs().max()))
+
+
+@pytest.mark.exhaustive
+def test_compiled_layers_exchange_as_eager_ones_do(tmp_path: Path) -> None:
+    """Whole graphs, and such as compute some of it again."""
+    steps, model = make_batches(2, SHAPES[:1]), llama(**MANY, num_hidden_layers=2)
+
+    def work(group: Any) -> list[float]:
+        placement = Placement(compile=group is not None, save_activations=1)
+        options = {"sequence_parallel": shared(group), "placement": placement}
+        engine = make_engine(model, group=group, **options)
+        said = [engine.step(step) for step in steps]
+        return [each for result in said for each in (result.loss, result.grad_norm)]
+
+    wanted = work(None)
+    assert run_ranks(2, tmp_path, work) == [pytest.approx(wanted, rel=2e-6)] * 2
+
+
+def test_a_checkpoint_of_ranks_that_share_rows_is_that_of_any(tmp_path: Path) -> None:
+    """One goes on from what two have saved, and two from that."""
+    first, second = make_batches(2, SHAPES)
+
+    def save(group: Any) -> float:
+        engine = make_engine(llama(**MANY), group=group, sequence_parallel=shared(group))
+        engine.step(first)
+        engine.save(tmp_path / "two")
+        return engine.step(second).loss
+
+    def load(group: Any) -> float:
+        return Engine.load(tmp_path / "two", group=group, sequence_parallel=2).step(second).loss
+
+    (tmp_path / "again").mkdir()
+    losses = [*run_ranks(2, tmp_path, save), *run_ranks(2, tmp_path / "again", load)]
+    with Engine.load(tmp_path / "two", device="cpu") as alone:
+        assert losses == pytest.approx([alone.step(second).loss] * 4, rel=2e-6)
+
+
+def test_random_numbers_of_ranks_differ(tmp_path: Path) -> None:
+    """Each rank drops of its own tokens what no other drops of its own."""
+    [step] = make_batches(1, SHAPES)
+
+    def work(group: Any) -> tuple[list[int], float]:
+        seeds: list[int] = []
+        model = tiny_model("gpt2", changes=RATES)
+        engine = make_engine(model, group=group, sequence_parallel=2)
+        engine.evaluate(step)
+        with mock.patch.object(Recording, "seed", lambda device, seed: seeds.append(seed)):
+            return seeds, engine.step(step).loss
+
+    (one, loss), (other, same_loss) = run_ranks(2, tmp_path, work)
+    assert loss == same_loss and len(one) == len(other) and not {*one} & {*other}
+
+
+def test_ranks_agree_what_is_computed_again(tmp_path: Path) -> None:
+    """Where the host of one has no room for graphs, all exchange within layers again."""
+    [step] = make_batches(1, SHAPES)
+
+    def work(group: Any) -> float:
+        placement = Placement(slots=2, offload_activations=2)
+        options = {"sequence_parallel": shared(group), "placement": placement}
+        engine = make_engine(llama(**MANY), group=group, **options)
+        room = group is None or dist.get_rank(group) == 0
+        with mock.patch.object(HostMemoryGuard, "_has_room", lambda *given: room):
+            return engine.step(step).loss
+
+    assert run_ranks(2, tmp_path, work) == pytest.approx([work(None)] * 2, rel=2e-6)
+
+
+@pytest.mark.parametrize(("heads", "given"), [(12, 1), (12, 2), (12, 3), (12, 4), (12, 12), (6, 2)])
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_heads_of_keys_are_repeated_no_more_than_needed(heads: int, given: int, size: int) -> None:
+    query = torch.zeros(1, heads, 2, 4)
+    key = torch.arange(given * 1.0).view(1, -1, 1, 1).expand(1, given, 2, 4)
+    made, same_made = repeated(query, key, key, size)
+    assert made.shape[1] % size == 0 and heads % made.shape[1] == 0
+    assert torch.equal(made, same_made)
+    if given % size == 0:
+        assert made is key
+    # Each head of queries attends to the same head of keys as before.
+    wanted = key.repeat_interleave(heads // given, 1)
+    assert torch.equal(made.repeat_interleave(heads // made.shape[1], 1), wanted)
+
+
+def long_rotary() -> Any:
+    """Whose rotary embedding is another one in rows of more than eight tokens."""
+    torch.manual_seed(0)
+    few = {"factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", **few, **factors}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope))
+
+
+def eager() -> Any:
+    """Of which nobody else may attend."""
+    return LlamaForCausalLM._from_config(LlamaConfig(**SIZES), attn_implementation="eager")
+
+
+# Models whose rows cannot be shared, and why not.
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "eager": (eager, "its losses change by"),
+    "states": (lambda: tiny_model("rwkv"), "its losses change by"),
+    "convolutions": (
+        lambda: tiny_model("lfm2", changes={"layer_types": ["conv", "full_attention"] * 3}),
+        "its losses change by",
+    ),
+    "a window": (lambda: tiny_model("mistral"), "its attention reaches 6 tokens, rows have 12"),
+    "chunks": (lambda: tiny_model("llama4_text"), "its attention reaches 4 tokens, rows have 12"),
+    "positions": (lambda: tiny_model("camembert"), "if positions are given as 0, 1, 2"),
+    "rotary": (long_rotary, "changes with the length of a row (at 12 tokens)"),
+    "heads": (lambda: llama(num_attention_heads=1, num_key_value_heads=1), "1 heads of queries"),
+}
+ROUTED = {"output_router_logits": True}
+
+
+def test_what_ranks_cannot_share_is_refused_by_all(tmp_path: Path) -> None:
+    """A short row of a model with a window can be shared, a longer one not."""
+    [step] = make_batches(1, SHAPES)
+
+    def work(group: Any) -> None:
+        options = {"group": group, "sequence_parallel": 2}
+        for make, words in MODELS.values():
+            with make_engine(make(), **options) as engine:
+                before = masters(engine)
+                refused(InputError, words, engine.step, step)
+                refused(InputError, words, engine.evaluate, step)
+                after = masters(engine)
+                assert all(torch.equal(before[name], after[name]) for name in before)
+        with make_engine(tiny_model("mistral"), **options) as engine:
+            assert engine.step(step[2:]).loss > 0
+            refused(InputError, "its attention reaches 6 tokens", engine.step, step)
+        routed = tiny_model("mixtral", changes=ROUTED)
+        refused(InputError, "a loss of its routers", make_engine, routed, **options)
+        rank = dist.get_rank(group)
+        for number, words in ((3, "number of ranks, which is 2"), (1 + rank, "another sequence")):
+            refused(InputError, words, make_engine, llama(), group=group, sequence_parallel=number)
+        with make_engine(llama(max_position_embeddings=63), **options) as engine:
+            for call, words in bad_calls(engine, step, rank):
+                refused(InputError, words, call)
+            assert engine.steps == 0 and engine.step(step).loss > 0
+
+    run_ranks(2, tmp_path, work)
+    refused(InputError, "number of ranks, which is 1", make_engine, llama(), sequence_parallel=2)
+
+
+def bad_calls(engine: Engine, step: Step, rank: int) -> list[tuple[Callable[[], Any], str]]:
+    """Calls that ranks which share rows do not take, and what all say."""
+    micro = step[0]
+    shape = micro["input_ids"].shape
+    packed = torch.cat([torch.arange(5), torch.arange(shape[1] - 5)]).expand(shape).contiguous()
+    late = torch.ones(shape, dtype=torch.int64)
+    late[0, :3] = 0
+    ended = torch.ones(shape, dtype=torch.int64)
+    ended[0, 3:] = 0
+    full = torch.full((1, 63), 20)
+    pairs, *_ = replies(DPO()), None
+
+    def as_a_whole() -> None:
+        with engine.whole_model():
+            pass
+
+    return [
+        (lambda: engine.step(step[rank : rank + 1]), "another checksum of the step's rows"),
+        (lambda: engine.step([micro | {"position_ids": packed}]), "position_ids other than"),
+        (lambda: engine.step([micro | {"attention_mask": late}]), "more than the end of rows"),
+        (lambda: engine.step([micro | {"attention_mask": ended}]), "more than the end of rows"),
+        (lambda: engine.logits({"input_ids": full}), "2 ranks fill up to 64, and the model has 63"),
+        (lambda: engine.step(pairs, DPO()), "DPO compares rows"),
+        (lambda: engine.add_neftune(1.0), "not for ranks that share rows"),
+        (as_a_whole, "not for ranks that share rows"),
+    ]
