@@ -53,6 +53,7 @@ _OFF = {
     "batch_eval_metrics": "logits do not exist as a whole",
     "model_init_kwargs": "load the model with them, and give the model",
 }
+_NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen", "logits/rejected")
 _OTHER_LOSS = "the engine's loss here is cross entropy; others: docs/losses.md"
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
@@ -158,6 +159,8 @@ class StreamedTrainer(_Trainer):
             wrong["optimizers"] = "the engine updates; leave the optimizer out"
         if self.compute_metrics is not None:
             wrong["compute_metrics"] = "logits do not exist as a whole; use megatrain.Engine.logits"
+        if (args.metric_for_best_model or "").removeprefix("eval_") in _NOT_MEASURED:
+            wrong["args.metric_for_best_model"] = "the engine does not measure it; take eval_loss"
         if args.save_only_model and args.load_best_model_at_end:
             wrong["args.save_only_model"] = "load_best_model_at_end takes the whole state"
         if self.model_init is not None:

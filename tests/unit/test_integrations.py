@@ -287,6 +287,12 @@ class Step(StreamedTrainer, Trainer):
             {},
             "args.save_only_model",
         ),
+        (
+            Streamed,
+            {"metric_for_best_model": "eval_mean_token_accuracy"},
+            {},
+            "args.metric_for_best_model: the engine does not measure it",
+        ),
         (Streamed, {}, {"compute_metrics": lambda given: {}}, "compute_metrics"),
         (Streamed, {}, {"compute_loss_func": lambda *given, **more: 0}, "compute_loss_func"),
         (Streamed, {}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers"),
