@@ -52,12 +52,11 @@ class OptimizerSection(Section):
         names = (*rule.settings, *rule.choices, *rule.further)
         own = {name: getattr(rule(), name) for name in names}
         foreign = cls.model_fields.keys() - own.keys() - {"name", "no_decay"}
-        for name in sorted(foreign):
-            if given.get(name) is not None:
-                raise ValueError(
-                    f"{rule.name} has no {name}; it has {', '.join(own)} (optimizer.{name}=null "
-                    "takes it back)"
-                )
+        if wrong := sorted(name for name in foreign if given.get(name) is not None):
+            raise ValueError(
+                f"{rule.name} has no {' and no '.join(wrong)}; it has {', '.join(own)} (another "
+                f"optimizer than a file's: --set 'optimizer={{name: {rule.name}, lr: ...}}')"
+            )
         plain = {name: list(v) if isinstance(v, tuple) else v for name, v in own.items()}
         return plain | {name: value for name, value in given.items() if value is not None}
 

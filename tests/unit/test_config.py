@@ -144,8 +144,9 @@ MISTAKES = [
     (["optimizer.name=paged_adamw_8bit"], "'paged_adamw_8bit'; take adamw with states: int8"),
     (["optimizer.name=3"], "--set optimizer.name: should be a valid string, got 3"),
     (
-        ["optimizer.name=lion", "optimizer.eps=1e-8"],
-        "optimizer: lion has no eps; it has lr, betas, weight_decay (optimizer.eps=null takes it",
+        ["optimizer.name=lion", "optimizer.eps=1e-8", "optimizer.master=32"],
+        "optimizer: lion has no eps and no master; it has lr, betas, weight_decay (another "
+        "optimizer than a file's: --set 'optimizer={name: lion, lr: ...}')",
     ),
     (
         ["optimizer.name=muon", "training.spike=3"],
