@@ -3,14 +3,16 @@
 import hashlib
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatrain.data.dataset import PackedDataset
-from megatrain.data.packing import Ints
+from megatrain.data.packing import Ints, Segments
+
+MOST_READ = 200_000  # documents that are compared with those held out: some seconds
 
 
 class SourceCount(NamedTuple):
@@ -125,12 +127,8 @@ def summarise(data: PackedDataset) -> Summary:
             num_learnt += int((labels[1:] != -100).sum())
     seen: dict[bytes, int] = {}
     num_repeated, repeated = 0, None
-    for document, begin, end in zip(
-        documents.document.tolist(), documents.begin.tolist(), documents.end.tolist(), strict=True
-    ):
-        first = store.begin(document)
-        ids, _ = store.read(first + begin, first + end)
-        earlier = seen.setdefault(hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), document)
+    for document, digest in _digests(data, documents):
+        earlier = seen.setdefault(digest, document)
         if earlier != document:
             num_repeated += 1
             repeated = repeated or (store.place(document), store.place(earlier))
@@ -164,6 +162,32 @@ def summarise(data: PackedDataset) -> Summary:
         num_repeated=num_repeated,
         repeated=repeated and (repeated[0].removeprefix(folder), repeated[1].removeprefix(folder)),
     )
+
+
+def also_trained(held_out: PackedDataset, training: PackedDataset) -> str | None:
+    """A sentence on documents that are held out and trained on, too; None: there are none.
+
+    Of the trained ones those that are as long as one that is held out are read, MOST_READ at most.
+    """
+    as_long = np.isin(training.documents.lengths, held_out.documents.lengths)
+    trained = {d: n for n, d in _digests(training, training.documents[as_long][:MOST_READ])}
+    pairs = [(n, trained[d]) for n, d in _digests(held_out, held_out.documents) if d in trained]
+    if not pairs:
+        return None
+    first, other = held_out.store.place(pairs[0][0]), training.store.place(pairs[0][1])
+    return (
+        f"{len(pairs):,} of the {len(held_out.documents):,} documents that are held out are "
+        f"trained on, too (first: {first} is {other}): their loss says nothing of what is new"
+    )
+
+
+def _digests(data: PackedDataset, documents: Segments) -> Iterator[tuple[int, bytes]]:
+    """The number of each document, and a hash of its tokens."""
+    of = documents.document, documents.begin, documents.end
+    for document, begin, end in zip(*(each.tolist() for each in of), strict=True):
+        first = data.store.begin(document)
+        ids, _ = data.store.read(first + begin, first + end)
+        yield document, hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
 
 
 def folder_of(names: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from megatrain.data import (
     open_prompts,
     open_stream,
 )
+from megatrain.data.preview import also_trained
 from megatrain.data.prompts import end_of_turn, ends_last, prompt_ids, unmet_opening
 from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
@@ -57,13 +58,13 @@ def open_data(
             f"the chat template asks for replies with {asked!r:.80}, but begins those without "
             "reasoning otherwise: give them some, or name another model.chat_template"
         )
-    if sets:
-        return training, sets
-    if not data.eval_fraction:
-        return training, {}
-    assert isinstance(training, PackedDataset | Prompts)
-    rest, held_out = training.hold_out(data.eval_fraction)
-    return rest, {"": held_out}
+    if not sets and data.eval_fraction:
+        assert isinstance(training, PackedDataset | Prompts)
+        training, sets[""] = training.hold_out(data.eval_fraction)
+    for name, held_out in sets.items():
+        if isinstance(training, PackedDataset) and (told := also_trained(held_out, training)):
+            log.info(f"{name or 'evaluation'}: {told}")
+    return training, sets
 
 
 def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:

@@ -20,6 +20,8 @@ Rows = Sequence[dict[str, Tensor]]
 class Scale:
     """An engine whose loss of a labelled position is its label."""
 
+    batch_ranks = ALONE
+
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
