@@ -110,7 +110,7 @@ def parity(group: Any, placement: Placement) -> dict[str, float]:
 def measured(case: StepCase, make: Callable[[], Engine]) -> dict[str, Any]:
     """Seconds of steps of an engine, all ranks' tokens in them, and its memory."""
     with make() as engine:
-        seconds, sizes = [], (engine.num_parameters, engine.num_trained)
+        seconds, sizes = [], engine.computing
         for index in range(case.warmup + case.steps):
             micro_batches = random_step(case, engine.config.vocab_size, case.seed + index)
             started = time.perf_counter()

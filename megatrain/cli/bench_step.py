@@ -146,7 +146,6 @@ def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
     """Time the warm-up and the steps of `case` on an engine that is there."""
     times, losses, compilations = _timed_steps(engine, case)
     tokens = case.sequences * case.sequence_length
-    sizes = engine.num_parameters, engine.num_trained
     return {
         "benchmark": "step",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -155,10 +154,11 @@ def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
         "placement": engine.placement.as_dict(),
         "parameters": engine.num_parameters,
         "trained_parameters": engine.num_trained,
+        "computing": engine.computing,
         "tokens_per_step": tokens,
         "step_seconds": times,
         "losses": losses,
-        **statistics_of(times[case.warmup :], tokens, *sizes),
+        **statistics_of(times[case.warmup :], tokens, *engine.computing),
         **_utilisation(engine, case),
         "compilations": sum(compilations),
         "recompilations_after_warmup": compilations[1],

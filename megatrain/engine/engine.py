@@ -85,6 +85,7 @@ class PlacedEngine:
         self._store = Store(self.device, layouts, self._dtype, **how)
         self.num_parameters = sum(layout.num_parameters for layout in layouts)
         self.num_trained = sum(layout.num_trained for layout in layouts)
+        self.computing = opened.model.computing
         # Without clipping, updates follow the backward: the last tile is the first.
         rest = self._store.tiles, placement.save_bytes, opened.host_limit
         reverse = opened.max_grad_norm is None

@@ -87,7 +87,7 @@ class Forecast:
 
     Attributes:
         seconds: from one step's end to the next one's, while the updates of the first run.
-        parameters, trained: distinct ones, and of them those that have a gradient.
+        parameters: distinct ones. computing: with a token, and of these those that are trained.
         spans: what each stream does when, from the step's begin (telemetry/timeline.py).
         bounds: seconds that each resource is busy; no schedule can be faster than the largest.
         binds: the name of the largest.
@@ -105,7 +105,7 @@ class Forecast:
     placement: Placement
     machine: Machine
     parameters: int
-    trained: int
+    computing: tuple[int, int]
     tokens_per_step: int
     sequence_length: int
     micro_batch: int
@@ -121,7 +121,7 @@ class Forecast:
 
     @property
     def model_tflops(self) -> float:
-        return model_tflops(self.parameters, self.trained, self.tokens_per_step, self.seconds)
+        return model_tflops(*self.computing, self.tokens_per_step, self.seconds)
 
     @property
     def breakdown(self) -> Breakdown:
@@ -220,7 +220,7 @@ def forecast(
         placement=placement,
         machine=machine,
         parameters=sum(each.num_parameters for each in model.layouts),
-        trained=sum(each.num_trained for each in model.layouts),
+        computing=model.computing,
         tokens_per_step=rows * measured.tokens,
         sequence_length=measured.tokens,
         micro_batch=micro_batch,

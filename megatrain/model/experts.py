@@ -10,7 +10,7 @@ Legend: N tokens, D width, K experts chosen by a token, E experts, S (token, cho
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import PreTrainedConfig
 
 from megatrain.compat.torch import without_modes
 from megatrain.errors import RunFailed
@@ -26,6 +27,13 @@ from megatrain.model.token_chunks import behaves
 
 _FEW, _TOKENS, _CHOSEN = 4, 7, 2  # of a trial
 _UNIT = 16  # what sizes are multiples of in it, as kernels want them
+
+# How configurations name the number of a layer's experts, and of those that a token chooses.
+_EVERY = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_OF_A_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k"),
+)
 
 Forward = Callable[..., Any]
 ExpertRows = tuple[Tensor, Tensor, Tensor]  # rows [S, D], each one's expert [S], its share [S]
@@ -84,6 +92,16 @@ class Experts:
         self.module.num_experts = len(next(iter(weights.values())))  # type: ignore[assignment]
         given = (rows_SD, index_S[:, None], share_S[:, None])
         return functional_call(self.module, dict(weights), given)
+
+
+def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
+    """How much of a parameter computes with one token: of all experts `[E, I, O]`, the chosen."""
+    text = config.get_text_config(decoder=True)
+    every, chosen = (
+        next((n for name in names if type(n := getattr(text, name, None)) is int), 0)
+        for names in (_EVERY, _OF_A_TOKEN)
+    )
+    return chosen / every if chosen and len(shape) == 3 and shape[0] == every else 1.0
 
 
 def find_experts(layer: nn.Module) -> Experts | None:

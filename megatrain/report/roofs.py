@@ -112,9 +112,9 @@ def _bounds(
     source: Source, machine: Machine, num_bytes: Mapping[str, int]
 ) -> dict[str, tuple[float, str]]:
     bounds: dict[str, tuple[float, str]] = {}
-    if source.parameters and source.recorded_tokens:
-        rate, trained = machine.matmul_tflops, source.trained or source.parameters
-        needed = model_tflops(source.parameters, trained, int(source.recorded_tokens), seconds=1.0)
+    if source.computing and source.recorded_tokens:
+        rate = machine.matmul_tflops
+        needed = model_tflops(*source.computing, int(source.recorded_tokens), seconds=1.0)
         bounds[COMPUTE] = needed / rate, f"model FLOPs at {rate:,.0f} TFLOPS"
     rates: dict[str, Any] = {
         COPY_IN: machine.to_device_gbps,

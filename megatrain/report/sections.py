@@ -82,7 +82,7 @@ def _is_of_replies(source: Source) -> bool:
 
 def _utilisation(tflops: float | None, peak: float | None) -> str:
     if not tflops or not peak:
-        return "median; a token: 4 x parameters, and 2 x trained ones"
+        return "median; a token: 4 x the parameters it computes with, and 2 x trained ones"
     return f"median; MFU {tflops / peak:.1%} of {peak:,.0f}"
 
 

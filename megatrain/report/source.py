@@ -25,7 +25,7 @@ class Source:
         status: one sentence on how far it came.
         environment: machine and versions (telemetry/environment.py).
         config: the run file, or the measured case.
-        trained: parameters that are trained; None: not known, so all of them.
+        computing: parameters that compute with a token, and those of them that are trained.
         spans: the recorded step.
         breakdown: where its time went.
         recorded_tokens: how many the recorded step had.
@@ -38,7 +38,7 @@ class Source:
     config: Mapping[str, Any] = field(default_factory=dict)
     placement: Mapping[str, Any] = field(default_factory=dict)
     parameters: int | None = None
-    trained: int | None = None
+    computing: tuple[int, int] | None = None
     precision: Precision = "bf16"
     peak_tflops: float | None = None
     host_peak_bytes: float | None = None
@@ -81,7 +81,7 @@ def _read_run(folder: Path, timeline: Path | None) -> Source:
         config=config,
         placement=mapping(environment.get("placement")),
         parameters=_count(environment.get("parameters")),
-        trained=_count(environment.get("trained_parameters")),
+        computing=_computing(environment),
         precision=_precision(at(config, "engine", "precision")),
         host_peak_bytes=metrics.largest("host_bytes"),
         device_peak_bytes=metrics.largest("device_peak_bytes"),
@@ -151,7 +151,7 @@ def _read_bench(path: Path, timeline: Path | None) -> Source:
         config=case,
         placement=mapping(result.get("placement")),
         parameters=_count(result.get("parameters")),
-        trained=_count(result.get("trained_parameters")),
+        computing=_computing(result),
         precision=_precision(case.get("precision")),
         peak_tflops=real(result.get("bf16_peak_tflops")),
         host_peak_bytes=real(result.get("host_peak_bytes")),
@@ -247,6 +247,14 @@ def at(tree: Any, *keys: str) -> Any:
 def real(value: Any) -> float | None:
     """A value that is a positive number; None where it is something else."""
     return float(value) if type(value) in (int, float) and 0 < value < 1e30 else None
+
+
+def _computing(record: Mapping[str, Any]) -> tuple[int, int] | None:
+    match record:
+        case {"computing": [int() as computing, int() as trained]}:
+            return computing, trained
+    every = _count(record.get("parameters"))  # of earlier versions
+    return None if every is None else (every, _count(record.get("trained_parameters")) or every)
 
 
 def _count(value: Any) -> int | None:

@@ -10,6 +10,7 @@ import torch
 from megatrain.device import Recording
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.model.experts import share_of_a_token
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.placement import Precision
@@ -77,6 +78,15 @@ class Model:
         """The model's tiles, in the order in which a forward needs them."""
         groups = {} if self.optimizer is None else self.optimizer.group_of()
         return tile_layouts(self.spec, groups, self.ranks)
+
+    @cached_property
+    def computing(self) -> tuple[int, int]:
+        """Parameters that compute with a token, and those of them that are trained."""
+        config = self.spec.capture.model.config
+        entries = [entry for layout in self.layouts for entry in layout.entries]
+        sizes = [entry.numel * share_of_a_token(config, entry.shape) for entry in entries]
+        trained = (n for n, entry in zip(sizes, entries, strict=True) if entry.group is not None)
+        return int(sum(sizes)), int(sum(trained))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def describe_run(folder: Path, config: Config, job: Job) -> None:
     record = environment(str(job.engine.device.torch_device)) | {
         "parameters": job.engine.num_parameters,
         "trained_parameters": job.engine.num_trained,
+        "computing": job.engine.computing,
         "placement": job.engine.placement.as_dict(),
         "disk_bytes": job.engine.memory()["disk_bytes"],
         "data": job.kind,

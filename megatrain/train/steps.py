@@ -157,8 +157,7 @@ class Meter:
 
     def measure(self, tokens: int, seconds: float) -> dict[str, Any]:
         """What `metrics.jsonl` says of a step besides its loss."""
-        size = self._engine.num_parameters, self._engine.num_trained
-        tflops = model_tflops(*size, tokens, seconds)
+        tflops = model_tflops(*self._engine.computing, tokens, seconds)
         return {
             "tokens": tokens,
             "seconds": round(seconds, 6),

@@ -261,6 +261,16 @@ def test_products_of_experts_count_in_fp32_and_in_bf16() -> None:
         assert work.backward.product_flops == 2 * work.forward.product_flops
 
 
+def test_of_experts_those_that_a_token_chooses_compute_with_it() -> None:
+    model, config = Model.trained(experts_spec(), AdamW()), experts_config()
+    every = sum(layout.num_parameters for layout in model.layouts)
+    expert = 3 * config.hidden_size * config.intermediate_size
+    idle = (config.num_local_experts - config.num_experts_per_tok) * config.num_hidden_layers
+    assert model.computing == (every - idle * expert, every - idle * expert)
+    dense = Model.trained(tiny_spec(), AdamW())
+    assert dense.computing == (sum(layout.num_parameters for layout in dense.layouts),) * 2
+
+
 def test_passes_hold_their_own_graphs_and_all_sums() -> None:
     """Graphs of 4 of 6 rows, 4 bytes a parameter, and twice the weights over the bus."""
     one, more = (told(Placement(slots=3, save_activations=6, passes=p)) for p in (1, 2))

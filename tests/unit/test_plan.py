@@ -36,7 +36,7 @@ def toy_forecast(there: Machine, ask: Workload, device: int, host: int) -> Forec
         placement=ask.placement or PLACED,
         machine=there,
         parameters=10**9,
-        trained=10**9,
+        computing=(10**9, 10**9),
         tokens_per_step=ask.tokens_per_step,
         sequence_length=ask.sequence_length,
         micro_batch=ask.micro_batch or 1,
