@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megatrain.distributed import ALONE, Ranks, require_same
-from megatrain.engine.row_share import WHOLE, Judged, RowShare
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss, targets_of
 from megatrain.model.capture import Rows
 from megatrain.model.documents import is_packed, told_by_lengths
 from megatrain.model.program import MicroBatch
+from megatrain.model.row_share import WHOLE, Judged, RowShare
 
 _NO_CACHE = "no keys or values are kept between calls"
 _LABELS = "labels say which tokens count (-100: none)"

@@ -20,17 +20,18 @@ from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.batch import Batch, most_tokens, prepare
 from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
 from megatrain.engine.modules import Head, State
-from megatrain.engine.row_share import WHOLE, RowShare
-from megatrain.engine.row_trial import RowTrial
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.update import StepResult
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, TOKEN_SCORE, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values
+from megatrain.model.capture import Call
 from megatrain.model.float8 import in_own_type
 from megatrain.model.masks import check_masks
 from megatrain.model.packing import Packing
 from megatrain.model.program import ModelProgram
+from megatrain.model.row_share import WHOLE, RowShare
+from megatrain.model.row_trial import RowTrial
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.seeds import derived_seed
@@ -212,13 +213,14 @@ class PlacedEngine:
     def _trial_losses(self, micro_batches: MicroBatches) -> list[Tensor]:
         return self._tried(micro_batches)[1]
 
-    def _tried(self, micro_batches: MicroBatches) -> tuple[Batch, list[Tensor]]:
+    def _tried(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
         self._program.train(False)
         loss = TOKEN_SCORE if self._spec.capture.scores_rows else CROSS_ENTROPY
         batch = self._checked(micro_batches, loss, WHOLE)
         with self._program.eager(), in_own_type(self._program.float8):
             found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
-        return batch, self._ranks.exchange([each.cpu() for each in found])[0]  # all decide alike
+        told = self._ranks.exchange([each.cpu() for each in found])[0]  # all decide alike
+        return [micro.calls for micro in batch.micro], told
 
     def _checked(self, micro_batches: MicroBatches, loss: Loss | None, share: RowShare) -> Batch:
         return prepare(

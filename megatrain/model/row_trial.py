@@ -18,12 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megatrain.compat.transformers import unpacked
-from megatrain.engine.batch import Batch
-from megatrain.engine.row_share import RowShare
 from megatrain.errors import InputError
 from megatrain.model.capture import Call
 from megatrain.model.packing import TOLERANCE, limits_of
 from megatrain.model.program import ModelProgram
+from megatrain.model.row_share import RowShare
 from megatrain.model.shared_rows import attention_of_ranks, attention_of_shares, rows_of
 from megatrain.row_ranks import RowRanks
 
@@ -39,9 +38,9 @@ class RowTrial:
         share: RowShare,
         config: PreTrainedConfig,
         program: ModelProgram,
-        losses: Callable[[list[Micro]], tuple[Batch, list[Tensor]]],
+        losses: Callable[[list[Micro]], tuple[list[Sequence[Call]], list[Tensor]]],
     ) -> None:
-        """Args: `losses` gives the tokens' losses `[B, T]` of whole rows, and what it made of them.
+        """Args: `losses` gives what layers are called with, of whole rows, and the losses `[B, T]`.
 
         Raises:
             InputError: the model is one that ranks cannot share the rows of.
@@ -86,7 +85,7 @@ class RowTrial:
         self._program.attend(self._of_shares)
         try:
             with rows_of(tokens), unpacked():
-                batch, losses = self._losses(tried)
+                calls, losses = self._losses(tried)
         finally:
             self._program.attend(self._of_ranks)
         plain, placed, whole, shares, *_ = losses
@@ -101,8 +100,7 @@ class RowTrial:
                 what = "positions" if one is plain else "rows"
                 told = f"its losses change by {differs:.1e} of their spread if {what} {why}"
                 raise InputError(self._refused(told))
-        every, *alone = (micro.calls for micro in (batch.micro[2], *batch.micro[4:]))
-        if not all(_same(every, calls, at) for at, calls in enumerate(alone)):
+        if not all(_same(calls[2], alone, at) for at, alone in enumerate(calls[4:])):
             raise InputError(
                 self._refused(
                     f"what its layers are told of positions changes with the length of a row "
