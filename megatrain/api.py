@@ -74,7 +74,8 @@ class Engine(PlacedEngine):
     Attributes:
         config: the model's transformers configuration.
         optimizer: a `torch.optim.Optimizer` whose groups can be scheduled; None for inference.
-        num_parameters, num_trained: distinct ones, frozen included; those that have a gradient.
+        num_parameters: distinct parameters, frozen ones included.
+        num_trained: of them, those that have a gradient.
         label_shift: how many tokens after its logits a label is; 1, unless the model's own is 0.
         placement: where state rests and how it is streamed; it never changes.
         micro_batch: rows that micro-batches should have; None where nothing was foreseen.
@@ -117,7 +118,7 @@ class Engine(PlacedEngine):
                 a configuration (drawn), a hub id, or a checkpoint, for its weights alone.
             optimizer: None: to be run alone (2 bytes a parameter). max_grad_norm: None: unclipped.
             precision, seed: of layers (fp8: their linear modules; masters fp32); of draws, dropout.
-            device, group, sequence_parallel: None: any GPU; who share the model; how many each row.
+            device, group: None: any GPU; ranks. sequence_parallel: how many of them share each row.
             tokens_per_step, sequence_length: at most, for "auto"; None: 98,304 in rows of 1,024.
             micro_batch, loss: of steps to come; `generation`: of replies between them, if any.
             router_aux_loss_coef, attn_implementation: None: as the model and transformers choose.
@@ -295,9 +296,9 @@ class Engine(PlacedEngine):
         Args:
             folder: a checkpoint; every byte of it is checked.
             placement: None takes the saved one, if the kind of device is the same; else `auto`.
-            precision, max_grad_norm: as a check, it cannot change; another one, or None.
-            states, master: of the optimizer from now on; other ones than the saved are converted,
-                after which the run does not go on exactly as it would have.
+            precision: as a check: it cannot change.
+            max_grad_norm: another one, or None, from now on.
+            states, master: of the optimizer from now on; the saved are converted, not exactly.
             base_model: where the base of an adapter is now, if it has moved; it has to be the same.
             attn_implementation: None: the saved one; else as `Engine` takes it, also other ranks.
 
