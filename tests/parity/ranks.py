@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 import torch.distributed as dist
 
 Work = Callable[[Any], Any]
@@ -35,6 +36,8 @@ def _fork(rank: int, size: int, folder: Path, work: Work) -> int:
     code = 1
     try:
         torch.set_num_threads(1)
+        # The parent's pool of compiling threads is inherited without its threads.
+        inductor.compile_threads = 1
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder / 'rendezvous'}",
