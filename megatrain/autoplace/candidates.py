@@ -10,7 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
-from megatrain.autoplace.spend import FirstTiles, first_tiles
+from megatrain.autoplace.first_tiles import FirstTiles, first_tiles
 from megatrain.engine.tile_slice import least_split
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.groups import groups

@@ -177,7 +177,7 @@ def _best_spent(best: Forecast | None, spending: list[MemoryPlans], tried: int) 
     """The fastest of `best` and the most promising ways; more are tried while nothing fits."""
     found = [(plan, plans) for plans in spending for plan in plans.all()]
     for number, (plan, plans) in enumerate(sorted(found, key=lambda pair: pair[0].likely)):
-        if best is not None and (number >= tried or plan.seconds >= best.seconds):
+        if best is not None and (number >= tried or not plan.promises(best)):
             continue
         spent = plans.spent(plan)
         if spent is not None and (best is None or spent.seconds < best.seconds):

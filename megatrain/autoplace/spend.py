@@ -4,14 +4,12 @@ A candidate is a forecast with nothing resident and nothing kept (autoplace/cand
 each way of spending could bring at best is known from it: no resource does less work than it must.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import add, mul
 from typing import Literal, NamedTuple
 
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
+from megatrain.autoplace.first_tiles import first_tiles, streamed_numel
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_WEIGHTS, UPDATE
 from megatrain.engine.assemble import LEAVING, RETURNING
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.cost_model import CostModel
@@ -20,10 +18,8 @@ from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
-from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
-from megatrain.store import on_disk
-from megatrain.tile import TileKind, TileLayout
+from megatrain.tile import TileKind
 
 # Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
 _USED = 0.95
@@ -32,96 +28,7 @@ _USED = 0.95
 # torch.compile tries kernels out with. 0.5B in a limit of 1600 MiB took 46 MiB more than foretold.
 _LIBRARIES = 0.08
 
-
-class FirstTiles:
-    """A model's tiles from the first one on, in which order they come to rest on the device."""
-
-    def __init__(
-        self, layouts: Sequence[TileLayout], workload: Workload, placement: Placement
-    ) -> None:
-        """Args: `placement` says what rests on a disk, and how many passes a step has."""
-        self.tiles = [each for each in layouts if each.kind is not TileKind.UNUSED]
-        rule, dtype = workload.rule, workload.dtype
-        kept = [sum(p.num_bytes(t) for p in tile_planes(rule, dtype)) for t in self.tiles]
-        gradients = [gradient_plane(dtype).num_bytes(tile) for tile in self.tiles]
-        # Of what is cut between ranks, each has the weights whole beside its block.
-        whole = [_streamed([t]) * dtype.itemsize * (t.ranks > 1) for t in self.tiles]
-        # Of gradients that do not wait for the norm the host holds only those that are in flight.
-        held = [workload.clip and not rule.directs(tile) for tile in self.tiles]
-        # Of layers that rest there in passes it holds the sums in any case.
-        summed = placement.passes > 1 and not rule.needs_matrices
-        layers = [summed and t.kind is TileKind.LAYER for t in self.tiles]
-        there = [0 if layer else num for layer, num in zip(layers, gradients, strict=True)]
-        self._on_device = [0, *accumulate(map(add, map(add, kept, whole), there))]
-        self._on_host = [0, *accumulate(map(add, kept, map(mul, gradients, held)))]
-        # What leaves the disk for the device spares the host nothing.
-        if placement.disk_moments or placement.disk_weights:
-            counts = range(len(self.tiles) + 1)
-            moved = [replace(placement, resident=self.names(count)) for count in counts]
-            first, *_ = there = [*disk_bytes(layouts, workload, moved)]
-            self._on_host = [
-                n - (first - left) for n, left in zip(self._on_host, there, strict=True)
-            ]
-
-    @property
-    def sums_bytes(self) -> int:
-        """What fp32 sums take that all stay, beyond the room of the largest (a table has rows)."""
-        tiles = [each for each in self.tiles if each.kind is not TileKind.EMBEDDING]
-        summed = [each.trainable_numel for each in tiles]
-        return 4 * (sum(summed) - max(summed))
-
-    def rest(self, count: int) -> list[TileLayout]:
-        """The tiles after the first `count` whose weights could stay on the device; the head first.
-
-        Of layers any do.
-        """
-        kinds = (TileKind.HEAD, TileKind.LAYER)
-        return [each for kind in kinds for each in self.tiles[count:] if each.kind is kind]
-
-    def names(self, count: int) -> tuple[str, ...]:
-        """Of the first `count`."""
-        return tuple(each.name for each in self.tiles[:count])
-
-    def device_bytes(self, count: int) -> int:
-        """Device bytes of the first `count` tiles."""
-        return self._on_device[count]
-
-    def host_bytes(self, count: int) -> int:
-        """Host bytes that moving the first `count` tiles spares."""
-        return self._on_host[count]
-
-    def most(self, room: int) -> int:
-        """The number of first tiles that fit in `room` device bytes; -1 if `room` is negative."""
-        return sum(num_bytes <= room for num_bytes in self._on_device) - 1
-
-    def fewest(self, lacking: int) -> int:
-        """The least number of first tiles whose move spares the host `lacking` bytes.
-
-        One more than there are if all together spare less.
-        """
-        return sum(num_bytes < lacking for num_bytes in self._on_host)
-
-
-def first_tiles(forecasts: ForecastCache, workload: Workload, placement: Placement) -> FirstTiles:
-    """The same for a placement, of which only what rests on a disk and passes matter."""
-    names = ("disk_moments", "disk_remainder", "disk_weights", "passes")
-    alike = Placement(**{name: getattr(placement, name) for name in names})
-    key = "tiles", workload.rule, workload.ranks, workload.dtype, workload.clip, alike
-    layouts = forecasts.model(workload).layouts
-    return forecasts.once(key, lambda: FirstTiles(layouts, workload, alike))
-
-
-def disk_bytes(
-    layouts: Sequence[TileLayout], workload: Workload, placements: Iterable[Placement]
-) -> Iterator[int]:
-    """What each of some placements puts on a disk, of one rank."""
-    sizes: Counter[tuple[str, str]] = Counter()
-    for plane in tile_planes(workload.rule, workload.dtype):
-        sizes.update({(plane.kind.value, t.name): plane.num_bytes(t) for t in layouts})
-    for placement in placements:
-        elsewhere = [t for t in layouts if t.name not in placement.resident]
-        there = on_disk(placement, elsewhere).items()
-        yield sum(sizes[kind, name] for kind, names in there for name in names)
+_HOPELESS = 1.2  # times the seconds of the fastest, and likely: a way is not followed
 
 
 @dataclass(frozen=True)
@@ -182,6 +89,10 @@ class MemoryPlan:
     graphs: "Graphs"
     seconds: float
     likely: float
+
+    def promises(self, best: Forecast) -> bool:
+        """Whether it may be faster: what is likely has been at most a sixth too much."""
+        return self.seconds < best.seconds and self.likely < _HOPELESS * best.seconds
 
     def placement(self, graphs: "Graphs") -> Placement:
         """The candidate's with so many graphs."""
@@ -274,7 +185,7 @@ class MemoryPlans:
             left, left_on_host = first.device_bytes(count), first.host_bytes(count)
             rest = first.rest(count)
             for staying in sorted({0, min(1, len(rest)), len(rest) * (self._passes > 1)}):
-                weights = self._workload.dtype.itemsize * _streamed(rest[:staying])
+                weights = self._workload.dtype.itemsize * streamed_numel(rest[:staying])
                 room = spare - left - weights, host_spare + left_on_host
                 yield from self._graphs(count, staying, *room)
 
@@ -324,28 +235,34 @@ class MemoryPlans:
         """
         all_tiles, gone = self._tiles, self._tiles[:count]
         left = 1 - sum(t.numel for t in gone) / sum(t.numel for t in all_tiles)
-        crossing = 1 - _streamed(gone) / _streamed(all_tiles)
+        crossing = 1 - streamed_numel(gone) / streamed_numel(all_tiles)
         bounds, compute = self._frame.bounds, self._compute(graphs)
         crossed = graphs.offloaded * self._passes  # a graph of a pass each
         returning = self._costs.copy(COPY_IN, self._graph)
         rest = self._first.rest(count)
-        stays = _streamed(rest[:staying]) / _streamed(all_tiles)
+        stays = streamed_numel(rest[:staying]) / streamed_numel(all_tiles)
         arriving = bounds[COPY_IN] * ((crossing - stays) * self._passes + stays / 2)
         late = max(0.0, arriving / 2 - self._forward()) if self._passes > 1 else 0.0
         itemsize = self._workload.dtype.itemsize
-        exposed = self._costs.copy(COPY_IN, itemsize * _streamed(rest[:2]))
+        exposed = self._costs.copy(COPY_IN, itemsize * streamed_numel(rest[:2]))
         late += exposed * (self._passes - 1) if rest and not staying else -exposed
         alone = 0.0
         if self._passes > 1 and self._workload.clip:
             alone = max(0.0, bounds[UPDATE] * left - self._forward() / self._passes)
+        spent = replace(self._frame.placement, resident=self._first.names(count))
+        spent = replace(spent, keep_weights=staying, passes=self._passes)
+        read = self._costs.copy(DISK_WEIGHTS, itemsize * self._first.read_numel(spent))
         least = max(
             compute + alone,
             bounds[UPDATE] * left,
             arriving + crossed * returning,
             bounds[COPY_OUT] * crossing + crossed * self._leaving(),
+            read,
         )
         waited = self._frame.seconds - bounds[COMPUTE]
-        return least, max(least, compute + late + max(waited * left, alone))
+        # The candidate waits for a disk once; other passes do again.
+        again = read * (1 - 1 / self._passes)
+        return least, max(least, compute + late + max(waited * left, alone) + again)
 
     def _compute(self, graphs: Graphs) -> float:
         """Seconds of computing, and of waiting for lanes to the host."""
@@ -386,8 +303,3 @@ class MemoryPlans:
             if room < 0 or graphs == before:
                 break
         return best
-
-
-def _streamed(layouts: Sequence[TileLayout]) -> int:
-    """Elements of these tiles that cross the bus as a whole; of the embedding only rows do."""
-    return sum(each.numel for each in layouts if each.kind is not TileKind.EMBEDDING)

@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatrain.autoplace.first_tiles import disk_bytes
 from megatrain.autoplace.search import Search
-from megatrain.autoplace.spend import disk_bytes
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast

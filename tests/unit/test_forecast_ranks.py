@@ -7,8 +7,8 @@ import pytest
 
 from megatrain import Adafactor, Muon
 from megatrain.autoplace.candidates import Candidates
+from megatrain.autoplace.first_tiles import FirstTiles, disk_bytes
 from megatrain.autoplace.search import Search
-from megatrain.autoplace.spend import FirstTiles, disk_bytes
 from megatrain.autoplace.spill import fastest
 from megatrain.device import disk
 from megatrain.device.base import DISK_STREAMS, GATHER, HOSTS, REDUCE

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from megatrain.autoplace import candidates
+from megatrain.autoplace.first_tiles import FirstTiles
 from megatrain.autoplace.search import Search
-from megatrain.autoplace.spend import FirstTiles
 from megatrain.errors import DoesNotFit
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
