@@ -160,17 +160,37 @@ def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path
         assert (plan in result.stderr) == (gpu is not None)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["trian"], ["train"], ["train", "a", "b"], ["export", "a"], ["bench", "step", "--shape", "8b"],
-     ["generate", "m"], ["generate", "m", "--prompt", "a", "--precision", "fp8"],
-     ["generate", "m", "--prompt", "a", "--seed", str(2**63)]],
-    ids=" ".join,
-)  # fmt: skip
-def test_wrong_usage_is_exit_code_2(megatrain, arguments):
-    result = megatrain(*arguments)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.stderr
+USAGE = {  # typer's runner calls the program "root"
+    "trian": "no such command 'trian'. Did you mean 'train'?; see `root --help`",
+    "train": "missing argument 'run'; see `root train --help`",
+    "train a b": "got unexpected extra argument",
+    "export a": "missing argument 'out'",
+    "train a --sett x=1": "no such option: --sett",
+    "--debugg train a": "no such option: --debugg",
+    "plan --tokens": "option '--tokens' requires an argument",
+    "plan --tokens 0": "--tokens: ",
+    "plan --tokens many": "got 'many'; see `root plan --help`",
+    "export a b --dtype fp16": "--dtype: 'fp16' is not one of 'float32', 'bfloat16', 'float16'",
+    "bench step --shape 8b": "--shape: '8b' is not one of toy, 0.5b",
+    "bench stp": "no such command 'stp'. Did you mean 'step'?; see `root bench --help`",
+    "generate m": "give --prompt",
+    "generate m --prompt a --precision fp8": "--precision: 'fp8' is not one of 'bf16', 'fp32'",
+    f"generate m --prompt a --seed {2**63}": f"--seed: should be less than or equal to {2**63 - 1}",
+}
+
+
+@pytest.mark.parametrize("command", USAGE)
+def test_wrong_usage_is_one_line_too(megatrain, command):
+    result = megatrain(*command.split())
+    assert_refused(result, USAGE[command])
+    assert len(result.stderr.splitlines()) == 1 and not result.stdout
+
+
+def test_a_command_alone_shows_its_help(megatrain):
+    for command in ([], ["bench"]):
+        result = megatrain(*command)
+        assert result.exit_code == 2
+        assert "Commands:" in result.output and "error:" not in result.output
 
 
 def test_a_wrong_placement_for_the_benchmark(megatrain):
