@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain import AdamW, config
+from megatrain.data import sources
 from megatrain.errors import InputError
 from megatrain.json_yaml import parse_yaml
 from megatrain.optim import RULES
@@ -87,6 +88,33 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
     assert changed.optimizer.rule() == RULES[name](**own)
     if "clip" in own:
         load(MINIMAL, f"optimizer.name={name}", *given, "training.spike=3")  # all wait for the norm
+
+
+def test_a_null_section_is_as_if_left_out(load):
+    for name in config.Config.model_fields.keys() - {"model", "data", "training"}:
+        given = MINIMAL + f"{name}:  # its keys are comments\n"
+        assert load(given) == load(MINIMAL, f"{name}=null") == load()
+    given = MINIMAL + "adapter: {method: lora, r: 4}\nengine: {precision: fp32}\n"
+    assert load(given, "adapter=null") == load(MINIMAL, "engine.precision=fp32")
+
+
+def test_null_of_a_key_that_asks_for_nothing_by_default_is_as_if_left_out(load):
+    keys = (
+        "data.eval_fraction", "data.fields", "data.repeat", "model.freeze", "adapter.lora_dropout",
+        "adapter.rank_pattern", "schedule.options", "tracking.to", "training.seed",
+        "rollout.rewards", "optimizer.weight_decay", "loss.label_smoothing", "data.eval_path",
+    )  # fmt: skip
+    for key in keys:
+        assert load(MINIMAL, f"{key}=null") == load()
+    for key in ("checkpoint.keep", "data.packing", "training.batch_size"):  # all, or the default?
+        with pytest.raises(InputError, match=rf"--set {key}: should be a valid .*, got None"):
+            load(MINIMAL, f"{key}=null")
+
+
+def test_null_of_a_section_that_must_be_there_is_missing(load):
+    for name in ("model", "data", "training"):
+        with pytest.raises(InputError, match=rf"--set {name}: missing"):
+            load(MINIMAL, f"{name}=null")
 
 
 def test_run_files_that_name_no_optimizer_mean_adamw(load):
@@ -277,6 +305,21 @@ def test_a_binary_file_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(InputError):
         config.load(path)
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [*sorted({*sources._SUFFIXES} - {".json"}), ".txt", ".CSV"])
+def test_a_file_of_data_is_refused_with_the_key_it_belongs_to(tmp_path, suffix, packed):
+    path = tmp_path / f"rows{suffix}{packed}"
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        config.load(path)
+    path.write_bytes(b'{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(InputError) as refused:
+        config.load(path)
+    assert str(refused.value) == (
+        f"{path}: a file of data, not a run file: give a run file (YAML), and name the data in it "
+        f"as data.path, or with --set data.path={path}"
+    )
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
