@@ -12,6 +12,7 @@ from megatrain.cli import main
 from megatrain.device import host_mappings
 from megatrain.telemetry.gpu import Gpu
 from megatrain.train import setup
+from tests.cli.cases import sets
 
 
 def assert_refused(result, expected, code=2):
@@ -71,6 +72,11 @@ MISTAKES = {
         "data.eval_path: the set 'mine' has no path: name at least one file",
     ),
     "no path": (["data.path=[]"], "data.path: there is no path: name at least one file"),
+    "a disk that is not there": (
+        ["engine.disk=/none/there"],
+        "disk is '/none/there': no such folder; make it, or name another",
+    ),
+    "a disk that is a file": (["engine.disk=/etc/passwd"], "disk is '/etc/passwd': not a folder"),
     "bad placement": (["engine.placement.slots=0"], "engine.placement: slots is 0"),
 }
 
@@ -81,6 +87,30 @@ def test_a_mistake_in_the_run_file(megatrain, run_file, tmp_path, case):
     options = [part for override in overrides for part in ("--set", override)]
     assert_refused(megatrain("train", run_file, *options), expected)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_nothing_rests_on_is_said(megatrain, run_file, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "disk").mkdir()
+    result = megatrain("train", run_file, *sets(engine__disk="~/disk", training__steps=1))
+    assert result.exit_code == 0, result.output
+    assert "disk: nothing rests in ~/disk; placement.disk_moments says" in caplog.text
+    caplog.clear()
+    there = sets(engine__disk="~/disk", engine__placement={"slots": 1, "disk_moments": 1})
+    result = megatrain("train", run_file, *there, *sets(output__folder="other"))
+    assert result.exit_code == 0, result.output
+    assert "nothing rests" not in caplog.text
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_said(megatrain, run_file, caplog):
+    long = "the warm-up takes 6 steps, and the run has 6: the learning rate never gets to"
+    for warmup, said in (
+        ({"schedule__warmup_steps": 5}, False),
+        ({"schedule__warmup_steps": 6}, True),
+    ):
+        result = megatrain("train", run_file, *sets(output__folder=f"{said}", **warmup))
+        assert result.exit_code == 0, result.output
+        assert (long in caplog.text) == said
 
 
 DATA = {
