@@ -41,7 +41,8 @@ _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 Name = Annotated[str, AfterValidator(_a_name)]
 
 
-def _a_pattern(text: str) -> str:
+def a_pattern(text: str) -> str:
+    """The text. Raises ValueError: it is no regular expression."""
     try:
         re.compile(text)
     except re.error as error:
@@ -49,7 +50,7 @@ def _a_pattern(text: str) -> str:
     return text
 
 
-Pattern = Annotated[str, AfterValidator(_a_pattern)]
+Pattern = Annotated[str, AfterValidator(a_pattern)]
 
 
 class Section(BaseModel):
