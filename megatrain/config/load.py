@@ -121,6 +121,9 @@ def _describe(detail: ErrorDetails, source: str, overridden: set[str]) -> str:
         return f"{place}: {detail['ctx']['error']}"
     if detail["type"] == "model_type":
         return f"{place}: should be a mapping{_as_mapping(detail)}, got {shown(detail['input'])}"
+    given = detail["input"]
+    if detail["type"] == "list_type" and isinstance(given, str | int | float):
+        return f"{place}: should be a list, such as [{given}], got {shown(given)}"
     message = detail["msg"].removeprefix("Input ").replace("valid dictionary", "mapping")
     return f"{place}: {message}, got {shown(detail['input'])}"
 
