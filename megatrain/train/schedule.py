@@ -14,6 +14,8 @@ from megatrain.errors import InputError
 
 log = logging.getLogger(__name__)
 
+_ROUNDED = 1 + 1e-9  # how far above itself a rate may come out
+
 
 def make_schedule(
     config: Config, optimizer: Optimizer | None, total_steps: int, done: int
@@ -51,12 +53,19 @@ def check_schedule(config: Config, total_steps: int) -> None:
     warmup = config.schedule.num_warmup_steps(total_steps)
     for done in sorted({0, 1, warmup + 1, total_steps // 2, total_steps - 1}):
         if done < total_steps:
-            stand_in = SGD([torch.zeros(1)], lr=config.optimizer.settings["lr"])
+            lr = config.optimizer.settings["lr"]
+            stand_in = SGD([torch.zeros(1)], lr=lr)
             (rate,) = make_schedule(config, stand_in, total_steps, done).get_last_lr()
             if not 0 <= rate < math.inf:
                 raise InputError(
                     f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
                     f"{rate}; correct schedule.options"
+                )
+            if rate > lr * _ROUNDED:
+                raise InputError(
+                    f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
+                    f"{rate:g}, above optimizer.lr {lr:g}; correct schedule.options (min_lr is a "
+                    "rate, min_lr_rate a share of optimizer.lr)"
                 )
     if warmup >= total_steps:
         log.warning(

@@ -43,6 +43,10 @@ MISTAKES = {
         ["schedule.name=cosine", "schedule.options={last_epoch: 5}"],
         "schedule: cosine cannot be set up: ",
     ),
+    "a least rate above the rate": (
+        ["schedule.name=cosine_with_min_lr", "schedule.options={min_lr: 0.1}"],
+        "learning rate of step 4 0.0231802, above optimizer.lr 0.01; correct schedule.options",
+    ),
     "schedule option of another type": (
         ["schedule.name=cosine", "schedule.options={num_cycles: many}"],
         "schedule: cosine cannot be set up: could not convert",

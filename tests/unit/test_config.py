@@ -236,6 +236,10 @@ MISTAKES = [
     (["rollout.server=localhost:8000"], "should be an address, as http://127.0.0.1:8000, got 'loc"),
     (["rollout={rewards: [a:b], weights: [0]}"], "all weights are 0, so that nothing would be"),
     (["loss={name: grpo, scale_rewards: false}"], "TRL's false is none here: write none"),
+    (
+        ["loss={name: kto, desirable_weight: 0, undesirable_weight: 0}"],
+        "both weights of KTO are 0, so that nothing would be learnt; raise one",
+    ),
     (["adapter={method: lora, target_modules: '('}"], "target_modules: '(' is not a regular"),
     (["adapter={method: lora, rank_pattern: {'(': 4}}"], "rank_pattern: '(' is not a regular"),
     (["engine.placement.slot=2"], "engine.placement: unknown key 'slot'; did you mean 'slots'?"),
