@@ -220,6 +220,11 @@ class Placement:
         return f"{{{', '.join(f'{name}: {_written(getattr(self, name))}' for name in chosen)}}}"
 
     @property
+    def on_disk(self) -> bool:
+        """Whether anything rests on a disk."""
+        return bool(self.disk_moments or self.disk_remainder or self.disk_weights)
+
+    @property
     def prefetch_distance(self) -> int:
         return self.slots - 1 if self.prefetch is None else self.prefetch
 

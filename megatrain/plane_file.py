@@ -30,11 +30,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def disk_bytes(folder: str | os.PathLike[str], most: int | None) -> int:
-    """Of a disk that are free, and no more than `most`. Raises InputError: no such folder."""
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise InputError(f"disk is {os.fspath(folder)!r}: {error.strerror}") from error
+    """Of a disk that are free, and no more than `most`.
+
+    Raises:
+        InputError: there is no such folder, or no file can be made there.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        what = "not a folder" if path.exists() else "no such folder"
+        raise InputError(f"disk is {os.fspath(folder)!r}: {what}; make it, or name another")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise InputError(f"disk is {os.fspath(folder)!r}: it cannot be written into; name another")
+    free = shutil.disk_usage(path).free
     return free if most is None else min(free, most)
 
 

@@ -59,8 +59,10 @@ def settle(
     """The placement of an engine to come, given or chosen; what is None is as `Workload` says.
 
     Raises:
+        InputError: on any rank, there is no such disk.
         DoesNotFit: nothing does, or what was given does not.
     """
+    opened.ranks.agree(lambda: opened.disk_bytes)
     length = sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, _longest(opened))
     clip = opened.max_grad_norm is not None
     size = tokens_per_step or TOKENS, length, micro_batch
@@ -77,6 +79,11 @@ def settle(
     )
     known = tokens_per_step is not None and sequence_length is not None
     trained = opened.model.optimizer is not None
+    if trained and opened.disk is not None and not settled.placement.on_disk:
+        _log.info(
+            "disk: nothing rests in %s; placement.disk_moments says of how many tiles moments do",
+            opened.disk,
+        )
     told = None
     if known and trained and opened.device.kind == "cpu" and opened.ranks.size == 1:
         told = foretold_on_cpu(opened.model.spec, settled.placement, workload)

@@ -8,7 +8,8 @@ import logging
 import os
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from megatrain import __version__, seeds
 from megatrain.cli.bench import bench
 from megatrain.cli.options import DeviceMemory, DeviceName, HostMemory
 from megatrain.cli.planning import doctor, plan
+from megatrain.cli.usage import UsageError, as_input_error
 from megatrain.errors import InputError, MegatrainError, RunFailed, in_one_line, told
 from megatrain.telemetry.log import StderrHandler, wrapped
 
@@ -33,23 +35,41 @@ class ReportingGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command; `--debug` adds the traceback to the line."""
-        try:
+        with _reported(ctx):
             return super().invoke(ctx)
-        except (MegatrainError, OSError) as error:
-            if ctx.params.get("debug"):
-                traceback.print_exc()
-            known = _known(error) if isinstance(error, OSError) else error
-            with suppress(OSError):  # the exit code says it, too
-                who = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
-                print(wrapped(f"megatrain: error: {who}{in_one_line(known)}"), file=sys.stderr)
-            raise typer.Exit(known.exit_code) from error
-        except KeyboardInterrupt as error:
-            print("megatrain: interrupted", file=sys.stderr)
-            raise typer.Exit(130) from error  # 128 + SIGINT, the shells' convention
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read what comes before the command."""
+        with _reported(ctx):
+            return super().parse_args(ctx, args)
 
 
-def _known(error: OSError) -> MegatrainError:
-    """An error of the operating system as one of ours: a path that cannot be used is bad input."""
+@contextmanager
+def _reported(ctx: Any) -> Iterator[None]:
+    try:
+        yield
+    except (MegatrainError, OSError, UsageError) as error:
+        known = _known(error)
+        if known is None:
+            raise
+        if ctx.params.get("debug"):
+            traceback.print_exc()
+        with suppress(OSError):  # the exit code says it, too
+            who = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
+            print(wrapped(f"megatrain: error: {who}{in_one_line(known)}"), file=sys.stderr)
+        raise typer.Exit(known.exit_code) from error
+    except KeyboardInterrupt as error:
+        print("megatrain: interrupted", file=sys.stderr)
+        raise typer.Exit(130) from error  # 128 + SIGINT, the shells' convention
+
+
+def _known(error: Exception) -> MegatrainError | None:
+    """As one of our errors: a path that cannot be used is bad input. None: it is no error."""
+    if isinstance(error, UsageError):
+        return as_input_error(error)
+    if not isinstance(error, OSError):
+        assert isinstance(error, MegatrainError)
+        return error
     if error.errno in _PATH_ERRORS:
         return InputError(f"{told(error)}; check the path and who may use it")
     return RunFailed(told(error))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -163,6 +164,10 @@ def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
     try:
         for name, config in configs.items():
             _library().inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
+    except re.error as error:
+        raise InputError(
+            f"adapter: {error.pattern!r} is not a regular expression: {error}"
+        ) from error
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         raise InputError(f"adapter: {in_one_line(error, _LONGEST)}") from error
     found = [f".{base_path(path)}.{parameter_of(module)}" for path, module in wrappers(model)]

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatrain.compat import peft
-from megatrain.config.section import Fraction, Name, Positive, Section
+from megatrain.config.section import Fraction, Name, Pattern, Positive, Section, a_pattern
 from megatrain.errors import InputError
 
 
@@ -31,9 +31,14 @@ class AdapterSection(Section):
     init_lora_weights: bool | Literal["gaussian"] = True
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[Name] | Name | None = None
-    rank_pattern: dict[str, Positive] = Field(default_factory=dict)
-    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    rank_pattern: dict[Pattern, Positive] = Field(default_factory=dict)
+    alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     fan_in_fan_out: bool = False
+
+    @field_validator("target_modules", "exclude_modules")
+    @classmethod
+    def _names_or_a_pattern(cls, given: Any) -> Any:
+        return a_pattern(given) if isinstance(given, str) else given
 
     @property
     def keys(self) -> dict[str, Any] | None:

@@ -149,6 +149,14 @@ class LossSection(Section):
                 raise ValueError(f"{name_of} has no {name}; it has {', '.join(own)}")
         return own | {name: value for name, value in given.items() if value is not None}
 
+    @field_validator("scale_rewards", mode="before")
+    @classmethod
+    def _as_trl_once_wrote_it(cls, given: Any) -> Any:
+        if isinstance(given, bool):
+            word = "group" if given else "none"
+            raise ValueError(f"TRL's {str(given).lower()} is {word} here: write {word}")
+        return given
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         try:

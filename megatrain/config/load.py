@@ -5,6 +5,7 @@ the nearest valid one.
 """
 
 import copy
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -31,7 +32,23 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = Fal
     file = Path(path)
     if (file / "config.yaml").is_file():
         file /= "config.yaml"
+    _refuse_data(file)
     return overridden(read_yaml(file), str(file), overrides, endless=endless)
+
+
+# The names of rows in `megatrain.data.sources`, but for .json, which a run file may be, too.
+_DATA = re.compile(
+    r".*\.(jsonl|ndjson|jsonlines|csv|tsv|parquet|arrow|txt)(\.(gz|bz2|xz|zst))?", re.IGNORECASE
+)
+
+
+def _refuse_data(file: Path) -> None:
+    """Raises InputError: by its name a file has data, not a run."""
+    if _DATA.fullmatch(file.name) and file.is_file():
+        raise InputError(
+            f"{file}: a file of data, not a run file: give a run file (YAML), and name the data in "
+            f"it as data.path, or with --set data.path={file}"
+        )
 
 
 def overridden(
@@ -104,6 +121,9 @@ def _describe(detail: ErrorDetails, source: str, overridden: set[str]) -> str:
         return f"{place}: {detail['ctx']['error']}"
     if detail["type"] == "model_type":
         return f"{place}: should be a mapping{_as_mapping(detail)}, got {shown(detail['input'])}"
+    given = detail["input"]
+    if detail["type"] == "list_type" and isinstance(given, str | int | float):
+        return f"{place}: should be a list, such as [{given}], got {shown(given)}"
     message = detail["msg"].removeprefix("Input ").replace("valid dictionary", "mapping")
     return f"{place}: {message}, got {shown(detail['input'])}"
 

@@ -1,16 +1,31 @@
 """The section that says how a run makes replies, and what rewards them."""
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from megatrain.config.learning import LossSection
-from megatrain.config.section import Natural, Positive, Section
+from megatrain.config.section import Natural, Positive, Section, shown
 from megatrain.errors import InputError
 
 if TYPE_CHECKING:
     from megatrain.loss import ImportanceSampling, Loss
+
+
+def _function(written: str) -> str:
+    if not re.fullmatch(r".+:[A-Za-z_]\w*", written):
+        raise ValueError(
+            f"{shown(written)} names no function: write module:function or file.py:function"
+        )
+    return written
+
+
+def _address(written: str) -> str:
+    if not re.match(r"https?://", written):
+        raise ValueError(f"should be an address, as http://127.0.0.1:8000, got {shown(written)}")
+    return written
 
 
 class RolloutSection(Section):
@@ -24,14 +39,14 @@ class RolloutSection(Section):
     `vllm_importance_sampling_...`.
     """
 
-    rewards: list[Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]] = Field(default_factory=list)
+    rewards: list[Annotated[str, AfterValidator(_function)]] = Field(default_factory=list)
     weights: list[float] | None = None
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Natural = 0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive | None = None
-    server: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    server: Annotated[str, AfterValidator(_address)] | None = None
     server_weights: str | None = None
     server_seconds: Annotated[float, Field(gt=0)] = 600.0
     importance_sampling_mode: Literal[
@@ -55,6 +70,8 @@ class RolloutSection(Section):
             raise ValueError(
                 f"give as many weights as rewards: {len(self.rewards)}, not {len(self.weights)}"
             )
+        if self.weights and not any(self.weights):
+            raise ValueError("all weights are 0, so that nothing would be rewarded")
         return self
 
     @model_validator(mode="after")

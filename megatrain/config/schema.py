@@ -128,9 +128,11 @@ class EngineSection(Section):
     sharding: Literal["hybrid", "full"] = "hybrid"
     sequence_parallel: Positive = 1
 
-    @field_validator("device_memory", "host_memory", "disk_space")
+    @field_validator("device_memory", "host_memory", "disk_space", mode="before")
     @classmethod
-    def _size(cls, size: str | int | None) -> str | int | None:
+    def _size(cls, size: Any) -> Any:
+        if size is not None and type(size) not in (str, int):
+            raise ValueError(f"should be a size, such as 10GiB, got {shown(size)}")
         if size is not None and parse_bytes(size) <= 0:
             raise ValueError(f"should be a size above zero, got {shown(size)}")
         return size
@@ -141,6 +143,13 @@ class EngineSection(Section):
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", name):
             raise ValueError(f"should be auto, cpu, cuda or cuda:N, got {shown(name)}")
         return name
+
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _auto_or_choices(cls, value: Any) -> Any:
+        if value != "auto" and not isinstance(value, dict):
+            raise ValueError(f"should be auto, or choices such as {{slots: 2}}, got {shown(value)}")
+        return value
 
     @field_validator("placement")
     @classmethod

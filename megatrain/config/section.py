@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
@@ -41,7 +41,8 @@ _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 Name = Annotated[str, AfterValidator(_a_name)]
 
 
-def _a_pattern(text: str) -> str:
+def a_pattern(text: str) -> str:
+    """The text. Raises ValueError: it is no regular expression."""
     try:
         re.compile(text)
     except re.error as error:
@@ -49,7 +50,7 @@ def _a_pattern(text: str) -> str:
     return text
 
 
-Pattern = Annotated[str, AfterValidator(_a_pattern)]
+Pattern = Annotated[str, AfterValidator(a_pattern)]
 
 
 class Section(BaseModel):
@@ -58,6 +59,27 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_not_given(cls, given: Any) -> Any:
+        """Null of a section, or of a key that is 0, false or empty by default, is as if left out.
+
+        Of other keys null is no value, unless they say so: which would be meant?
+        """
+        if not isinstance(given, dict):
+            return given
+        return {n: v for n, v in given.items() if v is not None or not cls._is_nothing(n)}
+
+    @classmethod
+    def _is_nothing(cls, name: Any) -> bool:
+        """Whether a key has a section, or else a default that asks for nothing."""
+        field = cls.model_fields.get(name)
+        if field is None:
+            return False
+        kind, default = field.annotation, field.get_default(call_default_factory=True)
+        of_section = isinstance(kind, type) and issubclass(kind, Section)
+        return of_section or (default is not None and not field.is_required() and not default)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ class KTO(JointLoss):
         reference_logp: as of DPO.
 
     Raises:
-        InputError: `beta` is not above 0, a weight negative, or the type unknown.
+        InputError: `beta` is not above 0, a weight negative or both 0, or the type unknown.
     """
 
     beta: float = 0.1
@@ -53,6 +53,10 @@ class KTO(JointLoss):
         for weight in (self.desirable_weight, self.undesirable_weight):
             if not 0 <= weight < float("inf"):
                 raise InputError(f"a weight of KTO is {weight!r}; it must be at least 0")
+        if not self.desirable_weight + self.undesirable_weight:
+            raise InputError(
+                "both weights of KTO are 0, so that nothing would be learnt; raise one"
+            )
         check_type("KTO", self.loss_type, Variant)
 
     @property

@@ -5,6 +5,7 @@ folders of the base goes by the base's names, which are told here.
 """
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain.compat import peft
-from megatrain.errors import InputError
+from megatrain.errors import InputError, in_one_line
 from megatrain.seeds import derived_seed
 
 Values = Mapping[str, Callable[[], Tensor]]
@@ -85,6 +86,63 @@ def with_adapters(
     peft.inject(model, configs, active)
     _adapted[model] = Adapted(base, *peft.base_names(model), configs, active)
     return model
+
+
+def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
+    """As `with_adapters`, of one adapter that somebody has just asked for.
+
+    Raises:
+        InputError: also for what PEFT passes over: names that nothing in the model has.
+    """
+    model = with_adapters(base, {"default": config})
+    modules = [name for name, _ in base.named_modules()]
+    wanted = [(f".{name}", "target_modules") for name in _listed(config.target_modules)]
+    wanted += [(f".{name}", "exclude_modules") for name in _listed(config.exclude_modules)]
+    wanted += [(name, "modules_to_save") for name in _listed(config.modules_to_save)]
+    for end, key in wanted:
+        if not any(f".{own}".endswith(end) for own in modules):
+            raise InputError(
+                f"adapter: the model has no module {end.strip('.')!r} ({key}); there are "
+                f"{in_one_line(', '.join(_leaves(base)), 200)}"
+            )
+    _check_patterns(model, config)
+    return model
+
+
+def _check_patterns(model: PreTrainedModel, config: Any) -> None:
+    """Raises InputError: a pattern, or the number of a layer, is of nothing that is adapted."""
+    taken = set()
+    for path, module in peft.wrappers(model):
+        if not peft.is_copy(module):
+            own = peft.base_path(path)
+            parameter = peft.parameter_of(module)
+            taken.add(own if parameter is None else f"{own}.{parameter}")
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, key):
+            if not any(re.fullmatch(rf"(.*\.)?({pattern})", path) for path in taken):
+                raise InputError(
+                    f"adapter: {key} has {pattern!r}, and no adapted module matches it; adapted "
+                    f"are {in_one_line(', '.join(sorted(taken)), 200)}"
+                )
+    for index in _listed(config.layers_to_transform):
+        if not any(str(index) in path.split(".") for path in taken):
+            raise InputError(
+                f"adapter: no module of layer {index} is adapted (layers_to_transform); layers "
+                "count from 0"
+            )
+
+
+def _leaves(model: nn.Module) -> list[str]:
+    """What modules with parameters of their own are called, each name once."""
+    own = (name for name, m in model.named_modules() if any(True for _ in m.parameters(False)))
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in own))
+
+
+def _listed(given: Any) -> list[Any]:
+    """The names, or numbers, of a key that may be one number or a regular expression."""
+    if isinstance(given, str) or given is None:
+        return []
+    return [given] if isinstance(given, int) else sorted(given)
 
 
 def noted(model: PreTrainedModel, configs: Mapping[str, Any], active: str) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from megatrain.compat.transformers import scores_rows
 from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
-from megatrain.model.adapters import adapted, noted, plain, with_adapters
+from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
 from megatrain.model.build import empty_model, load_config, loaded_types, scoring
 from megatrain.model.companions import Companions, companions, set_generation
 from megatrain.model.probe import spec
@@ -250,7 +250,7 @@ def _not_merged(folder: Path, base: str) -> InputError:
 
 def _grown(source: Source, config: Any) -> Source:
     """The source with an adapter put on its model."""
-    source.model, source.grows = with_adapters(source.model, {"default": config}), True
+    source.model, source.grows = with_new_adapter(source.model, config), True
     names, buffers = source.names, source.untrained.buffers
     source.untrained.buffers = {names.get(n, n): b for n, b in buffers.items()}
     return source

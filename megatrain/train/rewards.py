@@ -146,6 +146,4 @@ def measured(each_RF: Tensor, together_R: Tensor, names: Sequence[str]) -> dict[
         there = values[~values.isnan()]
         found |= {mean: float(there.mean())} if len(there) else {}
         found |= {std: float(there.std())} if len(there) > 1 else {}
-    if "reward" not in found:
-        log.warning("no reward function has an opinion of any reply: nothing is learnt from them")
     return found

@@ -23,7 +23,7 @@ from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
 from megatrain.distributed import ALONE, Ranks
-from megatrain.errors import InputError
+from megatrain.errors import InputError, StepRefused
 from megatrain.generate import Sampling, continued, stop_ids
 from megatrain.loss import IGNORED, PolicyLoss, num_labelled
 from megatrain.seeds import derived_seed
@@ -94,6 +94,7 @@ class Rollouts:
 
         Raises:
             RunFailed: a reward function has failed.
+            StepRefused: no function has rewarded any of its replies.
             DoesNotFit: no memory for keys and values.
         """
         told: dict[str, Any] = {}
@@ -152,6 +153,7 @@ class Rollouts:
         with _timed(seconds, "reward"):
             each_RF = self._rewarded(replies, step, told)
             rewards = self._rewards.together(each_RF)
+            _require_some(rewards)
         with _timed(seconds, "logprobs"):
             made, divergence, order = self._with_logprobs(replies)
             if self._server is not None:
@@ -200,8 +202,13 @@ class Rollouts:
         return told
 
     def _told(self, replies: Sequence[Reply], each_RF: Tensor) -> dict[str, float]:
-        together_R = self._rewards.together(each_RF)
-        return measured(each_RF, together_R, self._rewards.names) | _described(replies)
+        found = measured(each_RF, self._rewards.together(each_RF), self._rewards.names)
+        if "reward" not in found:
+            log.warning(
+                "no reward function has rewarded any of %d replies: this evaluation has no reward",
+                len(replies),
+            )
+        return found | _described(replies)
 
     def _replies(self, rows: Sequence[PromptRow], count: int, number: int) -> list[Reply]:
         """`count` replies to each, drawn with the seed of this number."""
@@ -279,6 +286,17 @@ class Rollouts:
             if "reference_logp" in self._loss.inputs:
                 micro["reference_logp"] = theirs
         return made, divergence, order
+
+
+def _require_some(rewards_R: Tensor) -> None:
+    """Raises StepRefused: there are none, so that nothing could be learnt."""
+    if rewards_R.isnan().all():
+        raise StepRefused(
+            f"no function of rollout.rewards has rewarded any of the {len(rewards_R)} replies: "
+            "each returned None or NaN for all of them; correct the functions, or leave such "
+            "steps out with training.on_nonfinite: skip",
+            intact=True,
+        )
 
 
 def _row(reply: Reply, *, mask: bool) -> tuple[Any, Any]:

@@ -1,17 +1,13 @@
 """Everything a run needs, built from its configuration, cheapest checks first."""
 
 import logging
-import math
-import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.api import Engine
 from megatrain.checkpoint import MODEL, Checkpoint
@@ -30,6 +26,7 @@ from megatrain.train.resolve_model import begun_from, moved_base, named_model
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 from megatrain.train.rewards import Rewards
 from megatrain.train.rollouts import Rollouts
+from megatrain.train.schedule import check_schedule, make_schedule
 from megatrain.train.second_model import SecondModel, begun_model, second_model
 from megatrain.train.sharing import by_parts, group_of, in_turn
 from megatrain.train.teacher import find_teacher
@@ -106,6 +103,7 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
 
 def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack) -> Job:
     """As `prepare`; `held` closes what has been opened."""
+    ranks.agree(lambda: Workload.of_run(config).disk_bytes)  # a folder, on each host
     section, source = _model_source(config, start)
     tokenizer = run_tokenizer(section)
     hf_config = model_config(section, tokenizer)
@@ -120,7 +118,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
     held.callback(loader.close)
     total_steps = config.training.steps or steps_of(config.training.epochs or 0, config, loader)
     # A wrong option should be known before weights are read, which may take minutes.
-    _check_schedule(config, total_steps)
+    check_schedule(config, total_steps)
     rewards = Rewards(config.rollout)
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
@@ -148,7 +146,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
         kind=training.kind,
         evaluation=_batches(evaluation, rows, second, ranks),
         references=references,
-        schedule=_schedule(config, engine.optimizer, total_steps, done),
+        schedule=make_schedule(config, engine.optimizer, total_steps, done),
         total_steps=total_steps,
         resumed=start.state if start else None,
         ranks=ranks,
@@ -260,29 +258,6 @@ def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -
     return min(fitting, config.training.batch_size)
 
 
-def _schedule(
-    config: Config, optimizer: Optimizer | None, total_steps: int, done: int
-) -> LRScheduler:
-    """The schedule after `done` steps: the learning rate is a function of the step alone."""
-    schedule = config.schedule
-    try:
-        made = get_scheduler(
-            schedule.name,
-            optimizer,
-            num_warmup_steps=schedule.num_warmup_steps(total_steps),
-            num_training_steps=total_steps,
-            scheduler_specific_kwargs=dict(schedule.options),
-        )
-        if 0 < done < total_steps:
-            made.last_epoch = done - 1
-            with warnings.catch_warnings():  # torch misses the optimizer's steps, taken long ago
-                warnings.simplefilter("ignore", UserWarning)
-                made.step()
-    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-        raise InputError(f"schedule: {schedule.name} cannot be set up: {error}") from error
-    return made
-
-
 def _go_to(loader: StepLoader, start: Start | None, total_steps: int) -> int:
     """Put the loader where the run goes on; returns the steps done."""
     if start is None:
@@ -295,20 +270,6 @@ def _go_to(loader: StepLoader, start: Start | None, total_steps: int) -> int:
             "set training.steps or epochs to more"
         )
     return done
-
-
-def _check_schedule(config: Config, total_steps: int) -> None:
-    """Raises InputError: it cannot be set up, or some step would have no learning rate."""
-    warmup = config.schedule.num_warmup_steps(total_steps)
-    for done in sorted({0, 1, warmup + 1, total_steps // 2, total_steps - 1}):
-        if done < total_steps:
-            stand_in = SGD([torch.zeros(1)], lr=config.optimizer.settings["lr"])
-            (rate,) = _schedule(config, stand_in, total_steps, done).get_last_lr()
-            if not 0 <= rate < math.inf:
-                raise InputError(
-                    f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
-                    f"{rate}; correct schedule.options"
-                )
 
 
 def _engine(

@@ -12,6 +12,7 @@ from megatrain.cli import main
 from megatrain.device import host_mappings
 from megatrain.telemetry.gpu import Gpu
 from megatrain.train import setup
+from tests.cli.cases import sets
 
 
 def assert_refused(result, expected, code=2):
@@ -42,6 +43,10 @@ MISTAKES = {
         ["schedule.name=cosine", "schedule.options={last_epoch: 5}"],
         "schedule: cosine cannot be set up: ",
     ),
+    "a least rate above the rate": (
+        ["schedule.name=cosine_with_min_lr", "schedule.options={min_lr: 0.1}"],
+        "learning rate of step 4 0.0231802, above optimizer.lr 0.01; correct schedule.options",
+    ),
     "schedule option of another type": (
         ["schedule.name=cosine", "schedule.options={num_cycles: many}"],
         "schedule: cosine cannot be set up: could not convert",
@@ -71,6 +76,11 @@ MISTAKES = {
         "data.eval_path: the set 'mine' has no path: name at least one file",
     ),
     "no path": (["data.path=[]"], "data.path: there is no path: name at least one file"),
+    "a disk that is not there": (
+        ["engine.disk=/none/there"],
+        "disk is '/none/there': no such folder; make it, or name another",
+    ),
+    "a disk that is a file": (["engine.disk=/etc/passwd"], "disk is '/etc/passwd': not a folder"),
     "bad placement": (["engine.placement.slots=0"], "engine.placement: slots is 0"),
 }
 
@@ -81,6 +91,30 @@ def test_a_mistake_in_the_run_file(megatrain, run_file, tmp_path, case):
     options = [part for override in overrides for part in ("--set", override)]
     assert_refused(megatrain("train", run_file, *options), expected)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_nothing_rests_on_is_said(megatrain, run_file, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "disk").mkdir()
+    result = megatrain("train", run_file, *sets(engine__disk="~/disk", training__steps=1))
+    assert result.exit_code == 0, result.output
+    assert "disk: nothing rests in ~/disk; placement.disk_moments says" in caplog.text
+    caplog.clear()
+    there = sets(engine__disk="~/disk", engine__placement={"slots": 1, "disk_moments": 1})
+    result = megatrain("train", run_file, *there, *sets(output__folder="other"))
+    assert result.exit_code == 0, result.output
+    assert "nothing rests" not in caplog.text
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_said(megatrain, run_file, caplog):
+    long = "the warm-up takes 6 steps, and the run has 6: the learning rate never gets to"
+    for warmup, said in (
+        ({"schedule__warmup_steps": 5}, False),
+        ({"schedule__warmup_steps": 6}, True),
+    ):
+        result = megatrain("train", run_file, *sets(output__folder=f"{said}", **warmup))
+        assert result.exit_code == 0, result.output
+        assert (long in caplog.text) == said
 
 
 DATA = {
@@ -160,17 +194,37 @@ def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path
         assert (plan in result.stderr) == (gpu is not None)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["trian"], ["train"], ["train", "a", "b"], ["export", "a"], ["bench", "step", "--shape", "8b"],
-     ["generate", "m"], ["generate", "m", "--prompt", "a", "--precision", "fp8"],
-     ["generate", "m", "--prompt", "a", "--seed", str(2**63)]],
-    ids=" ".join,
-)  # fmt: skip
-def test_wrong_usage_is_exit_code_2(megatrain, arguments):
-    result = megatrain(*arguments)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.stderr
+USAGE = {  # typer's runner calls the program "root"
+    "trian": "no such command 'trian'. Did you mean 'train'?; see `root --help`",
+    "train": "missing argument 'run'; see `root train --help`",
+    "train a b": "got unexpected extra argument",
+    "export a": "missing argument 'out'",
+    "train a --sett x=1": "no such option: --sett",
+    "--debugg train a": "no such option: --debugg",
+    "plan --tokens": "option '--tokens' requires an argument",
+    "plan --tokens 0": "--tokens: ",
+    "plan --tokens many": "got 'many'; see `root plan --help`",
+    "export a b --dtype fp16": "--dtype: 'fp16' is not one of 'float32', 'bfloat16', 'float16'",
+    "bench step --shape 8b": "--shape: '8b' is not one of toy, 0.5b",
+    "bench stp": "no such command 'stp'. Did you mean 'step'?; see `root bench --help`",
+    "generate m": "give --prompt",
+    "generate m --prompt a --precision fp8": "--precision: 'fp8' is not one of 'bf16', 'fp32'",
+    f"generate m --prompt a --seed {2**63}": f"--seed: should be less than or equal to {2**63 - 1}",
+}
+
+
+@pytest.mark.parametrize("command", USAGE)
+def test_wrong_usage_is_one_line_too(megatrain, command):
+    result = megatrain(*command.split())
+    assert_refused(result, USAGE[command])
+    assert len(result.stderr.splitlines()) == 1 and not result.stdout
+
+
+def test_a_command_alone_shows_its_help(megatrain):
+    for command in ([], ["bench"]):
+        result = megatrain(*command)
+        assert result.exit_code == 2
+        assert "Commands:" in result.output and "error:" not in result.output
 
 
 def test_a_wrong_placement_for_the_benchmark(megatrain):

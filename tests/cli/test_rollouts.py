@@ -41,6 +41,18 @@ async def later(completions, **kwargs):
 def even(completion_ids, **kwargs):
     return [sum(each % 2 == 0 for each in ids) / len(ids) for ids in completion_ids]
 
+def nothing(completions, **kwargs):
+    return [None] * len(completions)
+
+def undefined(completions, **kwargs):
+    return torch.full((len(completions),), torch.nan)
+
+def at_first(completions, trainer_state, **kwargs):
+    return [None if trainer_state.global_step == 0 else 1.0] * len(completions)
+
+def at_end(completions, trainer_state, **kwargs):
+    return [1.0 if trainer_state.global_step == 0 else None] * len(completions)
+
 def few(completions, **kwargs):
     return [1.0]
 
@@ -389,12 +401,44 @@ def test_tools_beside_a_prompt_are_refused(megatrain, rollout_file, tmp_path):
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_replies_without_any_opinion_are_told_of(caplog):
+def test_what_nobody_has_rewarded_has_no_measure():
     none = torch.full((2, 1), math.nan)
     assert measured(none, none[:, 0], ["f"]) == {}
-    assert "no reward function has an opinion of any reply" in caplog.text
     one = torch.tensor([[1.0], [math.nan]])
     assert measured(one, one[:, 0], ["f"]) == {"rewards/f/mean": 1.0, "reward": 1.0}
+
+
+def test_a_step_whose_replies_nobody_rewards_ends_the_run(megatrain, rollout_file):
+    """It would end well with a model that has learnt nothing."""
+    file = rollout_file({"name": "grpo"}, ["nothing", "undefined"])
+    result = megatrain("train", file)
+    assert result.exit_code == 4
+    (line,) = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert line.startswith(
+        "megatrain: error: step 1: no function of rollout.rewards has rewarded any of the 12 "
+        "replies: each returned None or NaN for all of them; correct the functions, or leave such "
+        "steps out with training.on_nonfinite: skip; its rows: "
+    )
+    assert "failed" in read(file.parent / "run")[0]
+    assert not (file.parent / "run" / "model").exists()
+
+
+def test_a_step_whose_replies_nobody_rewards_may_be_left_out(megatrain, rollout_file, tmp_path):
+    file = rollout_file({"name": "grpo", "num_iterations": 2}, ["at_first"])
+    result = megatrain("train", file, *sets(training__on_nonfinite="skip", training__steps=3))
+    assert result.exit_code == 0, result.output
+    first, *others = read(tmp_path / "run")
+    assert "rewarded any of the 12 replies" in first["skipped"] and "loss" not in first
+    assert all("loss" in record for record in others)
+    assert ["reward" in record for record in others] == [True, False]
+
+
+def test_an_evaluation_whose_replies_nobody_rewards_is_told_of(megatrain, rollout_file, caplog):
+    file = rollout_file({"name": "grpo"}, ["at_end"])
+    held = sets(data__eval_fraction=0.2, training__eval_every=1, training__steps=1)
+    result = megatrain("train", file, *held)
+    assert result.exit_code == 0, result.output
+    assert "rewarded any of 4 replies: this evaluation has no reward" in caplog.text
 
 
 def test_replies_are_made_by_a_model_with_a_loss_of_routers(megatrain, rollout_file):

@@ -327,6 +327,33 @@ REFUSED = {
     ),
     "an unknown key": (llama, {"adapter": {"rank": 4}}, "'rank' is not supported"),
     "no such module": (llama, {"adapter": {"target_modules": ["nope"]}}, "nope"),
+    "one module that is not there": (
+        llama, {"adapter": {"target_modules": ["q_proj", "v_porj"]}},
+        r"no module 'v_porj' \(target_modules\); there are embed_tokens, q_proj, k_proj, v_proj",
+    ),
+    "nothing to save": (
+        llama, {"adapter": {"target_modules": ["q_proj"], "modules_to_save": ["lm_hed"]}},
+        r"no module 'lm_hed' \(modules_to_save\)",
+    ),
+    "nothing to exclude": (
+        llama, {"adapter": {"target_modules": "all-linear", "exclude_modules": ["lm_hed"]}},
+        r"no module 'lm_hed' \(exclude_modules\)",
+    ),
+    "a rank of nothing": (
+        llama, {"adapter": {"target_modules": ["q_proj"], "rank_pattern": {"k_proj": 4}}},
+        "rank_pattern has 'k_proj', and no adapted module matches it; adapted are model.layers.0",
+    ),
+    "an alpha of nothing": (
+        llama, {"adapter": {"target_modules": ["q_proj"], "alpha_pattern": {"nope": 4}}},
+        "alpha_pattern has 'nope', and no adapted module",
+    ),
+    "a layer that is not there": (
+        llama, {"adapter": {"target_modules": ["q_proj"], "layers_to_transform": [0, 99]}},
+        "no module of layer 99 is adapted",
+    ),
+    "a broken pattern": (
+        llama, {"adapter": {"target_modules": "("}}, r"'\(' is not a regular expression: missing",
+    ),
     "a bad rank": (llama, {"adapter": {"r": 0, "target_modules": ["q_proj"]}}, "positive"),
     "PiSSA": (
         llama, {"adapter": {"init_lora_weights": "pissa", "target_modules": ["q_proj"]}}, "pissa"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain import AdamW, config
+from megatrain.data import sources
 from megatrain.errors import InputError
 from megatrain.json_yaml import parse_yaml
 from megatrain.optim import RULES
@@ -87,6 +88,33 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
     assert changed.optimizer.rule() == RULES[name](**own)
     if "clip" in own:
         load(MINIMAL, f"optimizer.name={name}", *given, "training.spike=3")  # all wait for the norm
+
+
+def test_a_null_section_is_as_if_left_out(load):
+    for name in config.Config.model_fields.keys() - {"model", "data", "training"}:
+        given = MINIMAL + f"{name}:  # its keys are comments\n"
+        assert load(given) == load(MINIMAL, f"{name}=null") == load()
+    given = MINIMAL + "adapter: {method: lora, r: 4}\nengine: {precision: fp32}\n"
+    assert load(given, "adapter=null") == load(MINIMAL, "engine.precision=fp32")
+
+
+def test_null_of_a_key_that_asks_for_nothing_by_default_is_as_if_left_out(load):
+    keys = (
+        "data.eval_fraction", "data.fields", "data.repeat", "model.freeze", "adapter.lora_dropout",
+        "adapter.rank_pattern", "schedule.options", "tracking.to", "training.seed",
+        "rollout.rewards", "optimizer.weight_decay", "loss.label_smoothing", "data.eval_path",
+    )  # fmt: skip
+    for key in keys:
+        assert load(MINIMAL, f"{key}=null") == load()
+    for key in ("checkpoint.keep", "data.packing", "training.batch_size"):  # all, or the default?
+        with pytest.raises(InputError, match=rf"--set {key}: should be a valid .*, got None"):
+            load(MINIMAL, f"{key}=null")
+
+
+def test_null_of_a_section_that_must_be_there_is_missing(load):
+    for name in ("model", "data", "training"):
+        with pytest.raises(InputError, match=rf"--set {name}: missing"):
+            load(MINIMAL, f"{name}=null")
 
 
 def test_run_files_that_name_no_optimizer_mean_adamw(load):
@@ -193,7 +221,27 @@ MISTAKES = [
         ["engine.precision=fp16"],
         "--set engine.precision: should be 'bf16', 'fp32' or 'fp8', got 'fp16'",
     ),
-    (["engine.placement=fast"], "--set engine.placement: should be 'auto', got 'fast'"),
+    (
+        ["engine.placement=fast"],
+        "--set engine.placement: should be auto, or choices such as {slots: 2}, got 'fast'",
+    ),
+    (["engine.placement=null"], "--set engine.placement: should be auto, or choices such as"),
+    (["engine.host_memory=0"], "--set engine.host_memory: should be a size above zero, got 0"),
+    (["engine.host_memory=-1"], "--set engine.host_memory: should be a size above zero, got -1"),
+    (["engine.disk=d", "engine.disk_space=1.5"], "should be a size, such as 10GiB, got 1.5"),
+    (["engine.device_memory=true"], "should be a size, such as 10GiB, got True"),
+    (["model.freeze=embed"], "--set model.freeze: should be a list, such as [embed], got 'embed'"),
+    (["optimizer.betas=0.9"], "--set optimizer.betas: should be a list, such as [0.9], got 0.9"),
+    (["rollout.rewards=[rewards.py]"], "'rewards.py' names no function: write module:function or"),
+    (["rollout.server=localhost:8000"], "should be an address, as http://127.0.0.1:8000, got 'loc"),
+    (["rollout={rewards: [a:b], weights: [0]}"], "all weights are 0, so that nothing would be"),
+    (["loss={name: grpo, scale_rewards: false}"], "TRL's false is none here: write none"),
+    (
+        ["loss={name: kto, desirable_weight: 0, undesirable_weight: 0}"],
+        "both weights of KTO are 0, so that nothing would be learnt; raise one",
+    ),
+    (["adapter={method: lora, target_modules: '('}"], "target_modules: '(' is not a regular"),
+    (["adapter={method: lora, rank_pattern: {'(': 4}}"], "rank_pattern: '(' is not a regular"),
     (["engine.placement.slot=2"], "engine.placement: unknown key 'slot'; did you mean 'slots'?"),
     (["engine.placement.slots=x"], "engine.placement: slots should be a valid integer, got 'x'"),
     (["engine.placement.slots=0"], "engine.placement: slots is 0; it must be >= 1"),
@@ -277,6 +325,21 @@ def test_a_binary_file_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(InputError):
         config.load(path)
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [*sorted({*sources._SUFFIXES} - {".json"}), ".txt", ".CSV"])
+def test_a_file_of_data_is_refused_with_the_key_it_belongs_to(tmp_path, suffix, packed):
+    path = tmp_path / f"rows{suffix}{packed}"
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        config.load(path)
+    path.write_bytes(b'{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(InputError) as refused:
+        config.load(path)
+    assert str(refused.value) == (
+        f"{path}: a file of data, not a run file: give a run file (YAML), and name the data in it "
+        f"as data.path, or with --set data.path={path}"
+    )
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):

@@ -49,6 +49,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer class": ({"optimizer": AdamW}, "optimizer is a class; it must be megatrain.AdamW"),
     "loss": ({"loss": "dpo"}, "loss is 'dpo'; it must be one of megatrain.loss, such as DPO()"),
     "seed": ({"seed": "abc"}, "seed is 'abc'; it must be an integer"),
+    "disk": ({"disk": "/none/there"}, "disk is '/none/there': no such folder; make it, or name"),
     "attention": ({"attn_implementation": "nope"}, "nope"),
 }
 
