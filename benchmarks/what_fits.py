@@ -5,6 +5,7 @@ tokens with exact clipping, by the GPU's listed rates. Writes benchmarks/results
 which `python -m benchmarks.tables` makes the README's table.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -61,10 +62,13 @@ def column(gpu: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Plan all columns, as many at once as there are cores for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=tables.RESULTS / FILE)
+    out = parser.parse_args().out
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         cells = [cell for cells in pool.map(column, GPUS) for cell in cells]
     result = {"tokens_per_step": TOKENS, "commit": commit(), "cells": cells}
-    (tables.RESULTS / FILE).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
