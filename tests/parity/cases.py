@@ -88,7 +88,8 @@ def make_engine(
     if "eps" in SWEPT[rule]().settings:
         settings["eps"] = eps
     optimizer = SWEPT[rule](**settings)
-    options = {"device": "cpu", "disk": gettempdir()} | options
+    on_disk = getattr(options.get("placement"), "on_disk", False)
+    options = {"device": "cpu", "disk": gettempdir() if on_disk else None} | options
     return Engine(model, optimizer=optimizer, max_grad_norm=clip, precision=precision, **options)
 
 
