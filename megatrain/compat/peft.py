@@ -28,6 +28,7 @@ _OF_FILES = frozenset((
 ))  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _SCORES, _HEAD = "SEQ_CLS", "score"  # PEFT's task of models that score rows; their head
+_HEADS = {"classifier", _HEAD}  # names that PEFT adds to modules_to_save for this task
 _INITS = (True, False, "gaussian")  # others change the base's weights, or need data
 _LONGEST = 300
 
@@ -153,6 +154,11 @@ def is_base(folder: Path, config: Any) -> bool:
     """Whether the base of an adapter is in this folder."""
     base = config.base_model_name_or_path
     return base is not None and Path(base).expanduser().resolve() == folder.resolve()
+
+
+def heads_named(config: Any) -> set[str]:
+    """Names in `modules_to_save` that PEFT itself adds, whether a model has them or not."""
+    return _HEADS if config.task_type == _SCORES else set()
 
 
 def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:

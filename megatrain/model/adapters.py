@@ -98,7 +98,8 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
     modules = [name for name, _ in base.named_modules()]
     wanted = [(f".{name}", "target_modules") for name in _listed(config.target_modules)]
     wanted += [(f".{name}", "exclude_modules") for name in _listed(config.exclude_modules)]
-    wanted += [(name, "modules_to_save") for name in _listed(config.modules_to_save)]
+    saved = set(_listed(config.modules_to_save)) - peft.heads_named(config)
+    wanted += [(name, "modules_to_save") for name in sorted(saved)]
     for end, key in wanted:
         if not any(f".{own}".endswith(end) for own in modules):
             raise InputError(
