@@ -18,7 +18,7 @@ from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
-from megatrain.optim import AdamW
+from megatrain.optim import RULES, AdamW, Rule
 from megatrain.placement import Placement, renamed
 from megatrain.source.base import Base
 from megatrain.source.source import open_source, structure
@@ -69,6 +69,8 @@ class Prediction:
             yield gpu
         if not case["max_grad_norm"]:
             yield "no clipping"
+        if (name := case.get("optimizer", "adamw")) != "adamw":
+            yield name.capitalize()
         if (states := case.get("states", "fp32")) != "fp32":
             yield f"{states} states"
         if case["precision"] != "bf16":
@@ -117,11 +119,18 @@ def predict(result: dict[str, Any]) -> Prediction:
         case["max_grad_norm"] is not None,
         case["precision"],
         placement.compile,
-        AdamW(states=case.get("states", "fp32"), master=case.get("master", 32)),
+        rule_of(case),
     )
     return Prediction(
         result, forecasts.of(machine_of(result), placement, workload, case["micro_batch"])
     )
+
+
+def rule_of(case: dict[str, Any]) -> Rule:
+    """The optimizer of a case."""
+    if (name := case.get("optimizer", "adamw")) != "adamw":
+        return RULES[name]()
+    return AdamW(states=case.get("states", "fp32"), master=case.get("master", 32))
 
 
 def placement_of(result: dict[str, Any]) -> Placement:

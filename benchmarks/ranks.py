@@ -66,7 +66,8 @@ def main() -> None:
         dist.barrier()  # its memory is given back
     mine = replace(case, seed=1000 * dist.get_rank())
     found: list[Any] = [None] * dist.get_world_size()
-    together = measured(mine, lambda: build_engine(case, group=group))
+    all_rows = replace(case, sequences=case.sequences * dist.get_world_size())
+    together = measured(mine, lambda: build_engine(all_rows, group=group))
     dist.all_gather_object(found, together)
     if dist.get_rank() == 0:
         result["together"], result["environment"] = found, environment("cuda")
@@ -117,6 +118,7 @@ def measured(case: StepCase, make: Callable[[], Engine]) -> dict[str, Any]:
             done = engine.step(micro_batches)
             seconds.append(time.perf_counter() - started)
         return {
+            "placement": engine.placement.as_dict(),
             "step_seconds": seconds,
             "loss": done.loss,
             **statistics_of(seconds[case.warmup :], done.tokens, *sizes),

@@ -26,6 +26,8 @@ OPTIONS: dict[str, Any] = {
     **{field.name: field.default for field in fields(StepCase) if field.default is not MISSING},
 }
 """Options of `bench step` that a case need not have, and what they are then."""
+OWN = {"120b": "Qwen2.5's proportions at "}
+"""Shapes that Qwen2.5 does not have."""
 LONG = 16384
 """Tokens of rows whose attention is counted, too."""
 
@@ -55,6 +57,7 @@ def few_rows() -> list[str]:
     for result in steps():
         case = result["case"]
         special = case["placement"] or case.get("documents") or case.get("lora_r")
+        special = special or case.get("optimizer", "adamw") != "adamw"
         special = special or result["parameters"] < 1e9
         if case["max_grad_norm"] and not special:
             limit = case.get("device_memory")
@@ -90,6 +93,8 @@ def _row(result: dict[str, Any]) -> str:
     counted = f", {attention_tflops(result):.0f} with attention" if long else ""
     limit = f", at most {case['device_memory']}" if case.get("device_memory") else ""
     limit += "" if case["max_grad_norm"] else ", no clipping"
+    optimizer = case.get("optimizer", "adamw")
+    limit += "" if optimizer == "adamw" else f", {optimizer.capitalize()}"
     states = case.get("states", "fp32")
     limit += "" if states == "fp32" else f", {states} states"
     limit += "" if case["precision"] == "bf16" else f", {case['precision']}"
@@ -100,8 +105,9 @@ def _row(result: dict[str, Any]) -> str:
     documents = case.get("documents")
     limit += f", {documents} documents a row" if documents else ""
     by_hand = ", placed by hand" if case["placement"] else ""
+    model = f"{OWN.get(case['shape'], 'Qwen2.5-')}{case['shape'].upper()}"
     return (
-        f"| Qwen2.5-{case['shape'].upper()}, {case['sequences']} x {case['sequence_length']}"
+        f"| {model}, {case['sequences']} x {case['sequence_length']}"
         f"{limit}{by_hand} "
         f"| {gpu}, {result['environment']['usable_cores']} cores "
         f"| {result['median_seconds']:.2f} s ({spread}) "

@@ -119,7 +119,7 @@ class Engine(PlacedEngine):
             optimizer: None: to be run alone (2 bytes a parameter). max_grad_norm: None: unclipped.
             precision, seed: of layers (fp8: their linear modules; masters fp32); of draws, dropout.
             device, group: None: any GPU; ranks. sequence_parallel: how many of them share each row.
-            tokens_per_step, sequence_length: at most, for "auto"; None: 98,304 in rows of 1,024.
+            tokens_per_step (of all ranks), sequence_length: at most; None: 98,304, rows of 1,024.
             micro_batch, loss: of steps to come; `generation`: of replies between them, if any.
             router_aux_loss_coef, attn_implementation: None: as the model and transformers choose.
             trained: which parameters are, by patterns of names; else those that require gradients.

@@ -281,6 +281,26 @@ class Placement:
         return [field.name for field in fields(cls)]
 
 
+@dataclass(frozen=True)
+class Planned:
+    """The step of a rank that a placement was chosen for.
+
+    Attributes:
+        micro_batch_tokens: of one micro-batch.
+        host_bytes: that it holds, as `Engine.memory()` names them.
+        graphs: layers save graphs on the device.
+    """
+
+    tokens_per_step: int
+    micro_batch_tokens: int
+    host_bytes: Mapping[str, int]
+    graphs: bool = False
+
+    def holds(self, tokens: int, largest: int) -> bool:
+        """Whether a step of so many tokens, at most `largest` at once, is no larger."""
+        return tokens <= self.tokens_per_step and largest <= self.micro_batch_tokens
+
+
 def _written(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()

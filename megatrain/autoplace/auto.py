@@ -13,7 +13,6 @@ from typing import Literal
 from megatrain.autoplace.fits import check_fits
 from megatrain.autoplace.spill import fastest
 from megatrain.device import available_bytes
-from megatrain.engine.host_memory_guard import Planned
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.second_model import second_needs
@@ -22,7 +21,7 @@ from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Generation, Wor
 from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.machine import Machine, present_cpu, present_machine
 from megatrain.model.spec import ModelSpec
-from megatrain.placement import CPU_PLACEMENT, Placement
+from megatrain.placement import CPU_PLACEMENT, Placement, Planned
 from megatrain.source.opened import Opened
 from megatrain.tile import TileKind
 from megatrain.units import gib
@@ -130,7 +129,8 @@ def _for_rank(opened: Opened, workload: Workload) -> Settled:
         placement = Placement(slots=3, head_tokens=8192, compile=can_compile())
         return Settled(placement, workload.micro_batch)
     rows = found.micro_batch
-    planned = Planned(found.tokens_per_step, rows * found.sequence_length, found.host_bytes)
+    size, graphs = rows * found.sequence_length, found.placement.save_activations > 0
+    planned = Planned(found.tokens_per_step, size, found.host_bytes, graphs)
     return Settled(found.placement, rows, planned)
 
 

@@ -12,7 +12,8 @@ from megatrain.errors import InputError
 def open_device(name: str | None = None, local_rank: int | None = None) -> Device:
     """The device called `cpu`, `cuda` or `cuda:N`; None takes the GPU if there is one.
 
-    `local_rank` is the number of a rank among those on this machine: which GPU `cuda` is.
+    `cuda` is torch's current GPU, with `local_rank`, a rank's number on this machine, the GPU of
+    that number.
 
     Raises:
         InputError: no such device, or a GPU was demanded and there is none.
@@ -34,7 +35,9 @@ def open_device(name: str | None = None, local_rank: int | None = None) -> Devic
             f"device {name!r} was asked for, but torch sees no GPU here; install a CUDA build of "
             "torch and check nvidia-smi, or take device cpu"
         )
-    index = parsed.index if parsed.index is not None else local_rank or 0
+    index = local_rank if parsed.index is None else parsed.index
+    if index is None:
+        index = cuda.current()
     if index >= cuda.count():
         raise InputError(
             f"device cuda:{index} was asked for, but torch sees {cuda.count()} GPUs here; start "

@@ -53,6 +53,11 @@ def count() -> int:
     return torch.cuda.device_count()
 
 
+def current() -> int:
+    """The number of the GPU that torch takes where none is named."""
+    return torch.cuda.current_device()
+
+
 @dataclass(frozen=True)
 class HostEvent:
     """A host stream's counter has reached `count`."""

@@ -18,7 +18,7 @@ from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, req
 from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.batch import Batch, most_tokens, prepare
-from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
+from megatrain.engine.host_memory_guard import HostMemoryGuard
 from megatrain.engine.modules import Head, State
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.update import StepResult
@@ -33,7 +33,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.model.row_share import WHOLE, RowShare
 from megatrain.model.row_trial import RowTrial
 from megatrain.optim import StreamedOptimizer
-from megatrain.placement import Placement
+from megatrain.placement import Placement, Planned
 from megatrain.seeds import derived_seed
 from megatrain.source.exported import write_model
 from megatrain.source.fill import fill
@@ -65,21 +65,21 @@ class PlacedEngine:
             InputError: the placement has choices that this model cannot have.
         """
         self._opened, self._spec, self._dtype = opened, opened.model.spec, opened.dtype
-        self.device, self.placement, self._planned = opened.device, placement, planned
+        self.device, self.placement = opened.device, placement
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._spec.label_shift
         self._ranks = opened.ranks
         try:
             check_shared(opened, placement)
-            self._build(opened, placement)
+            self._build(opened, placement, planned)
         except BaseException:
             self.device.close()
             if hasattr(self, "_store"):
                 self._store.close()
             raise
 
-    def _build(self, opened: Opened, placement: Placement) -> None:
+    def _build(self, opened: Opened, placement: Placement, planned: Planned | None) -> None:
         layouts = opened.model.layouts
         how: dict[str, Any] = {"rule": opened.model.rule, "open_file": opened.open_file}
         how |= {"placement": placement, "rank": self._ranks.shards.rank}
@@ -108,7 +108,7 @@ class PlacedEngine:
             else assembly.training(self.optimizer, opened.max_grad_norm)
         )
         self._policies = assembly.policies
-        limits = opened.host_limit, self._planned, opened.row_ranks
+        limits = opened.host_limit, planned, opened.row_ranks
         self._host = HostMemoryGuard(self._store, self._parts, *limits)
         self._packing = Packing(self.config, self._program, self._trial_losses, self._check_masks)
         self._share = RowShare(opened.row_ranks)
@@ -144,7 +144,7 @@ class PlacedEngine:
         batch = self._prepare(micro_batches, loss, norm_limit)
         self._parts.update.norm_limit = norm_limit
         # In a batch larger than the placement was chosen for, layers save no graphs on the device.
-        graphs = self._planned is None or self._planned.holds(batch)
+        graphs = self._host.holds(batch)
         # Such a loss sees all micro-batches at once: one pass, whose graphs would be too many.
         joint = self._parts.passes > 1 and (isinstance(loss, JointLoss) or self._spec.routed)
         with self._undisturbed(), self._host.of(batch.num_tokens) as host:

@@ -7,7 +7,6 @@ that is too large for them goes without.
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from megatrain.distributed import ALONE, Ranks
@@ -15,6 +14,7 @@ from megatrain.engine.assemble import host_bytes, kept_offload
 from megatrain.engine.batch import Batch
 from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.step import Parts
+from megatrain.placement import Planned
 from megatrain.store import Store
 from megatrain.telemetry.memory import host_available_bytes
 from megatrain.units import gib
@@ -26,26 +26,6 @@ _OTHERS = ("host_rows_bytes", "host_boundaries_bytes")  # which a step cannot do
 
 # What a step takes by the tokens of another is not exact, and the process grows a little.
 _CAUTION = 1.05
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The step that a placement was chosen for.
-
-    Attributes:
-        micro_batch_tokens: of one micro-batch.
-        host_bytes: that it holds, as `Engine.memory()` names them.
-    """
-
-    tokens_per_step: int
-    micro_batch_tokens: int
-    host_bytes: Mapping[str, int]
-
-    def holds(self, batch: Batch) -> bool:
-        """Whether a step is no larger."""
-        largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
-        within = batch.num_tokens <= self.tokens_per_step
-        return within and largest <= self.micro_batch_tokens
 
 
 class HostMemoryGuard:
@@ -68,8 +48,25 @@ class HostMemoryGuard:
         self._offload = kept_offload(parts)
         self._seen: dict[str, tuple[int, int]] = {}  # bytes, for so many tokens
         self._most_tokens, self._told = 0, False
+        self._planned, self._told_larger = planned, False
         if planned is not None:
             self._note(planned.host_bytes, planned.tokens_per_step, (_KEPT, *_OTHERS))
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether the placement was chosen for a step as large; what else it says is told once."""
+        largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
+        if self._planned is None or self._planned.holds(batch.num_tokens, largest):
+            return True
+        if self._planned.graphs and not self._told_larger:
+            self._told_larger = True
+            _log.warning(
+                "A step of %d tokens, at most %d at once, is larger than the placement was chosen "
+                "for (%d, %d), so layers are computed again in its backward; give the engine the "
+                "largest tokens_per_step (of all ranks) and micro_batch",
+                batch.num_tokens, largest, self._planned.tokens_per_step,
+                self._planned.micro_batch_tokens,
+            )  # fmt: skip
+        return False
 
     @contextmanager
     def of(self, num_tokens: int) -> Iterator[bool]:

@@ -5,6 +5,7 @@ import logging
 import re
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from megatrain import DoesNotFit, Placement
 from megatrain.autoplace import auto
 from megatrain.device import CpuDevice
 from megatrain.engine import host_memory_guard
-from megatrain.engine.host_memory_guard import HostMemoryGuard, Planned
+from megatrain.engine.host_memory_guard import HostMemoryGuard
 from megatrain.engine.step import TrainingParts
-from megatrain.placement import ActivationPolicy
+from megatrain.placement import ActivationPolicy, Planned
 from megatrain.telemetry.memory import process_bytes
 from megatrain.units import MIB
 from tests.families.plain import Step
@@ -144,7 +145,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("host_kept_bytes", "host_rows_bytes", "host_boundaries_bytes")
     host_bytes = dict.fromkeys(names, 50_000)
     placement = Placement(offload_activations=2, save_activations=1)
-    settled = auto.Settled(placement, 5, Planned(125, 5 * 25, host_bytes))
+    settled = auto.Settled(placement, 5, Planned(125, 5 * 25, host_bytes, graphs=True))
     monkeypatch.setattr(auto, "_chosen", lambda opened, workload: settled)
 
 
@@ -172,6 +173,22 @@ def test_a_first_step_larger_than_planned_goes_without(
     assert (engine.memory()["host_kept_bytes"] > 0) == on_host
     [policies] = taken
     assert policies.count(ActivationPolicy("graph", "device")) == on_device
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_of_a_larger_step_that_goes_without_graphs_is_told_once(
+    planned: None, graphs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rooms(monkeypatch, *[10**9] * 3)
+    engine = make_engine(llama(), placement="auto")
+    assert engine._host._planned is not None
+    engine._host._planned = replace(engine._host._planned, graphs=graphs)
+    small, large = steps()[:2]
+    for step in (small, large, large):
+        engine.step(step)
+    told = [line for line in caplog.messages if "larger than the placement was chosen for" in line]
+    assert len(told) == graphs
+    assert not graphs or "tokens_per_step (of all ranks) and micro_batch" in told[0]
 
 
 def test_a_step_that_the_limit_refused_now_fits() -> None:
