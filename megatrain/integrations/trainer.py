@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.trainer_utils import has_length
 
 from megatrain.api import Engine, StepResult
 from megatrain.errors import InputError
@@ -35,8 +36,10 @@ from megatrain.integrations.pairs import (
     scored_pairs,
     without_reference,
 )
+from megatrain.integrations.predictions import Predictions
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, Reward
 from megatrain.optim import AdamW
+from megatrain.units import parse_bytes
 
 _OWN = ("transformers.trainer", "trl.trainer.sft_trainer")
 _KNOWN = (*_OWN, PREFERENCES, SCORES)  # whose losses are known
@@ -50,7 +53,6 @@ _OFF = {
     "label_smoothing_factor": "use a run file: loss.label_smoothing",
     "neftune_noise_alpha": "use a run file: training.neftune_alpha",
     "auto_find_batch_size": "the engine plans its memory",
-    "batch_eval_metrics": "logits do not exist as a whole",
     "model_init_kwargs": "load the model with them, and give the model",
 }
 _NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen", "logits/rejected")
@@ -157,8 +159,8 @@ class StreamedTrainer(_Trainer):
             wrong["args.optim"] = "it must be adamw_torch or adamw_torch_fused"
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             wrong["optimizers"] = "the engine updates; leave the optimizer out"
-        if self.compute_metrics is not None:
-            wrong["compute_metrics"] = "logits do not exist as a whole; use megatrain.Engine.logits"
+        if self.compute_metrics is not None and self._loss is not CROSS_ENTROPY:
+            wrong["compute_metrics"] = "of pairs there are no logits; what they measure is logged"
         if (args.metric_for_best_model or "").removeprefix("eval_") in _NOT_MEASURED:
             wrong["args.metric_for_best_model"] = "the engine does not measure it; take eval_loss"
         if args.save_only_model and args.load_best_model_at_end:
@@ -238,6 +240,15 @@ class StreamedTrainer(_Trainer):
             for name, value in measures.items():
                 self._metrics[mode][name].append(value)
 
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
+        """As of the class it is mixed into; host memory for logits is looked after."""
+        keeps = self.preprocess_logits_for_metrics is None and not self.args.batch_eval_metrics
+        batches = len(dataloader) if has_length(dataloader) else None
+        limit = self.engine_options.get("host_memory")
+        limit = None if limit is None else parse_bytes(limit)
+        self._predictions = Predictions(batches, keeps, limit)
+        return super().evaluation_loop(dataloader, *arguments, **options)
+
     def prediction_step(
         self,
         model: nn.Module,
@@ -245,14 +256,16 @@ class StreamedTrainer(_Trainer):
         prediction_loss_only: bool,
         *_: Any,
         **__: Any,
-    ) -> tuple[Tensor | None, None, None]:
-        """The loss of a batch.
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The loss of a batch, and if more is asked for its logits and labels.
 
         Raises:
-            InputError: predictions are asked for.
+            InputError: logits of pairs are asked for, or more than the host has room for.
         """
         if not prediction_loss_only:
-            raise InputError("StreamedTrainer gives no predictions; use megatrain.Engine.logits")
+            if self._loss is not CROSS_ENTROPY:
+                raise InputError("of pairs there are no predictions; use megatrain.Engine.logits")
+            return self._predictions.of(self.engine, _on_host(inputs))
         rows = self._rows([_on_host(inputs)])
         loss = self._loss_of(rows)
         if not isinstance(loss, JointLoss):

@@ -1,0 +1,57 @@
+"""What `compute_metrics` and `Trainer.predict` are given: logits, batch after batch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from megatrain.api import Engine
+from megatrain.errors import InputError
+from megatrain.telemetry.memory import host_available_bytes
+from megatrain.units import gib
+
+
+@dataclass
+class Predictions:
+    """Of one evaluation.
+
+    Attributes:
+        batches: that it has; None: nobody knows.
+        keeps: the Trainer keeps the logits of all batches, and copies them with each one.
+        limit_bytes: of host memory that the process may take; None: any.
+    """
+
+    batches: int | None
+    keeps: bool
+    limit_bytes: int | None
+    seen: int = 0
+
+    def of(self, engine: Engine, inputs: dict[str, Tensor]) -> tuple[Any, Tensor, Any]:
+        """Loss, logits `[B, T, V]` in fp32 and labels `[B, T]` of a batch, on the CPU.
+
+        The loss is the mean cross entropy of the labelled tokens. Without labels there is none.
+
+        Raises:
+            InputError: the host has no room for the logits that will be kept.
+        """
+        labels = inputs.get("labels")
+        logits = engine.logits({name: value for name, value in inputs.items() if name != "labels"})
+        if self.keeps:
+            self._check(logits.nbytes)
+        self.seen += 1
+        if labels is None:
+            return None, logits, None
+        last = logits.shape[1] - engine.label_shift
+        told, wanted = logits[:, :last].flatten(0, 1), labels[:, engine.label_shift :].flatten()
+        return cross_entropy(told, wanted, ignore_index=-100), logits, labels
+
+    def _check(self, num_bytes: int) -> None:
+        to_come = self.seen + 1 if self.batches is None else self.batches - self.seen
+        left = host_available_bytes(self.limit_bytes)
+        if 2 * num_bytes * to_come > left:
+            raise InputError(
+                f"the logits of this evaluation take {gib(2 * num_bytes * to_come)} more, copied "
+                f"once, and the host has {gib(left)} left; give preprocess_logits_for_metrics "
+                "(logits.argmax(-1), say), batch_eval_metrics, or fewer rows"
+            )

@@ -1,0 +1,117 @@
+"""`compute_metrics` and `predict` of a streamed Trainer are the plain one's, as memory allows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from megatrain.errors import InputError
+from megatrain.integrations import predictions
+from tests.parity.cases import VOCAB
+from tests.unit.trainer_cases import Streamed, rows, trainer
+
+
+class Stream(IterableDataset):
+    """Rows without a length."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+
+def share_right(given: Any) -> dict[str, float]:
+    """Of the labelled tokens; predictions are logits, or the likeliest tokens."""
+    likely = given.predictions
+    likely = likely.argmax(-1) if likely.ndim == 3 else likely
+    labels = given.label_ids[:, 1:]
+    likely = likely[:, :-1][labels >= 0]
+    right = float((likely == labels[labels >= 0]).mean())
+    return {"right": right, "mean": float(likely.mean()), "of": labels.size}
+
+
+def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+@pytest.mark.parametrize("preprocess", [None, likeliest])
+@pytest.mark.parametrize("changes", [{}, {"bf16": True}])
+def test_metrics_are_computed_as_under_the_plain_one(
+    tmp_path: Path, preprocess: Any, changes: dict[str, Any]
+) -> None:
+    """In two batches of other widths; the best is of the metric, too."""
+    options = {"compute_metrics": share_right, "preprocess_logits_for_metrics": preprocess}
+    changes = changes | {"metric_for_best_model": "mean", "load_best_model_at_end": True}
+    found = []
+    for kind in (Trainer, Streamed):
+        made = trainer(kind, tmp_path / kind.__name__, options=options, **changes)
+        made.train()
+        evaluated = [entry for entry in made.state.log_history if "eval_right" in entry]
+        assert (
+            len({entry["eval_mean"] for entry in evaluated}) == 3
+            and made.state.best_metric is not None
+        )
+        asked = made.predict(rows(4, seed=2))
+        found.append((evaluated, asked, made.state.best_global_step))
+    (plain, wanted, best), (streamed, got, also) = found
+    near = 2e-2 if "bf16" in changes else 1e-4
+    for one, other in zip(plain, streamed, strict=True):
+        assert other["eval_of"] == one["eval_of"] > 0
+        assert other["eval_loss"] == pytest.approx(one["eval_loss"], rel=near)
+        if "bf16" not in changes:
+            assert other["eval_right"] == one["eval_right"]
+            assert other["eval_mean"] == one["eval_mean"]
+    assert got.predictions.shape == wanted.predictions.shape
+    assert (got.label_ids == wanted.label_ids).all()
+    assert got.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=near)
+    if "bf16" not in changes:
+        assert also == best
+        if preprocess is None:
+            torch.testing.assert_close(
+                torch.tensor(got.predictions),
+                torch.tensor(wanted.predictions),
+                rtol=1e-4,
+                atol=1e-5,
+            )
+
+
+def test_predictions_need_no_labels(tmp_path: Path) -> None:
+    bare = [{"input_ids": torch.tensor(each["input_ids"])} for each in rows(1)]
+    plain, streamed = (trainer(kind, tmp_path) for kind in (Trainer, Streamed))
+    for made in (plain, streamed):
+        made.data_collator = None
+    wanted, got = (made.predict(bare, metric_key_prefix="x") for made in (plain, streamed))
+    assert got.label_ids is wanted.label_ids is None and "x_loss" not in got.metrics
+    torch.testing.assert_close(
+        torch.tensor(got.predictions), torch.tensor(wanted.predictions), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("how", ["kept", "preprocessed", "by batch", "with room"])
+def test_logits_that_the_host_cannot_keep_are_refused_at_once(
+    tmp_path: Path, how: str, sized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two batches of 3 and 2 rows of 8 and 7 tokens, of which all is kept and copied once."""
+    first = 3 * 8 * VOCAB * 4
+    room = 4 * first if how == "with room" else 4 * first - 1 if sized else 2 * first - 1
+    monkeypatch.setattr(predictions, "host_available_bytes", lambda limit: room)
+    preprocess = likeliest if how == "preprocessed" else None
+    options = {
+        "compute_metrics": lambda given, compute_result=True: {},
+        "preprocess_logits_for_metrics": preprocess,
+    }
+    made = trainer(Streamed, tmp_path, options=options, batch_eval_metrics=how == "by batch")
+    data = rows(5, seed=1)
+    data[0] = rows(4)[3]  # 8 tokens
+    given: Any = data if sized else Stream(data)
+    if how == "kept":
+        with pytest.raises(InputError, match="give preprocess_logits_for_metrics"):
+            made.evaluate(given)
+    else:
+        assert made.evaluate(given)["eval_loss"] > 0
