@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatrain.cli.bench_step import lora_adapter
+from megatrain.cli.models import lora_adapter
 from megatrain.cli.shapes import qwen2_config
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from benchmarks.rivals.case import ADAMW, MAX_GRAD_NORM, Task
 from benchmarks.rivals.common import Runner, num_parameters, random_model, torch_device
-from megatrain.cli.bench_step import lora_adapter
+from megatrain.cli.models import lora_adapter
 from megatrain.compat.torch import num_compilations
 
 

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,9 @@ from megatrain.cli.options import (
     ComputeDtype,
     DeviceMemory,
     DeviceName,
+    FrozenBase,
     HostMemory,
+    LoraRank,
     Master,
     OptimizerName,
     States,
@@ -38,12 +40,6 @@ Documents = Annotated[
 ]
 
 
-LoraRank = Annotated[
-    int, typer.Option(min=0, help="Train LoRA of this rank on all linear layers; 0: train all.")
-]
-FrozenBase = Annotated[
-    Literal["bf16", "fp8", "nf4"], typer.Option(help="How frozen linear layers are kept.")
-]
 TimelineFile = Annotated[
     Path | None, typer.Option(help="File for one step's Perfetto trace; its picture beside.")
 ]

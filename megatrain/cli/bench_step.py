@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatrain.api import Engine
 from megatrain.cli.disk_rule import disk_rule
+from megatrain.cli.models import lora_adapter
 from megatrain.cli.shapes import qwen2_config
 from megatrain.cli.workload import changed
 from megatrain.compat.torch import num_compilations
@@ -115,11 +116,6 @@ def build_engine(case: StepCase, group: Any = None) -> Engine:
         base=case.base,
         group=group,
     )
-
-
-def lora_adapter(rank: int) -> dict[str, Any] | None:
-    """PEFT's keys of LoRA on all linear layers; 0: none."""
-    return {"r": rank, "target_modules": "all-linear"} if rank else None
 
 
 def random_step(case: StepCase, vocab_size: int, seed: int) -> list[dict[str, Tensor]]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from megatrain.config import ModelSection
     from megatrain.model.spec import ModelSpec
+    from megatrain.source.base import Base
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class NamedModel:
     Attributes:
         section: how a run opens it; None: as usual.
         adapter: what is put on it, as `Engine` takes it.
+        frozen: how the base under an adapter is kept, where no section says so.
     """
 
     name: str
     config: "PreTrainedConfig"
     section: "ModelSection | None" = None
     adapter: Any = None
+    frozen: "Base" = "bf16"
 
     @property
     def base(self) -> Literal["fp8", "nf4"] | None:
@@ -67,7 +70,8 @@ class NamedModel:
 
         section = self.section
         if section is None:
-            return structure(open_source(self.config))
+            base = (self.adapter and self.base) or self.frozen
+            return structure(open_source(self.config, adapter=self.adapter, base=base))
         source = open_source(
             self.config,
             adapter=self.adapter,
@@ -78,6 +82,11 @@ class NamedModel:
         )
         Trained(section.freeze, section.train_only).choose(source.model)
         return structure(source)
+
+
+def lora_adapter(rank: int) -> dict[str, Any] | None:
+    """PEFT's keys of LoRA on all linear layers; 0: none."""
+    return {"r": rank, "target_modules": "all-linear"} if rank else None
 
 
 def model_of_run(

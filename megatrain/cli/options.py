@@ -20,3 +20,9 @@ OptimizerName = Annotated[
 Master = Annotated[
     int | None, typer.Option(min=1, help="Bits of AdamW's master: 32, exact fp32, or 24.")
 ]
+LoraRank = Annotated[
+    int, typer.Option(min=0, help="Train LoRA of this rank on all linear layers; 0: train all.")
+]
+FrozenBase = Annotated[
+    Literal["bf16", "fp8", "nf4"], typer.Option(help="How frozen linear layers are kept.")
+]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatrain.cli.models import NamedModel, model_of_run, named_config
+from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
 from megatrain.cli.plan_table import missing, show
 from megatrain.cli.second_plan import check_kept_teacher, streamed_with
 from megatrain.cli.workload import changed
@@ -30,6 +30,7 @@ from megatrain.units import GIB, gib
 
 if TYPE_CHECKING:
     from megatrain.config import Config
+    from megatrain.source.base import Base
 
 DEVICE = "cuda"
 _PICTURES = (".png", ".svg", ".pdf")
@@ -66,11 +67,14 @@ def run_plan(
     gpus: int | None,
     as_json: bool,
     picture: Path | None,
+    lora_r: int,
+    base: "Base",
     **further: Any,
 ) -> None:
     """Plan, print, draw.
 
     Args:
+        lora_r, base: of the adapter on `model`, 0: none, and how the model is kept under it.
         options: those of the workload, as `changed` takes them.
         gpus: None: `engine.devices` of the run.
         further: as `make_plan` takes it.
@@ -84,7 +88,12 @@ def run_plan(
         raise InputError(
             f"--picture {picture}: give it a name that ends in {' or '.join(_PICTURES)}"
         )
+    adapted = _checked(lora_r, base, is_run=run is not None)
     named, loaded = _opened(run, overrides, model, options["sequence_length"])
+    if adapted:
+        kept = "" if base == "bf16" else f", base in {base}"
+        called = f"{named.name} with LoRA of rank {lora_r}{kept}"
+        named = replace(named, name=called, adapter=lora_adapter(lora_r), frozen=base)
     workload = Workload() if loaded is None else Workload.of_run(loaded)
     if loaded is not None:
         where = where._replace(device=loaded.engine.device)
@@ -113,6 +122,18 @@ def run_plan(
         raise DoesNotFit(f"{named.name} does not fit: {missing(plan)}")
     if loaded is not None and (lacking := _lacking(named, loaded)) is not None:
         raise InputError(f"{lacking} (it would fit; the plan is above)")
+
+
+def _checked(lora_r: int, base: "Base", *, is_run: bool) -> bool:
+    """Whether an adapter is asked for."""
+    if is_run and (lora_r or base != "bf16"):
+        raise InputError(
+            f"--lora-r and --base are for --model; add --set adapter.r={lora_r or 16} --set "
+            f"adapter.target_modules=all-linear --set model.base={base}"
+        )
+    if base != "bf16" and not lora_r:
+        raise InputError(f"--base {base} is of frozen layers; add --lora-r 16")
+    return lora_r > 0
 
 
 def _opened(

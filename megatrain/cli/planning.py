@@ -10,7 +10,9 @@ from megatrain.cli.options import (
     ComputeDtype,
     DeviceMemory,
     DeviceName,
+    FrozenBase,
     HostMemory,
+    LoraRank,
     Master,
     States,
 )
@@ -69,6 +71,8 @@ def plan(
     precision: ComputeDtype = None,
     states: States = None,
     master: Master = None,
+    lora_r: LoraRank = 0,
+    base: FrozenBase = "bf16",
     disk_space: Annotated[str | None, typer.Option(help="For planes on a disk: 200GiB.")] = None,
     disk_tbw: DiskTbw = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
@@ -106,4 +110,6 @@ def plan(
         disk_terabytes=disk_tbw,
         as_json=as_json,
         picture=picture,
+        lora_r=lora_r,
+        base=base,
     )

@@ -454,3 +454,28 @@ def test_a_run_file_that_names_one_of_several_gpus_is_planned_on_that(
     result = megatrain("plan", run_file, "--set", "engine.device=cuda:1")
     assert result.exit_code == 0, result.stderr
     assert asked == ["cuda:1"] * 3
+
+
+def test_an_adapter_on_a_smaller_base_is_planned_without_a_run_file(megatrain):
+    def planned(*options):
+        result = megatrain("plan", "--model", "0.5B", *HERE, *options, "--json")
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    told = planned("--lora-r", 16, "--base", "nf4")
+    assert told["model"] == "0.5B with LoRA of rank 16, base in nf4"
+    whole, lora, small = (
+        sum(tile["total_bytes"] for tile in each["tiles"])
+        for each in (planned(), planned("--lora-r", 16), told)
+    )
+    assert whole > 6 * lora > 1.5 * 6 * small
+    result = megatrain("plan", "--model", "0.5B", *HERE, "--lora-r", 16)
+    assert "0.5B with LoRA of rank 16, " in result.stdout and "it fits" in result.stdout
+
+
+def test_an_adapter_of_a_run_file_is_written_there(megatrain, run_file):
+    result = megatrain("plan", run_file, *HERE, "--lora-r", 8, "--base", "fp8")
+    refused(result, "add --set adapter.r=8 --set adapter.target_modules=all-linear")
+    assert "--set model.base=fp8" in result.stderr
+    result = megatrain("plan", "--model", "0.5B", *HERE, "--base", "nf4")
+    refused(result, "--base nf4 is of frozen layers; add --lora-r 16")
