@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from inspect import Signature, signature
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
 from megatrain.api import Engine, StepResult
+from megatrain.compat.peft import is_peft_model
 from megatrain.errors import InputError
 from megatrain.integrations.accumulation import MicroBatchMeans, Waiting, shares, weighed
 from megatrain.integrations.pairs import (
@@ -92,7 +94,7 @@ class StreamedTrainer(_Trainer):
         self._last: StepResult | None = None
         self._loss: Loss = CROSS_ENTROPY
         _refuse_class(type(self))
-        if not isinstance(model, PreTrainedModel):
+        if not isinstance(model, PreTrainedModel) and not is_peft_model(model):
             raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
         before, pad = set(vars(model)), model.config.get_text_config().pad_token_id
         reference = options.pop("ref_model", None)
@@ -107,15 +109,18 @@ class StreamedTrainer(_Trainer):
         given: Any = self.model
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
         # and a token for padding that another model would be built with.
-        for name in {"forward", "model_tags"} - before:
-            vars(given).pop(name, None)
+        inner = given.get_base_model() if is_peft_model(given) else given
+        for name, changed in product({"forward", "model_tags"} - before, (given, inner)):
+            vars(changed).pop(name, None)
         text = given.config.get_text_config()
         if scores:
             check_padding(pad, text.pad_token_id)
         self._pad, text.pad_token_id = text.pad_token_id, pad
-        self._decay_names = set(self.get_decay_parameter_names(given))
-        names = [name for name, _ in given.named_parameters() if name not in self._decay_names]
-        self._columns = signature(given.forward)
+        decayed = set(self.get_decay_parameter_names(given))
+        own = {id(value): name for name, value in inner.named_parameters()}
+        kept = [value for name, value in given.named_parameters() if name not in decayed]
+        names = [own[id(value)] for value in kept]  # the engine's, without PEFT's prefix
+        self._columns = signature(inner.forward)
         reference = (reference or given) if paired else None
         self._open_engines(given, reference, [f"^{re.escape(name)}$" for name in names])
 
@@ -169,8 +174,8 @@ class StreamedTrainer(_Trainer):
             wrong["model_init"] = "give the model"
         if args.world_size > 1:
             wrong["several processes"] = "use Engine(group=...)"
-        if not isinstance(model, PreTrainedModel):
-            wrong["peft_config"] = "train adapters with a run file, see docs/adapters.md"
+        if is_peft_model(model) and self._loss is not CROSS_ENTROPY:
+            wrong["peft_config"] = "train adapters on pairs with a run file, see docs/losses.md"
         refuse(wrong)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:

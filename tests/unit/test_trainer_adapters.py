@@ -1,0 +1,143 @@
+"""PEFT's adapters under a streamed Trainer are trained as under the plain one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_cases import chat_tokenizer, talk
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback
+
+from megatrain.errors import InputError
+from megatrain.integrations import StreamedTrainer
+from tests.parity.cases import llama
+from tests.unit.trainer_cases import Streamed, arguments, padded, rows
+
+KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
+
+
+def trainer(kind: Any, folder: Path, keys: dict[str, Any], **changes: Any) -> Any:
+    torch.manual_seed(0)  # adapters are drawn
+    config = LoraConfig(**({"r": 4, "target_modules": "all-linear"} | keys))
+    return kind(
+        get_peft_model(llama(), config),
+        arguments(folder, weight_decay=0.5, **changes),
+        train_dataset=rows(16),
+        eval_dataset=rows(5, seed=1),
+        data_collator=padded,
+    )
+
+
+def said(made: Any) -> list[dict[str, float]]:
+    return [{k: entry[k] for k in KEYS if k in entry} for entry in made.state.log_history[:-1]]
+
+
+def saved(made: Any) -> dict[str, torch.Tensor]:
+    made.save_model(made.args.output_dir)
+    return load_file(Path(made.args.output_dir) / "adapter_model.safetensors")
+
+
+def same(plain: Any, streamed: Any) -> None:
+    wanted, got = said(plain), said(streamed)
+    assert [list(entry) for entry in wanted] == [list(entry) for entry in got]
+    for one, other in zip(wanted, got, strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+    first, second = saved(plain), saved(streamed)
+    assert first.keys() == second.keys()
+    for name, values in first.items():
+        torch.testing.assert_close(second[name], values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes"),
+    [
+        ({}, {"remove_unused_columns": True}),  # by the base's forward; PeftModel's takes anything
+        ({"modules_to_save": ["norm"], "use_rslora": True}, {}),  # norms are not decayed
+        ({"use_dora": True}, {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1}),
+    ],
+)
+def test_an_adapter_learns_what_it_does_under_the_plain_one(
+    tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    made = [
+        trainer(kind, tmp_path / kind.__name__, keys, **changes) for kind in (Trainer, Streamed)
+    ]
+    for each in made:
+        each.train()
+    same(*made)
+    whole = PeftModel.from_pretrained(llama(), tmp_path / "Streamed")
+    described = json.loads((tmp_path / "Streamed/adapter_config.json").read_text())
+    assert described["r"] == 4 and whole.peft_config["default"].use_dora == ("use_dora" in keys)
+
+
+class Stop(TrainerCallback):
+    """Ends a run after two steps, which are saved."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+def test_an_adapter_goes_on_exactly(tmp_path: Path) -> None:
+    whole = trainer(Streamed, tmp_path / "whole", {})
+    whole.train()
+    parted = trainer(Streamed, tmp_path / "parted", {})
+    parted.add_callback(Stop())
+    parted.train()
+    again = trainer(Streamed, tmp_path / "parted", {})
+    again.train(resume_from_checkpoint=True)
+    first, second = saved(whole), saved(again)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert said(whole) == said(again)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("packing", [False, True])
+def test_trls_peft_config_is_followed(tmp_path: Path, packing: bool) -> None:
+    """Where TRL is installed, which no test needs."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    tokenizer = chat_tokenizer("qwen")
+    talks = [
+        {"messages": talk(f"What is {n} + 30?", f"It is {n + 30}." * (1 + n % 3))}
+        for n in range(16)
+    ]
+    made = []
+    for kind in (trl.SFTTrainer, type("StreamedSft", (StreamedTrainer, trl.SFTTrainer), {})):
+        torch.manual_seed(0)
+        config = trl.SFTConfig(
+            output_dir=str(tmp_path / kind.__name__), per_device_train_batch_size=2,
+            gradient_accumulation_steps=3, max_steps=5, learning_rate=1e-2, logging_steps=1,
+            adam_epsilon=1e-3, eval_strategy="steps", eval_steps=3, report_to=[], use_cpu=True,
+            bf16=False, max_length=160, packing=packing,
+        )  # fmt: skip
+        made.append(
+            kind(
+                llama(vocab_size=len(tokenizer), max_position_embeddings=1024),
+                config,
+                train_dataset=datasets.Dataset.from_list(talks),
+                eval_dataset=datasets.Dataset.from_list(talks[:5]),
+                processing_class=tokenizer,
+                peft_config=LoraConfig(r=4, target_modules="all-linear"),
+            )
+        )
+        made[-1].train()
+    same(*made)
+
+
+@pytest.mark.exhaustive
+def test_an_adapter_of_pairs_is_refused(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    kind = type("StreamedDpo", (StreamedTrainer, trl.DPOTrainer), {})
+    pair = {"prompt": "The", "chosen": " sea", "rejected": " sky"}
+    with pytest.raises(InputError, match="peft_config: train adapters on pairs with a run file"):
+        kind(
+            llama(vocab_size=1024),
+            args=trl.DPOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False),
+            train_dataset=datasets.Dataset.from_list([pair] * 4),
+            processing_class=chat_tokenizer("qwen"),
+            peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        )
