@@ -77,8 +77,11 @@ def what_fits() -> list[str]:
         line = [f"{host_gib} GiB"]
         for gpu, _ in gpus:
             found = [c for c in cells if (c["gpu"], c["host_gib"]) == (gpu, host_gib)]
-            line += [f"{c['shape'].upper()}, {c['tokens_per_second']:,.0f} tokens/s" for c in found]
-            line += [] if found else ["-"]
+            said = [
+                f"{'LoRA ' * (c['lora_r'] > 0)}{c['shape'].upper()}, {c['tokens_per_second']:,.0f}"
+                for c in sorted(found, key=lambda c: c["lora_r"])
+            ]
+            line.append("<br>".join(said) or "-")
         lines.append(f"| {' | '.join(line)} |")
     return lines
 

@@ -39,6 +39,18 @@ _USUAL_BYTES = GIB
 _UNQUANTISED = "take the unquantised model"
 
 
+class Asked(NamedTuple):
+    """The model asked about; None: a run file names it.
+
+    Attributes:
+        lora_r, base: of its adapter, 0: none, and how the model is kept under it.
+    """
+
+    model: str | None
+    lora_r: int = 0
+    base: "Base" = "bf16"
+
+
 class Where(NamedTuple):
     """The machine that a plan is for; without `gpu` and `cores` they are this machine's.
 
@@ -59,7 +71,7 @@ class Where(NamedTuple):
 def run_plan(
     run: Path | None,
     overrides: Sequence[str],
-    model: str | None,
+    asked: Asked,
     options: Mapping[str, Any],
     where: Where,
     *,
@@ -67,14 +79,11 @@ def run_plan(
     gpus: int | None,
     as_json: bool,
     picture: Path | None,
-    lora_r: int,
-    base: "Base",
     **further: Any,
 ) -> None:
     """Plan, print, draw.
 
     Args:
-        lora_r, base: of the adapter on `model`, 0: none, and how the model is kept under it.
         options: those of the workload, as `changed` takes them.
         gpus: None: `engine.devices` of the run.
         further: as `make_plan` takes it.
@@ -88,12 +97,7 @@ def run_plan(
         raise InputError(
             f"--picture {picture}: give it a name that ends in {' or '.join(_PICTURES)}"
         )
-    adapted = _checked(lora_r, base, is_run=run is not None)
-    named, loaded = _opened(run, overrides, model, options["sequence_length"])
-    if adapted:
-        kept = "" if base == "bf16" else f", base in {base}"
-        called = f"{named.name} with LoRA of rank {lora_r}{kept}"
-        named = replace(named, name=called, adapter=lora_adapter(lora_r), frozen=base)
+    named, loaded = _opened(run, overrides, asked, options["sequence_length"])
     workload = Workload() if loaded is None else Workload.of_run(loaded)
     if loaded is not None:
         where = where._replace(device=loaded.engine.device)
@@ -124,27 +128,21 @@ def run_plan(
         raise InputError(f"{lacking} (it would fit; the plan is above)")
 
 
-def _checked(lora_r: int, base: "Base", *, is_run: bool) -> bool:
-    """Whether an adapter is asked for."""
-    if is_run and (lora_r or base != "bf16"):
-        raise InputError(
-            f"--lora-r and --base are for --model; add --set adapter.r={lora_r or 16} --set "
-            f"adapter.target_modules=all-linear --set model.base={base}"
-        )
-    if base != "bf16" and not lora_r:
-        raise InputError(f"--base {base} is of frozen layers; add --lora-r 16")
-    return lora_r > 0
-
-
 def _opened(
-    run: Path | None, overrides: Sequence[str], model: str | None, length: int | None
+    run: Path | None, overrides: Sequence[str], asked: Asked, length: int | None
 ) -> "tuple[NamedModel, Config | None]":
     """The model, and the run file that names it."""
+    model, rank, base = asked
     if model is not None and run is None:
         config = named_config(model, max_positions=length or SEQUENCE_LENGTH)
-        return NamedModel(model, config), None
+        return _adapted(NamedModel(model, config), rank, base), None
     if run is None or model is not None:
         raise InputError("give either a run file or --model")
+    if rank or base != "bf16":
+        raise InputError(
+            f"--lora-r and --base are for --model; add --set adapter.r={rank or 16} --set "
+            f"adapter.target_modules=all-linear --set model.base={base}"
+        )
     from megatrain import config as run_files
     from megatrain.train.resolve_model import begun_from
 
@@ -152,6 +150,16 @@ def _opened(
     scores = loaded.loss.name == "reward"
     section = begun_from(loaded)
     return model_of_run(run.name, section, loaded.adapter.keys, scores=scores), loaded
+
+
+def _adapted(named: NamedModel, rank: int, base: "Base") -> NamedModel:
+    if not rank and base != "bf16":
+        raise InputError(f"--base {base} is of frozen layers; add --lora-r 16")
+    if not rank:
+        return named
+    kept = "" if base == "bf16" else f", base in {base}"
+    called = f"{named.name} with LoRA of rank {rank}{kept}"
+    return replace(named, name=called, adapter=lora_adapter(rank), frozen=base)
 
 
 def _check_ranks(run: "Config", gpus: int, hosts: int) -> None:

@@ -83,13 +83,13 @@ def plan(
     Nothing but a model's config.json is downloaded. Exit code 3: it does not fit.
     """
     gc.disable()  # it takes a fifth of the time to import torch and transformers, and frees nothing
-    from megatrain.cli.plan import Where, run_plan
+    from megatrain.cli.plan import Asked, Where, run_plan
 
     gc.freeze()  # nor are they looked through when the interpreter ends, for half a second
     run_plan(
         run,
         overrides or [],
-        model,
+        Asked(model, lora_r, base),
         {
             "tokens_per_step": tokens,
             "sequence_length": sequence_length,
@@ -98,8 +98,7 @@ def plan(
             "precision": precision,
             "states": states,
             "master": master,
-            "device_memory": device_memory,
-            "host_memory": host_memory,
+            **{"device_memory": device_memory, "host_memory": host_memory},
             "disk_space": disk_space,
         },
         Where(gpu, cores),
@@ -110,6 +109,4 @@ def plan(
         disk_terabytes=disk_tbw,
         as_json=as_json,
         picture=picture,
-        lora_r=lora_r,
-        base=base,
     )

@@ -55,3 +55,11 @@ class Predictions:
                 f"once, and the host has {gib(left)} left; give preprocess_logits_for_metrics "
                 "(logits.argmax(-1), say), batch_eval_metrics, or fewer rows"
             )
+
+
+def length(dataloader: Any) -> int | None:
+    """Batches of a data loader; None: of a stream, which has no length."""
+    try:
+        return len(dataloader)
+    except TypeError:
+        return None

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.trainer_utils import has_length
 
 from megatrain.api import Engine, StepResult
 from megatrain.compat.peft import is_peft_model
@@ -38,7 +37,7 @@ from megatrain.integrations.pairs import (
     scored_pairs,
     without_reference,
 )
-from megatrain.integrations.predictions import Predictions
+from megatrain.integrations.predictions import Predictions, length
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, Reward
 from megatrain.optim import AdamW
 from megatrain.units import parse_bytes
@@ -248,10 +247,9 @@ class StreamedTrainer(_Trainer):
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
         """As of the class it is mixed into; host memory for logits is looked after."""
         keeps = self.preprocess_logits_for_metrics is None and not self.args.batch_eval_metrics
-        batches = len(dataloader) if has_length(dataloader) else None
         limit = self.engine_options.get("host_memory")
         limit = None if limit is None else parse_bytes(limit)
-        self._predictions = Predictions(batches, keeps, limit)
+        self._predictions = Predictions(length(dataloader), keeps, limit)
         return super().evaluation_loop(dataloader, *arguments, **options)
 
     def prediction_step(
