@@ -86,21 +86,16 @@ def plan(
     from megatrain.cli.plan import Asked, Where, run_plan
 
     gc.freeze()  # nor are they looked through when the interpreter ends, for half a second
+    options = {
+        "tokens_per_step": tokens, "sequence_length": sequence_length, "micro_batch": micro_batch,
+        "clip": clip, "precision": precision, "states": states, "master": master,
+        "device_memory": device_memory, "host_memory": host_memory, "disk_space": disk_space,
+    }  # fmt: skip
     run_plan(
         run,
         overrides or [],
         Asked(model, lora_r, base),
-        {
-            "tokens_per_step": tokens,
-            "sequence_length": sequence_length,
-            "micro_batch": micro_batch,
-            "clip": clip,
-            "precision": precision,
-            "states": states,
-            "master": master,
-            **{"device_memory": device_memory, "host_memory": host_memory},
-            "disk_space": disk_space,
-        },
+        options,
         Where(gpu, cores),
         total_tokens=None if total_tokens is None else int(total_tokens),
         gpus=gpus,
