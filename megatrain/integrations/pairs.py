@@ -97,6 +97,18 @@ def check_padding(own: int | None, pad: int) -> None:
         )
 
 
+def check_new_adapters(model: Any) -> None:
+    """Raises InputError: DPOTrainer's reference, the base alone, is not the model with adapters."""
+    for config in model.peft_config.values():
+        if not getattr(config, "init_lora_weights", True):
+            refuse(
+                {
+                    "peft_config with init_lora_weights: False": "the reference is the model as it "
+                    "begins; give ref_model, or get_peft_model(model, config)"
+                }
+            )
+
+
 def _numbered(step: list[dict[str, Tensor]], labels: list[Tensor]) -> list[dict[str, Tensor]]:
     made, first = [], 0
     for micro, own in zip(step, labels, strict=True):

@@ -28,6 +28,7 @@ from megatrain.integrations.pairs import (
     PREFERENCES,
     SCORES,
     TrlReward,
+    check_new_adapters,
     check_padding,
     comes_from,
     opened,
@@ -96,7 +97,7 @@ class StreamedTrainer(_Trainer):
         if not isinstance(model, PreTrainedModel) and not is_peft_model(model):
             raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
         before, pad = set(vars(model)), model.config.get_text_config().pad_token_id
-        reference = options.pop("ref_model", None)
+        reference, wrapped = options.pop("ref_model", None), is_peft_model(model)
         with without_reference(options.get("args"), paired):
             super().__init__(model, *arguments, **options)
         if paired:
@@ -106,6 +107,8 @@ class StreamedTrainer(_Trainer):
             self._loss = TrlReward(self.args.center_rewards_coefficient)
         self._refuse()
         given: Any = self.model
+        if paired and not wrapped and is_peft_model(given):
+            check_new_adapters(given)
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
         # and a token for padding that another model would be built with.
         inner = given.get_base_model() if is_peft_model(given) else given
@@ -153,7 +156,7 @@ class StreamedTrainer(_Trainer):
 
     def _refuse(self) -> None:
         """Raises InputError: a setting asks for what would not be done."""
-        args, model = self.args, self.model
+        args = self.args
         wrong = {f"args.{name}": why for name, why in _OFF.items() if getattr(args, name, None)}
         if self.compute_loss_func is not None:
             wrong["compute_loss_func"] = _OTHER_LOSS
@@ -173,8 +176,6 @@ class StreamedTrainer(_Trainer):
             wrong["model_init"] = "give the model"
         if args.world_size > 1:
             wrong["several processes"] = "use Engine(group=...)"
-        if is_peft_model(model) and self._loss is not CROSS_ENTROPY:
-            wrong["peft_config"] = "train adapters on pairs with a run file, see docs/losses.md"
         refuse(wrong)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from data_cases import chat_tokenizer, talk
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback
+from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback
 
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
@@ -127,17 +127,84 @@ def test_trls_peft_config_is_followed(tmp_path: Path, packing: bool) -> None:
     same(*made)
 
 
-@pytest.mark.exhaustive
-def test_an_adapter_of_pairs_is_refused(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
+PAIRS = [
+    {"prompt": f"What is {n}?", "chosen": f" It is {n}.", "rejected": f" No {n * 7} idea"}
+    for n in range(12)
+]
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4,
+    "learning_rate": 1e-2, "logging_steps": 1, "adam_epsilon": 1e-3, "eval_strategy": "steps",
+    "eval_steps": 2, "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True,
+    "max_length": 64,
+}  # fmt: skip
+
+
+def of_pairs(
+    kind: Any,
+    folder: Path,
+    model: Any,
+    data: list[dict[str, str]],
+    *,
+    new: bool = True,
+    **keys: Any,
+) -> Any:
+    """A trainer, which makes the adapter if it is `new`."""
     datasets = pytest.importorskip("datasets")
+    lora = LoraConfig(r=4, target_modules="all-linear", **keys)
+    given: dict[str, Any] = {"peft_config": lora} if new else {}
+    model = model if new else get_peft_model(model, lora)
+    settings = pytest.importorskip("trl").DPOConfig
+    if "prompt" not in data[0]:
+        settings = pytest.importorskip("trl").RewardConfig
+    made = datasets.Dataset.from_list(data)
+    return kind(
+        model,
+        args=settings(output_dir=str(folder / kind.__name__), **COMMON),
+        train_dataset=made,
+        eval_dataset=made.select(range(4)),
+        processing_class=chat_tokenizer("qwen"),
+        **given,
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", [True, False])
+def test_an_adapter_prefers_as_under_the_plain_one(tmp_path: Path, first: bool) -> None:
+    """A new one (`first`), or one whose model is the reference as it is given."""
+    trl = pytest.importorskip("trl")
+    made = []
+    for kind in (trl.DPOTrainer, type("StreamedDpo", (StreamedTrainer, trl.DPOTrainer), {})):
+        torch.manual_seed(0)
+        model = llama(vocab_size=1024, max_position_embeddings=256)
+        made.append(of_pairs(kind, tmp_path, model, PAIRS, new=first, init_lora_weights=first))
+        made[-1].train()
+    same(*made)
+    norms = [entry["grad_norm"] for entry in made[0].state.log_history if "grad_norm" in entry]
+    assert norms[0] > 0.1
+
+
+@pytest.mark.exhaustive
+def test_an_adapter_scores_as_under_the_plain_one(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    made = []
+    data = [
+        {name: each["prompt"] + each[name] for name in ("chosen", "rejected")} for each in PAIRS
+    ]
+    for kind in (trl.RewardTrainer, type("StreamedRm", (StreamedTrainer, trl.RewardTrainer), {})):
+        torch.manual_seed(0)
+        config = llama(vocab_size=1024, max_position_embeddings=256).config
+        config.num_labels, config.pad_token_id = 1, chat_tokenizer("qwen").pad_token_id
+        keys: dict[str, Any] = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+        model = LlamaForSequenceClassification(config)
+        made.append(of_pairs(kind, tmp_path, model, data, **keys))
+        made[-1].train()
+    same(*made)
+
+
+@pytest.mark.exhaustive
+def test_a_new_adapter_that_changes_the_model_is_no_reference(tmp_path: Path) -> None:
+    """DPOTrainer compares with the base alone, which would be another model."""
+    trl = pytest.importorskip("trl")
     kind = type("StreamedDpo", (StreamedTrainer, trl.DPOTrainer), {})
-    pair = {"prompt": "The", "chosen": " sea", "rejected": " sky"}
-    with pytest.raises(InputError, match="peft_config: train adapters on pairs with a run file"):
-        kind(
-            llama(vocab_size=1024),
-            args=trl.DPOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False),
-            train_dataset=datasets.Dataset.from_list([pair] * 4),
-            processing_class=chat_tokenizer("qwen"),
-            peft_config=LoraConfig(r=4, target_modules="all-linear"),
-        )
+    with pytest.raises(InputError, match="peft_config with init_lora_weights: False"):
+        of_pairs(kind, tmp_path, llama(vocab_size=1024), PAIRS, init_lora_weights=False)
