@@ -1,5 +1,6 @@
 """Several ranks as forked children of the tests' process, which talk by gloo."""
 
+import gc
 import os
 import sys
 import traceback
@@ -33,6 +34,7 @@ def _fork(rank: int, size: int, folder: Path, work: Work) -> int:
     child = os.fork()
     if child:
         return child
+    gc.freeze()  # what the parent has is no garbage of this process, and looking copies its pages
     code = 1
     try:
         torch.set_num_threads(1)
