@@ -22,14 +22,14 @@ SWEPT: dict[str, Callable[..., Rule]] = {
 FLAT = [name for name, make in SWEPT.items() if not make().needs_matrices]
 
 
-def with_rules(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:
-    """Parameters `*case, rule`: each case with AdamW, and with each other rule one in `every`.
+def with_rules(cases: Sequence[tuple[Any, ...]], every: int, plain: int = 1) -> list[Any]:
+    """Parameters `*case, rule`: one case in `plain` with AdamW, in `every` with others.
 
     The other pairs are exhaustive: what a case tries of a rule, its neighbours try as well.
     """
     return [
-        pytest.param(*case, rule, marks=[pytest.mark.exhaustive] if turn and rest else [])
+        pytest.param(*case, rule, marks=[pytest.mark.exhaustive] if rest else [])
         for turn, rule in enumerate(SWEPT)
         for number, case in enumerate(cases)
-        for rest in [(number - turn) % every]
+        for rest in [(number - turn) % (every if turn else plain)]
     ]

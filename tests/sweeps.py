@@ -20,6 +20,20 @@ def quick(names: Iterable[str], chosen: Container[str], **given: Any) -> list[An
     ]
 
 
+def few(values: Iterable[Any], *usual: int) -> list[Any]:
+    """Parameters, exhaustive but for those at the places `usual`, or else for the first one.
+
+    A tuple has the values of several arguments.
+    """
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=[] if place in (usual or (0,)) else [pytest.mark.exhaustive],
+        )
+        for place, value in enumerate(values)
+    ]
+
+
 def swept(together: int = 2, **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
     """`parametrize` with all combinations of the axes' values; a mapping's keys name its values.
 

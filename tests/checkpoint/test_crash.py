@@ -15,6 +15,7 @@ from megatrain import Engine, RunFailed
 from megatrain.checkpoint import files, remove_leftovers, rotate, verify, whole_checkpoints
 from tests.checkpoint.cases import batches, engine_of, state
 from tests.parity.cases import same
+from tests.sweeps import swept
 
 CALLS = {
     "os": (
@@ -71,8 +72,7 @@ def count_calls(engine: Engine, folder: Path) -> int:
         return next(calls.count)
 
 
-@pytest.mark.parametrize("dead", [False, True], ids=["an error", "a kill"])
-@pytest.mark.parametrize("name", ["new", "old"])
+@swept(together=1, dead={"an error": False, "a kill": True}, name=["new", "old"])
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_whatever_call_fails_a_whole_checkpoint_is_there(
     engine, every, name, dead, tmp_path

@@ -21,6 +21,7 @@ from megatrain.model.trained import Trained
 from megatrain.train.export import export
 from megatrain.train.resolve_model import named_model
 from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, qwen2, same
+from tests.sweeps import few, swept
 
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
 STEPS = make_batches(2)
@@ -40,7 +41,7 @@ def trained(model: Any, saved: Path, **how: Any) -> tuple[float, dict[str, Any]]
         return engine.step(STEPS[1]).loss, masters(engine)
 
 
-@pytest.mark.parametrize("packed", ["bf16", "nf4"])
+@pytest.mark.parametrize("packed", few(["nf4", "bf16"]))
 def test_a_run_goes_on_to_the_bit(packed: Any, base: Path, tmp_path: Path) -> None:
     loss, wanted = trained(base, tmp_path / "saved", base=packed)
     saved = open_checkpoint(tmp_path / "saved")
@@ -54,7 +55,7 @@ def test_a_run_goes_on_to_the_bit(packed: Any, base: Path, tmp_path: Path) -> No
             assert same(masters(engine), wanted)
 
 
-@pytest.mark.parametrize("packed", ["bf16", "nf4"])
+@pytest.mark.parametrize("packed", few(["bf16", "nf4"]))
 def test_its_weights_and_its_merged_model_are_whole(
     packed: Any, base: Path, tmp_path: Path
 ) -> None:
@@ -89,8 +90,7 @@ def test_a_base_that_has_changed_or_gone_is_refused(base: Path, tmp_path: Path) 
         Engine.load(saved, device="cpu")
 
 
-@pytest.mark.parametrize("packed", ["bf16", "nf4"])
-@pytest.mark.parametrize("change", ["overwritten", "moved"])
+@swept(together=1, packed=["bf16", "nf4"], change=["overwritten", "moved"])
 def test_a_base_that_changes_while_it_is_trained_on_is_said(
     change: str, packed: Any, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,7 +119,7 @@ def test_a_base_that_changes_while_it_is_trained_on_is_said(
         assert same(masters(engine), wanted)
 
 
-@pytest.mark.parametrize("packed", ["bf16", "nf4"])
+@pytest.mark.parametrize("packed", few(["nf4", "bf16"]))
 def test_a_base_that_has_moved_is_named(packed: Any, base: Path, tmp_path: Path) -> None:
     saved, there = tmp_path / "saved", tmp_path / "there"
     loss, wanted = trained(base, saved, base=packed)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from megatrain.telemetry.flops import model_tflops
 from megatrain.telemetry.metrics import read_metrics
 from tests.cli.cases import sets
+from tests.sweeps import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 LORA = {"method": "lora", "r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}
@@ -71,7 +72,7 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
     assert said[0].stdout == said[1].stdout
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", few([True, False]))
 def test_a_run_goes_on_where_its_base_has_moved(own, megatrain, adapter_file, base, tmp_path):
     def trained(name, steps, *options, **chosen):
         run = sets(output__folder=str(tmp_path / name), training__steps=steps, **chosen)
@@ -109,6 +110,7 @@ def test_a_run_goes_on_where_its_base_has_moved(own, megatrain, adapter_file, ba
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
+@pytest.mark.exhaustive
 def test_every_command_takes_a_base_that_has_moved(megatrain, adapter_file, base, tmp_path):
     here, there, run = (tmp_path / name for name in ("here", "there", "run"))
     shutil.copytree(base, here)
@@ -154,7 +156,7 @@ def test_every_command_takes_a_base_that_has_moved(megatrain, adapter_file, base
         assert refused.exit_code == 2 and "leave base_model out" in refused.stderr
 
 
-@pytest.mark.parametrize("tokenizer", [True, False])
+@pytest.mark.parametrize("tokenizer", few([True, False]))
 def test_a_run_begins_with_the_adapter_of_another(
     tokenizer, megatrain, adapter_file, base, tmp_path
 ):

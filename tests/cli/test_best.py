@@ -69,6 +69,7 @@ def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path, cap
     assert f"the state of step {best} was better, but is not kept" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_a_branch_takes_the_best_state_along(megatrain, run_file, tmp_path):
     run, new = run_file.parent / "run", tmp_path / "new"
     slow = {"schedule__name": "constant_with_warmup"}

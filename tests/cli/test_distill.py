@@ -22,6 +22,7 @@ from tests.cli.test_preferences import pair, preference_file, rated, read  # noq
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
 from tests.parity.cases import noisy
 from tests.parity.ranks import run_ranks
+from tests.sweeps import few
 
 FILE = "model/model.safetensors"
 
@@ -62,7 +63,7 @@ def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("packing", few([True, False]), ids=["packed", "padded"])
 def test_a_teacher_is_learnt_kept_or_streamed(megatrain, distilling, tmp_path, packing, caplog):
     file = distilling(beta=0.4, add_tail=True, temperature=1.5)
     alone = sets(data__packing=packing, training__micro_batch_size=1, training__steps=8)
@@ -293,12 +294,10 @@ def test_ranks_distil_as_one(megatrain, distilling, tmp_path, how):
 
 @pytest.mark.parametrize(
     ("loss", "row"),
-    [
-        ({"name": "dpo"}, pair),
-        pytest.param({"name": "kto"}, rated, marks=pytest.mark.exhaustive),
-    ],
+    [({"name": "dpo"}, pair), ({"name": "kto"}, rated)],
     ids=["dpo", "kto"],
 )
+@pytest.mark.exhaustive
 def test_ranks_stream_a_reference_as_one(megatrain, preference_file, tmp_path, loss, row):  # noqa: F811
     rows = [row(number) for number in range(20)]
     file = preference_file(rows, reference="streamed", **loss)

@@ -73,6 +73,7 @@ def test_json_for_programs(megatrain, model_file):
     assert told["save_bytes"] == 2 * files.PIECE_BYTES  # small planes need not each have one
 
 
+@pytest.mark.exhaustive
 def test_several_hosts(megatrain, model_file, run_file):
     sizes = ["--tokens", 2048, "--sequence-length", 32, "--gpus", 2, "--hosts", 4]
     given = ["plan", "--model", model_file, *HERE, *sizes]
@@ -109,6 +110,7 @@ def test_a_run_on_several_devices_is_planned_on_as_many(megatrain, run_file):
     assert told["run_seconds"] != alone["run_seconds"]
 
 
+@pytest.mark.exhaustive
 def test_the_plan_of_a_run_with_lion_counts_its_planes(megatrain, run_file):
     adamw, lion = (
         json.loads(megatrain("plan", run_file, *HERE, "--json", *change).stdout)
@@ -160,6 +162,7 @@ def test_planes_on_a_disk_are_told_with_its_wear(megatrain, run_file, tmp_path):
     assert "disk " not in megatrain("plan", run_file, *HERE).stdout
 
 
+@pytest.mark.exhaustive
 def test_the_plan_of_masters_of_24_bits_counts_a_byte_less(megatrain, run_file):
     def remainders(*options):
         result = megatrain("plan", run_file, *HERE, "--json", "--precision", "bf16", *options)
@@ -456,19 +459,31 @@ def test_a_run_file_that_names_one_of_several_gpus_is_planned_on_that(
     assert asked == ["cuda:1"] * 3
 
 
-def test_an_adapter_on_a_smaller_base_is_planned_without_a_run_file(megatrain):
-    def planned(*options):
+@pytest.fixture
+def planned(megatrain):
+    """The plan of 0.5B with some options, and the bytes of all its tiles."""
+
+    def plan(*options):
         result = megatrain("plan", "--model", "0.5B", *HERE, *options, "--json")
         assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)
+        told = json.loads(result.stdout)
+        return told, sum(tile["total_bytes"] for tile in told["tiles"])
 
-    told = planned("--lora-r", 16, "--base", "nf4")
-    assert told["model"] == "0.5B with LoRA of rank 16, base in nf4"
+    return plan
+
+
+@pytest.mark.exhaustive
+def test_an_adapter_and_a_smaller_base_take_less_memory(planned):
     whole, lora, small = (
-        sum(tile["total_bytes"] for tile in each["tiles"])
-        for each in (planned(), planned("--lora-r", 16), told)
+        planned(*options)[1]
+        for options in ((), ("--lora-r", 16), ("--lora-r", 16, "--base", "nf4"))
     )
     assert whole > 6 * lora > 1.5 * 6 * small
+
+
+def test_an_adapter_on_a_smaller_base_is_planned_without_a_run_file(megatrain, planned):
+    told, _ = planned("--lora-r", 16, "--base", "nf4")
+    assert told["model"] == "0.5B with LoRA of rank 16, base in nf4"
     result = megatrain("plan", "--model", "0.5B", *HERE, "--lora-r", 16)
     assert "0.5B with LoRA of rank 16, " in result.stdout and "it fits" in result.stdout
 

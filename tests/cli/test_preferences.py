@@ -21,6 +21,7 @@ from tests.cli.cases import SENTENCES, sets
 from tests.cli.test_ranks import run_of
 from tests.parity.cases import llama, make_batches, make_engine
 from tests.parity.ranks import run_ranks
+from tests.sweeps import few
 
 LANGUAGES = ("yaml", "python")
 FILE = "model.safetensors"
@@ -79,7 +80,7 @@ def test_data_of_replies_are_shown_as_such(megatrain, preference_file):
 
 @pytest.mark.parametrize(
     ("loss", "row"),
-    [({"name": "dpo"}, pair), ({"name": "kto"}, rated)],
+    few([({"name": "dpo"}, pair), ({"name": "kto"}, rated)]),
     ids=["dpo", "kto"],
 )
 def test_a_run_moves_preferences_and_goes_on_exactly(
@@ -116,7 +117,7 @@ def test_a_run_moves_preferences_and_goes_on_exactly(
 
 @pytest.mark.parametrize(
     "loss",
-    [{"name": "simpo"}, {"name": "orpo"}, {"name": "kto", "loss_type": "apo_zero_unpaired"}],
+    few([{"name": "simpo"}, {"name": "orpo"}, {"name": "kto", "loss_type": "apo_zero_unpaired"}]),
     ids=["simpo", "orpo", "kto of pairs"],
 )
 def test_other_losses_of_replies_train(megatrain, preference_file, tmp_path, loss):
@@ -166,6 +167,7 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
     assert result.exit_code == 2 and "scores of rows" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_reward_model_may_be_an_adapter(megatrain, preference_file, tmp_path):
     """Its head is trained and goes with it, as PEFT has it; checkpoints leave the base out."""
     rows = [pair(number) for number in range(20)]
@@ -338,6 +340,7 @@ def test_what_the_page_shows_runs(tmp_path):
             assert not value or str(getattr(loss, key)).rstrip(".0") == value.rstrip(".0")
 
 
+@pytest.mark.exhaustive
 def test_preferences_with_an_adapter_are_those_of_one_rank(megatrain, preference_file, tmp_path):
     """The reference's log-probabilities, each step, evaluations, and the adapter itself."""
     file = preference_file([pair(number) for number in range(20)], name="dpo")

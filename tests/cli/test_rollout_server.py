@@ -17,6 +17,7 @@ from tests.cli import test_rollouts
 from tests.cli.cases import sets
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
 from tests.parity.ranks import run_ranks
+from tests.sweeps import few
 
 rollout_file = test_rollouts.rollout_file  # a fixture
 
@@ -159,7 +160,7 @@ FAILED = {
 }
 
 
-@pytest.mark.parametrize(("faults", "message"), FAILED.values(), ids=FAILED)
+@pytest.mark.parametrize(("faults", "message"), few(FAILED.values(), 1, 4), ids=FAILED)
 def test_a_server_that_fails_ends_the_run_with_its_last_state(
     megatrain, file_of, served, tmp_path, faults, message
 ):
@@ -261,6 +262,7 @@ def test_corrections_that_cannot_be_are_refused(megatrain, file_of, given, name,
     assert message in " ".join(result.stderr.split())
 
 
+@pytest.mark.exhaustive
 def test_a_run_killed_after_its_export_goes_on_with_its_folder(
     megatrain, file_of, served, tmp_path, monkeypatch
 ):
@@ -308,6 +310,7 @@ def _completions(served):
     return [json.dumps(body) for path, body in served.asked if path == "/v1/completions"]
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_fails_or_cannot_be_used_is_told_by_all_ranks(
     file_of, served, tmp_path, monkeypatch
 ):

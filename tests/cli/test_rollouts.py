@@ -23,6 +23,7 @@ from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
 from tests.families.tiny import tiny_config
 from tests.parity.ranks import run_ranks
 from tests.structure.source_tree import ROOT
+from tests.sweeps import few
 
 REWARDS = """
 import torch
@@ -126,7 +127,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("loss", few(LOSSES.values()), ids=LOSSES)
 def test_a_run_learns_from_replies_and_goes_on_exactly(megatrain, rollout_file, tmp_path, loss):
     file = rollout_file(loss, weights=[1.0, 0.5], temperature=0.8)
 
@@ -453,7 +454,7 @@ def test_replies_are_made_by_a_model_with_a_loss_of_routers(megatrain, rollout_f
     assert all(record["aux_loss"] > 0 for record in read(file.parent / "run"))
 
 
-@pytest.mark.parametrize("family", ["jamba", "granitemoehybrid"])
+@pytest.mark.parametrize("family", few(["jamba", "granitemoehybrid"]))
 def test_a_model_of_states_alone_learns_from_its_replies(
     megatrain, rollout_file, base, tmp_path, family
 ):

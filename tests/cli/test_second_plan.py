@@ -18,6 +18,7 @@ from megatrain.train.second_model import SecondModel
 from tests.cli.cases import sets
 from tests.cli.test_distill import distilling, teacher  # noqa: F401
 from tests.cli.test_preferences import pair, preference_file  # noqa: F401
+from tests.sweeps import few
 from tests.unit.forecast_cases import H200
 
 
@@ -53,6 +54,7 @@ def agree(told, host, hidden):
     return own
 
 
+@pytest.mark.exhaustive
 def test_a_streamed_teacher_is_counted(megatrain, distilling, tmp_path):  # noqa: F811
     plain = forecast(megatrain, distilling(teacher_log_probs="kept"))
     file = distilling(teacher_log_probs="streamed")
@@ -72,7 +74,7 @@ def test_a_streamed_reference_is_counted(megatrain, preference_file, tmp_path): 
     assert plain["seconds"] < told["seconds"] < 2 * plain["seconds"]
 
 
-@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize("rows", few([4, 64]))
 def test_the_seconds_of_a_reference_are_those_of_a_forward(rows):
     """7B: of few rows as long as weights take over the bus, of many as a third of a step's work."""
     spec, machine = structure(open_source(qwen2_config("7b"))), H200

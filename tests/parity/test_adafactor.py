@@ -24,6 +24,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
+from tests.sweeps import few
 from tests.unit.kernel_cases import randn
 
 # Vectors, small and narrow matrices, matrices in blocks of rows, several in a block or in blocks.
@@ -90,7 +91,7 @@ def test_any_range_of_matrices_is_cut_into_rectangles() -> None:
             assert torch.equal(found.view(-1), wanted), (shape, start, stop)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", few(["bf16", "fp32"]))
 def test_planes_on_a_disk_change_no_bit(
     precision: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
+from tests.sweeps import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -166,7 +167,7 @@ def test_the_adapter_and_the_merged_model_are_loaded_by_their_libraries(
     assert torch.equal(whole.get_submodule(q_proj).weight, merged)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", few(["mixtral", "gpt_oss"]))
 def test_adapters_of_experts_are_drawn_resumed_and_merged(family: str, tmp_path: Path) -> None:
     tiny_model(family).save_pretrained(tmp_path / "base")
     keys: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "r": 2}
@@ -190,6 +191,7 @@ def test_adapters_of_experts_are_drawn_resumed_and_merged(family: str, tmp_path:
     assert same(dict(merged.named_parameters()), reference)
 
 
+@pytest.mark.exhaustive
 def test_adapters_of_experts_do_not_break_compiled_graphs() -> None:
     model = with_adapters(
         emptied(tiny_model("qwen3_moe")), {"default": LoraConfig(target_parameters=EXPERTS, r=2)}

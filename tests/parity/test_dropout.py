@@ -23,6 +23,7 @@ from tests.parity.cases import (
     parameters,
     same,
 )
+from tests.sweeps import few
 
 RATES = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
@@ -51,12 +52,15 @@ def slope_error(model: Any, step: list, placement: Placement, device: str = "cpu
 
 @pytest.mark.parametrize(
     "placement",
-    [
-        Placement(slots=1),
-        Placement(slots=3, layer_inputs="host"),
-        Placement(save_activations=2),
-        Placement(passes=2),
-    ],
+    few(
+        [
+            Placement(slots=1),
+            Placement(slots=3, layer_inputs="host"),
+            Placement(save_activations=2),
+            Placement(passes=2),
+        ],
+        *(1, 2),
+    ),
     ids=["recomputed", "boundaries on the host", "kept graphs", "passes"],
 )
 def test_the_gradient_is_that_of_the_masks_of_the_forward(placement: Placement) -> None:

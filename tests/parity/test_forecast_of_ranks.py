@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +20,7 @@ from megatrain.model.probe import spec
 from megatrain.source.source import open_source
 from tests.parity.cases import llama, make_engine
 from tests.parity.ranks import run_ranks
+from tests.sweeps import swept
 from tests.unit.forecast_cases import small_machine
 
 WHOLE = Workload(tokens_per_step=1024, sequence_length=64, precision="fp32", compile=False)
@@ -61,8 +61,7 @@ def foretold(found: Forecast) -> dict[str, tuple[int, int]]:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("placed", PLACEMENTS)
+@swept(together=1, layout=[*LAYOUTS], placed=[*PLACEMENTS])
 def test_two_ranks_keep_and_exchange_what_is_foretold(
     layout: str, placed: str, tmp_path: Path
 ) -> None:

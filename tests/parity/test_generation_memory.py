@@ -29,6 +29,7 @@ from megatrain.plan.tiles import tile_bytes
 from megatrain.source.opened import Model
 from megatrain.units import MIB
 from tests.families.tiny import tiny_config
+from tests.sweeps import few, swept
 
 ROWS, TOKENS, NEW = 24, 64, 16
 CONFIG = LlamaConfig(
@@ -81,8 +82,7 @@ def _real(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_meta
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["alike", "apart"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@swept(together=1, apart={"alike": False, "apart": True}, precision=["bf16", "fp32"])
 def test_generation_takes_what_is_foretold(
     precision: Any, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +102,9 @@ def test_generation_takes_what_is_foretold(
     assert 0.95 * told <= alive.peak <= told + random + 16 * ROWS  # whether a row goes on
 
 
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_moe", "qwen3_next", "gemma3_text", "jamba"])
+@pytest.mark.parametrize(
+    "family", few(["qwen3_next", "gemma3_text", "mamba2", "qwen3_moe", "jamba"], 0, 1)
+)
 def test_other_caches_are_counted(family: str) -> None:
     """States, experts and windows, of each row the same; no cache of Jamba's states alone."""
     found = spec(empty_model(tiny_config(family)))

@@ -17,14 +17,17 @@ from megatrain.errors import InputError, RunFailed
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.ranks import run_ranks
 from tests.parity.test_ranks import CLOSE, SHAPES, part_of, refused, saved_state
+from tests.sweeps import few
 
-NAMES = (
-    "untied, clipped",
+USUAL = (
     "tied, rows that are not kept, graphs that are",
-    "resident, in passes",
     "experts that are balanced",
     "preferences, in passes",
     "muon clipped, 0.5",
+)
+REST = (
+    "untied, clipped",
+    "resident, in passes",
     "muon, experts",
     "adafactor, llama, streamed",
 )
@@ -49,16 +52,13 @@ def on_hosts(make: Callable[[Any], dict]) -> Callable[[Any], dict]:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "each"),
-    [
-        pytest.param(2, 1, marks=pytest.mark.exhaustive),
-        (2, 2),
-        pytest.param(3, 1, marks=pytest.mark.exhaustive),
-    ],
+    ("hosts", "each", "names"),
+    few([(2, 2, USUAL), (2, 2, REST), (2, 1, USUAL + REST), (3, 1, USUAL + REST)]),
+    ids=["2-2", "2-2 exhaustive", "2-1 exhaustive", "3-1 exhaustive"],
 )
-def test_hosts_train_as_one(hosts: int, each: int, tmp_path: Path) -> None:
+def test_hosts_train_as_one(hosts: int, each: int, names: tuple[str, ...], tmp_path: Path) -> None:
     """Each of them has the weights of all, to the bit."""
-    cases = {name: on_hosts(CLOSE[name]) for name in NAMES}
+    cases = {name: on_hosts(CLOSE[name]) for name in names}
     alone = {name: make(None) for name, make in cases.items()}
 
     def work(group: Any) -> dict[str, dict]:

@@ -20,6 +20,7 @@ from megatrain.source import opened
 from megatrain.units import MIB
 from tests.parity.cases import frozen, in_dtype, llama, make_batches, make_engine
 from tests.rules import SWEPT
+from tests.sweeps import few
 
 # Large enough that the padding of planes and rows of text are as little as in a real model.
 MID = LlamaConfig(
@@ -65,7 +66,9 @@ PLANES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "precision", "planes", "whole"), PLANES)
+@pytest.mark.parametrize(
+    ("rule", "precision", "planes", "whole"), few(PLANES, *range(0, len(PLANES), 2))
+)
 def test_bytes_per_parameter(
     mid: LlamaForCausalLM, rule: str, precision: Any, planes: dict, whole: float
 ) -> None:

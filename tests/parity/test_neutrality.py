@@ -24,7 +24,7 @@ from tests.parity.cases import (
     same,
 )
 from tests.rules import with_rules
-from tests.sweeps import swept
+from tests.sweeps import few, swept
 
 Numbers = tuple[list[float], list[float], dict, list]
 
@@ -96,7 +96,9 @@ def test_every_choice_of_a_placement_is_tried() -> None:
     assert left == {"head_tokens", "chunk_tokens", "max_stream_bytes", "compile", "save_bytes"}
 
 
-@pytest.mark.parametrize(("precision", "tied", "clip", "rule"), with_rules(CASES, len(CASES)))
+@pytest.mark.parametrize(
+    ("precision", "tied", "clip", "rule"), with_rules(CASES, len(CASES), plain=3)
+)
 def test_no_placement_changes_a_bit(
     precision: Any, tied: bool, clip: float | None, rule: str
 ) -> None:
@@ -123,7 +125,7 @@ def check_placements(
         assert identical(got, wanted), placement
 
 
-@pytest.mark.parametrize(("clip", "tied"), [(0.5, True), (None, False)])
+@pytest.mark.parametrize(("clip", "tied"), few([(0.5, True), (None, False)]))
 def test_levels_of_tiles_change_no_bit_in_any_number_of_passes(
     clip: float | None, tied: bool
 ) -> None:

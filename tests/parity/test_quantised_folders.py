@@ -19,6 +19,7 @@ from megatrain.model.quantised import quantised_base
 from megatrain.tile.packed import _NF4, FP8, NF4, NF4_WIDE, Packing, _dynamic_values
 from megatrain.train.export import export
 from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same
+from tests.sweeps import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -87,7 +88,7 @@ def write(folder: Path, tensors: dict[str, Tensor], how: dict[str, Any]) -> None
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("packing", [NF4, NF4_WIDE, FP8], ids=lambda each: each.name)
+@pytest.mark.parametrize("packing", few([NF4, NF4_WIDE, FP8]), ids=lambda each: each.name)
 def test_training_resuming_and_merging_have_the_values_of_the_folder(
     packing: Packing, tmp_path: Path
 ) -> None:

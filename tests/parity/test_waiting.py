@@ -20,6 +20,7 @@ from tests.parity.cases import (
     same,
 )
 from tests.parity.test_dropout import gpt2, slope_error
+from tests.sweeps import few
 
 POLICIES: dict[str, dict[str, Any]] = {
     "graphs on the host": {"offload_activations": 2},
@@ -37,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 FAMILIES = ["llama", "gpt2", "phi3", "mixtral", "gemma2"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, 0, 1, 3))
 def test_no_policy_changes_a_bit(family: str) -> None:
     steps = make_batches(2)
     wanted = make_engine(model_of(family), placement=Placement(slots=2))

@@ -83,6 +83,7 @@ opening.prepare = both
     assert model_bytes(run.parent / "run") == model_bytes(whole)
 
 
+@SLOW
 def test_a_run_that_is_prepared_while_another_one_takes_its_folder_is_refused(start, run, whole):
     waiting = """
 import pathlib, time
@@ -103,6 +104,7 @@ opening.prepare = late
     assert model_bytes(run.parent / "run") == model_bytes(whole)
 
 
+@SLOW
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     zygote, tmp_path, tokenizer_folder
 ):
@@ -148,6 +150,7 @@ def at(step):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@SLOW
 def test_a_full_disk_under_the_output_does_not_end_the_run(zygote, run, whole, tmp_path):
     log = tmp_path / "log"
     log.symlink_to("/dev/full")
@@ -168,6 +171,7 @@ def test_a_reader_of_the_output_that_goes_away_does_not_end_the_run(zygote, run,
     assert model_bytes(tmp_path / "run") == model_bytes(whole)
 
 
+@SLOW
 def test_closed_descriptors_do_not_end_the_run(zygote, run, whole, tmp_path):
     """No file of the run takes the place of the output, into which libraries write."""
     fault = (
@@ -204,6 +208,7 @@ loop.write_model = full
     goes_on()
 
 
+@SLOW
 def test_a_configuration_that_cannot_be_written_is_named(start, goes_on, run):
     fault = """
 import os
@@ -247,6 +252,7 @@ def at(step):
     assert (saved / "keep").exists()
 
 
+@SLOW
 def test_a_last_checkpoint_that_cannot_be_written_is_not_tried_again(start, run):
     fault = (
         AT_STEP
@@ -262,6 +268,7 @@ def at(step):
     assert "cannot save the checkpoint of step 8" in out and "the run goes on\n" in out
 
 
+@SLOW
 def test_a_disk_that_is_full_when_the_run_is_stopped_is_an_error(start, goes_on):
     fault = (
         AT_STEP

@@ -15,6 +15,7 @@ from tests.reliability.cases import (
     stopped_in,
     toy_run,
 )
+from tests.sweeps import few
 
 SLOW = pytest.mark.exhaustive
 STEPS = 12
@@ -176,6 +177,7 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder, zy
     ]
 
 
+@SLOW
 def test_a_finished_run_that_is_made_longer_goes_on_after_a_stop(
     tmp_path, tokenizer_folder, zygote
 ):
@@ -194,7 +196,7 @@ def test_a_finished_run_that_is_made_longer_goes_on_after_a_stop(
     assert "11 steps done" in again and "going on" not in again
 
 
-@pytest.mark.parametrize("note", ["[" * 50_000, '{"done": 6}'])
+@pytest.mark.parametrize("note", few(["[" * 50_000, '{"done": 6}']))
 def test_a_finished_run_needs_no_checkpoint_to_be_known_as_such(
     tmp_path, tokenizer_folder, zygote, note
 ):

@@ -14,6 +14,7 @@ from tests.reliability.cases import (
     model_bytes,
     stopped_in,
 )
+from tests.sweeps import few
 
 CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every": 3}
 
@@ -81,14 +82,17 @@ def go(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("phase", "number"),
-    [
-        ("reading", signal.SIGTERM),
-        ("loading", signal.SIGINT),
-        ("step", signal.SIGTERM),
-        ("evaluation", signal.SIGINT),
-        ("save", signal.SIGTERM),
-        ("model", signal.SIGHUP),
-    ],
+    few(
+        [
+            ("reading", signal.SIGTERM),
+            ("loading", signal.SIGINT),
+            ("step", signal.SIGTERM),
+            ("evaluation", signal.SIGINT),
+            ("save", signal.SIGTERM),
+            ("model", signal.SIGHUP),
+        ],
+        *(2, 3, 4, 5),
+    ),
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )
 def test_one_signal_ends_the_run_well_and_loses_nothing(
@@ -119,7 +123,7 @@ def test_one_signal_ends_the_run_well_and_loses_nothing(
     assert model_bytes(folder) == model_bytes(whole)
 
 
-@pytest.mark.parametrize("phase", ["loading", "step", "save"])
+@pytest.mark.parametrize("phase", few(["loading", "step", "save"], 2))
 def test_a_second_signal_ends_it_at_once(run, tmp_path, start, phase):
     """Whatever it is doing; the checkpoint before is whole."""
     start("", *sets(training__steps=3)).finish()

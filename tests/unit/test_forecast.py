@@ -36,7 +36,7 @@ from megatrain.tile import TileKind
 from megatrain.units import MIB
 from tests.parity.cases import Noting
 from tests.rules import SWEPT, with_rules
-from tests.sweeps import swept
+from tests.sweeps import few, swept
 from tests.unit.forecast_cases import (
     H200,
     experts_config,
@@ -90,7 +90,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "rule"), with_rules([(name,) for name in PLACEMENTS], 5))
+@pytest.mark.parametrize(
+    ("name", "rule"), with_rules([(name,) for name in PLACEMENTS], every=10, plain=2)
+)
 def test_host_memory_is_the_engines_to_the_byte(name: str, rule: str) -> None:
     placement, (clip, precision, tied) = PLACEMENTS[name], CASES[name]
     found = told(placement, clip=clip, precision=precision, tied=tied, rule=SWEPT[rule]())
@@ -373,7 +375,7 @@ def measured_step(name: str) -> Prediction:
     return predict({**result, "machine": H200.as_dict() | limit})
 
 
-@pytest.mark.parametrize("name", ["3b-8x1024-12gib", "3b-96x1024", "7b-96x1024"])
+@pytest.mark.parametrize("name", few(["3b-8x1024-12gib", "3b-96x1024", "7b-96x1024"]))
 def test_recorded_steps_are_foretold(name: str) -> None:
     seconds, device, host = measured_step(name).errors()
     assert abs(seconds) < 0.1 and abs(device) < 0.03 and abs(host) < 0.03
@@ -389,7 +391,7 @@ def test_the_breakdown_of_a_recorded_step_is_foretold() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["1.5b-32x1024", "3b-8x1024-12gib", "7b-16x1024-10gib", "7b-16x1024-24gib"]
+    "name", few(["1.5b-32x1024", "3b-8x1024-12gib", "7b-16x1024-10gib", "7b-16x1024-24gib"], 1, 2)
 )
 def test_device_memory_in_use_is_foretold(name: str) -> None:
     """To less than the 64 MiB that cuBLAS has as workspaces, one for each of two threads."""
@@ -411,7 +413,7 @@ def test_what_torch_holds_besides_is_foretold(name: str) -> None:
     assert told.device_peak_bytes < told.device_held_bytes <= told.machine.device_memory_bytes
 
 
-@pytest.mark.parametrize("name", ["streamed", "resident", "attention on the host"])
+@pytest.mark.parametrize("name", few(["streamed", "resident", "attention on the host"]))
 def test_a_layer_taken_as_one_parameter_takes_what_its_parameters_do(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,7 +460,7 @@ def test_weights_on_their_way_count_where_little_follows_them() -> None:
     assert process(0, "layer 0") == process(0) + down
 
 
-@pytest.mark.parametrize("rows", [2, 8, 9])
+@pytest.mark.parametrize("rows", few([2, 8, 9], 2))
 def test_chunks_of_a_head_that_are_alike_are_counted_once(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Saves
 from megatrain.source.source import open_source
+from tests.sweeps import few
 from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH = 2, 512, 256
@@ -77,11 +78,7 @@ def held_bytes(model: ModelSpec, saves: Saves) -> int:
 
 @pytest.mark.parametrize(
     ("intermediate", "kv_heads", "saves", "adapter"),
-    [
-        (768, 2, "graph", None),
-        pytest.param(1408, 1, "graph", None, marks=pytest.mark.exhaustive),
-        (768, 2, "all", LORA),
-    ],
+    few([(768, 2, "all", LORA), (768, 2, "graph", None), (1408, 1, "graph", None)]),
 )
 def test_kept_graphs_hold_what_is_foretold(
     quickly: None, intermediate: int, kv_heads: int, saves: Saves, adapter: Any

@@ -15,6 +15,7 @@ from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama
+from tests.sweeps import few
 from tests.unit.trainer_cases import Streamed, arguments, padded, rows, trainer
 
 
@@ -87,12 +88,15 @@ def losses_and_norms(kind: Any, model: Any, data: Any, folder: Path) -> list[Any
 
 @pytest.mark.parametrize(
     ("make", "data"),
-    [
-        (without_kwargs, rows(5)),
-        (without_kwargs, rows(9)),
-        (without_kwargs, Stream()),
-        (llama, Stream()),
-    ],
+    few(
+        [
+            (without_kwargs, rows(5)),
+            (without_kwargs, rows(9)),
+            (without_kwargs, Stream()),
+            (llama, Stream()),
+        ],
+        *(1, 3),
+    ),
     ids=["means", "means and short steps", "means of a stream", "stream"],
 )
 def test_uneven_micro_batches_count_as_a_plain_trainer_counts_them(
@@ -137,7 +141,7 @@ def test_a_streamed_trainer_goes_on_exactly(tmp_path: Path) -> None:
     assert rates[0] == rates[1]
 
 
-@pytest.mark.parametrize("clip", [0.05, 0.0])
+@pytest.mark.parametrize("clip", few([0.05, 0.0]))
 def test_another_bound_of_the_norm_is_heeded_on_resume(tmp_path: Path, clip: float) -> None:
     losses = []
     for kind in (Trainer, Streamed):

@@ -21,6 +21,7 @@ from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.plan.tiles import tile_bytes
 from megatrain.tile import TileLayout
+from tests.sweeps import few
 from tests.unit.forecast_cases import experts_spec, small_machine, tiny_spec, wide_spec
 
 WORKLOAD = Workload(4 * 32, 32)
@@ -78,7 +79,7 @@ def both(ask: Any) -> tuple[Any, Any]:
     return ask(), again
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, 0, 1, 3))
 def test_forecasts_and_their_memory_are_those_of_other_names(case: str) -> None:
     spec, placement, resident = CASES[case]
 

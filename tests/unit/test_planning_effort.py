@@ -24,7 +24,7 @@ from megatrain.plan.planner import make_plan
 from megatrain.source.source import open_source
 from megatrain.tile import TileKind
 from megatrain.units import GIB
-from tests.sweeps import swept
+from tests.sweeps import few, swept
 from tests.unit.forecast_cases import (
     experts_config,
     small_machine,
@@ -56,7 +56,7 @@ class Counted:
         return partial(self, instance)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES, 0, 1))
 def test_layers_of_other_rows_follow_from_two_that_are_recorded(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +165,7 @@ def test_what_the_host_has_no_room_for_is_not_followed(
     assert followed.calls == 0
 
 
-@pytest.mark.parametrize("passes", [1, 2, 8])
+@pytest.mark.parametrize("passes", few([1, 2, 8], 2))
 def test_that_each_pass_reads_the_disk_is_known_before_it_is_followed(passes: int) -> None:
     """No way takes less than is told of it, nor a sixth less than it likely does."""
     cache, workload = ForecastCache(tiny_spec(4)), Workload(512, 64)

@@ -212,6 +212,7 @@ def test_rivals_do_the_same_work(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_measured_beside_peft_alone(tmp_path, monkeypatch):
     """All of PEFT's rows train the same adapter on the same base."""
     monkeypatch.setattr(supervise, "_run_limited", lambda command, *_: (forked_module(command), 1))

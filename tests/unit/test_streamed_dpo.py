@@ -12,6 +12,7 @@ from megatrain import DoesNotFit, Engine
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import llama
+from tests.sweeps import few
 
 trl = pytest.importorskip("trl", reason="trl is no dependency")
 datasets = pytest.importorskip("datasets")
@@ -50,7 +51,7 @@ UNEVEN = {"count": 9, "gradient_accumulation_steps": 3, "logging_steps": 2}
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"loss_type": ["robust"], "label_smoothing": 0.1}, UNEVEN],
+    few([{}, {"loss_type": ["robust"], "label_smoothing": 0.1}, UNEVEN], 2),
     ids=["sigmoid", "robust", "uneven"],
 )
 def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from trl_cases import trained_by
 
 from megatrain.errors import InputError
 from tests.parity.cases import SIZES, noisy
+from tests.sweeps import few
 
 trl = pytest.importorskip("trl", reason="trl is no dependency")
 datasets = pytest.importorskip("datasets")
@@ -60,7 +61,7 @@ UNEVEN = {"count": 9, "gradient_accumulation_steps": 3, "logging_steps": 2}
 
 @pytest.mark.parametrize(
     ("margin", "changes"),
-    [(False, {}), (True, {"center_rewards_coefficient": 0.3}), (True, UNEVEN)],
+    few([(False, {}), (True, {"center_rewards_coefficient": 0.3}), (True, UNEVEN)], 2),
     ids=["plain", "margins and a centre", "uneven"],
 )
 def test_a_run_is_that_of_the_plain_trainer(

@@ -14,6 +14,7 @@ from transformers import LlamaForSequenceClassification, Trainer, TrainerCallbac
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import llama
+from tests.sweeps import few
 from tests.unit.trainer_cases import Streamed, arguments, padded, rows
 
 KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
@@ -51,13 +52,18 @@ def same(plain: Any, streamed: Any) -> None:
         torch.testing.assert_close(second[name], values, rtol=1e-5, atol=1e-6)
 
 
+BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1}
+
+
 @pytest.mark.parametrize(
     ("keys", "changes"),
-    [
-        ({}, {"remove_unused_columns": True}),  # by the base's forward; PeftModel's takes anything
-        ({"modules_to_save": ["norm"], "use_rslora": True}, {}),  # norms are not decayed
-        ({"use_dora": True}, {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1}),
-    ],
+    few(
+        [
+            ({"modules_to_save": ["norm"], "use_rslora": True}, {}),  # norms are not decayed
+            ({}, {"remove_unused_columns": True}),  # by the base's forward; PeftModel's takes any
+            ({"use_dora": True}, BEST),
+        ]
+    ),
 )
 def test_an_adapter_learns_what_it_does_under_the_plain_one(
     tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any]

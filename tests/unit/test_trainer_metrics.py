@@ -12,6 +12,7 @@ from transformers import Trainer
 from megatrain.errors import InputError
 from megatrain.integrations import predictions
 from tests.parity.cases import VOCAB
+from tests.sweeps import swept
 from tests.unit.trainer_cases import Streamed, rows, trainer
 
 
@@ -39,8 +40,7 @@ def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-@pytest.mark.parametrize("preprocess", [None, likeliest])
-@pytest.mark.parametrize("changes", [{}, {"bf16": True}])
+@swept(together=1, preprocess=[None, likeliest], changes={"fp32": {}, "bf16": {"bf16": True}})
 def test_metrics_are_computed_as_under_the_plain_one(
     tmp_path: Path, preprocess: Any, changes: dict[str, Any]
 ) -> None:
