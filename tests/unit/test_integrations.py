@@ -318,24 +318,19 @@ def test_trainers_of_other_losses_are_refused(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.exhaustive
-def test_arguments_to_load_a_model_with_are_refused(tmp_path: Path) -> None:
-    """A model that is given by its name would be loaded without them."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-
-    class StreamedSft(StreamedTrainer, trl.SFTTrainer):
-        """What a user writes."""
-
-    llama(vocab_size=1024).save_pretrained(tmp_path / "model")
-    config = trl.SFTConfig(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False,
-        model_init_kwargs={"revision": "other"},
-    )  # fmt: skip
-    with pytest.raises(InputError, match="args.model_init_kwargs: load the model with them"):
-        StreamedSft(
-            str(tmp_path / "model"),
-            config,
-            train_dataset=datasets.Dataset.from_list([{"text": "the sea"}] * 4),
-            processing_class=chat_tokenizer("qwen"),
-        )
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"revision": "other"}, {}, "args.model_init_kwargs: load the model with them"),
+        ({"quantization_config": object()}, {}, "quantization_config: train on a packed base"),
+        ({}, {"quantization_config": object()}, "quantization_config: train on a packed base"),
+    ],
+)
+def test_a_model_is_not_loaded_otherwise(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    """By what TRL's arguments say of a model that is there, or of one that would be quantised."""
+    args = arguments(tmp_path)
+    args.model_init_kwargs = changes  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match=message):
+        Streamed(llama(), args, train_dataset=rows(4), **options)
