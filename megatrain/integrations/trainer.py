@@ -119,7 +119,7 @@ class StreamedTrainer(_Trainer):
         decayed = set(self.get_decay_parameter_names(given))
         own = {id(value): name for name, value in inner.named_parameters()}
         kept = [value for name, value in given.named_parameters() if name not in decayed]
-        names = [own[id(value)] for value in kept]  # the engine's, without PEFT's prefix
+        names = [own[id(value)] for value in kept if id(value) in own]  # without PEFT's prefix
         self._columns = signature(inner.forward)
         reference = (reference or given) if paired else None
         self._open_engines(given, reference, [f"^{re.escape(name)}$" for name in names])
