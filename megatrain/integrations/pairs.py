@@ -139,6 +139,11 @@ def pair_loss(args: Any) -> TrlDPO:
             wrong[f"args.{name}"] = f"it is {given!r}; leave it out"
     if len(types) != 1 or types[0] not in get_args(Variant):
         wrong["args.loss_type"] = f"it must be one of {', '.join(get_args(Variant))}"
+    elif args.label_smoothing and types[0] in ("sigmoid", "sigmoid_norm"):
+        wrong["args.label_smoothing"] = (
+            f"DPOTrainer's {types[0]} has none; set it to 0, take loss_type='robust', or a run "
+            "file: loss.label_smoothing"
+        )
     refuse(wrong)
     smoothing = args.label_smoothing if types[0] not in ("ipo", "hinge") else 0.0
     return TrlDPO(args.beta, smoothing, types[0])

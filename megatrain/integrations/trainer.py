@@ -185,7 +185,8 @@ class StreamedTrainer(_Trainer):
             streamed = self.engine.optimizer
             assert streamed is not None
             groups = [dict(group) for group in streamed.param_groups]
-            self.optimizer = torch.optim.SGD(groups)  # without gradients it does nothing
+            # Without gradients it does nothing; schedules read the rate that it was made with.
+            self.optimizer = torch.optim.SGD(groups, lr=self.args.learning_rate)
         return self.optimizer
 
     def train(self, *arguments: Any, **options: Any) -> Any:
