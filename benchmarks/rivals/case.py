@@ -153,6 +153,15 @@ RIVALS = (
         micro_batches={"1.5b": 32, "3b": 32, "7b": 16, "14b": 8},
     ),
     Rival(
+        "resident-trained",
+        "Hugging Face on the GPU, compiled, nothing recomputed, fused AdamW",
+        "resident",
+        {"trains": True},
+        None,
+        warmup=3,
+        micro_batches={"0.5b": 32, "1.5b": 16, "3b": 16, "7b": 2},
+    ),
+    Rival(
         "deepspeed",
         "DeepSpeed {version}, ZeRO-3 offload",
         "zero3",

@@ -6,16 +6,10 @@ Both give micro-batches whose first half of rows are chosen replies, and the sec
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
 
 from megatrain.data.preferences import scored
 from megatrain.errors import InputError
@@ -57,13 +51,6 @@ class TrlReward(MicroBatchMeans, Reward):
 def comes_from(kind: type, module: str) -> bool:
     """Whether a trainer is one of a module, or derived from it."""
     return any(each.__module__ == module for each in kind.__mro__)
-
-
-def opened(path: str | Path, *, scores: bool) -> PreTrainedModel:
-    """A model by its hub id or folder; `scores`: with a head that scores rows."""
-    if scores:
-        return AutoModelForSequenceClassification.from_pretrained(path, dtype="auto", num_labels=1)
-    return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
 
 
 def pairs(step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -152,6 +139,11 @@ def pair_loss(args: Any) -> TrlDPO:
             wrong[f"args.{name}"] = f"it is {given!r}; leave it out"
     if len(types) != 1 or types[0] not in get_args(Variant):
         wrong["args.loss_type"] = f"it must be one of {', '.join(get_args(Variant))}"
+    elif args.label_smoothing and types[0] in ("sigmoid", "sigmoid_norm"):
+        wrong["args.label_smoothing"] = (
+            f"DPOTrainer's {types[0]} has none; set it to 0, take loss_type='robust', or a run "
+            "file: loss.label_smoothing"
+        )
     refuse(wrong)
     smoothing = args.label_smoothing if types[0] not in ("ipo", "hinge") else 0.0
     return TrlDPO(args.beta, smoothing, types[0])

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from megatrain.api import Engine, StepResult
 from megatrain.compat.peft import is_peft_model
 from megatrain.errors import InputError
 from megatrain.integrations.accumulation import MicroBatchMeans, Waiting, shares, weighed
+from megatrain.integrations.opening import as_loaded, opened, without_dropout
 from megatrain.integrations.pairs import (
     PLAIN,
     PREFERENCES,
@@ -31,7 +31,6 @@ from megatrain.integrations.pairs import (
     check_new_adapters,
     check_padding,
     comes_from,
-    opened,
     pair_loss,
     pairs,
     refuse,
@@ -55,7 +54,6 @@ _OFF = {
     "label_smoothing_factor": "use a run file: loss.label_smoothing",
     "neftune_noise_alpha": "use a run file: training.neftune_alpha",
     "auto_find_batch_size": "the engine plans its memory",
-    "model_init_kwargs": "load the model with them, and give the model",
 }
 _NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen", "logits/rejected")
 _OTHER_LOSS = "the engine's loss here is cross entropy; others: docs/losses.md"
@@ -86,19 +84,17 @@ class StreamedTrainer(_Trainer):
                 be streamed.
         """
         paired, scores = (comes_from(type(self), module) for module in (PREFERENCES, SCORES))
-        if isinstance(model, str | Path):
-            model = opened(model, scores=scores)
         self.model: Any
         self.optimizer: torch.optim.Optimizer | None
         self._waiting: list[Waiting] = []
         self._last: StepResult | None = None
         self._loss: Loss = CROSS_ENTROPY
         _refuse_class(type(self))
-        if not isinstance(model, PreTrainedModel) and not is_peft_model(model):
-            raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
+        args = options.get("args", next(iter(arguments), None))
+        model = opened(model, args, options, scores=scores)
         before, pad = set(vars(model)), model.config.get_text_config().pad_token_id
         reference, wrapped = options.pop("ref_model", None), is_peft_model(model)
-        with without_reference(options.get("args"), paired):
+        with without_reference(options.get("args"), paired), as_loaded(args):
             super().__init__(model, *arguments, **options)
         if paired:
             self._loss = pair_loss(self.args)
@@ -107,6 +103,8 @@ class StreamedTrainer(_Trainer):
             self._loss = TrlReward(self.args.center_rewards_coefficient)
         self._refuse()
         given: Any = self.model
+        if getattr(self.args, "disable_dropout", False):
+            without_dropout(given)
         if paired and not wrapped and is_peft_model(given):
             check_new_adapters(given)
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
@@ -121,7 +119,7 @@ class StreamedTrainer(_Trainer):
         decayed = set(self.get_decay_parameter_names(given))
         own = {id(value): name for name, value in inner.named_parameters()}
         kept = [value for name, value in given.named_parameters() if name not in decayed]
-        names = [own[id(value)] for value in kept]  # the engine's, without PEFT's prefix
+        names = [own[id(value)] for value in kept if id(value) in own]  # without PEFT's prefix
         self._columns = signature(inner.forward)
         reference = (reference or given) if paired else None
         self._open_engines(given, reference, [f"^{re.escape(name)}$" for name in names])
@@ -187,7 +185,8 @@ class StreamedTrainer(_Trainer):
             streamed = self.engine.optimizer
             assert streamed is not None
             groups = [dict(group) for group in streamed.param_groups]
-            self.optimizer = torch.optim.SGD(groups)  # without gradients it does nothing
+            # Without gradients it does nothing; schedules read the rate that it was made with.
+            self.optimizer = torch.optim.SGD(groups, lr=self.args.learning_rate)
         return self.optimizer
 
     def train(self, *arguments: Any, **options: Any) -> Any:

@@ -185,6 +185,12 @@ def read_adapter(source: Source, write: Write) -> None:
     shapes = {name: tuple(p.shape) for name, p in source.model.named_parameters()}
     stored = {each.name: each for each in read_header(path)}
     wanted = {name: shapes[own] for name, own in names.items()}
+    if beside := next((name for name in stored if name.endswith(".base_layer.weight")), None):
+        raise InputError(
+            f"{path} has weights of the base, {beside}, as PEFT saves them beside adapters of "
+            "embeddings and heads; save it with save_pretrained(..., save_embedding_layers=False), "
+            "or merge it first where these weights are not the base's own"
+        )
     if {name: each.shape for name, each in stored.items()} != wanted:
         raise InputError(f"{path}: its tensors are not those that {peft.CONFIG_FILE} makes")
     for name, mine in names.items():

@@ -342,6 +342,7 @@ def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> 
         raise InputError(f"optimizer.name: {start.checkpoint} was made with {saved}; set it back")
     chosen = {name: value for name, value in settings.items() if name in FREE_KEYS["optimizer"]}
     rule = config.optimizer.rule()
+    engine.optimizer.defaults |= chosen  # of which schedules take their floor: min_lr, lr_end
     for each in engine.optimizer.param_groups:
         rate = rule.rate(each["param_names"][0], each["params"][0].shape)
         # torch's schedules start from `initial_lr`, which is saved with the group.

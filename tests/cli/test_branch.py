@@ -1,5 +1,7 @@
 """Runs that begin from other runs: by `model.path`, and by `megatrain branch`."""
 
+import json
+import math
 import shutil
 
 import pytest
@@ -67,6 +69,17 @@ def test_a_branch_goes_on_with_other_settings(megatrain, run_file, trained, tmp_
     assert losses(plain)[7] != losses(other)[7]
     assert load(other / "config.yaml").optimizer.lr == 0.1
     assert open_checkpoint(trained[0] / "checkpoints" / "step-00000006").step == 6  # as it was
+
+
+def test_a_schedule_ends_at_its_own_rate_after_another_learning_rate(megatrain, trained, tmp_path):
+    """Of the run it was 0.01: a floor that is taken as a share of that would be another one."""
+    schedule = {"name": "cosine_with_min_lr", "warmup_steps": 0, "options": {"min_lr": 0.002}}
+    changed = sets(schedule=schedule, optimizer__lr=0.1, training__steps=8)
+    result = megatrain("branch", trained[0], tmp_path / "other", *changed)
+    assert result.exit_code == 0, result.output
+    lines = (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()
+    rate = [line["lr"] for line in map(json.loads, lines) if "lr" in line][-1]
+    assert rate == pytest.approx(0.002 + 0.098 * (1 + math.cos(math.pi * 7 / 8)) / 2)
 
 
 def test_a_fresh_branch_takes_the_weights_alone(megatrain, trained, tmp_path):

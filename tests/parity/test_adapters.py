@@ -224,6 +224,19 @@ def test_a_folder_of_an_adapter_is_opened_with_its_base(tmp_path: Path) -> None:
         again.step(step)
 
 
+def test_a_folder_with_weights_of_the_base_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """PEFT saves them beside adapters of embeddings and of heads, whether they changed or not."""
+    llama().save_pretrained(tmp_path / "base")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    wrapped = get_peft_model(plain, LoraConfig(target_modules=["embed_tokens", "q_proj"]))
+    wrapped.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InputError, match=r"embed_tokens\.base_layer\..*save_embedding_layers"):
+        make_engine(tmp_path / "adapter")
+    wrapped.save_pretrained(tmp_path / "alone", save_embedding_layers=False)
+    with make_engine(tmp_path / "alone") as engine:
+        engine.step(make_batches(1)[0])
+
+
 def test_a_folder_with_an_adapter_and_a_configuration_is_an_adapter_s(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "base")
     with make_engine(tmp_path / "base", adapter={"target_modules": ["q_proj"]}) as engine:

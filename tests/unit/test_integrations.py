@@ -49,6 +49,22 @@ def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path: Path) -> None
         torch.testing.assert_close(second[name], values, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("cosine_with_min_lr", {"min_lr": 1e-3}), ("polynomial", {"lr_end": 2e-3, "power": 2.0})],
+)
+def test_a_schedule_ends_at_the_rate_that_it_is_given(
+    tmp_path: Path, name: str, options: dict[str, float]
+) -> None:
+    changes: Any = {"lr_scheduler_type": name, "lr_scheduler_kwargs": options}
+    rates = []
+    for kind in (Trainer, Streamed):
+        made = trainer(kind, tmp_path / kind.__name__, **changes)
+        made.train()
+        rates.append([e["learning_rate"] for e in made.state.log_history if "learning_rate" in e])
+    assert rates[1] == rates[0] and rates[0][-1] < 1e-2
+
+
 class WithoutKwargs(LlamaForCausalLM):
     """A model that a Trainer cannot tell how many labels a step has."""
 
@@ -322,24 +338,19 @@ def test_trainers_of_other_losses_are_refused(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.exhaustive
-def test_arguments_to_load_a_model_with_are_refused(tmp_path: Path) -> None:
-    """A model that is given by its name would be loaded without them."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-
-    class StreamedSft(StreamedTrainer, trl.SFTTrainer):
-        """What a user writes."""
-
-    llama(vocab_size=1024).save_pretrained(tmp_path / "model")
-    config = trl.SFTConfig(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False,
-        model_init_kwargs={"revision": "other"},
-    )  # fmt: skip
-    with pytest.raises(InputError, match="args.model_init_kwargs: load the model with them"):
-        StreamedSft(
-            str(tmp_path / "model"),
-            config,
-            train_dataset=datasets.Dataset.from_list([{"text": "the sea"}] * 4),
-            processing_class=chat_tokenizer("qwen"),
-        )
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"revision": "other"}, {}, "args.model_init_kwargs: load the model with them"),
+        ({"quantization_config": object()}, {}, "quantization_config: train on a packed base"),
+        ({}, {"quantization_config": object()}, "quantization_config: train on a packed base"),
+    ],
+)
+def test_a_model_is_not_loaded_otherwise(
+    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    """By what TRL's arguments say of a model that is there, or of one that would be quantised."""
+    args = arguments(tmp_path)
+    args.model_init_kwargs = changes  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match=message):
+        Streamed(llama(), args, train_dataset=rows(4), **options)

@@ -4,7 +4,7 @@ import importlib
 import json
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from benchmarks.rivals import __main__ as command_line
 from benchmarks.rivals import case as cases
-from benchmarks.rivals import child, common, rows, supervise
+from benchmarks.rivals import child, common, resident, rows, supervise
 from benchmarks.rivals.case import Case, Task
 from megatrain.errors import DoesNotFit
 from megatrain.telemetry import memory
@@ -210,6 +210,16 @@ def test_rivals_do_the_same_work(tmp_path, monkeypatch):
         "python -m benchmarks.rivals --shape toy --sequences 4 --sequence-length 8 --layers 1 "
         "--warmup 1 --steps 1 --micro-batch fsdp2=2 --output benchmarks/results"
     ]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_rests_on_the_device_trains_if_it_shall(trains):
+    """The same tokens three times: their loss falls where there is an optimizer."""
+    runner = resident.build(replace(task(), options={"trains": trains}))
+    tokens = common.random_tokens(CASE, 128, 4, 0)
+    first, second, third = (runner.step(tokens) for _ in range(3))
+    assert first > second > third if trains else first == second == third
 
 
 @pytest.mark.exhaustive

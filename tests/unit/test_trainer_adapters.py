@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from data_cases import chat_tokenizer, talk
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback
 
@@ -77,6 +77,16 @@ def test_an_adapter_learns_what_it_does_under_the_plain_one(
     whole = PeftModel.from_pretrained(llama(), tmp_path / "Streamed")
     described = json.loads((tmp_path / "Streamed/adapter_config.json").read_text())
     assert described["r"] == 4 and whole.peft_config["default"].use_dora == ("use_dora" in keys)
+
+
+def test_other_methods_of_peft_are_refused_by_name(tmp_path: Path) -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(InputError, match=r"PromptTuning|PROMPT_TUNING"):
+        Streamed(
+            get_peft_model(llama(), config),
+            arguments(tmp_path, eval_strategy="no"),
+            train_dataset=rows(4),
+        )
 
 
 class Stop(TrainerCallback):

@@ -1,0 +1,75 @@
+"""The model of a Trainer by its hub id or folder, as TRL's arguments say how to load it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+from megatrain.compat.peft import is_peft_model
+from megatrain.errors import InputError
+from megatrain.integrations.pairs import refuse
+
+
+def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> Any:
+    """The model that is given, or named; then also its tokenizer, of a revision that is asked for.
+
+    Args:
+        args: whose `model_init_kwargs` say how; `device_map` has no meaning here.
+        options: of the Trainer; a `processing_class` may be put there.
+        scores: it has a head that scores rows.
+
+    Raises:
+        InputError: it is no model, or something says how to load one that is loaded; or it would be
+            quantised.
+    """
+    how = dict(getattr(args, "model_init_kwargs", None) or {})
+    if options.get("quantization_config") or how.pop("quantization_config", None):
+        refuse({"quantization_config": "train on a packed base with a run file: model.base: nf4"})
+    if isinstance(model, PreTrainedModel) or is_peft_model(model):
+        if how:
+            refuse({"args.model_init_kwargs": "load the model with them, and give the model"})
+        return model
+    if not isinstance(model, str | Path):
+        raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
+    how.pop("device_map", None)
+    how = {"dtype": "auto", "trust_remote_code": getattr(args, "trust_remote_code", False)} | how
+    if "revision" in how and options.get("processing_class") is None:
+        named = {name: how[name] for name in ("revision", "trust_remote_code")}
+        options["processing_class"] = AutoTokenizer.from_pretrained(model, **named)
+    if scores:
+        return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **how)
+    return AutoModelForCausalLM.from_pretrained(model, **how)
+
+
+@contextmanager
+def as_loaded(args: Any) -> Iterator[None]:
+    """Keep TRL, which is given the model, from saying that `model_init_kwargs` are ignored."""
+    how = getattr(args, "model_init_kwargs", None)
+    if how is not None:
+        args.model_init_kwargs = None
+    try:
+        yield
+    finally:
+        if how is not None:
+            args.model_init_kwargs = how
+
+
+def without_dropout(model: Any) -> None:
+    """What `disable_dropout` of TRL has done to modules is said in configurations, too."""
+    for config in (model.config, *getattr(model, "peft_config", {}).values()):
+        for name, value in vars(config).items():
+            if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
+                setattr(config, name, 0.0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # where TRL says 0
+        for name in getattr(module, "lora_dropout", {}):  # as PEFT makes it without dropout
+            module.lora_dropout[name] = nn.Identity()

@@ -1,0 +1,87 @@
+"""The examples run: on a tiny model and a few rows, with all other keys as they are written."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatrain.telemetry.metrics import read_metrics
+from tests.cli.cases import sets
+from tests.parity.cases import llama
+from tests.unit.data_cases import chat_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = {
+    "training__batch_size": 4, "training__micro_batch_size": 2, "training__steps": 3,
+    "training__epochs": None, "training__eval_every": 2, "data__sequence_length": 128,
+    "data__eval_fraction": 0.2, "optimizer__lr": 0.01, "engine__precision": "fp32",
+    "output__folder": "run",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tokenizer = chat_tokenizer("qwen")
+    folder = tmp_path / "tiny"
+    llama(vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def written(folder: Path, rows: list[dict]) -> Path:
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "train.jsonl"
+
+
+def talks() -> list[dict]:
+    said = [(f"What is {n} + 30?", f"It is {n + 30}.") for n in range(24)]
+    return [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in said
+    ]
+
+
+def trained(megatrain, name: str, model: Path, data: Path) -> list[dict]:
+    given = {"model__path": str(model), "data__path": str(data)} | SMALL
+    result = megatrain("train", EXAMPLES / name, *sets(**given))
+    assert result.exit_code == 0, result.output
+    return list(read_metrics(Path("run") / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["lora.yaml", "qwen2.5-7b-chat.yaml"])
+def test_conversations_are_learnt(megatrain, model, tmp_path, name):
+    steps = trained(megatrain, name, model, written(tmp_path / "data", talks()))
+    losses = [record["loss"] for record in steps if "loss" in record]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    file = "adapter_model.safetensors" if name == "lora.yaml" else "model.safetensors"
+    assert load_file(Path("run/model") / file)
+
+
+def test_preferences_are_learnt(megatrain, model, tmp_path):
+    pairs = [
+        {"prompt": f"What is {n}?", "chosen": f" It is {n}.", "rejected": f" No {n * 7} idea"}
+        for n in range(24)
+    ]
+    steps = trained(megatrain, "dpo.yaml", model, written(tmp_path / "data", pairs))
+    told = [record for record in steps if "rewards/margins" in record]
+    assert told[0]["rewards/margins"] == pytest.approx(0, abs=1e-5) and len(told) == 3
+    assert told[-1]["rewards/margins"] > 0
+    assert any("eval_rewards/accuracies" in record for record in steps)
+
+
+@pytest.mark.exhaustive
+def test_a_script_of_trl_trains(model, tmp_path, monkeypatch):
+    pytest.importorskip("trl")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = written(tmp_path / "data", talks()).parent
+    options = ["--model", model, "--data", data, "--out", tmp_path / "out", "--steps", 2, "--cpu"]
+    monkeypatch.setattr(sys, "argv", ["trl_trainer.py", *map(str, options), "--length", "128"])
+    runpy.run_path(str(EXAMPLES / "trl_trainer.py"), run_name="__main__")
+    first, last = (load_file(each / "model.safetensors") for each in (model, tmp_path / "out"))
+    assert any(not torch.equal(first[name], last[name]) for name in first)
