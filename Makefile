@@ -14,10 +14,8 @@ OLDEST_VERSIONS := torch==2.10.0 transformers==5.6.0
 
 # Tests run side by side, so each takes one torch thread. A worker takes neighbours, which share
 # what they make, and others' tests when it has none left. Bytecode is kept, whatever the environment
-# says: without it each worker compiles all tests anew, 6 seconds. And freed memory is kept for the
-# next engine, up to 512 MiB: to fault it in anew takes 6 % of the time.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=33554432 \
-	MALLOC_TRIM_THRESHOLD_=536870912 MALLOC_TOP_PAD_=16777216 $(RUN) pytest -n auto --maxprocesses 8 --dist worksteal
+# says: without it each worker compiles all tests anew, 6 seconds.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: help demo test test-all compat fuzz soak check lint format bench-cpu bench-regression native wheel models clean
 
