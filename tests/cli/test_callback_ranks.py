@@ -96,7 +96,6 @@ class Fails(TrainerCallback):
             raise ValueError("mine")
 
 
-@pytest.mark.exhaustive
 def test_all_ranks_end_where_a_callback_of_one_fails_or_is_another(run_file, tmp_path):
     @launched
     def work(group):

@@ -167,7 +167,6 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
     assert result.exit_code == 2 and "scores of rows" in result.stderr
 
 
-@pytest.mark.exhaustive
 def test_a_reward_model_may_be_an_adapter(megatrain, preference_file, tmp_path):
     """Its head is trained and goes with it, as PEFT has it; checkpoints leave the base out."""
     rows = [pair(number) for number in range(20)]
