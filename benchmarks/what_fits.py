@@ -2,8 +2,8 @@
 
 Nothing is measured: each cell is what `megatrain plan` foretells for a step of 64 rows of 1,024
 tokens with exact clipping, by the GPU's listed rates: of all parameters, and of LoRA of rank 16 on
-a bf16 base. Writes benchmarks/results/what-fits.json, of
-which `python -m benchmarks.tables` makes the README's table.
+a bf16 base. Writes benchmarks/results/what-fits.json, of which `python -m benchmarks.tables` makes
+the README's table.
 """
 
 import argparse

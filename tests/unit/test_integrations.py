@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from data_cases import chat_tokenizer, talk
+from data_cases import chat_tokenizer
 from torch.utils.data import IterableDataset
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
@@ -16,7 +16,17 @@ from megatrain.integrations import StreamedTrainer
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama
 from tests.sweeps import few
-from tests.unit.trainer_cases import Streamed, arguments, padded, rows, trainer
+from tests.unit.trainer_cases import (
+    Stop,
+    Streamed,
+    arguments,
+    logged,
+    padded,
+    rows,
+    sft_trainer,
+    sft_trainers,
+    trainer,
+)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -25,19 +35,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
-
-
 def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path: Path) -> None:
     """16 rows in micro-batches of 2, 3 of them a step: the last step of an epoch has 2."""
     plain, streamed = (trainer(kind, tmp_path / kind.__name__) for kind in (Trainer, Streamed))
     for each in (plain, streamed):
         each.train()
         each.save_model(each.args.output_dir)
-    said = [
-        [{key: entry[key] for key in KEYS if key in entry} for entry in each.state.log_history[:-1]]
-        for each in (plain, streamed)
-    ]
+    said = [logged(each) for each in (plain, streamed)]
     assert [list(entry) for entry in said[0]] == [list(entry) for entry in said[1]]
     assert sum("eval_loss" in entry for entry in said[0]) == 3
     for wanted, got in zip(*said, strict=True):
@@ -130,13 +134,6 @@ def test_a_micro_batch_without_labels_is_named_where_its_mean_is_taken(tmp_path:
     data = [{**row, "labels": [-100] * len(row["labels"])} for row in rows(2)]
     with pytest.raises(InputError, match="micro-batch [012] of this step has no label"):
         losses_and_norms(Unsaved, without_kwargs(), rows(4) + data, tmp_path)
-
-
-class Stop(TrainerCallback):
-    """Ends a run after two steps, which are saved."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == 2
 
 
 def test_a_streamed_trainer_goes_on_exactly(tmp_path: Path) -> None:
@@ -291,35 +288,13 @@ def test_the_models_forward_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packing", [False, True])
 def test_trls_sft_trainer_is_the_plain_one_too(tmp_path: Path, packing: bool) -> None:
     """Where TRL is installed, which no test needs."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    tokenizer = chat_tokenizer("qwen")
-    said = [(f"What is {n} + 30?", f"It is {n + 30}." * (1 + n % 3)) for n in range(16)]
-    talks = [{"messages": talk(*each)} for each in said]
-
-    class StreamedSft(StreamedTrainer, trl.SFTTrainer):
-        """What a user writes."""
-
     histories = []
-    for kind in (trl.SFTTrainer, StreamedSft):
-        made = kind(
-            llama(vocab_size=len(tokenizer), max_position_embeddings=1024),
-            trl.SFTConfig(
-                output_dir=str(tmp_path / kind.__name__), per_device_train_batch_size=2,
-                gradient_accumulation_steps=3, max_steps=5, learning_rate=1e-2, logging_steps=1,
-                adam_epsilon=1e-3, eval_strategy="steps", eval_steps=3, report_to=[], use_cpu=True,
-                bf16=False, max_length=160, packing=packing,
-            ),
-            train_dataset=datasets.Dataset.from_list(talks),
-            eval_dataset=datasets.Dataset.from_list(talks[:5]),
-            processing_class=tokenizer,
-        )  # fmt: skip
+    for kind in sft_trainers():
+        made = sft_trainer(kind, tmp_path, packing=packing)
         made.train()
-        histories.append(made.state.log_history[:-1])
+        histories.append(logged(made))
     for wanted, got in zip(*histories, strict=True):
-        assert {key: got[key] for key in KEYS if key in got} == pytest.approx(
-            {key: wanted[key] for key in KEYS if key in wanted}, rel=2e-5
-        )
+        assert got == pytest.approx(wanted, rel=2e-5)
 
 
 @pytest.mark.exhaustive

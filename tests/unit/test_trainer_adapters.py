@@ -6,18 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from data_cases import chat_tokenizer, talk
+from data_cases import chat_tokenizer
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback
+from transformers import LlamaForSequenceClassification, Trainer
 
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import llama
 from tests.sweeps import few
-from tests.unit.trainer_cases import Streamed, arguments, padded, rows
-
-KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
+from tests.unit.trainer_cases import (
+    Stop,
+    Streamed,
+    arguments,
+    logged,
+    padded,
+    rows,
+    sft_trainer,
+    sft_trainers,
+)
 
 
 def trainer(kind: Any, folder: Path, keys: dict[str, Any], **changes: Any) -> Any:
@@ -32,17 +39,13 @@ def trainer(kind: Any, folder: Path, keys: dict[str, Any], **changes: Any) -> An
     )
 
 
-def said(made: Any) -> list[dict[str, float]]:
-    return [{k: entry[k] for k in KEYS if k in entry} for entry in made.state.log_history[:-1]]
-
-
 def saved(made: Any) -> dict[str, torch.Tensor]:
     made.save_model(made.args.output_dir)
     return load_file(Path(made.args.output_dir) / "adapter_model.safetensors")
 
 
 def same(plain: Any, streamed: Any) -> None:
-    wanted, got = said(plain), said(streamed)
+    wanted, got = logged(plain), logged(streamed)
     assert [list(entry) for entry in wanted] == [list(entry) for entry in got]
     for one, other in zip(wanted, got, strict=True):
         assert other == pytest.approx(one, rel=1e-5)
@@ -89,13 +92,6 @@ def test_other_methods_of_peft_are_refused_by_name(tmp_path: Path) -> None:
         )
 
 
-class Stop(TrainerCallback):
-    """Ends a run after two steps, which are saved."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == 2
-
-
 def test_an_adapter_goes_on_exactly(tmp_path: Path) -> None:
     whole = trainer(Streamed, tmp_path / "whole", {})
     whole.train()
@@ -106,39 +102,18 @@ def test_an_adapter_goes_on_exactly(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=True)
     first, second = saved(whole), saved(again)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert said(whole) == said(again)
+    assert logged(whole) == logged(again)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("packing", [False, True])
 def test_trls_peft_config_is_followed(tmp_path: Path, packing: bool) -> None:
     """Where TRL is installed, which no test needs."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    tokenizer = chat_tokenizer("qwen")
-    talks = [
-        {"messages": talk(f"What is {n} + 30?", f"It is {n + 30}." * (1 + n % 3))}
-        for n in range(16)
-    ]
     made = []
-    for kind in (trl.SFTTrainer, type("StreamedSft", (StreamedTrainer, trl.SFTTrainer), {})):
+    for kind in sft_trainers():
         torch.manual_seed(0)
-        config = trl.SFTConfig(
-            output_dir=str(tmp_path / kind.__name__), per_device_train_batch_size=2,
-            gradient_accumulation_steps=3, max_steps=5, learning_rate=1e-2, logging_steps=1,
-            adam_epsilon=1e-3, eval_strategy="steps", eval_steps=3, report_to=[], use_cpu=True,
-            bf16=False, max_length=160, packing=packing,
-        )  # fmt: skip
-        made.append(
-            kind(
-                llama(vocab_size=len(tokenizer), max_position_embeddings=1024),
-                config,
-                train_dataset=datasets.Dataset.from_list(talks),
-                eval_dataset=datasets.Dataset.from_list(talks[:5]),
-                processing_class=tokenizer,
-                peft_config=LoraConfig(r=4, target_modules="all-linear"),
-            )
-        )
+        lora = LoraConfig(r=4, target_modules="all-linear")
+        made.append(sft_trainer(kind, tmp_path, packing=packing, peft_config=lora))
         made[-1].train()
     same(*made)
 

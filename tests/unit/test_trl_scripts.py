@@ -15,11 +15,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassifica
 
 from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import llama
+from tests.unit.trainer_cases import KEYS
 
 pytestmark = pytest.mark.exhaustive
 
 ADAPTER = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear")
-KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
 
 
 def inputs(folder: Path, kind: str) -> tuple[Path, Path]:
