@@ -90,8 +90,9 @@ def check_new_adapters(model: Any) -> None:
         if not getattr(config, "init_lora_weights", True):
             refuse(
                 {
-                    "peft_config with init_lora_weights: False": "the reference is the model as it "
-                    "begins; give ref_model, or get_peft_model(model, config)"
+                    "peft_config with init_lora_weights: False": "DPOTrainer's reference is the "
+                    "model without this adapter, which begins as another model; give it as "
+                    "ref_model, or train get_peft_model(model, config)"
                 }
             )
 

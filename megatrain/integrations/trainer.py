@@ -105,7 +105,7 @@ class StreamedTrainer(_Trainer):
         given: Any = self.model
         if getattr(self.args, "disable_dropout", False):
             without_dropout(given)
-        if paired and not wrapped and is_peft_model(given):
+        if paired and reference is None and not wrapped and is_peft_model(given):
             check_new_adapters(given)
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
         # and a token for padding that another model would be built with.

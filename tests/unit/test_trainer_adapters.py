@@ -1,6 +1,7 @@
 """PEFT's adapters under a streamed Trainer are trained as under the plain one."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,15 @@ def of_pairs(
     data: list[dict[str, str]],
     *,
     new: bool = True,
+    reference: Any = None,
     **keys: Any,
 ) -> Any:
     """A trainer, which makes the adapter if it is `new`."""
     datasets = pytest.importorskip("datasets")
     lora = LoraConfig(r=4, target_modules="all-linear", **keys)
     given: dict[str, Any] = {"peft_config": lora} if new else {}
+    if reference is not None:
+        given["ref_model"] = reference
     model = model if new else get_peft_model(model, lora)
     settings = pytest.importorskip("trl").DPOConfig
     if "prompt" not in data[0]:
@@ -199,3 +203,9 @@ def test_a_new_adapter_that_changes_the_model_is_no_reference(tmp_path: Path) ->
     kind = type("StreamedDpo", (StreamedTrainer, trl.DPOTrainer), {})
     with pytest.raises(InputError, match="peft_config with init_lora_weights: False"):
         of_pairs(kind, tmp_path, llama(vocab_size=1024), PAIRS, init_lora_weights=False)
+    made = of_pairs(
+        kind, tmp_path, llama(vocab_size=1024), PAIRS, reference=llama(vocab_size=1024),
+        init_lora_weights=False,
+    )  # fmt: skip
+    made.train()
+    assert made.state.log_history[0]["loss"] != pytest.approx(math.log(2), abs=1e-4)
