@@ -58,7 +58,13 @@ def check(engine: Engine, tmp_path, load: dict | None = None, steps: int = 4) ->
     return again
 
 
-@swept(precision=["fp32", "bf16"], clip=[0.5, None], tied=[False, True], dropout=[0.0, 0.3])
+@swept(
+    together=1,
+    precision=["fp32", "bf16"],
+    clip=[0.5, None],
+    tied=[False, True],
+    dropout=[0.0, 0.3],
+)
 def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp_path) -> None:
     number = CASES.index((precision, clip, tied, dropout))
     placement = list(PLACEMENTS.values())[number % len(PLACEMENTS)]
@@ -68,7 +74,7 @@ def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp
 
 @pytest.mark.parametrize(
     ("before", "after", "rule"),
-    with_rules(list(itertools.permutations(PLACEMENTS, 2)), 20, plain=3),
+    with_rules(list(itertools.permutations(PLACEMENTS, 2)), 20, plain=6),
 )
 def test_another_placement_goes_on_bit_for_bit(before, after, rule, tmp_path) -> None:
     first, then = PLACEMENTS[before], PLACEMENTS[after]

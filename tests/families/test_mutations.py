@@ -136,7 +136,7 @@ def check(family: str, name: str, steps: list[Step], model: PreTrainedModel) -> 
     return plain
 
 
-@pytest.mark.parametrize("name", few(QUICK, *range(0, len(QUICK), 2)))
+@pytest.mark.parametrize("name", few(QUICK, *range(0, len(QUICK), 3)))
 def test_a_change_is_trained(name: str) -> None:
     model = changed("llama", name)
     check("llama", name, make_steps(model.config)[:2], model)

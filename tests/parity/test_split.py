@@ -311,8 +311,8 @@ WITH_HEADS = ["gemma2", "codegen", "roberta"]
 
 @pytest.mark.parametrize(
     ("family", "check"),
-    quick(families(), WITH_EXPERTS, experts=check_experts)
-    + quick(families(), WITH_HEADS, head=check_head),
+    quick(families(), WITH_EXPERTS[:1], experts=check_experts)
+    + quick(families(), ("gemma2", "roberta"), head=check_head),
 )
 def test_families_are_plain_torch_s_in_the_smallest_slices(
     family: str, check: Any, monkeypatch: pytest.MonkeyPatch

@@ -55,7 +55,7 @@ def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("cosine_with_min_lr", {"min_lr": 1e-3}), ("polynomial", {"lr_end": 2e-3, "power": 2.0})],
+    few([("cosine_with_min_lr", {"min_lr": 1e-3}), ("polynomial", {"lr_end": 2e-3, "power": 2.0})]),
 )
 def test_a_schedule_ends_at_the_rate_that_it_is_given(
     tmp_path: Path, name: str, options: dict[str, float]

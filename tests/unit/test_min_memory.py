@@ -97,7 +97,7 @@ CASES = {
 
 MORE = (
     *("host, a device for all", "no clipping, device", "micro-batch", "many micro-batches"),
-    *("a large head", "fp32"),
+    *("a large head", "fp32", "host, a device for half of it"),
 )
 
 

@@ -108,7 +108,7 @@ def test_chunks_of_some_of_a_head_s_rows_that_are_alike_are_run_once(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("lanes", few([1, 2, 3], 1))
 def test_pieces_of_a_gradient_that_leave_together_take_as_long(
     lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
