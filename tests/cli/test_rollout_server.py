@@ -100,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
 def served(monkeypatch):
     monkeypatch.setattr("megatrain.generate.server._WAITS", (0, 0, 0))
     with Served() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # seconds to a look
         thread.start()
         yield server
         server.shutdown()
