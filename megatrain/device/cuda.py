@@ -5,6 +5,7 @@ Host streams are threads. A device stream waits for one through a counter in pin
 """
 
 import ctypes
+import gc
 import logging
 import os
 import weakref
@@ -77,7 +78,8 @@ class CudaDevice:
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
-        # What an earlier engine has left in torch's cache is not this one's.
+        # What an earlier engine has left, in cycles and in torch's cache, is not this one's.
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._limit: int | None = None

@@ -5,7 +5,7 @@ goes back (`Rule.average`). Of several ranks, each averages its block; the block
 each makes directions of the matrices that its own block is of (`Rule.direct`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,15 @@ class _Room:
     ready: Any = None
 
 
+def give_way(device: Device, tile: Tile, stream: str) -> None:
+    """Let a stream wait for a save that still reads the tile's planes, which it then overwrites."""
+    for reader in tile.readers:
+        device.wait(stream, reader.event, reader.wait)
+        if reader.set_aside is not None:
+            device.run(stream, f"set aside {tile.name}", reader.set_aside)
+    tile.readers = ()
+
+
 class Directions:
     """What a rule does with gradients on the device; with most rules nothing."""
 
@@ -55,7 +64,6 @@ class Directions:
         rule: Rule,
         tiles: Sequence[Tile],
         proceed: Buffer,
-        give_way: Callable[[Tile, str], None],
         collectives: Collectives,
     ) -> None:
         """Args: `proceed`: the step's loss; where it is not finite no state is changed.
@@ -63,7 +71,7 @@ class Directions:
         Raises:
             InputError: the rule would direct what is no parameter of a layer.
         """
-        self._device, self._rule, self._proceed, self._give_way = device, rule, proceed, give_way
+        self._device, self._rule, self._proceed = device, rule, proceed
         self._collectives = collectives
         found = {t.index: [e for e in t.layout.trainable if rule.directed(e)] for t in tiles}
         self._of = {index: entries for index, entries in found.items() if entries}
@@ -162,7 +170,7 @@ class Directions:
         device, whole, room = self._device, self._state(tile), self._coming.pop(tile.index, None)
         state = whole
         if room is None:
-            self._give_way(tile, COMPUTE)
+            give_way(self._device, tile, COMPUTE)
         else:
             device.wait(COMPUTE, room.ready, "directions' state arrived")
             state = room.buffer.piece(0, len(whole.data))
@@ -181,7 +189,7 @@ class Directions:
         out = DISK_OUT if tile.rests.moments is Tier.DISK else COPY_OUT
         device.wait(out, device.record(COMPUTE), "directions' state ready")
         if tile.readers:
-            self._give_way(tile, UPDATE)
+            give_way(self._device, tile, UPDATE)
             device.wait(out, device.record(UPDATE), "directions' state released")
         if out == DISK_OUT:
             room.free = self._disk.take(tile, state, whole)

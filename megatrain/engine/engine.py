@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ from megatrain.telemetry.timeline import Span
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
 
+# What holds memory, and goes when the engine is closed.
+_BUILT = ("_parts", "_store", "_saver", "_program", "_policies", "_host", "_packing", "_row_trial")
+
 
 class PlacedEngine:
     """Trains a causal language model, or runs it, in a placement that is settled.
@@ -75,7 +78,7 @@ class PlacedEngine:
             self._build(opened, placement, planned)
         except BaseException:
             self.device.close()
-            if hasattr(self, "_store"):
+            if "_store" in vars(self):
                 self._store.close()
             raise
 
@@ -110,7 +113,7 @@ class PlacedEngine:
         self._policies = assembly.policies
         limits = opened.host_limit, planned, opened.row_ranks
         self._host = HostMemoryGuard(self._store, self._parts, *limits)
-        self._packing = Packing(self.config, self._program, self._trial_losses, self._check_masks)
+        self._packing = Packing(self.config, self._program, self._tried, self._check_masks)
         self._share = RowShare(opened.row_ranks)
         self._row_trial = RowTrial(self._share, self.config, self._program, self._tried)
 
@@ -210,9 +213,6 @@ class PlacedEngine:
             text = self.config.get_text_config(decoder=True)
             check_masks(micro_batches, text, self._dtype.itemsize, available_bytes(self.device))
 
-    def _trial_losses(self, micro_batches: MicroBatches) -> list[Tensor]:
-        return self._tried(micro_batches)[1]
-
     def _tried(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
         self._program.train(False)
         loss = TOKEN_SCORE if self._spec.capture.scores_rows else CROSS_ENTROPY
@@ -223,21 +223,13 @@ class PlacedEngine:
         return [micro.calls for micro in batch.micro], told
 
     def _checked(self, micro_batches: MicroBatches, loss: Loss | None, share: RowShare) -> Batch:
-        return prepare(
-            micro_batches,
-            self.device.torch_device,
-            self.vocab_size,
-            takes=self._spec.capture.accepts,
-            loss=loss,
-            label_shift=self.label_shift,
-            seed=derived_seed(self._opened.seed, self._steps),
-            constants=self._spec.constants,
-            max_tokens=most_tokens(self.config),
-            by_lengths=self._program.may_attend_by_lengths,
-            ranks=self._ranks,
-            rows_each=self._parts.embedding.rows_each,
-            share=share,
-        )
+        how: dict[str, Any] = {"loss": loss, "label_shift": self.label_shift, "share": share}
+        how |= {"takes": self._spec.capture.accepts, "constants": self._spec.constants}
+        how |= {"ranks": self._ranks, "rows_each": self._parts.embedding.rows_each}
+        how |= {"seed": derived_seed(self._opened.seed, self._steps)}
+        how |= {"max_tokens": most_tokens(self.config)}
+        how |= {"by_lengths": self._program.may_attend_by_lengths}
+        return prepare(micro_batches, self.device.torch_device, self.vocab_size, **how)
 
     @contextmanager
     def recording(self) -> Iterator[list[Span]]:
@@ -344,19 +336,16 @@ class PlacedEngine:
             raise InputError(lost)
 
     def _described(self, folder: Path) -> Settings:
-        optimizer, source = self.optimizer, self._opened.source
+        optimizer, opened, source = self.optimizer, self._opened, self._opened.source
+        told: dict[str, Any] = {"steps": self._steps, "seed": opened.seed, "base": source.base}
+        told |= {"precision": opened.precision, "max_grad_norm": opened.max_grad_norm}
+        told |= {"device": self.device.kind, "placement": self.placement.as_dict()}
         return settings_of(
             source.model,
             source.dtype,
             source.untrained,
-            steps=self._steps,
-            seed=self._opened.seed,
-            precision=self._opened.precision,
-            base=self._opened.source.base,
-            max_grad_norm=self._opened.max_grad_norm,
-            device=self.device.kind,
-            placement=self.placement.as_dict(),
-            optimizer=describe_optimizer(self._opened.model.rule),
+            **told,
+            optimizer=describe_optimizer(opened.model.rule),
             groups=() if optimizer is None else tuple(optimizer.saved_groups()),
             num_steps=0 if optimizer is None else optimizer.num_steps,
             left_out=source.left_out((e for _, e in self._store.entries()), folder, self._ranks),
@@ -387,10 +376,20 @@ class PlacedEngine:
         return {**sizes, **totals, **self.device.memory()}
 
     def close(self) -> None:
-        """Finish what runs, a save included, and give back pinned memory; the engine is done."""
-        self._saver.close()
-        self.device.close()
-        self._store.close()
+        """Finish what runs, a save included, and give all memory back; the engine is done."""
+        if "_parts" not in vars(self):
+            return
+        for part in (self._saver, self.device, self._store):
+            part.close()
+        for name in _BUILT:
+            delattr(self, name)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _BUILT:
+                raise InputError("this engine is closed; make a new one")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
 from megatrain.device.collectives import Collectives
 from megatrain.disk_staging import DiskStaging
-from megatrain.engine.directions import Directions
+from megatrain.engine.directions import Directions, give_way
 from megatrain.engine.sink import HostGrad, Sink
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import StepRefused
@@ -112,8 +112,7 @@ class Update:
         self._refused = False  # updates of a step whose loss is not finite; the host stream's own
         self._numbers = device.empty("report", len(tiles) + 2, torch.float32)
         self._landed = device.host("landed report", len(tiles) + 2, torch.float32, pinned=True)
-        given = optimizer.rule, tiles, self._numbers, self._give_way, collectives
-        self.directions = Directions(device, *given)
+        self.directions = Directions(device, optimizer.rule, tiles, self._numbers, collectives)
         self._unclipped = any(optimizer.rule.directs(tile.layout) for tile in tiles)
 
     def waits(self, tile: Tile) -> bool:
@@ -228,7 +227,7 @@ class Update:
         stream = tile.rests.updates
         if tile.rests.gradient is not Tier.DEVICE:
             self._device.wait(stream, landed, "gradient landed")
-        self._give_way(tile, stream)
+        give_way(self._device, tile, stream)
         tile.version += 1
         self._started.append(tile)
         every = list(self._runs(tile))
@@ -269,14 +268,6 @@ class Update:
         """It is: the rule's directions take its place, if it has any."""
         if not self.waits(tile.whole):
             self.directions.turn(tile.whole, sums, self._settings)
-
-    def _give_way(self, tile: Tile, stream: str) -> None:
-        """Wait for a save that still reads the tile's planes before they are overwritten."""
-        for reader in tile.readers:
-            self._device.wait(stream, reader.event, reader.wait)
-            if reader.set_aside is not None:
-                self._device.run(stream, f"set aside {tile.name}", reader.set_aside)
-        tile.readers = ()
 
     def _apply(
         self,

@@ -49,13 +49,13 @@ class Packing:
         self,
         config: PreTrainedConfig,
         program: ModelProgram,
-        losses: Callable[[list[Micro]], list[Tensor]],
+        tried: Callable[[list[Micro]], tuple[Any, list[Tensor]]],
         check_masks: Callable[[Sequence[Micro]], None],
     ) -> None:
-        """Args: `losses` gives the tokens' losses of micro-batches, `[B, T]`; `check_masks` raises
-        DoesNotFit, as the program attends now.
+        """Args: `tried` gives calls and the tokens' losses of micro-batches, `[B, T]`;
+        `check_masks` raises DoesNotFit, as the program attends now.
         """
-        self._model_type, self._dtype, self._losses = config.model_type, program.dtype, losses
+        self._model_type, self._dtype, self._tried = config.model_type, program.dtype, tried
         self._program, self._check_masks = program, check_masks
         self._limits = limits_of(config)
         self._apart: set[tuple[bool, int]] = set()
@@ -116,7 +116,7 @@ class Packing:
         [*_, last] = comparisons(micro)
         row = {name: value[:1, :_COMPARED] for name, value in last.micro_batches[0].items()}
         try:
-            [told] = self._losses([row])
+            _, [told] = self._tried([row])
         except DoesNotFit:
             raise
         except Exception as error:  # of the model's own code, which need not take them
@@ -124,7 +124,7 @@ class Packing:
             self._program.attend(BY_MASKS)
             return False
         self._program.attend(BY_MASKS)
-        [masked] = self._losses([row])
+        _, [masked] = self._tried([row])
         spread = masked[masked != 0].std(correction=0)
         change = (told - masked).square().mean().sqrt() / spread
         equal = bool(change <= MOST_NOISE[self._dtype])
@@ -137,7 +137,7 @@ class Packing:
             tried = comparisons(micro, seed)
             rows = [row for each in tried for row in each.micro_batches]
             groups = [rows[at : at + at_once] for at in range(0, len(rows), at_once)]
-            losses = [each.cpu() for group in groups for each in self._losses(group)]
+            losses = [each.cpu() for group in groups for each in self._tried(group)[1]]
             if not all(bool(each.isfinite().all()) for each in losses):
                 return False  # the step itself tells
             pairs = zip(tried, losses[::2], losses[1::2], strict=True)

@@ -188,8 +188,8 @@ def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path) -> None:
         sizes.append(engine.memory()["host_checkpoint_bytes"])
     assert sizes == [(7 + TO_LEAVE) * 4096] * 3
     assert engine.memory()["host_bytes"] > sizes[0]
-    engine.close()
     spare = engine._saver._spare
+    engine.close()
     assert (len(spare.free), len(spare.free_to_leave)) == (7, TO_LEAVE)  # all given back
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement, kernels
+from megatrain.cli.shapes import qwen2_config
 from megatrain.optim import TileRange, UpdateOptions
 from tests.rules import FLAT, SWEPT
 
@@ -154,3 +155,16 @@ def test_the_gpu_updates_as_the_host_does(name: str, split: bool, grad_dtype: to
         if plane is not None:
             assert torch.equal(plane.isnan(), other.isnan().cpu())
             assert torch.equal(plane.nan_to_num(7), other.cpu().nan_to_num(7))
+
+
+def test_the_next_engine_has_all_of_the_gpu() -> None:
+    """Also while the name of the closed one is still there, as in a notebook."""
+    config = qwen2_config("0.5b", 1024, 4)
+    ids = torch.randint(1000, (4, 1024))
+    for compiled in (False, True, False):
+        before = torch.cuda.memory_allocated()
+        engine = Engine(config, optimizer=AdamW(), placement=Placement(slots=3, compile=compiled))
+        engine.step([{"input_ids": ids, "labels": ids}])
+        assert torch.cuda.memory_allocated() - before > 256 << 20
+        engine.close()
+        assert torch.cuda.memory_allocated() - before < 64 << 20
