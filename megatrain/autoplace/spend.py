@@ -4,7 +4,7 @@ A candidate is a forecast with nothing resident and nothing kept (autoplace/cand
 each way of spending could bring at best is known from it: no resource does less work than it must.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.placement import Placement
-from megatrain.tile import TileKind
+from megatrain.tile import TileKind, TileLayout
 
 # Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
 _USED = 0.95
@@ -136,7 +136,7 @@ class MemoryPlans:
         placement = replace(candidate.placement, passes=passes)
         self._first = first_tiles(forecasts, workload, placement)
         self._tiles = self._first.tiles
-        self._costs = CostModel(budget.machine, OpCounter())
+        self._costs = CostModel(budget.machine, OpCounter(), workload.rule)
 
     @property
     def _graph(self) -> int:
@@ -236,7 +236,7 @@ class MemoryPlans:
         all_tiles, gone = self._tiles, self._tiles[:count]
         left = 1 - sum(t.numel for t in gone) / sum(t.numel for t in all_tiles)
         crossing = 1 - streamed_numel(gone) / streamed_numel(all_tiles)
-        bounds, compute = self._frame.bounds, self._compute(graphs)
+        bounds, compute = self._frame.bounds, self._compute(graphs) + self._updating(gone)
         crossed = graphs.offloaded * self._passes  # a graph of a pass each
         returning = self._costs.copy(COPY_IN, self._graph)
         rest = self._first.rest(count)
@@ -263,6 +263,13 @@ class MemoryPlans:
         # The candidate waits for a disk once; other passes do again.
         again = read * (1 - 1 / self._passes)
         return least, max(least, compute + late + max(waited * left, alone) + again)
+
+    def _updating(self, resident: Sequence[TileLayout]) -> float:
+        """Seconds of the device's updates, where the rule has no kernel for them."""
+        rule = self._workload.rule
+        directing = any(plane.on_device for plane in rule.state_planes)
+        theirs = [t for t in resident if not directing or rule.directs(t)]
+        return self._costs.launching_updates(sum(t.trainable_numel / t.ranks for t in theirs))
 
     def _compute(self, graphs: Graphs) -> float:
         """Seconds of computing, and of waiting for lanes to the host."""

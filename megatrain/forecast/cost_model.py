@@ -28,8 +28,9 @@ from megatrain.device.base import (
 from megatrain.device.clock import Cost
 from megatrain.forecast.meta_program import KEPT_GRAPHS, WORKING_SET
 from megatrain.forecast.op_counter import OpCounter, Work
+from megatrain.kernels.reference import UPDATE_BLOCK
 from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
-from megatrain.optim import AdamW, PlaneKind, moved_bytes
+from megatrain.optim import AdamW, PlaneKind, Rule, moved_bytes
 from megatrain.telemetry.timeline import Span
 
 # What couples resources, measured on an H200 with 16 cores (55.5 and 55.4 GB/s one way):
@@ -44,6 +45,10 @@ _TAKEN_PER_BUS_BYTE = moved_bytes(AdamW(), torch.bfloat16) * (4.56 - 2.97) / 101
 # on an H200 a compiled layer's 16 kernels take 0.95 ms and the 45 of its backward 1.95, of which
 # the device has 0.2 and 0.7 ms of work; a boundary takes 0.14 ms to its lane.
 _PER_UNIT, _PER_KERNEL, _PER_PUT = 20, 1.4, 1.8
+
+# Each of torch's operations of an update: 24 resident layers of 7B take Muon 0.89 s
+# (step-7b-96x1024-muon-h200).
+_PER_OPERATION = 0.84
 
 # The model's own forward around the layers is Python and small kernels, whatever the batch, and
 # looks at the positions, which waits for the device: 2.6 to 6.9 ms forward and 2.2 to 5.4 backward,
@@ -81,17 +86,17 @@ class CostModel:
         self,
         machine: Machine,
         counter: OpCounter,
-        pace: float = 1.0,
+        rule: Rule | None = None,
         ranks: int = 1,
         hosts: int = 1,
     ) -> None:
         """Prices of a machine's work.
 
         Args:
-            pace: of updates on the host (`Rule.pace`).
+            rule: of updates; None: none are.
             ranks: that share the model; `hosts`: times so many, each of which has all of it.
         """
-        self.counter, self._pace = counter, pace
+        self.counter, self._rule = counter, rule
         self.group, self.puts = 1, 2
         self._known: dict[tuple, Cost] = {}
         link, network = link_gbps(machine), network_gbps(machine, ranks)
@@ -137,8 +142,10 @@ class CostModel:
         if kind is Kind.UPDATE:
             moved = _update_bytes(reads, writes)
             if stream == COMPUTE:
-                return Cost(moved / (self._machine.device_gbps * 1e9))
-            return Cost(moved / (self._pace * self._rate[UPDATE]), num_bytes=moved)
+                launching = self.launching_updates(self._without_kernel(writes))
+                return Cost(max(launching, moved / (self._machine.device_gbps * 1e9)), launching)
+            pace = 1.0 if self._rule is None else self._rule.pace
+            return Cost(moved / (pace * self._rate[UPDATE]), num_bytes=moved)
         if stream == ROWS:
             moved = 2 * min((b.data.nbytes for b in (*reads, *writes)), default=0)
             return Cost(moved / self._rate[ROWS], num_bytes=moved)
@@ -206,6 +213,21 @@ class CostModel:
         puts = max(0, calls - 1) * self.puts * _PER_PUT  # of all but the one that is put there
         launches = calls * _PER_UNIT + work.kernels * _PER_KERNEL + puts
         return launches * self._machine.launch_seconds
+
+    def launching_updates(self, numel: float) -> float:
+        """Seconds in which updates of so many elements on the device are launched.
+
+        None, if the rule has a kernel of its own there.
+        """
+        launches = 0 if self._rule is None else self._rule.launches
+        return numel / UPDATE_BLOCK * launches * _PER_OPERATION * self._machine.launch_seconds
+
+    def _without_kernel(self, planes: Sequence[Buffer]) -> int:
+        """Elements of planes that are written which the rule's own operations update."""
+        sizes = [buffer.data.numel() for buffer in planes]
+        if self._rule and any(plane.on_device for plane in self._rule.state_planes):
+            return max(sizes) - min(sizes)  # what has moments is AdamW's
+        return max(sizes)
 
     def slow_down(self, spans: Sequence[Span]) -> None:
         """Take the rates of the next step from what ran at the same time in this one."""

@@ -288,7 +288,7 @@ def _run(
     """The last of so many steps."""
     counter = OpCounter()
     assert model.rule is not None
-    costs = CostModel(machine, counter, model.rule.pace, model.ranks, model.hosts)
+    costs = CostModel(machine, counter, model.rule, model.ranks, model.hosts)
     device = ClockDevice(costs)
     most = _followed(model, placement, measured.dtype, steps)
     batch = measured.batch(rows, micro_batch, most, 1 if joint else placement.passes)

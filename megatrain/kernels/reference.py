@@ -24,7 +24,7 @@ from megatrain.kernels.states import (
     store_moments,
 )
 
-_BLOCK = 1 << 21
+UPDATE_BLOCK = 1 << 21
 """Elements worked on at a time: temporaries stay under 100 MiB, and torch's threads, which meet
 after every operation, wait for each other only now and then."""
 
@@ -33,7 +33,7 @@ _PAGE_BYTES = 4096
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    yield from zip(*(tensor.split(_BLOCK) for tensor in tensors), strict=True)
+    yield from zip(*(tensor.split(UPDATE_BLOCK) for tensor in tensors), strict=True)
 
 
 def split(
@@ -126,8 +126,8 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
 
 def _masters(tile: TileRange, options: UpdateOptions) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Each block's place, its fp32 master, to be changed in place, and its scaled gradient."""
-    for start in range(0, tile.weights.numel(), _BLOCK):
-        part = slice(start, start + _BLOCK)
+    for start in range(0, tile.weights.numel(), UPDATE_BLOCK):
+        part = slice(start, start + UPDATE_BLOCK)
         w, r = tile.weights[part], None if tile.remainder is None else tile.remainder[part]
         param = w if r is None else torch.empty_like(w, dtype=torch.float32)
         if r is not None:

@@ -52,6 +52,7 @@ class Adafactor(Rule):
     further = ("beta2_decay", "d")
     needs_matrices = needs_whole = True
     pace = 0.25  # it goes over a parameter three times
+    launches = 360  # 330 to 500, by the shape of a matrix
 
     lr: float = 1e-2
     beta2_decay: float = -0.8

@@ -23,6 +23,7 @@ class Lion(Rule):
 
     name = "lion"
     settings = ("lr", "betas", "weight_decay")
+    launches = 28
 
     lr: float = 2e-6
     betas: tuple[float, float] = (0.9, 0.99)

@@ -63,6 +63,7 @@ class Muon(Rule):
     }
     further = ("adamw_lr", "packed", "ns_steps")
     needs_matrices = True
+    launches = 18
 
     lr: float = 1e-3
     momentum: float = 0.95

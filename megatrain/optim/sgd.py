@@ -25,6 +25,7 @@ class SGD(Rule):
     name = "sgd"
     settings = ("lr", "momentum", "dampening", "weight_decay")
     choices: ClassVar = {"nesterov": (False, True)}
+    launches = 23
 
     lr: float = 1e-3
     momentum: float = 0.9

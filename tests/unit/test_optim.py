@@ -209,7 +209,7 @@ PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
     name: str, precision: str, grad_scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "_BLOCK", 1024)
+    monkeypatch.setattr(reference, "UPDATE_BLOCK", 1024)
     rule, dtype, size = SWEPT[name](**HYPER[name]), DTYPES[precision], 3001
     tile = Store(CpuDevice(), [TileLayout("t", [("a", torch.Size([size]), 0)])], dtype, rule=rule)
     [tile], master = tile.tiles, torch.nn.Parameter(randn(size, 0))

@@ -1,0 +1,105 @@
+"""What updates on a GPU cost a rule that has no kernel there: torch's operations, one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megatrain import SGD, Adafactor, AdamW, Engine, Lion, Muon, Placement, kernels
+from megatrain.autoplace.spill import fastest
+from megatrain.cli.shapes import qwen2_config
+from megatrain.device.base import COMPUTE, Buffer, Kind, Name
+from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.cost_model import CostModel
+from megatrain.forecast.op_counter import OpCounter
+from megatrain.forecast.workload import Workload
+from megatrain.kernels import factored, reference
+from megatrain.machine import machine_for
+from megatrain.optim import Rule
+from megatrain.source.source import open_source, structure
+from megatrain.units import GIB
+
+H200 = machine_for("NVIDIA H200", 120 * GIB, 16, 139 * GIB)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is launched: views are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("rule", "width"),
+    [(Lion(lr=1e-4), 512), (SGD(lr=0.1), 512), (Muon(lr=1e-3), 512), (Adafactor(lr=1e-3), 2048)],
+    ids=["lion", "sgd", "muon", "adafactor"],
+)
+def test_a_rule_says_what_its_update_launches(rule: Rule, width: int, monkeypatch) -> None:
+    """On a layer of 16 blocks, without its five vectors, which launch as much as a block.
+
+    Adafactor's sums by halves take more the more rows there are.
+    """
+    block = min(width * width, reference.UPDATE_BLOCK)
+    monkeypatch.setattr(reference, "UPDATE_BLOCK", block)
+    monkeypatch.setattr(factored, "_BLOCK", block)
+    monkeypatch.setattr(kernels, "_chosen", reference)
+    monkeypatch.setattr(kernels, "of_matrices", lambda plane: factored)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=128, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=1,
+        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=64,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    with Engine(model, optimizer=rule, placement=Placement(slots=2), device="cpu") as engine:
+        update, found = engine._parts.update, {}
+        apply = update._apply
+
+        def counted(tile: Any, first: int, host_grad: Any, runs: Any, *rest: Any) -> None:
+            with Operations() as operations:
+                matrices = [run for run in runs if run.stop - run.start >= block]
+                apply(tile, first, host_grad, matrices, *rest)
+            found[tile.name] = operations.count, sum(run.stop - run.start for run in matrices)
+
+        monkeypatch.setattr(update, "_apply", counted)
+        ids = torch.randint(100, (1, 8))
+        engine.step([{"input_ids": ids, "labels": ids}])
+        engine.flush()
+    launched, numel = found["layer 0"]
+    assert launched / (numel / block) == pytest.approx(rule.launches, rel=0.1)
+
+
+def seconds(rule: Rule, *sizes: int) -> float:
+    """Of an update on the device whose planes have so many elements."""
+    costs = CostModel(H200, OpCounter(), rule)
+    planes = [
+        Buffer("plane", torch.empty(size, dtype=torch.bfloat16, device="meta")) for size in sizes
+    ]
+    return costs.run(COMPUTE, Name(Kind.UPDATE, "update"), lambda: None, planes[:1], planes).seconds
+
+
+def test_an_update_without_a_kernel_takes_its_launches() -> None:
+    layer = 233_057_792  # parameters of a layer of 7B, of which 24 rest on the device
+    assert 24 * seconds(Muon(), layer, layer, 0) == pytest.approx(0.893, rel=0.05)  # as measured
+    assert 24 * seconds(AdamW(), layer, layer, layer, layer) < 0.05
+    assert seconds(Muon(), layer, layer, layer) < 2e-3  # by AdamW's kernel: embeddings
+    assert seconds(Lion(), layer, layer, layer) > 0.03
+
+
+def test_such_rules_leave_more_layers_on_the_host() -> None:
+    """7B, 96 x 1024: with all of them on the device Adafactor would take four times as long."""
+    forecasts = ForecastCache(structure(open_source(qwen2_config("7b", 1024))))
+    resident = {
+        rule.name: len(
+            fastest(forecasts, H200, Workload(98304, 1024, 8, rule=rule)).placement.resident
+        )
+        for rule in (AdamW(), Adafactor())
+    }
+    assert resident["adamw"] > 20
+    assert resident["adafactor"] < 5
