@@ -388,7 +388,7 @@ class PlacedEngine:
 
         def __getattr__(self, name: str) -> Any:
             if name in _BUILT:
-                raise InputError("this engine is closed; make a new one")
+                raise RunFailed("the engine is closed; make a new one")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __enter__(self) -> Self:

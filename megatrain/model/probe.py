@@ -37,7 +37,7 @@ from megatrain.model.routers import RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.state import OtherRandomness, example, refuse_state, settle
 from megatrain.model.unsupported import Unsupported, Watch, draws_for_layers, refuse_settings
-from megatrain.model.zeros import zero_pages
+from megatrain.model.zeros import ZeroProducts, zero_pages
 
 _MORE_STATES = "its head computes logits from more than the last hidden states"
 
@@ -65,7 +65,7 @@ def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
 def _refuse_broken(model: PreTrainedModel) -> None:
     weights = {name: zero_pages(p.shape) for name, p in model.named_parameters()}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), ZeroProducts(weights.values()):
             functional_call(model, weights, (torch.zeros(PROBE_SHAPE, dtype=torch.long),))
     except Exception as error:  # whatever a model makes of a configuration that contradicts itself
         raise Unsupported(

@@ -156,7 +156,8 @@ def test_every_command_takes_a_base_that_has_moved(megatrain, adapter_file, base
         assert refused.exit_code == 2 and "leave base_model out" in refused.stderr
 
 
-@pytest.mark.parametrize("tokenizer", few([True, False]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tokenizer", [True, False])
 def test_a_run_begins_with_the_adapter_of_another(
     tokenizer, megatrain, adapter_file, base, tmp_path
 ):
@@ -202,6 +203,7 @@ def test_a_plan_knows_the_adapter(megatrain, adapter_file):
     assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_has_a_smaller_base(megatrain, adapter_file, base, tmp_path):
     packed = sets(model__base="nf4", engine__precision="bf16")
     plan = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--json")

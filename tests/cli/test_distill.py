@@ -196,11 +196,12 @@ def test_a_teacher_with_other_tokens_is_refused(megatrain, distilling, teacher, 
     assert f"{own} has no tokenizer's files: its tokens are taken for those" in caplog.text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("loss", "row"),
     [
         ({"name": "dpo"}, pair),
-        pytest.param({"name": "kto"}, rated, marks=pytest.mark.exhaustive),
+        ({"name": "kto"}, rated),
     ],
     ids=["dpo", "kto"],
 )
@@ -277,7 +278,8 @@ def loses_a_rank(run, group):
     os._exit(0)
 
 
-@pytest.mark.parametrize("how", [pytest.param("kept", marks=pytest.mark.exhaustive), "streamed"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["kept", "streamed"])
 def test_ranks_distil_as_one(megatrain, distilling, tmp_path, how):
     """Also where a rank has died while the teacher was asked."""
     file = distilling(beta=0.4, add_tail=True, temperature=1.5, teacher_log_probs=how)

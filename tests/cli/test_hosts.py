@@ -34,6 +34,7 @@ def laid_out(ranks_of_a_host: str) -> Iterator[list[tuple[int, int]]]:
         yield shapes
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_two_hosts_goes_on_with_one_rank(megatrain, run_file, tmp_path: Path) -> None:
     changed = [part for each in CHANGED for part in ("--set", each)]
     assert megatrain("train", run_file, *changed, "--set", "output.folder=one").exit_code == 0

@@ -176,6 +176,7 @@ def test_the_plan_of_masters_of_24_bits_counts_a_byte_less(megatrain, run_file):
     assert other.exit_code == 2 and "master is 16; it must be 32 or 24" in other.output
 
 
+@pytest.mark.exhaustive
 def test_saves_take_half_of_what_the_host_has_left(megatrain):
     ask = ["plan", "--model", "0.5B", "--gpu", "4090", "--cores", 16, "--tokens", 8192, "--json"]
     told = json.loads(megatrain(*ask, "--host-memory", "8GiB").stdout)
@@ -332,6 +333,7 @@ def test_a_placement_of_the_run_file_is_planned(megatrain, run_file):
     assert told["forecast"]["micro_batch"] == 2 and told["precision"] == "fp32"
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_the_cpu_is_planned_in_host_memory(megatrain, run_file):
     result = megatrain("plan", run_file)
     assert result.exit_code == 0, result.output
@@ -481,6 +483,7 @@ def test_an_adapter_and_a_smaller_base_take_less_memory(planned):
     assert whole > 6 * lora > 1.5 * 6 * small
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_on_a_smaller_base_is_planned_without_a_run_file(megatrain, planned):
     told, _ = planned("--lora-r", 16, "--base", "nf4")
     assert told["model"] == "0.5B with LoRA of rank 16, base in nf4"

@@ -520,11 +520,12 @@ def test_the_example_is_a_run_file_whose_rewards_tell_right_from_wrong():
 HELD_OUT = ("data.eval_fraction=0.3", "training.eval_every=2", "rollout.batch_size=4")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("loss", "held"),
     [
         (LOSSES["grpo"] | {"loss_type": "grpo"}, []),
-        pytest.param({"name": "rloo"}, HELD_OUT, marks=pytest.mark.exhaustive),
+        ({"name": "rloo"}, HELD_OUT),
     ],
     ids=["grpo", "rloo with evaluations"],
 )

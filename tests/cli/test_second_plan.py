@@ -64,6 +64,7 @@ def test_a_streamed_teacher_is_counted(megatrain, distilling, tmp_path):  # noqa
     assert told["device_bytes"]["teacher"] > 0 and told["seconds"] > plain["seconds"]
 
 
+@pytest.mark.exhaustive
 def test_a_streamed_reference_is_counted(megatrain, preference_file, tmp_path):  # noqa: F811
     rows = [pair(number) for number in range(20)]
     plain = forecast(megatrain, preference_file(rows, name="dpo"))

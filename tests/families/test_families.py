@@ -20,7 +20,7 @@ from tests.families.report import documented, documents_this_version
 from tests.families.roundtrip import EXACT, WRONG, round_trips
 from tests.families.sizes import VARIANTS
 from tests.families.tiny import NOT_TRAINABLE, families, tiny_model
-from tests.sweeps import quick
+from tests.sweeps import few, quick
 
 # One or two of each kind of trouble: what is new to the engine in each stands beside it.
 REPRESENTATIVE = {
@@ -85,7 +85,7 @@ def test_quick_variants(name: str) -> None:
     _check(*VARIANTS[name], name)
 
 
-@pytest.mark.parametrize("family", OTHER_MODE)
+@pytest.mark.parametrize("family", few(OTHER_MODE, 0, 3))
 def test_another_placement(family: str) -> None:
     """Chunked head, boundaries on the host, kept graphs, updates during the backward."""
     errors = compare(tiny_model(family), OTHER_PLACEMENT, max_grad_norm=None)
@@ -164,7 +164,7 @@ def _check_round_trips(family: str) -> None:
     assert found["module"] == EXACT or documented()[family][0] != PASSES, found
 
 
-@pytest.mark.parametrize("family", ROUND_TRIPS)
+@pytest.mark.parametrize("family", few(ROUND_TRIPS))
 def test_a_checkpoint_goes_on_in_another_process(family: str) -> None:
     _check_round_trips(family)
 

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from megatrain import Engine, Placement
-from megatrain.errors import InputError
+from megatrain.errors import RunFailed
 from tests.parity.cases import make_batches, make_engine, qwen2
 
 PLACEMENTS = {
@@ -49,12 +49,14 @@ def test_a_closed_engine_says_that_it_is_closed(tmp_path) -> None:
     for use in (
         lambda: engine.step(step),
         lambda: engine.evaluate(step),
+        lambda: engine.logits({"input_ids": step[0]["input_ids"]}),
         lambda: list(engine.named_masters()),
         lambda: engine.save(tmp_path / "saved"),
         lambda: engine.save_pretrained(tmp_path / "exported"),
         engine.memory,
     ):
-        with pytest.raises(InputError, match="this engine is closed; make a new one"):
+        with pytest.raises(RunFailed, match="the engine is closed; make a new one"):
             use()
+    assert not list(tmp_path.iterdir())
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         engine.nonsense  # noqa: B018

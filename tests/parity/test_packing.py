@@ -243,6 +243,7 @@ def forgetful(when: Callable[[Tensor], bool]) -> Any:
     return model
 
 
+@pytest.mark.exhaustive
 def test_blocks_larger_than_the_first_documents_are_tried() -> None:
     """Keys of 32 tokens in one: only in rows longer than that do documents see others' blocks."""
     rates = {"compressed_sparse_attention": 32, "heavily_compressed_attention": 32}

@@ -314,6 +314,7 @@ def test_ranks_train_as_one(size: int, names: Sequence[str], tmp_path: Path) -> 
                 assert close, (rank, name, what, float((mine - value).abs().max()))
 
 
+@pytest.mark.exhaustive
 def test_ranks_make_the_texts_of_one(tmp_path: Path) -> None:
     """Greedy and drawn ones, with tiles that rest and stay, tied or not, learnt positions."""
     ids = [torch.arange(3, 3 + count).tolist() for count in (5, 2)]
@@ -365,6 +366,7 @@ def test_the_row_of_a_rank_that_has_none_counts_for_no_router(tmp_path: Path) ->
             assert torch.allclose(own[name], value, rtol=2e-6, atol=1e-6), name
 
 
+@pytest.mark.exhaustive
 def test_packed_rows_are_tried_by_all_ranks(tmp_path: Path) -> None:
     """Also where only one has them; a model that mixes documents is refused by all."""
     [step] = make_batches(1, SHAPES)
@@ -549,12 +551,13 @@ def saved_state(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "rule",
     [
         "adamw int8",
-        pytest.param("muon", marks=pytest.mark.exhaustive),
-        pytest.param("adafactor", marks=pytest.mark.exhaustive),
+        "muon",
+        "adafactor",
     ],
 )
 def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(

@@ -24,7 +24,6 @@ from tests.parity.ranks import run_ranks
 from tests.parity.test_preferences import replies
 from tests.parity.test_ranks import LORA, RATES, refused
 from tests.parity.test_split import EXPERT, WIDE, mixtral, wide_batches
-from tests.sweeps import few
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (1, 2))  # of which no length is a multiple of 5, and two are odd
 MANY = {"hidden_size": 48, "num_attention_heads": 12}  # heads that 2, 3 and 4 ranks can share
@@ -138,7 +137,7 @@ USUAL = (
     ("size", "names"),
     [
         (2, USUAL),
-        (3, ("smoothed labels, rows with a mask",)),
+        pytest.param(3, ("smoothed labels, rows with a mask",), marks=pytest.mark.exhaustive),
         pytest.param(2, CASES, marks=pytest.mark.exhaustive),
         pytest.param(3, OF_ANY, marks=pytest.mark.exhaustive),
         pytest.param(4, OF_ANY, marks=pytest.mark.exhaustive),
@@ -277,7 +276,8 @@ FEW = {"eager", "a window", "positions", "heads"}
 ROUTED = {"output_router_logits": True}
 
 
-@pytest.mark.parametrize("names", few([FEW, MODELS.keys() - FEW]), ids=["some", "rest"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("names", [FEW, MODELS.keys() - FEW], ids=["some", "rest"])
 def test_what_ranks_cannot_share_is_refused_by_all(names: Any, tmp_path: Path) -> None:
     """A short row of a model with a window can be shared, a longer one not."""
     [step] = make_batches(1, SHAPES)

@@ -31,6 +31,7 @@ def spilled(tmp_path) -> list[str]:
     return sets(engine__disk=str(tmp_path / "disk"), engine__placement=placement)
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_fails_ends_the_run_and_it_goes_on_without(start, goes_on, spilled, run):
     at = "\nat = lambda step: step == 5 and setattr(kernels, 'move_file', fail)"
     process = start(FAILING.format(code="ENOSPC") + AT_STEP + at, *spilled)

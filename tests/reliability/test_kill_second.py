@@ -126,6 +126,7 @@ def test_who_is_killed_while_a_teacher_is_asked_goes_on_equal(zygote, distilling
     assert said(marked) == said(whole)
 
 
+@pytest.mark.exhaustive
 def test_who_is_killed_while_a_reference_is_asked_goes_on_equal(zygote, tokenizer_folder, tmp_path):
     rows = tmp_path / "pairs.jsonl"
     with rows.open("w") as file:

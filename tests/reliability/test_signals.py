@@ -91,7 +91,7 @@ def go(tmp_path: Path) -> Path:
             ("save", signal.SIGTERM),
             ("model", signal.SIGHUP),
         ],
-        *(2, 3, 4, 5),
+        *(2, 4),
     ),
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )

@@ -62,6 +62,7 @@ def test_layers_of_a_kind_are_compiled_once_for_a_purpose(quickly):
         assert num_compilations() - before > 3
 
 
+@pytest.mark.exhaustive
 def test_what_only_a_layers_result_needs_is_not_computed_again(monkeypatch):
     """Seven products of a forward, two of a backward for each, and all but the last again."""
     torch._dynamo.reset()

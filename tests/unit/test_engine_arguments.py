@@ -223,21 +223,6 @@ def test_a_kernel_that_fails_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     refuse(lambda: engine.step([GOOD]), "no update", RunFailed)
 
 
-def test_an_engine_that_is_closed_does_nothing_more(tmp_path: Path) -> None:
-    engine = Engine(config(), optimizer=AdamW(), device="cpu")
-    before = {name: master.clone() for name, master in engine.named_masters()}
-    engine.close()
-    for ask in (
-        lambda: engine.step([GOOD]),
-        lambda: engine.evaluate([GOOD]),
-        lambda: engine.logits({"input_ids": GOOD["input_ids"]}),
-        lambda: engine.save(tmp_path / "saved"),
-    ):
-        refuse(ask, "the engine is closed", RunFailed)
-    assert not list(tmp_path.iterdir())
-    assert all(torch.equal(master, before[name]) for name, master in engine.named_masters())
-
-
 def test_an_engine_ends_twice_without_harm() -> None:
     with Engine(config(), optimizer=AdamW(), device="cpu") as engine:
         engine.step([GOOD])

@@ -143,7 +143,7 @@ def test_a_loss_of_all_tokens_is_foretold_in_one_pass_without_graphs() -> None:
             (4 * TOKENS, 2 * SPLIT, "device", CROSS_ENTROPY),
             (4 * TOKENS, 2 * SPLIT, "device", Together()),
         ],
-        *(0, 1),
+        *(1,),
     ),
 )
 def test_what_a_step_works_with_is_foretold(
@@ -167,6 +167,7 @@ def test_what_a_step_works_with_is_foretold(
     assert counts.peak_bytes == pytest.approx(told, rel=0.03)
 
 
+@pytest.mark.exhaustive
 def test_where_memory_is_short_it_goes_to_larger_pieces() -> None:
     """0.5B, 16 x 1024 in 1920 MiB: half as many launches are worth two lanes of the host."""
     machine = replace(machine_for("H200", 60 * GIB, 16), device_memory_bytes=1920 * MIB)

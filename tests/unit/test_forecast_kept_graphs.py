@@ -18,7 +18,6 @@ from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Saves
 from megatrain.source.source import open_source
-from tests.sweeps import few
 from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH = 2, 512, 256
@@ -76,9 +75,10 @@ def held_bytes(model: ModelSpec, saves: Saves) -> int:
     return sum(memory.nbytes for memory in leaving.memory)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("intermediate", "kv_heads", "saves", "adapter"),
-    few([(768, 2, "all", LORA), (768, 2, "graph", None), (1408, 1, "graph", None)]),
+    [(768, 2, "all", LORA), (768, 2, "graph", None), (1408, 1, "graph", None)],
 )
 def test_kept_graphs_hold_what_is_foretold(
     quickly: None, intermediate: int, kv_heads: int, saves: Saves, adapter: Any

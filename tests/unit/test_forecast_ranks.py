@@ -58,6 +58,7 @@ def test_shards_cross_the_bus_and_the_rest_the_link() -> None:
     assert slow.seconds > 3 * found.seconds
 
 
+@pytest.mark.exhaustive
 def test_planes_on_a_disk_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank moves its blocks at its share of the rate, and is given its share of the space."""
     monkeypatch.setattr(disk, "PIECE", 4096)

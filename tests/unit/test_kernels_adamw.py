@@ -117,6 +117,7 @@ def after_steps(kernels, form, kind, grad_dtype, size):
 by_reference = cache(partial(after_steps, reference))  # the same for all instruction sets
 
 
+@pytest.mark.exhaustive
 @needs_native
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),

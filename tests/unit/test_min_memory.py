@@ -124,9 +124,8 @@ def test_tiles_on_the_device_need_not_be_on_the_host() -> None:
     assert hosts[0] > 1.1 * hosts[1] > 1.1**2 * hosts[2]
 
 
-@pytest.mark.parametrize(
-    ("device", "host"), [(3, PLENTY), pytest.param(50, 40, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("device", "host"), [(3, PLENTY), (50, 40)])
 def test_layers_in_portions_are_counted_too(
     device: float, host: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +134,7 @@ def test_layers_in_portions_are_counted_too(
     checked(ForecastCache(experts_spec()), machine(device, host), few)
 
 
+@pytest.mark.exhaustive
 def test_long_rows_in_tiles_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_LONG", 1024)
     monkeypatch.setattr(candidates, "_TILE", 128)

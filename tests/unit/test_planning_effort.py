@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from megatrain.plan.planner import make_plan
 from megatrain.source.source import open_source
 from megatrain.tile import TileKind
 from megatrain.units import GIB
-from tests.sweeps import few, swept
+from tests.sweeps import few
 from tests.unit.forecast_cases import (
     experts_config,
     small_machine,
@@ -94,7 +95,7 @@ def test_heads_of_other_rows_follow_from_two_that_are_run(monkeypatch: pytest.Mo
         assert follows == profile_of_it().head(head, rows, 32)
 
 
-@swept(together=1, rows=[2, 8, 9], compiled=[False, True])
+@pytest.mark.parametrize(("rows", "compiled"), few(product([2, 8, 9], [False, True]), 3))
 def test_chunks_of_some_of_a_head_s_rows_that_are_alike_are_run_once(
     rows: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,6 +175,7 @@ def test_what_does_not_fit_is_refused_with_the_least_that_would() -> None:
         choose(0.5, host_gib=0.01, forecasts=FEW_LAYERS)
 
 
+@pytest.mark.exhaustive
 def test_layers_are_streamed_in_portions_only_where_nothing_else_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -192,6 +193,7 @@ def test_layers_are_streamed_in_portions_only_where_nothing_else_fits(
     assert split.device_peak_bytes <= 20 << 20
 
 
+@pytest.mark.exhaustive
 def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
     """It then takes no more than a layer, and what that leaves is spent as ever."""
     forecasts = ForecastCache(wide_spec())

@@ -93,6 +93,7 @@ def test_other_methods_of_peft_are_refused_by_name(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_goes_on_exactly(tmp_path: Path) -> None:
     whole = trainer(Streamed, tmp_path / "whole", {})
     whole.train()
