@@ -37,8 +37,8 @@ def few(values: Iterable[Any], *usual: int) -> list[Any]:
 def swept(together: int = 2, **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
     """`parametrize` with all combinations of the axes' values; a mapping's keys name its values.
 
-    A few stay that have each value of an axis beside each of `together - 1` others; the rest is
-    exhaustive.
+    A few stay that have each value of an axis beside each of `together - 1` others, with 0 a single
+    one; the rest is exhaustive.
     """
     sizes = [range(len(values)) for values in axes.values()]
     every = list(product(*sizes))

@@ -225,9 +225,9 @@ class CostModel:
     def _without_kernel(self, planes: Sequence[Buffer]) -> int:
         """Elements of planes that are written which the rule's own operations update."""
         sizes = [buffer.data.numel() for buffer in planes]
-        if self._rule and any(plane.on_device for plane in self._rule.state_planes):
-            return max(sizes) - min(sizes)  # what has moments is AdamW's
-        return max(sizes)
+        directing = self._rule and any(plane.on_device for plane in self._rule.state_planes)
+        # What has moments beside directions is AdamW's.
+        return max(sizes, default=0) - (min(sizes, default=0) if directing else 0)
 
     def slow_down(self, spans: Sequence[Span]) -> None:
         """Take the rates of the next step from what ran at the same time in this one."""

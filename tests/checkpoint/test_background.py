@@ -39,7 +39,7 @@ def saved_state(folder: Path) -> dict:
 CHOICES = {"streamed": {}, "resident": RESIDENT, "disk": ON_DISK}
 
 
-@swept(together=1, device=DEVICES, clip=[0.5, None], choices=CHOICES)
+@swept(together=0, device=DEVICES, clip=[0.5, None], choices=CHOICES)
 def test_saves_change_no_bit_of_the_training(device, clip, choices, tmp_path) -> None:
     steps = batches(3)
     options = {"precision": "bf16", "clip": clip, "placement": tiny_pool(3, **choices)}
@@ -76,7 +76,7 @@ def test_updates_that_are_still_pending_are_in_the_save(tmp_path, monkeypatch) -
     assert same(saved_state(tmp_path / "saved"), wanted)
 
 
-@swept(together=1, clip=[0.5, None], blocks=[1, 5, 1000], choices=CHOICES)
+@swept(together=0, clip=[0.5, None], blocks=[1, 5, 1000], choices=CHOICES)
 def test_the_state_is_that_of_the_call(clip, blocks, choices, tmp_path, monkeypatch) -> None:
     """Writers that get nowhere at first, so that the updates of a step overtake them."""
     steps = batches(3)

@@ -72,7 +72,7 @@ def count_calls(engine: Engine, folder: Path) -> int:
         return next(calls.count)
 
 
-@swept(together=1, dead={"an error": False, "a kill": True}, name=["new", "old"])
+@swept(together=0, dead={"an error": False, "a kill": True}, name=["new", "old"])
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_whatever_call_fails_a_whole_checkpoint_is_there(
     engine, every, name, dead, tmp_path

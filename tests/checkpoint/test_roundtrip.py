@@ -314,7 +314,7 @@ def half_frozen() -> Any:
 
 
 @swept(
-    together=1,
+    together=0,
     states=[("fp32", "int8"), ("int8", "bf16"), ("bf16", "fp32")],
     precision=["bf16", "fp32"],
 )
@@ -344,7 +344,9 @@ def test_other_states_are_made_of_the_saved_ones(states, precision, tmp_path, ca
     assert same(state(third), state(again))
 
 
-@pytest.mark.parametrize("master", [(32, 24), (24, 32)])
+@pytest.mark.parametrize(
+    "master", [pytest.param((32, 24)), pytest.param((24, 32), marks=pytest.mark.exhaustive)]
+)
 def test_masters_of_24_bits_are_made_of_32_and_back(master, tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setitem(SWEPT, "short", partial(AdamW, states="int8", master=master[0]))
     engine = engine_of(precision="bf16", model=half_frozen(), rule="short")

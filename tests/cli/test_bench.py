@@ -79,7 +79,7 @@ def test_steps_of_each_rule_are_measured_with_planes_on_a_disk(megatrain, tmp_pa
         assert refused.exit_code == 2 and f"{rule} has no such choice" in refused.stderr
 
 
-@pytest.mark.parametrize("warmup", [0, 1])
+@pytest.mark.parametrize("warmup", few([0, 1]))
 def test_compilations_in_measured_steps_are_warned_of(megatrain, tmp_path, monkeypatch, warmup):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

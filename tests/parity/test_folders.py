@@ -14,7 +14,7 @@ from megatrain import AdamW, Engine, InputError
 from megatrain.train.export import export
 from tests.families.plain import accumulate, make_steps
 from tests.families.tiny import tiny_model
-from tests.sweeps import swept
+from tests.sweeps import few, swept
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BIASES = torch.tensor([7.0014, 7.0071, -7.0043])  # in bf16 all are 7
@@ -102,7 +102,7 @@ def test_what_is_not_trained_is_exported_as_it_came(precision: str, tmp_path: Pa
         assert all(torch.equal(got[n], source[n]) for n in kept)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", few(["fp32", "bf16"], 1))
 def test_frozen_weights_keep_dtype_and_bits(precision: str, tmp_path: Path) -> None:
     """Parameters of a class that freezes them, stored in another dtype than all others."""
     folder = saved("afmoe", tmp_path / "folder")

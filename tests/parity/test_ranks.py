@@ -281,12 +281,12 @@ EXACT: dict[str, Callable[[Any], dict]] = (
 
 
 USUAL = (
-    *("tied, rows that are not kept, graphs that are", "frozen in part"),
-    *("resident, in passes", "preferences, in passes", "nf4, adapter", "bf16, planes on a disk"),
-    *("experts and a head in slices", "muon clipped, 0.5"),
-    *("adafactor, mixtral, resident, in passes", "experts that are balanced"),
+    *("tied, rows that are not kept, graphs that are", "preferences, in passes", "nf4, adapter"),
+    *("bf16, planes on a disk", "experts and a head in slices", "muon clipped, 0.5"),
+    "adafactor, mixtral, resident, in passes",
 )
 REST = (
+    *("frozen in part", "resident, in passes", "experts that are balanced"),
     *("bf16, lion", "a tied head in slices, preferences", "bf16, a head in slices, frozen in part"),
     *("bf16, muon, on a disk", "fp32, muon, resident, in passes"),
 )

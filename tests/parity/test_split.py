@@ -157,7 +157,14 @@ def whole_experts() -> tuple[list, list[Tensor]]:
 
 @pytest.mark.parametrize(
     ("max_stream_bytes", "choices"),
-    [(CORE, {}), (2 * EXPERT, {"layer_inputs": "host", "slots": 3}), (3 * EXPERT, {"slots": 1})],
+    few(
+        [
+            (CORE, {}),
+            (2 * EXPERT, {"layer_inputs": "host", "slots": 3}),
+            (3 * EXPERT, {"slots": 1}),
+        ],
+        1,
+    ),
 )
 def test_two_experts_a_token_change_no_bit(max_stream_bytes: int, choices: dict[str, Any]) -> None:
     """The sum of two does not depend on their order. (Clipped, the norm of all is summed anew.)"""
@@ -167,7 +174,8 @@ def test_two_experts_a_token_change_no_bit(max_stream_bytes: int, choices: dict[
 
 
 @pytest.mark.parametrize(
-    ("make", "max_stream_bytes"), [(mixtral, CORE), (qwen3_moe, CORE), (qwen3_moe, 3 * EXPERT)]
+    ("make", "max_stream_bytes"),
+    few([(mixtral, CORE), (qwen3_moe, CORE), (qwen3_moe, 3 * EXPERT)], 2),
 )
 def test_with_experts_gradients_and_steps_are_plain_torch_s(
     make: Any, max_stream_bytes: int
@@ -188,7 +196,7 @@ def test_with_experts_gradients_and_steps_are_plain_torch_s(
         assert relative_error(masters(engine), masters(whole), parameters(model)) < 1e-5
 
 
-@swept(together=1, make=[wide, tied, phi], clip=[1.0, None])
+@swept(together=0, make=[wide, tied, phi], clip=[1.0, None])
 def test_of_a_head_gradients_and_steps_are_plain_torch_s(make: Any, clip: float | None) -> None:
     """Sums over ranges are rounded elsewhere than one over all rows: about 1e-6 of them."""
     steps, model = wide_batches(2), make()

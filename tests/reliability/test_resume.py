@@ -246,8 +246,7 @@ def test_a_folder_or_the_newest_run_of_a_name_is_resumed(tmp_path, tokenizer_fol
     "damage",
     [
         "flipped",
-        "renamed",
-        *(pytest.param(d, marks=SLOW) for d in ("truncated", "missing", "manifest")),
+        *(pytest.param(d, marks=SLOW) for d in ("renamed", "truncated", "missing", "manifest")),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, cut, zygote, damage):

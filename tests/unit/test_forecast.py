@@ -91,7 +91,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"), with_rules([(name,) for name in PLACEMENTS], every=10, plain=5)
+    ("name", "rule"), with_rules([(name,) for name in PLACEMENTS], every=10, plain=10)
 )
 def test_host_memory_is_the_engines_to_the_byte(name: str, rule: str) -> None:
     placement, (clip, precision, tied) = PLACEMENTS[name], CASES[name]

@@ -32,6 +32,7 @@ from megatrain.source.source import open_source
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
 from tests.parity.test_tiles import TAKEN, model_of
+from tests.sweeps import few
 from tests.unit.forecast_cases import small_machine, tiny_config
 from tests.unit.test_forecast import forecasts
 
@@ -78,7 +79,7 @@ def real_work(chunk_tokens: int | None) -> LayerWork:
         return eager_work(lambda: program.layer(1, weights, micro, values), given)
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 64, 256])
+@pytest.mark.parametrize("chunk_tokens", few([None, 64, 256], 1))
 def test_memory_of_a_layer_is_that_of_a_real_one(chunk_tokens: int | None) -> None:
     real = real_work(chunk_tokens)
     model = spec(open_source(tiny_config()).model)
@@ -121,7 +122,7 @@ def real_head_bytes(head_tokens: int) -> int:
     return counts.peak_bytes
 
 
-@pytest.mark.parametrize("head_tokens", [64, 100, ROWS * TOKENS])
+@pytest.mark.parametrize("head_tokens", few([64, 100, ROWS * TOKENS], 1))
 def test_memory_of_a_head_is_that_of_a_real_one(head_tokens: int) -> None:
     model = spec(open_source(tiny_config()).model)
     found = Profile(model, torch.float32, TOKENS, compiled=False)

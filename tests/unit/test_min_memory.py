@@ -161,7 +161,7 @@ def test_what_tiles_spare_the_host_is_what_a_forecast_says(spilled: tuple[int, i
         assert on_host(0) - on_host(count) == tiles.host_bytes(count)
 
 
-@swept(together=1, model=[tiny_spec, wide_spec], split=[False, True], rows=[1, 3, 8])
+@swept(together=0, model=[tiny_spec, wide_spec], split=[False, True], rows=[1, 3, 8])
 def test_what_is_certain_is_most_of_what_a_forecast_has(
     model: Callable[[], ModelSpec], split: bool, rows: int
 ) -> None:

@@ -40,7 +40,7 @@ def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-@swept(together=1, preprocess=[None, likeliest], changes={"fp32": {}, "bf16": {"bf16": True}})
+@swept(together=0, preprocess=[None, likeliest], changes={"fp32": {}, "bf16": {"bf16": True}})
 def test_metrics_are_computed_as_under_the_plain_one(
     tmp_path: Path, preprocess: Any, changes: dict[str, Any]
 ) -> None:
