@@ -47,8 +47,8 @@ def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple
         (name, part)
         for name, part in module.named_modules()
         if name
-        and not _is_one_operation(part)
         and (names is None or _has(part, name, names))
+        and not _is_one_operation(part)
         and not behaves(part)
     ]
 
@@ -63,6 +63,8 @@ def behaves(part: nn.Module) -> bool:
 
 
 def _has(part: nn.Module, name: str, names: Collection[str]) -> bool:
+    if not any(each.startswith(f"{name}.") for each in names):
+        return False  # at once: a large model has thousands of modules
     own = [f"{name}.{inner}" for inner, _ in part.named_parameters()]
     return bool(own) and all(inner in names for inner in own)
 
