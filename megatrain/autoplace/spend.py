@@ -267,9 +267,13 @@ class MemoryPlans:
     def _updating(self, resident: Sequence[TileLayout]) -> float:
         """Seconds of the device's updates, where the rule has no kernel for them."""
         rule = self._workload.rule
-        directing = any(plane.on_device for plane in rule.state_planes)
-        theirs = [t for t in resident if not directing or rule.directs(t)]
-        return self._costs.launching_updates(sum(t.trainable_numel / t.ranks for t in theirs))
+        numel = sum(
+            entry.numel / tile.ranks
+            for tile in resident
+            for entry in tile.trainable
+            if not rule.directing or rule.directed(entry)  # the others are AdamW's
+        )
+        return self._costs.launching_updates(numel)
 
     def _compute(self, graphs: Graphs) -> float:
         """Seconds of computing, and of waiting for lanes to the host."""

@@ -319,7 +319,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _refusals_wait_for_the_norm(self) -> Self:
         refuses = self.training.on_nonfinite == "skip" or self.training.spike is not None
-        directs = any(plane.on_device for plane in self.optimizer.rule().state_planes)
+        directs = self.optimizer.rule().directing
         if refuses and directs and self.optimizer.clip != "all":
             name = "spike" if self.training.spike is not None else "on_nonfinite: skip"
             raise ValueError(

@@ -46,9 +46,9 @@ _TAKEN_PER_BUS_BYTE = moved_bytes(AdamW(), torch.bfloat16) * (4.56 - 2.97) / 101
 # the device has 0.2 and 0.7 ms of work; a boundary takes 0.14 ms to its lane.
 _PER_UNIT, _PER_KERNEL, _PER_PUT = 20, 1.4, 1.8
 
-# Each of torch's operations of an update: 24 resident layers of 7B take Muon 0.89 s
+# Each of torch's operations of an update: 22 resident layers of 7B take Muon 0.89 s
 # (step-7b-96x1024-muon-h200).
-_PER_OPERATION = 0.84
+_PER_OPERATION = 0.92
 
 # The model's own forward around the layers is Python and small kernels, whatever the batch, and
 # looks at the positions, which waits for the device: 2.6 to 6.9 ms forward and 2.2 to 5.4 backward,
@@ -217,7 +217,7 @@ class CostModel:
     def launching_updates(self, numel: float) -> float:
         """Seconds in which updates of so many elements on the device are launched.
 
-        None, if the rule has a kernel of its own there.
+        0 for a rule that has a kernel of its own there.
         """
         launches = 0 if self._rule is None else self._rule.launches
         return numel / UPDATE_BLOCK * launches * _PER_OPERATION * self._machine.launch_seconds
@@ -225,7 +225,7 @@ class CostModel:
     def _without_kernel(self, planes: Sequence[Buffer]) -> int:
         """Elements of planes that are written which the rule's own operations update."""
         sizes = [buffer.data.numel() for buffer in planes]
-        directing = self._rule and any(plane.on_device for plane in self._rule.state_planes)
+        directing = self._rule is not None and self._rule.directing
         # What has moments beside directions is AdamW's.
         return max(sizes, default=0) - (min(sizes, default=0) if directing else 0)
 

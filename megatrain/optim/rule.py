@@ -170,6 +170,11 @@ class Rule(ABC):
         """Whether `average` and `direct` are called for a parameter, which is of a layer."""
         return False
 
+    @property
+    def directing(self) -> bool:
+        """Whether gradients of some parameters become directions, on the device."""
+        return any(plane.on_device for plane in self.state_planes)
+
     def directs(self, layout: TileLayout) -> bool:
         """Whether it is for any of a tile, which then is left out of clipping."""
         return any(self.directed(entry) for entry in layout.trainable)

@@ -89,9 +89,9 @@ def seconds(rule: Rule, *sizes: int) -> float:
 
 
 def test_an_update_without_a_kernel_takes_its_launches() -> None:
-    layer = 233_057_792  # parameters of a layer of 7B, of which 24 rest on the device
-    assert 24 * seconds(Muon(), layer, layer, 0) == pytest.approx(0.893, rel=0.05)  # as measured
-    assert 24 * seconds(AdamW(), layer, layer, layer, layer) < 0.05
+    layer = 233_057_792  # parameters of a layer of 7B, of which 22 rest on the device
+    assert 22 * seconds(Muon(), layer, layer, 0) == pytest.approx(0.893, rel=0.05)  # as measured
+    assert 22 * seconds(AdamW(), layer, layer, layer, layer) < 0.05
     assert seconds(Muon(), layer, layer, layer) < 2e-3  # by AdamW's kernel: embeddings
     assert seconds(Lion(), layer, layer, layer) > 0.03
 
@@ -103,7 +103,8 @@ def test_such_rules_leave_more_layers_on_the_host() -> None:
         rule.name: len(
             fastest(forecasts, H200, Workload(98304, 1024, 8, rule=rule)).placement.resident
         )
-        for rule in (AdamW(), Adafactor())
+        for rule in (AdamW(), Adafactor(), Muon(clip="all"))
     }
     assert resident["adamw"] > 20
     assert resident["adafactor"] < 5
+    assert resident["muon"] < 15
