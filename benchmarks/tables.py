@@ -110,7 +110,7 @@ def _row(result: dict[str, Any]) -> str:
     by_hand = ", placed by hand" if case["placement"] else ""
     model = f"{OWN.get(case['shape'], 'Qwen2.5-')}{case['shape'].upper()}"
     return (
-        f"| {model}, {case['sequences']} x {case['sequence_length']}"
+        f"| {model}, {case['sequences']} x {case['sequence_length']} by {case['micro_batch']}"
         f"{limit}{by_hand} "
         f"| {gpu}, {result['environment']['usable_cores']} cores "
         f"| {result['median_seconds']:.2f} s ({spread}) "
