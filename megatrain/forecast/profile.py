@@ -7,7 +7,7 @@ its operations: FLOPs, bytes touched, and bytes alive. That takes tenths of a se
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +87,11 @@ class Profile:
         if key not in self._known:
             self._known[key] = measure()
         return self._known[key]
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's, by name. Found once: with adapters a large one has thousands of modules."""
+        return dict(self.spec.capture.model.named_parameters())
 
     def distinct(self, rows: int) -> Tensor:
         """The tokens that occur in a step of random ones, `[U]`: as many as on average."""
@@ -195,9 +200,8 @@ class Profile:
         if rows not in self._micro:
             with foreseeing("what comes before the layers"), fakes():
                 micro = self.micro_batch(rows)
-                outer = dict(self.spec.capture.model.named_parameters())
                 weights = {
-                    name: stand_in(outer[name], _CPU, self.dtype).requires_grad_()
+                    name: stand_in(self.parameters[name], _CPU, self.dtype).requires_grad_()
                     for name in self.spec.prologue
                 }
                 with torch.enable_grad():
@@ -211,10 +215,10 @@ class Profile:
     def micro_batch(self, rows: int, tokens: int | None = None) -> MicroBatch:
         """One without data, within `fakes()`; of `tokens` a row."""
         ids = torch.zeros(rows, tokens or self.tokens, dtype=torch.long)
-        widths = dict(self.spec.capture.model.named_parameters())
+        shapes = {name: self.parameters[name].shape for name in self.spec.gathered}
         tables = {
-            name: torch.empty(1, *widths[name].shape[1:], dtype=self.dtype).requires_grad_()
-            for name in self.spec.gathered
+            name: torch.empty(1, *shape[1:], dtype=self.dtype).requires_grad_()
+            for name, shape in shapes.items()
         }
         return MicroBatch({"input_ids": ids}, ids, _AnyRows(ids, ids, tables, ids.view(-1)[:1]))
 

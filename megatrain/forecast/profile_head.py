@@ -41,11 +41,11 @@ def projected(measured: Profile, rows: int, head_tokens: int) -> LayerWork:
             micro = measured.micro_batch(rows)
             shapes = {ref: measured.shape(ref, rows) for ref in spec.epilogue_inputs}
             values = {ref: s.empty("cpu").requires_grad_() for ref, s in shapes.items()}
-            sizes = dict(spec.capture.model.named_parameters())
             names = (name for name in spec.epilogue if name not in spec.projection.names)
+            sizes = {name: measured.parameters[name].shape for name in names}
             weights = {
-                name: torch.empty(sizes[name].shape, dtype=measured.dtype).requires_grad_()
-                for name in names
+                name: torch.empty(size, dtype=measured.dtype).requires_grad_()
+                for name, size in sizes.items()
             }
 
             def run() -> Activations:

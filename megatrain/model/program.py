@@ -7,6 +7,7 @@ Legend: B rows, T tokens of a row, D width, V vocabulary.
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -197,7 +198,7 @@ class ModelProgram:
             part.__dict__.pop("forward", None)  # it may have run in other tiles
             part.forward = ChunkedOverTokens(part, name, tokens, lambda function, what: function)
 
-    @property
+    @cached_property
     def rest(self) -> list[tuple[str, nn.Module]]:
         """What may run in tiles of all that follows the layers."""
         return parts(self.capture.model, self.spec.epilogue)
