@@ -2,8 +2,9 @@
 
 A candidate is looked at more closely again and again: what lasts as long as an engine, what a layer
 works with, a step of few micro-batches, a whole step. A closer look never shows less. So candidates
-wait in the order of what they lack, the one that lacks least is looked at more closely, and when
-that has been followed for a whole step, there is no better one.
+wait in the order of what they lack, and the one that lacks least is looked at more closely. When
+that has been followed for a whole step, which showed hardly more, there is none that is clearly
+better.
 """
 
 from collections.abc import Iterable, Iterator
@@ -106,12 +107,16 @@ class MinMemory:
         heapify(queue)
         while True:
             estimate = heappop(queue)[-1]
-            if estimate.found is not None:
-                return replace(
-                    estimate.found, machine=self._budget.raised(estimate.device, estimate.host)
-                )
             for closer in self._closer(estimate):
+                if closer.found is not None and self._hardly_more(closer, estimate):
+                    machine = self._budget.raised(closer.device, closer.host)
+                    return replace(closer.found, machine=machine)
                 heappush(queue, ranked(closer))
+
+    def _hardly_more(self, closer: _Estimate, before: _Estimate) -> bool:
+        """Whether a closer look showed that alike is lacking, and nothing that was not before."""
+        lacks = zip(self._lacks(closer), self._lacks(before), self._taken(before), strict=True)
+        return all(now <= then + (then and _ALIKE * taken) for now, then, taken in lacks)
 
     def _worth_a_look(self) -> list[_Estimate]:
         candidates = self._candidates
@@ -174,6 +179,8 @@ class MinMemory:
 
     def _closer(self, estimate: _Estimate) -> list[_Estimate]:
         """The way after one more look; where the device does not hold its tiles, with fewer too."""
+        if estimate.found is not None:
+            return [estimate]
         if estimate.looks < len(self._looks):
             closer = self._looked_at(estimate)
             return [] if closer is None else [closer]
