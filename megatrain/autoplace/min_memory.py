@@ -2,9 +2,8 @@
 
 A candidate is looked at more closely again and again: what lasts as long as an engine, what a layer
 works with, a step of few micro-batches, a whole step. A closer look never shows less. So candidates
-wait in the order of what they lack, and the one that lacks least is looked at more closely. When
-that has been followed for a whole step, which showed hardly more, there is none that is clearly
-better.
+wait in the order of what they lack, and the one that lacks least is looked at more closely. It is
+taken when a whole step of it shows hardly more than the look before: no other is clearly better.
 """
 
 from collections.abc import Iterable, Iterator
@@ -114,7 +113,7 @@ class MinMemory:
                 heappush(queue, ranked(closer))
 
     def _hardly_more(self, closer: _Estimate, before: _Estimate) -> bool:
-        """Whether a closer look showed that alike is lacking, and nothing that was not before."""
+        """Whether `closer` lacks at most 1 % more, and nothing that `before` did not lack."""
         lacks = zip(self._lacks(closer), self._lacks(before), self._taken(before), strict=True)
         return all(now <= then + (then and _ALIKE * taken) for now, then, taken in lacks)
 
@@ -178,7 +177,10 @@ class MinMemory:
         return _Estimate(estimate.candidate, estimate.rows, *most, estimate.looks + 1)
 
     def _closer(self, estimate: _Estimate) -> list[_Estimate]:
-        """The way after one more look; where the device does not hold its tiles, with fewer too."""
+        """The way after one more look; where the device does not hold its tiles, with fewer too.
+
+        One that was followed for a whole step stays as it is.
+        """
         if estimate.found is not None:
             return [estimate]
         if estimate.looks < len(self._looks):

@@ -110,11 +110,15 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
 
 
 def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
-    """Whether a run seems to read what an earlier one has left behind."""
+    """Whether NaN in place of what an earlier run has left behind shows in the outputs of `run`.
+
+    Raises:
+        Unsupported: something was left behind that NaN cannot stand for.
+    """
     for change in changes:
         if not change.spoil():
             raise change.refusal()
-    with sdpa_kernel(SDPBackend.MATH):  # with some instructions of CPUs, other kernels lose NaN
+    with sdpa_kernel(SDPBackend.MATH):  # the output of a fused kernel may hide NaN in its input
         return any(_has_nan(value) for value in run())
 
 
