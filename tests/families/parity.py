@@ -8,9 +8,11 @@ gradient that is wrong but small cannot hide behind a large one.
 Some cannot: their gradient is zero but for rounding (the bias of keys under a softmax), or Adam
 divides it by a tiny second moment. There, and nowhere else, the error may be twice that by which
 plain torch differs from *itself* when the same mathematics is done another way (`alternatives`).
-Such parameters are counted, and the count is in docs/models.md. Nor is a parameter held to less
-than the last bit of its largest value: of weights near 1 that were moved by 0.005 the tolerance is
-smaller than the step from one number to the next, which processors take at other places.
+Such parameters are counted, and the count is in docs/models.md. The same holds for norms, and for
+the losses after the first step, whose weights such parameters are among. Nor is a parameter held to
+less than the last bit of its largest value: of weights near 1 that were moved by 0.005 the
+tolerance is smaller than the step from one number to the next, which processors take at other
+places.
 """
 
 import copy
@@ -147,11 +149,18 @@ def _compare_own(errors: Errors, own: float, wanted: float) -> None:
 
 def compare_steps(errors: Errors, results: list, reference: Reference) -> None:
     trained = reference.trained
-    for result, loss, norm in zip(results, trained.losses, trained.norms, strict=True):
-        errors.loss = max(errors.loss, abs(result.loss - loss) / abs(loss))
+    wanted = zip(results, trained.losses, trained.norms, strict=True)
+    for index, (result, loss, norm) in enumerate(wanted):
+        off = abs(result.loss - loss) / abs(loss)
+        errors.loss = max(errors.loss, off)
         errors.norm = max(errors.norm, abs(result.grad_norm - norm) / norm)
-    if not errors.loss <= LOSS_TOLERANCE:
-        errors.failures.append(f"loss off by {errors.loss:.1e}")
+        if not off <= LOSS_TOLERANCE:
+            noise = reference.noise(
+                lambda t, i=index: torch.tensor(t.losses[i], dtype=torch.double)
+            )
+            if index == 0 or not off <= 2 * noise / abs(loss):
+                text = f"loss of step {index + 1} off by {off:.1e} (noise {noise / abs(loss):.1e})"
+                errors.failures.append(text)
     if not errors.norm <= UPDATE_TOLERANCE:
         noise = reference.noise(lambda t: torch.tensor(t.norms) / torch.tensor(trained.norms))
         if not errors.norm <= 2 * noise:

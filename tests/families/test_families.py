@@ -143,6 +143,19 @@ def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [text.split(" off by ")[0] for text in failures] == [f"gradient of {name}"]
 
 
+def test_a_wrong_loss_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step's must be right in a family whose later losses torch does not determine."""
+
+    def slightly_off(*args: Any, **kwargs: Any) -> Trained:
+        trained = plain_training(*args, **kwargs)
+        trained.losses = [loss * 1.000002 for loss in trained.losses]
+        return trained
+
+    monkeypatch.setattr(parity, "plain_training", slightly_off)
+    assert "loss of step 1" in str(compare(tiny_model("gemma3n_text")).failures)
+    assert "loss of step 3" in str(compare(tiny_model("llama")).failures)
+
+
 def test_tokens_that_only_the_model_knows_are_refused() -> None:
     """A multimodal wrapper replaces its placeholders; their rows are not among the batch's."""
     model = tiny_model("gemma4_unified")
