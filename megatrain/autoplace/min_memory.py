@@ -16,6 +16,7 @@ from megatrain.autoplace.spend import Budget
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
 from megatrain.placement import Placement
+from megatrain.telemetry.known_gpus import most_memory
 from megatrain.units import align
 
 # Host bytes that are as hard to come by as one of the device.
@@ -87,20 +88,24 @@ class MinMemory:
     def least(self) -> Forecast:
         """What lacks least, on the machine with the memory that it lacks.
 
-        More host memory is not asked for *and* a larger device where one of them would do.
+        More host memory is not asked for *and* a larger device where one of them would do. A device
+        that is larger than any would not.
         """
         estimates, number = self._worth_a_look(), count()
         alone = any(estimate.device <= self._budget.device for estimate in estimates)
         taken = zip(*map(self._taken, estimates), strict=True)
         alike = [max(1, int(_ALIKE * min(sizes))) for sizes in taken]
+        largest = max(self._budget.device, most_memory())
 
-        def ranked(estimate: _Estimate) -> tuple[bool, int, int, int, int, int, int, _Estimate]:
+        def ranked(
+            estimate: _Estimate,
+        ) -> tuple[bool, bool, int, int, int, int, int, int, _Estimate]:
             device, host = map(align, self._lacks(estimate), alike)
             both = alone and device > 0 and host > 0
             lacking = _DEVICE_WORTH * device + host
             chunk, lanes = estimate.candidate.head_tokens, estimate.candidate.layer_input_lanes
             fast = -estimate.looks, -estimate.rows, -chunk, -lanes
-            return both, lacking, *fast, next(number), estimate
+            return estimate.device > largest, both, lacking, *fast, next(number), estimate
 
         queue = [ranked(estimate) for estimate in estimates]
         heapify(queue)

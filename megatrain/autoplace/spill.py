@@ -45,12 +45,37 @@ def fastest(
         choices = spill.choices
         return Search(forecasts, machine, workload, thorough=thorough, spilled=choices)
 
-    if len(ways) > 1:
-        first = bisect_left(ways, True, key=lambda spill: search(spill).could_fit())
-        for spill in ways[first : first + _TRIED]:
-            with suppress(DoesNotFit):
-                return search(spill).best()
-    return search(ways[0]).best()
+    if len(ways) == 1:
+        return search(ways[0]).best()
+    first = bisect_left(ways, True, key=lambda spill: search(spill).could_fit())
+    for spill in ways[first : first + _TRIED]:
+        with suppress(DoesNotFit):
+            return search(spill).best()
+    return search(_least(forecasts, machine, workload)[0]).best()
+
+
+def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
+    """What lacks least memory, on the machine with the memory that it lacks besides."""
+    return _least(forecasts, machine, workload)[1]
+
+
+def _least(
+    forecasts: ForecastCache, machine: Machine, workload: Workload
+) -> tuple[Spill, Forecast]:
+    """Where the host lacks memory as much is on the disk as there can be, else nothing."""
+    ways = _ways(forecasts, machine, workload)
+
+    def told(spill: Spill) -> tuple[Spill, Forecast]:
+        return spill, Search(forecasts, machine, workload, spilled=spill.choices).least()
+
+    def short(found: Forecast) -> bool:
+        return found.machine.host_memory_bytes > machine.host_memory_bytes
+
+    most = told(ways[-1])
+    if len(ways) == 1 or short(most[1]):
+        return most
+    nothing = told(ways[0])
+    return most if short(nothing[1]) else nothing
 
 
 def could_fit(forecasts: ForecastCache, machine: Machine, workload: Workload) -> bool:

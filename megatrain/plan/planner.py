@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatrain.autoplace.search import Search
-from megatrain.autoplace.spill import could_fit, fastest
+from megatrain.autoplace.spill import could_fit, fastest, least
 from megatrain.checkpoint import spare_bytes_of, useful_bytes
 from megatrain.device.base import HOSTS
 from megatrain.errors import DoesNotFit
@@ -143,14 +142,14 @@ class Planner:
 
     def least(self, machine: Machine, workload: Workload) -> Forecast:
         if workload.placement is None:
-            return Search(self._forecasts, machine, workload.computed).least()
+            return least(self._forecasts, machine, workload.computed)
         found = self._placed(machine, workload, workload.placement)
-        least = replace(
+        enough = replace(
             machine,
             device_memory_bytes=max(found.device_peak_bytes, machine.device_memory_bytes),
             host_memory_bytes=max(found.host_peak_bytes, machine.host_memory_bytes),
         )
-        return replace(found, machine=least)
+        return replace(found, machine=enough)
 
     def could_fit(self, machine: Machine, workload: Workload) -> bool:
         if workload.placement is None:

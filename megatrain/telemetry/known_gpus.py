@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 from megatrain.errors import InputError
+from megatrain.units import GIB
 
 # What people leave out of a name, and drivers put into it.
 _MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon"}
@@ -74,6 +75,12 @@ def known_gpus() -> tuple[KnownGpu, ...]:
     path = resources.files("megatrain.telemetry").joinpath("gpus.json")
     table = json.loads(path.read_text(encoding="utf-8"))
     return tuple(_entry(entry, table["shares"]) for entry in table["gpus"])
+
+
+@cache
+def most_memory() -> int:
+    """Bytes of the largest of `gpus.json`."""
+    return int(max(gpu.memory_gib for gpu in known_gpus()) * GIB)
 
 
 def pcie_gbps(generation: int, lanes: int) -> float:

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from megatrain.autoplace import candidates
+from megatrain.autoplace import candidates, min_memory
 from megatrain.autoplace.first_tiles import FirstTiles
 from megatrain.autoplace.search import Search
 from megatrain.errors import DoesNotFit
@@ -108,6 +108,21 @@ def test_the_least_is_enough_and_no_less_is(name: str) -> None:
     enough = checked(forecasts_of(case.model), there, case.workload)
     assert (enough.device_memory_bytes > there.device_memory_bytes) == ("device" in case.short)
     assert (enough.host_memory_bytes > there.host_memory_bytes) == ("host" in case.short)
+
+
+def test_no_larger_device_is_asked_for_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for more of both, where boundaries on the device would do if there were such a one."""
+    there, many = machine(16, 60), replace(WORKLOAD, tokens_per_step=32_768)
+
+    def told() -> tuple[float, float]:
+        found = Search(forecasts_of(few_layers), there, many).least().machine
+        return found.device_memory_bytes / MIB, found.host_memory_bytes / MIB
+
+    device, host = told()
+    assert device > 64 and host == 60
+    monkeypatch.setattr(min_memory, "most_memory", lambda: 64 * MIB)
+    device, host = told()
+    assert 16 < device < 64 and host > 60
 
 
 def test_tiles_on_the_device_need_not_be_on_the_host() -> None:

@@ -14,7 +14,7 @@ from megatrain import Adafactor, Placement
 from megatrain.autoplace import auto, candidates
 from megatrain.autoplace.search import Search
 from megatrain.autoplace.spend import Budget, Graphs, MemoryPlans
-from megatrain.autoplace.spill import could_fit, fastest
+from megatrain.autoplace.spill import could_fit, fastest, least
 from megatrain.device import disk
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
@@ -25,6 +25,7 @@ from megatrain.machine import Machine
 from megatrain.model.probe import spec
 from megatrain.source.source import open_source
 from megatrain.tile import TileKind
+from megatrain.units import size
 from tests.unit.forecast_cases import (
     H200,
     experts_spec,
@@ -78,6 +79,26 @@ def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch: pytest.MonkeyPa
     with pytest.raises(DoesNotFit, match="of host memory"):
         spilled(moments / 4, replace(enough, disk_space_bytes=moments // 5))
     assert could_fit(FEW_LAYERS, enough, WORKLOAD)
+
+
+def test_with_a_disk_the_host_is_told_to_lack_what_cannot_be_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(disk, "PIECE", 4096)
+    short = small_machine(2 * least_mib(FEW_LAYERS), host_gib=1.0)
+    without = least(FEW_LAYERS, short, WORKLOAD).machine
+    told = least(FEW_LAYERS, replace(short, disk_space_bytes=1 << 40), WORKLOAD)
+    enough, there = told.machine, told.placement
+    tiles = FEW_LAYERS.model(WORKLOAD).layouts
+    moments = 8 * sum(each.trainable_numel for each in tiles)
+    assert without.host_memory_bytes - enough.host_memory_bytes > moments
+    assert there.disk_moments and there.disk_remainder and there.disk_weights
+    assert could_fit(FEW_LAYERS, enough, WORKLOAD)
+    with pytest.raises(DoesNotFit, match=f"at least {size(enough.host_memory_bytes)} of host"):
+        fastest(FEW_LAYERS, replace(enough, host_memory_bytes=1 << 30), WORKLOAD)
+    less = replace(enough, device_memory_bytes=1 << 20)  # nothing on a disk spares the device
+    ample = replace(less, host_memory_bytes=1 << 40)
+    assert not least(FEW_LAYERS, ample, WORKLOAD).placement.on_disk
 
 
 def test_of_a_rule_that_needs_whole_parameters_remainders_go_to_a_disk() -> None:
