@@ -18,6 +18,7 @@ from megatrain.forecast.workload import SEQUENCE_LENGTH, Workload
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.machine.published import update_gbps
 from megatrain.placement import CPU_PLACEMENT
+from megatrain.plan.host_rates import torch_threads
 from megatrain.plan.planner import Plan, make_plan
 from megatrain.plan.tiles import by_tier
 from megatrain.telemetry.cores import usable_cores
@@ -303,7 +304,8 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
     from megatrain.forecast.op_counter import NotForeseeable
 
     try:
-        return make_plan(named.spec(), machine, workload, **further)
+        with torch_threads(1):  # two wait for each other, long where another process is at work
+            return make_plan(named.spec(), machine, workload, **further)
     except NotForeseeable as error:
         raise InputError(
             f"{named.name} cannot be planned: {error}; megatrain train streams all of it, "

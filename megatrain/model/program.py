@@ -220,7 +220,6 @@ class ModelProgram:
         values: Activations = {}
         calls: list[Call] = []
         alive: list[Any] = []
-        shape = tuple(batch.inputs["input_ids"].shape)
         needed = 1 + max((ref.leaf for ref in self.spec.prologue_outputs), default=-1)
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -241,7 +240,13 @@ class ModelProgram:
             calls.append(Call(leaves, tree_spec))
             if len(calls) == len(self.spec.layers):
                 raise Reached(None)
-            return self._placeholders(visit, shape, origin, alive, {})
+            return self._output(visit, made)
+
+        def made(ref: Ref, example: Tensor) -> Tensor:
+            leaf = self._zeros(example, batch)
+            origin[identity(leaf)] = ref
+            alive.append(leaf)
+            return leaf
 
         self._run(record, weights, batch, batch.inputs)
         if not batch.calls:
@@ -329,42 +334,37 @@ class ModelProgram:
         return self.logits(weights, batch, with_hidden(self.spec.trunk, hidden_BTD))
 
     def _replay(self, batch: MicroBatch, values: Activations) -> Any:
-        """A handler that gives the layers' real outputs where they are known."""
+        """A handler that gives the layers' real outputs where they are known, else zeros."""
         count = iter(range(len(self.spec.layers)))
-        shape = tuple(batch.inputs["input_ids"].shape)
+        zeros: dict[int, Tensor] = {}  # by example: made once, a kernel each
 
         def handler(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = next(count)
             _expect(self.spec.layers[visit], module)
-            return self._placeholders(visit, shape, {}, [], values)
+            return self._output(visit, given)
+
+        def given(ref: Ref, example: Tensor) -> Tensor:
+            if ref in values:
+                return values[ref]
+            if id(example) not in zeros:
+                zeros[id(example)] = self._zeros(example, batch)
+            return zeros[id(example)]
 
         return handler
 
-    def _placeholders(
-        self,
-        visit: int,
-        shape: tuple,
-        origin: dict[Hashable, Ref],
-        alive: list,
-        values: Activations,
-    ) -> Any:
-        """The outputs of a layer as the forward expects them: known values, or zeros."""
+    def _output(self, visit: int, made: Callable[[Ref, Tensor], Tensor]) -> Any:
+        """The outputs of a layer as the forward expects them."""
         kind = self.spec.layers[visit].kind
-        leaves = []
-        for index, example in enumerate(kind.example):
-            ref = Ref(visit, index)
-            leaf = example
-            if ref in values:
-                leaf = values[ref]
-            elif isinstance(example, Tensor):
-                dtype = self.dtype if example.is_floating_point() else example.dtype
-                probe = example.shape[:2] == PROBE_SHAPE
-                real = (*shape, *example.shape[2:]) if probe else example.shape
-                leaf = torch.zeros((), device=self.device, dtype=dtype).expand(real)
-                origin[identity(leaf)] = ref
-                alive.append(leaf)
-            leaves.append(leaf)
+        examples = ((Ref(visit, index), each) for index, each in enumerate(kind.example))
+        leaves = [made(*each) if isinstance(each[1], Tensor) else each[1] for each in examples]
         return pytree.tree_unflatten(leaves, kind.output_spec)
+
+    def _zeros(self, example: Tensor, batch: MicroBatch) -> Tensor:
+        """Like a structure run's, for a micro-batch of another shape."""
+        dtype = self.dtype if example.is_floating_point() else example.dtype
+        shape, rest = batch.inputs["input_ids"].shape, example.shape[2:]
+        real = (*shape, *rest) if example.shape[:2] == PROBE_SHAPE else example.shape
+        return torch.zeros((), device=self.device, dtype=dtype).expand(real)
 
     def _run(self, handler: Any, weights: Weights, batch: MicroBatch, inputs: Mapping) -> Any:
         outer = {**self._outer, **{k: w for k, w in weights.items() if k in self._outer}}
