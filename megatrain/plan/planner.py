@@ -31,6 +31,10 @@ _NO_DISK_RATES = (
     f"no rate of the disk is measured here: taken to read {DISK_READ_GBPS} GB/s and write "
     f"{DISK_WRITE_GBPS}, not both at once (megatrain doctor --folder FOLDER measures them)"
 )
+_A_DISK_WOULD_DO = (
+    "it likely fits with planes on a disk, which is far slower (--disk-space 2TiB here tells by "
+    "how much; engine.disk: FOLDER in a run file)"
+)
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,8 @@ def make_plan(
     disk = disk_use(tiles, told.seconds, disk_terabytes, told.placement.passes)
     if disk is not None and machine.disk_read_gbps is None:
         warnings = [*warnings, _NO_DISK_RATES]
+    if short is not None and short.host_bytes and _fits_on_a_disk(plans, machine, workload):
+        warnings = [*warnings, _A_DISK_WOULD_DO]
     several, wanted = None, gpus * hosts
     if wanted > 1:
         several = several_gpus(plans, machine, workload, gpus, hosts, network_gbps)
@@ -227,6 +233,13 @@ def make_plan(
         disk=disk,
         warnings=warnings,
     )
+
+
+def _fits_on_a_disk(plans: Plans, machine: Machine, workload: Workload) -> bool:
+    """Whether what does not fit likely would with a disk, if none is there."""
+    there = replace(machine, disk_space_bytes=1 << 60)
+    free = workload.placement is None and not machine.disk_space_bytes
+    return free and plans.could_fit(there, workload)
 
 
 def several_gpus(

@@ -23,6 +23,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.loss import DPO
 from megatrain.machine import Machine
 from megatrain.model.probe import spec
+from megatrain.plan import planner
 from megatrain.source.source import open_source
 from megatrain.tile import TileKind
 from megatrain.units import size
@@ -99,6 +100,23 @@ def test_with_a_disk_the_host_is_told_to_lack_what_cannot_be_on_it(
     less = replace(enough, device_memory_bytes=1 << 20)  # nothing on a disk spares the device
     ample = replace(less, host_memory_bytes=1 << 40)
     assert not least(FEW_LAYERS, ample, WORKLOAD).placement.on_disk
+
+
+def test_a_plan_says_where_a_disk_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "PIECE", 4096)
+    monkeypatch.setattr(planner, "remedies", lambda *asked: [])
+    short = small_machine(2 * least_mib(FEW_LAYERS), host_gib=1.0)
+    enough = least(FEW_LAYERS, replace(short, disk_space_bytes=1 << 40), WORKLOAD).machine
+
+    def told(host_bytes: int, space: int | None = None) -> bool:
+        there = replace(enough, host_memory_bytes=host_bytes, disk_space_bytes=space)
+        plan = planner.make_plan(tiny_spec(2), there, WORKLOAD)
+        assert not plan.fits
+        return any("fits with planes on a disk" in warning for warning in plan.warnings)
+
+    assert told(enough.host_memory_bytes)
+    assert not told(enough.host_memory_bytes, space=4096)  # a disk is there, and too small
+    assert not told(1 << 30)
 
 
 def test_of_a_rule_that_needs_whole_parameters_remainders_go_to_a_disk() -> None:
