@@ -10,6 +10,8 @@ import shutil
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from megatrain.autoplace.fits import check_fits
 from megatrain.autoplace.spill import fastest
 from megatrain.device import available_bytes
@@ -83,6 +85,8 @@ def settle(
             "disk: nothing rests in %s; placement.disk_moments says of how many tiles moments do",
             opened.disk,
         )
+    if trained and opened.device.kind == "cpu" and opened.dtype == torch.bfloat16:
+        _tell_pace()
     told = None
     if known and trained and opened.device.kind == "cpu" and opened.ranks.size == 1:
         told = foretold_on_cpu(opened.model.spec, settled.placement, workload)
@@ -102,6 +106,17 @@ def settle(
         reference=reference,
     )
     return settled
+
+
+def _tell_pace() -> None:
+    """Of products in bf16 on a CPU whose instructions have none: 1 to 8 GFLOPS a core, fp32 60."""
+    has = torch.backends.cpu.get_cpu_capability()
+    if has in ("NO AVX", "AVX2"):
+        _log.warning(
+            "precision bf16 on a CPU with %s: products take some ten times as long as in fp32; "
+            "take precision fp32 there",
+            has,
+        )
 
 
 def _longest(opened: Opened) -> int:

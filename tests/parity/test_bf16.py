@@ -21,6 +21,18 @@ def moved(after: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
     return torch.cat([(after[name].float() - before[name].float()).flatten() for name in names])
 
 
+@pytest.mark.parametrize(
+    ("precision", "has", "told"),
+    [("bf16", "AVX2", True), ("fp32", "AVX2", False), ("bf16", "AVX512", False)],
+)
+def test_a_cpu_without_products_in_bf16_is_told(
+    precision: Any, has: str, told: bool, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: has)
+    make_engine(llama(), precision=precision).close()
+    assert ("take precision fp32" in caplog.text) == told
+
+
 def test_small_steps_move_the_masters_where_bf16_alone_stalls() -> None:
     model, [step] = llama(num_hidden_layers=1, hidden_size=16), make_batches(1, ((2, 8),))
     model.load_state_dict({name: p.bfloat16().float() for name, p in model.state_dict().items()})
