@@ -67,6 +67,11 @@ class MinMemory:
         most, *_, least = [*(sizes := self._candidates.sizes()), sizes[-1]]
         return any(map(self._could_fit, self._estimates(dict.fromkeys((most, least)))))
 
+    def host_is_short(self) -> bool:
+        """Whether the host lacks memory in every way, whatever rests on the device."""
+        estimates = self._estimates(self._candidates.sizes()[-1:])
+        return all(self._lacks(estimate)[1] > 0 for estimate in estimates)
+
     def hopeful(self, candidate: Placement, rows: int) -> bool:
         """Whether a candidate can fit at all, told without a whole step; what is quick first.
 

@@ -115,6 +115,10 @@ class Search:
         """Whether there likely is a way; quicker to tell than what is fastest."""
         return self._min_memory.could_fit()
 
+    def host_is_short(self) -> bool:
+        """Whether the host surely lacks memory; quicker to tell than what lacks least."""
+        return self._min_memory.host_is_short()
+
     def least(self) -> Forecast:
         """What lacks least, on the machine with the memory that it lacks besides."""
         return self._min_memory.least()

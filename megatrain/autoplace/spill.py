@@ -64,18 +64,14 @@ def _least(
 ) -> tuple[Spill, Forecast]:
     """Where the host lacks memory as much is on the disk as there can be, else nothing."""
     ways = _ways(forecasts, machine, workload)
-
-    def told(spill: Spill) -> tuple[Spill, Forecast]:
-        return spill, Search(forecasts, machine, workload, spilled=spill.choices).least()
-
-    def short(found: Forecast) -> bool:
-        return found.machine.host_memory_bytes > machine.host_memory_bytes
-
-    most = told(ways[-1])
-    if len(ways) == 1 or short(most[1]):
-        return most
-    nothing = told(ways[0])
-    return most if short(nothing[1]) else nothing
+    nothing, most = (
+        Search(forecasts, machine, workload, spilled=way.choices) for way in (ways[0], ways[-1])
+    )
+    if len(ways) == 1 or not nothing.host_is_short():
+        found = nothing.least()
+        if len(ways) == 1 or found.machine.host_memory_bytes <= machine.host_memory_bytes:
+            return ways[0], found
+    return ways[-1], most.least()
 
 
 def could_fit(forecasts: ForecastCache, machine: Machine, workload: Workload) -> bool:
