@@ -109,11 +109,11 @@ def settle(
 
 
 def _tell_pace() -> None:
-    """Of products in bf16 on a CPU whose instructions have none: 1 to 8 GFLOPS a core, fp32 60."""
+    """Warn of bf16 on a CPU without instructions for it: torch falls back to plain loops there."""
     has = torch.backends.cpu.get_cpu_capability()
     if has in ("NO AVX", "AVX2"):
         _log.warning(
-            "precision bf16 on a CPU with %s: products take some ten times as long as in fp32; "
+            "precision bf16 on a CPU with %s: products take many times as long as in fp32; "
             "take precision fp32 there",
             has,
         )

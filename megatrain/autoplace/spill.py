@@ -62,16 +62,14 @@ def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> For
 def _least(
     forecasts: ForecastCache, machine: Machine, workload: Workload
 ) -> tuple[Spill, Forecast]:
-    """Where the host lacks memory as much is on the disk as there can be, else nothing."""
+    """What is on a disk (all that can be, if the host lacks memory, else nothing); the forecast."""
     ways = _ways(forecasts, machine, workload)
-    nothing, most = (
-        Search(forecasts, machine, workload, spilled=way.choices) for way in (ways[0], ways[-1])
-    )
-    if len(ways) == 1 or not nothing.host_is_short():
-        found = nothing.least()
+    without = Search(forecasts, machine, workload)
+    if len(ways) == 1 or not without.host_is_short():
+        found = without.least()
         if len(ways) == 1 or found.machine.host_memory_bytes <= machine.host_memory_bytes:
             return ways[0], found
-    return ways[-1], most.least()
+    return ways[-1], Search(forecasts, machine, workload, spilled=ways[-1].choices).least()
 
 
 def could_fit(forecasts: ForecastCache, machine: Machine, workload: Workload) -> bool:

@@ -360,7 +360,7 @@ class ModelProgram:
         return pytree.tree_unflatten(leaves, kind.output_spec)
 
     def _zeros(self, example: Tensor, batch: MicroBatch) -> Tensor:
-        """Like a structure run's, for a micro-batch of another shape."""
+        """Zeros like a layer's output in the structure run, of this batch's rows and tokens."""
         dtype = self.dtype if example.is_floating_point() else example.dtype
         shape, rest = batch.inputs["input_ids"].shape, example.shape[2:]
         real = (*shape, *rest) if example.shape[:2] == PROBE_SHAPE else example.shape

@@ -77,9 +77,8 @@ def known_gpus() -> tuple[KnownGpu, ...]:
     return tuple(_entry(entry, table["shares"]) for entry in table["gpus"])
 
 
-@cache
 def most_memory() -> int:
-    """Bytes of the largest of `gpus.json`."""
+    """Bytes of the GPU in `gpus.json` that has most memory."""
     return int(max(gpu.memory_gib for gpu in known_gpus()) * GIB)
 
 

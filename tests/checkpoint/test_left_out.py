@@ -96,10 +96,11 @@ def test_a_base_that_changes_while_it_is_trained_on_is_said(
 ) -> None:
     file, saved = base / "model.safetensors", tmp_path / "saved"
     with make_engine(base, adapter=LORA, precision="bf16", base=packed) as engine:
+        caplog.clear()  # on some CPUs bf16 is told to be slow
         engine.step(STEPS[0])
         engine.save(saved)
         engine.save_pretrained(tmp_path / "adapter")
-        assert "changed or moved" not in caplog.text
+        assert not caplog.records
         if change == "moved":
             base.rename(tmp_path / "there")
         else:

@@ -128,11 +128,12 @@ def test_training_is_that_on_the_unpacked_weights(base: Any) -> None:
 def test_a_run_is_resumed_and_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain, steps = in_dtype(llama(), torch.bfloat16), make_batches(2)
     with make_engine(adapted(plain), base="nf4", precision="bf16") as engine:
+        caplog.clear()  # on some CPUs bf16 is told to be slow
         engine.step(steps[0])
         engine.save(tmp_path / "saved")
         wanted = engine.step(steps[1]).loss
         engine.save_pretrained(tmp_path / "adapter")
-        assert "written as" not in caplog.text
+        assert not caplog.messages
         engine.save_pretrained(tmp_path / "merged", merged=True)
         assert "written as their nf4 values" in caplog.text
         trained, loss = masters(engine), engine.evaluate(steps[0])
