@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from megatrain.compat.torch import buffers_of, pytree, recomputing
 from megatrain.errors import RunFailed
-from megatrain.model.compiled import compile_and_tell, own_code
+from megatrain.model.compiled import compile_and_tell
 from megatrain.model.experts import Experts, find_experts
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES, OWN_BEHAVIOUR
 from megatrain.model.rng_use import draws
@@ -105,9 +105,7 @@ class LayerTemplate:
 
     def compile(self, name: str) -> None:
         """Compile the call, apart for each purpose (torch.compile, at the first call)."""
-        self.compiled = {
-            p: compile_and_tell(own_code(_apply, p), f"{name} ({_NEWS[p]})") for p in PURPOSES
-        }
+        self.compiled = {p: compile_and_tell(_apply, f"{name} ({_NEWS[p]})") for p in PURPOSES}
         for purpose, share in _SHARES.items():
             self.compiled[purpose] = _within_budget(self.compiled[purpose], share)
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.compat.torch import FORWARD_HOOKS, TorchDispatchMode, without_modes
-from megatrain.model.compiled import own_code
 from megatrain.model.rng_use import draws
 
 Run = Callable[[dict[str, Tensor], Tensor], Tensor]
@@ -85,8 +84,7 @@ class ChunkedOverTokens:
         self._alone = copy.deepcopy(part)  # before its own parts are replaced in turn
         self._alone.__dict__.pop("forward", None)
         self._fast = {
-            mode: compiled(own_code(_apply, mode), f"{name} of a tile ({mode})")
-            for mode in ("forward", "backward")
+            mode: compiled(_apply, f"{name} of a tile ({mode})") for mode in ("forward", "backward")
         }
         self._taken: dict[tuple[bool, int, torch.dtype], bool] = {}
 

@@ -17,13 +17,12 @@ from megatrain.model.compiled import compile_and_tell
 @pytest.fixture
 def quickly(monkeypatch):
     """torch.compile takes graphs as always, but leaves them as they are."""
-    torch._dynamo.reset()  # the loss is one function for all engines
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
-def _engine(**changes):
-    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2)
-    config = LlamaConfig(vocab_size=32, **sizes)
+def _engine(vocab_size=32, hidden_size=8, **changes):
+    sizes = dict(intermediate_size=8, num_hidden_layers=3, num_attention_heads=2)
+    config = LlamaConfig(vocab_size=vocab_size, hidden_size=hidden_size, **sizes)
     return Engine(config, optimizer=AdamW(), device="cpu", placement=Placement(**changes))
 
 
@@ -62,10 +61,28 @@ def test_layers_of_a_kind_are_compiled_once_for_a_purpose(quickly):
         assert num_compilations() - before > 3
 
 
+def test_another_model_is_compiled_for_its_own_sizes(monkeypatch):
+    """Not for any size, as torch.compile would from the second one on that a function is given."""
+    sizes = []
+
+    def kept(graph, inputs):
+        sizes.extend(size for each in inputs for size in (each, *getattr(each, "shape", ())))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
+    for number in range(3):
+        with _engine(vocab_size=32 + number, hidden_size=8 + 4 * number, compile=True) as engine:
+            _step(engine, width=4 + number)
+            assert sizes
+            assert not any(isinstance(size, torch.SymInt) for size in sizes)
+            _step(engine, width=9)  # of the same model any length from now on
+            assert any(isinstance(size, torch.SymInt) for size in sizes)
+        sizes.clear()
+
+
 @pytest.mark.exhaustive
 def test_what_only_a_layers_result_needs_is_not_computed_again(monkeypatch):
     """Seven products of a forward, two of a backward for each, and all but the last again."""
-    torch._dynamo.reset()
     products = []
 
     def backward(graph, inputs):
