@@ -36,6 +36,7 @@ class OptimizerSection(Section):
     clip: Literal["rest", "all"] | None = None
     adamw_lr: Annotated[float, Field(gt=0)] | None = None
     ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = None
+    ns_precision: Literal["bf16", "fp32"] | None = None
     packed: dict[Pattern, list[Natural]] | list[tuple[Pattern, list[Natural]]] | None = None
     beta2_decay: Annotated[float, Field(le=0)] | None = None
     d: Annotated[float, Field(ge=1)] | None = None

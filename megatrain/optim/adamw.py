@@ -48,6 +48,10 @@ class AdamW(Rule):
     def remainder(self) -> torch.dtype:
         return torch.int8 if self.master == 24 else torch.int16
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        if self.master == 24 and dtype != torch.bfloat16:
+            raise InputError("master is 24, but layers in fp32 keep all 32 bits; leave it out")
+
     @property
     def state_planes(self) -> tuple[Plane, ...]:
         names = ("first moment", "second moment")

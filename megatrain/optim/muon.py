@@ -51,7 +51,8 @@ class Muon(Rule):
         packed: of parameters that are several matrices, one after the other along one dimension:
             a pattern of their names, and the sizes, `{"qkv_proj": [3072, 1024, 1024]}`. Each of the
             matrices is orthogonalised on its own.
-        ns_coefficients, ns_steps, ns_eps: of the Newton-Schulz iteration, in bf16.
+        ns_coefficients, ns_steps, ns_eps: of the Newton-Schulz iteration.
+        ns_precision: of its products; `fp32` with layers in fp32 alone: for devices without bf16.
     """
 
     name = "muon"
@@ -60,6 +61,7 @@ class Muon(Rule):
         "nesterov": (False, True),
         "adjust_lr_fn": ("original", "match_rms_adamw"),
         "clip": ("rest", "all"),
+        "ns_precision": ("bf16", "fp32"),
     }
     further = ("adamw_lr", "packed", "ns_steps")
     needs_matrices = True
@@ -79,6 +81,7 @@ class Muon(Rule):
     ns_steps: int = 5
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     ns_eps: float = 1e-7
+    ns_precision: Literal["bf16", "fp32"] = "bf16"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,6 +111,12 @@ class Muon(Rule):
             Plane("second moment", torch.float32, only=_of_others),
             Plane("momentum", torch.float32, only=_of_a_matrix, on_device=True),
         )
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        if self.ns_precision == "fp32" and dtype != torch.float32:
+            raise InputError(
+                "Muon ns_precision is fp32, but layers are computed in bf16; leave it out"
+            )
 
     def directed(self, entry: Entry) -> bool:
         return _of_a_matrix(entry)
@@ -170,9 +179,9 @@ class Muon(Rule):
             part.copy_(self._orthogonal(part)).mul_(self._share(*part.shape[-2:]) / whole)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
-        """About `U V'` of each matrix `U S V'` of [..., rows, columns], in bf16."""
+        """About `U V'` of each matrix `U S V'` of [..., rows, columns]."""
         (a, b, c), tall = self.ns_coefficients, matrix.shape[-2] > matrix.shape[-1]
-        x = matrix.bfloat16()
+        x = matrix.bfloat16() if self.ns_precision == "bf16" else matrix
         x = x.mT if tall else x
         x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=self.ns_eps)
         add_product = torch.addmm if x.ndim == 2 else torch.baddbmm

@@ -151,6 +151,9 @@ class Rule(ABC):
         """Of what the rest of a master is, whose first half are bf16 weights."""
         return torch.int16
 
+    def check_dtype(self, dtype: torch.dtype) -> None:  # noqa: B027  most take any
+        """Raises InputError: it cannot be with layers that are computed in `dtype`."""
+
     @abstractmethod
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
         """Apply one update in place to a range of a tile, where its planes rest.
@@ -278,14 +281,13 @@ def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
     """What a tile keeps when layers are computed in `dtype`; without a rule: for inference.
 
     Raises:
-        InputError: the rule keeps less of a master than `dtype` has.
+        InputError: the rule cannot be with layers in `dtype`.
     """
     weights = Plane("weights", dtype, frozen=True, kind=PlaneKind.WEIGHTS)
     if rule is None:
         return (weights,)
+    rule.check_dtype(dtype)
     if dtype != torch.bfloat16:
-        if rule.remainder != torch.int16:
-            raise InputError("master is 24, but layers in fp32 keep all 32 bits; leave it out")
         return (weights, *rule.state_planes)
     bits, kind = rule.remainder, PlaneKind.REMAINDER
     remainder = Plane("remainder", bits, frozen=True, only=_has_more_bits, kind=kind)

@@ -84,17 +84,28 @@ def engine_of(model: PreTrainedModel, rule: Muon, clip: float | None, **options:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "usual": {},
+    "in fp32": {"ns_precision": "fp32"},
     "all clipped": {"clip": "all"},
     "other": {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "adamw_lr": 3e-3},
 }
 
 
+def with_precision(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.optim.Muon with products in the precision of `settings`; it has no such choice."""
+    if settings.get("ns_precision") == "fp32":
+        monkeypatch.setattr(Tensor, "bfloat16", Tensor.float)
+
+
 @swept(placement=PLACEMENTS, clip=[CLIP, None], settings=SETTINGS)
 @pytest.mark.usefixtures("exact_roots")
 def test_steps_are_torch_s_on_the_same_gradients(
-    placement: Placement, clip: float | None, settings: dict[str, Any]
+    placement: Placement,
+    clip: float | None,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit. The iteration is in bf16, so gradients that are a little off would not do."""
+    with_precision(settings, monkeypatch)
     rule = Recording(lr=1e-2, eps=1e-3, **settings)
     engine = engine_of(llama(), rule, clip, placement=placement)
     named = {name: torch.nn.Parameter(p) for name, p in masters(engine).items()}
@@ -169,14 +180,18 @@ def test_fused_experts_are_matrices_of_their_own() -> None:
 @pytest.mark.parametrize(("shape", "sizes"), [((48, 20), [32, 8, 8]), ((12, 36), [12, 12, 12])])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_packed_matrices_are_torch_s_taken_apart(
-    shape: tuple[int, int], sizes: list[int], settings: dict[str, Any]
+    shape: tuple[int, int],
+    sizes: list[int],
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    with_precision(settings, monkeypatch)
     rule, dim = Muon(lr=1e-2, packed={"qkv": sizes}, **settings), sizes != [32, 8, 8]
     entry, proceed = Entry("layers.0.qkv.weight", shape, 0, 0), torch.tensor(True)
     ours, momentum = randn(shape[0] * shape[1], 0).view(shape), torch.zeros(shape)
     start = ours.clone()
     apart = [torch.nn.Parameter(part.clone()) for part in ours.split(sizes, int(dim))]
-    named = {k: v for k, v in settings.items() if k not in ("adamw_lr", "clip")}
+    named = {k: v for k, v in settings.items() if k in ("nesterov", "adjust_lr_fn")}
     muon = torch.optim.Muon(apart, lr=1e-2, weight_decay=rule.weight_decay, **named)
     for step in range(1, 4):
         gradient = randn(ours.numel(), step).view(shape)
@@ -290,7 +305,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "sizes": ({"packed": {"qkv": [0, 4]}}, r"packed has \(0, 4\) for 'qkv'"),
     "no pairs": ({"packed": ["qkv"]}, "packed is .* must be sizes by patterns of names"),
     "adjustment": ({"adjust_lr_fn": "none"}, "must be original or match_rms_adamw"),
+    "precision": ({"ns_precision": "fp16"}, "ns_precision is 'fp16'; it must be bf16 or fp32"),
 }
+
+
+def test_products_in_fp32_are_for_layers_in_fp32() -> None:
+    """Forecasts count them at the rate of the layers' products."""
+    with pytest.raises(InputError, match="ns_precision is fp32, but layers are computed in bf16"):
+        Engine(llama(), optimizer=Muon(ns_precision="fp32"), precision="bf16", device="cpu")
 
 
 @pytest.mark.parametrize(("settings", "message"), BAD.values(), ids=BAD)

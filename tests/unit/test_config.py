@@ -76,6 +76,7 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
         "momentum": 0.8,
         "lr": 1,
         "ns_steps": 4,
+        "ns_precision": "fp32",
         "adamw_lr": 2.0,
         "packed": {"qkv": [4, 2, 2]},
         "clip": "all",
