@@ -25,6 +25,7 @@ from megatrain.machine import Machine, present_cpu, present_machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import CPU_PLACEMENT, Placement, Planned
 from megatrain.source.opened import Opened
+from megatrain.telemetry.log import PASSING
 from megatrain.tile import TileKind
 from megatrain.units import gib
 
@@ -105,6 +106,7 @@ def settle(
         foretold=told,
         reference=reference,
     )
+    _log.log(PASSING, "taking memory, and bringing weights there...")
     return settled
 
 
@@ -178,6 +180,7 @@ def _foreseen(opened: Opened, workload: Workload) -> Forecast | None:
     there = available_bytes(device) + machine.device_context_bytes
     memory = min(there, device.memory()["device_total_bytes"])
     host = min(machine.host_memory_bytes, opened.host_limit or machine.host_memory_bytes)
+    _log.log(PASSING, "looking for the fastest way that fits...")
     try:
         found = choose(
             opened.model.spec,

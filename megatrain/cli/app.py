@@ -22,12 +22,14 @@ from megatrain.cli.options import DeviceMemory, DeviceName, HostMemory
 from megatrain.cli.planning import doctor, plan
 from megatrain.cli.usage import UsageError, as_input_error
 from megatrain.errors import InputError, MegatrainError, RunFailed, in_one_line, told
-from megatrain.telemetry.log import StderrHandler, wrapped
+from megatrain.telemetry.log import PASSING, StderrHandler, wrapped
 
 _PATH_ERRORS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
     errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP,
 )  # fmt: skip
+
+_TERMINAL = StderrHandler()
 
 
 class ReportingGroup(TyperGroup):
@@ -49,6 +51,7 @@ def _reported(ctx: Any) -> Iterator[None]:
     try:
         yield
     except (MegatrainError, OSError, UsageError) as error:
+        _TERMINAL.end_passing()
         known = _known(error)
         if known is None:
             raise
@@ -59,6 +62,7 @@ def _reported(ctx: Any) -> Iterator[None]:
             print(wrapped(f"megatrain: error: {who}{in_one_line(known)}"), file=sys.stderr)
         raise typer.Exit(known.exit_code) from error
     except KeyboardInterrupt as error:
+        _TERMINAL.end_passing()
         print("megatrain: interrupted", file=sys.stderr)
         raise typer.Exit(130) from error  # 128 + SIGINT, the shells' convention
 
@@ -115,9 +119,9 @@ def common(
     ] = False,
 ) -> None:
     """Options that come before the command."""
-    handlers = [StderrHandler()]
+    handlers = [_TERMINAL]
     logging.basicConfig(format="megatrain: %(message)s", level=logging.WARNING, handlers=handlers)
-    logging.getLogger("megatrain").setLevel(logging.INFO)
+    logging.getLogger("megatrain").setLevel(PASSING)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 import glob
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.gpu import Gpu, find_gpu
 from megatrain.telemetry.gpu_state import gpu_state
 from megatrain.telemetry.known_gpus import by_driver_name, named_gpu
+from megatrain.telemetry.log import PASSING
 from megatrain.telemetry.memory import host_limit_bytes
 from megatrain.telemetry.pictures import draw_memory
 from megatrain.units import GIB, gib
@@ -32,6 +34,8 @@ from megatrain.units import GIB, gib
 if TYPE_CHECKING:
     from megatrain.config import Config
     from megatrain.source.base import Base
+
+_log = logging.getLogger(__name__)
 
 DEVICE = "cuda"
 _PICTURES = (".png", ".svg", ".pdf")
@@ -305,12 +309,15 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
 
     try:
         with torch_threads(1):  # two wait for each other, long where another process is at work
+            _log.log(PASSING, "reading the model's structure...")
             return make_plan(named.spec(), machine, workload, **further)
     except NotForeseeable as error:
         raise InputError(
             f"{named.name} cannot be planned: {error}; megatrain train streams all of it, "
             "and fewer tokens in a row may help"
         ) from error
+    finally:
+        _log.log(PASSING, "")
 
 
 def _draw(plan: Plan, name: str, picture: Path) -> None:

@@ -1,5 +1,6 @@
 """The plan of a run: whether it fits, what it takes, what binds, and what to do about it."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,10 @@ from megatrain.plan.remedies import (
 )
 from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
 from megatrain.plan.wear import DiskUse, disk_use
+from megatrain.telemetry.log import PASSING
 from megatrain.units import gib, size
+
+_log = logging.getLogger(__name__)
 
 _NO_DISK_RATES = (
     f"no rate of the disk is measured here: taken to read {DISK_READ_GBPS} GB/s and write "
@@ -202,7 +206,10 @@ def make_plan(
         disk_terabytes: may be written to the drive that planes rest on (its TBW).
     """
     plans = Planner(spec)
+    _log.log(PASSING, "looking for the fastest way that fits...")
     told = fitting(plans, machine, workload)
+    if told is None:
+        _log.log(PASSING, "it does not fit; looking for the least memory with which it would...")
     short = None if told is not None else shortage(plans, machine, workload)
     if short is not None:
         told = short.forecast
@@ -218,6 +225,8 @@ def make_plan(
         several = several_gpus(plans, machine, workload, gpus, hosts, network_gbps)
     if wanted > 1 and several is None:
         warnings = [*warnings, f"split among {wanted} GPUs the step does not fit on one of them"]
+    if short is not None:
+        _log.log(PASSING, "it does not fit; looking for what would...")
     return Plan(
         workload=workload,
         machine=machine,

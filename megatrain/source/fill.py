@@ -1,5 +1,6 @@
 """A model's weights, and what else its source has, to their places."""
 
+import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,6 +28,9 @@ from megatrain.source.state_io import read_untrained, saved_optimizer
 from megatrain.source.untrained import computed_buffers, persistent_buffers
 from megatrain.store import Store
 from megatrain.telemetry.cores import update_threads
+from megatrain.telemetry.log import PASSING, Share
+
+_log = logging.getLogger(__name__)
 
 Write = Callable[[str, Tensor], None]
 
@@ -41,6 +45,7 @@ def fill(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks)
             computed with in fewer bits than transformers keeps.
     """
     ranks.agree(lambda: _fill(source, spec, store, seed))
+    _log.log(PASSING, "")
     drawn = source.saved is None and source.folder is None and source.copied is None
     if adapted(source.model) is None or source.adapter_folder or not (source.grows or drawn):
         return
@@ -126,6 +131,7 @@ def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -
 def _read_state(checkpoint: Checkpoint, store: Store) -> None:
     """Weights and the optimizer's state, which is converted where the rule keeps it otherwise."""
     saved, rule, threads = saved_optimizer(checkpoint), store.rule, update_threads()
+    _log.log(PASSING, "reading weights and states of %s...", checkpoint.folder)
     if saved is None or rule is None or kept(saved) == kept(rule):
         read_tiles(checkpoint, store.tiles, threads)
     else:
@@ -150,6 +156,7 @@ def _writer(store: Store, source: Source, *, threads: int, read: bool = True) ->
     origin = source.origin if read and adapted(source.model) is not None else None
     buffers, untrained = dict(source.model.named_buffers()), source.untrained
     names = source.names
+    share = Share(_log, "weights", sum(entry.numel for _, entry in places.values()))
 
     def write(name: str, values: Tensor) -> None:
         name = names.get(name, name)
@@ -171,6 +178,7 @@ def _writer(store: Store, source: Source, *, threads: int, read: bool = True) ->
             narrow = tile.remainder_of(entry) is None and tile.weights.data.dtype == torch.bfloat16
             untrained.rounded |= narrow and not entry.packed and came != torch.bfloat16
         tile.write_master(entry, values, threads)
+        share.add(entry.numel)
 
     return write
 

@@ -21,7 +21,7 @@ from megatrain.telemetry import environment as environment_module
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
-from megatrain.telemetry.log import StderrHandler
+from megatrain.telemetry.log import PASSING, Share, StderrHandler
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.telemetry.pictures import draw_loss
 from megatrain.units import GIB, MIB
@@ -108,18 +108,39 @@ def test_progress_is_plain_lines_where_there_is_no_terminal():
     assert "\x1b" not in out.getvalue()
 
 
+class Stderr(io.StringIO):
+    def __init__(self, terminal):
+        super().__init__()
+        self.isatty = lambda: terminal
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_lines_of_stderr_are_wrapped_at_words_in_a_terminal_alone(terminal, monkeypatch):
-    class Stderr(io.StringIO):
-        def isatty(self):
-            return terminal
-
-    monkeypatch.setattr(sys, "stderr", Stderr())
+    monkeypatch.setattr(sys, "stderr", Stderr(terminal))
     monkeypatch.setenv("COLUMNS", "12")
     line = logging.LogRecord("", logging.INFO, "", 0, "a long line of words", (), None)
     StderrHandler().emit(line)
     told = sys.stderr.getvalue()
     assert told == ("a long line\nof words\n" if terminal else "a long line of words\n")
+
+
+@pytest.mark.parametrize("where", ["terminal", "file", "dumb", "rank 1"])
+def test_what_is_being_done_is_shown_on_a_terminal_until_more_is_said(where, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Stderr(where != "file"))
+    monkeypatch.setenv("TERM", "dumb" if where == "dumb" else "xterm")
+    monkeypatch.setenv("RANK", where.removeprefix("rank ") if "rank" in where else "0")
+    monkeypatch.setenv("COLUMNS", "12")
+    log = logging.Logger("work")
+    log.addHandler(StderrHandler())
+    share = Share(log, "weights", 300)
+    for _ in range(3):
+        share.add(100)  # soon after each other: one is said
+    log.log(PASSING, "a long line of words")
+    log.info("done")
+    log.info("more")
+    erase = "\r\x1b[2K"
+    passing = f"{erase}weights: 33{erase}a long line{erase}" if where == "terminal" else ""
+    assert sys.stderr.getvalue() == f"{passing}done\nmore\n"
 
 
 def test_log_lines_go_above_the_live_bar():
@@ -129,8 +150,10 @@ def test_log_lines_go_above_the_live_bar():
     log.addHandler(StderrHandler())
     with TrainingProgress(25, log_every=10, console=console) as progress:
         progress.step(RECORD | {"step": 5})
+        log.log(PASSING, "what the bar would be broken by")
         log.info("compiling layer kind 1 of 1 (forward)...")
     assert "compiling layer kind 1 of 1 (forward)..." in out.getvalue()
+    assert "broken" not in out.getvalue()
 
 
 def test_progress_on_a_terminal_is_a_bar_with_an_eta():
