@@ -7,31 +7,45 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatrain.compat.torch import let_triton_launch
+from megatrain.compat.torch import let_triton_launch, pytree
 
 _log = logging.getLogger(__name__)
 
 _numbers = count()  # of what is compiled in this process
 
 
-def compile_and_tell(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """`function` through torch.compile; says so at the first call, which may take a minute."""
+def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") -> Callable[..., Any]:
+    """`function` through torch.compile; says so at the first call, which may take a minute.
+
+    The sizes of the first call keep what is compiled for them: once a function has been given
+    others, torch.compile makes graphs for any size, and takes them for the first ones as well.
+
+    Args: `name` in torch's own messages and traces; the function's if none is given.
+    """
     let_triton_launch()
-    fast = torch.compile(_with_own_code(function))
-    announced = False
+    usual, others = (torch.compile(_with_own_code(function, name)) for _ in range(2))
+    first: list[torch.Size] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal announced
-        if not announced:
-            announced = True
+        nonlocal first
+        sizes = _sizes(args, kwargs)
+        if first is None:
+            first = sizes
             _log.info("compiling %s...", what)
-        return fast(*args, **kwargs)
+        return (usual if sizes == first else others)(*args, **kwargs)
 
     return call
 
 
-def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def _sizes(*given: Any) -> list[torch.Size]:
+    """Of all tensors of numbers; how many documents a row has is different every time."""
+    leaves = pytree.tree_leaves(given)
+    return [x.shape for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A copy of a function or a method, with a code object and a name of its own.
 
     torch.compile keeps what it has compiled with the code object: kinds and purposes that shared
@@ -40,10 +54,10 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     given (torch/_dynamo/pgo.py): the second model of a process would have kernels for any size.
     """
     if isinstance(function, MethodType):
-        return MethodType(_with_own_code(function.__func__), function.__self__)
+        return MethodType(_with_own_code(function.__func__, name), function.__self__)
     if not isinstance(function, FunctionType):
         return function
-    name = f"{function.__name__}_{next(_numbers)}"
+    name = f"{name or function.__name__}_{next(_numbers)}"
     code = function.__code__.replace(co_name=name)
     defaults, closure = function.__defaults__, function.__closure__
     own = FunctionType(code, function.__globals__, name, defaults, closure)

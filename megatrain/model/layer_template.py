@@ -105,7 +105,7 @@ class LayerTemplate:
 
     def compile(self, name: str) -> None:
         """Compile the call, apart for each purpose (torch.compile, at the first call)."""
-        self.compiled = {p: compile_and_tell(_apply, f"{name} ({_NEWS[p]})") for p in PURPOSES}
+        self.compiled = {p: compile_and_tell(_apply, f"{name} ({_NEWS[p]})", p) for p in PURPOSES}
         for purpose, share in _SHARES.items():
             self.compiled[purpose] = _within_budget(self.compiled[purpose], share)
 
