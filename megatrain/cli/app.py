@@ -22,14 +22,12 @@ from megatrain.cli.options import DeviceMemory, DeviceName, HostMemory
 from megatrain.cli.planning import doctor, plan
 from megatrain.cli.usage import UsageError, as_input_error
 from megatrain.errors import InputError, MegatrainError, RunFailed, in_one_line, told
-from megatrain.telemetry.log import PASSING, StderrHandler, wrapped
+from megatrain.telemetry.log import PASSING, StderrHandler, end_passing, passing, wrapped
 
 _PATH_ERRORS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
     errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP,
 )  # fmt: skip
-
-_TERMINAL = StderrHandler()
 
 
 class ReportingGroup(TyperGroup):
@@ -49,9 +47,11 @@ class ReportingGroup(TyperGroup):
 @contextmanager
 def _reported(ctx: Any) -> Iterator[None]:
     try:
-        yield
+        try:
+            yield
+        finally:
+            end_passing()
     except (MegatrainError, OSError, UsageError) as error:
-        _TERMINAL.end_passing()
         known = _known(error)
         if known is None:
             raise
@@ -62,7 +62,6 @@ def _reported(ctx: Any) -> Iterator[None]:
             print(wrapped(f"megatrain: error: {who}{in_one_line(known)}"), file=sys.stderr)
         raise typer.Exit(known.exit_code) from error
     except KeyboardInterrupt as error:
-        _TERMINAL.end_passing()
         print("megatrain: interrupted", file=sys.stderr)
         raise typer.Exit(130) from error  # 128 + SIGINT, the shells' convention
 
@@ -119,7 +118,7 @@ def common(
     ] = False,
 ) -> None:
     """Options that come before the command."""
-    handlers = [_TERMINAL]
+    handlers = [StderrHandler()]
     logging.basicConfig(format="megatrain: %(message)s", level=logging.WARNING, handlers=handlers)
     logging.getLogger("megatrain").setLevel(PASSING)
 
@@ -144,6 +143,7 @@ def train(
     SIGINT (Ctrl-C) or SIGTERM ends the run after the step and saves it; SIGUSR1 saves it after the
     step and goes on.
     """
+    passing("loading torch and transformers...")
     from megatrain.cli.train import run_training
 
     run_training(run, overrides or [], resume=resume)

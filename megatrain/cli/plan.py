@@ -2,7 +2,6 @@
 
 import glob
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.gpu import Gpu, find_gpu
 from megatrain.telemetry.gpu_state import gpu_state
 from megatrain.telemetry.known_gpus import by_driver_name, named_gpu
-from megatrain.telemetry.log import PASSING
+from megatrain.telemetry.log import end_passing, passing
 from megatrain.telemetry.memory import host_limit_bytes
 from megatrain.telemetry.pictures import draw_memory
 from megatrain.units import GIB, gib
@@ -34,8 +33,6 @@ from megatrain.units import GIB, gib
 if TYPE_CHECKING:
     from megatrain.config import Config
     from megatrain.source.base import Base
-
-_log = logging.getLogger(__name__)
 
 DEVICE = "cuda"
 _PICTURES = (".png", ".svg", ".pdf")
@@ -309,7 +306,7 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
 
     try:
         with torch_threads(1):  # two wait for each other, long where another process is at work
-            _log.log(PASSING, "reading the model's structure...")
+            passing("reading the model's structure...")
             return make_plan(named.spec(), machine, workload, **further)
     except NotForeseeable as error:
         raise InputError(
@@ -317,7 +314,7 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
             "and fewer tokens in a row may help"
         ) from error
     finally:
-        _log.log(PASSING, "")
+        end_passing()
 
 
 def _draw(plan: Plan, name: str, picture: Path) -> None:

@@ -1,7 +1,6 @@
 """The options of `megatrain doctor` and `plan`; nothing heavy is imported before they run."""
 
 import gc
-import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +16,7 @@ from megatrain.cli.options import (
     Master,
     States,
 )
-from megatrain.telemetry.log import PASSING
-
-_log = logging.getLogger(__name__)
+from megatrain.telemetry.log import passing
 
 Picture = Annotated[
     Path | None, typer.Option(help="Draw where the bytes rest: a name in .png, .svg or .pdf.")
@@ -86,7 +83,7 @@ def plan(
 
     Nothing but a model's config.json is downloaded. Exit code 3: it does not fit.
     """
-    _log.log(PASSING, "loading torch and transformers...")
+    passing("loading torch and transformers...")
     gc.disable()  # it takes a fifth of the time to import torch and transformers, and frees nothing
     from megatrain.cli.plan import Asked, Where, run_plan
 

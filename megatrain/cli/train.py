@@ -1,6 +1,5 @@
 """`megatrain train`: a run file or a run's folder in, a finished or a resumable run out."""
 
-import logging
 import os
 import shlex
 from collections.abc import Sequence
@@ -9,15 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.errors import InputError
-from megatrain.telemetry.log import PASSING
+from megatrain.telemetry.log import end_passing
 from megatrain.train.folders import MODEL
 from megatrain.train.signals import Signals, Stopped
 from megatrain.train.start import load_run
 
 if TYPE_CHECKING:
     from megatrain.train.loop import Outcome
-
-_log = logging.getLogger(__name__)
 
 
 def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
@@ -34,7 +31,6 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
             several = loaded.engine.devices > 1 and not is_launched()
             if not several:
                 with signals.interruptible():
-                    _log.log(PASSING, "loading torch and transformers...")
                     from megatrain.train.loop import train
                 resume = resume or is_restarted()
                 outcome = train(loaded, run.stem, resume=resume, signals=signals)
@@ -42,6 +38,7 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
         _say(f"stopped by {signal} before the first step; nothing to save")
         return
     if several:
+        end_passing()
         given = [each for key in overrides for each in ("--set", key)]
         given += ["--resume"] if resume else []
         if code := launch(loaded.engine.devices, ["train", str(run), *given]):
@@ -88,6 +85,6 @@ def say_end(outcome: "Outcome") -> None:
 
 
 def _say(text: str) -> None:
-    _log.log(PASSING, "")
+    end_passing()
     with suppress(OSError):  # a full disk under the output makes no failure of a run
         print(text, flush=True)

@@ -317,6 +317,12 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _products_of_a_precision(self) -> Self:
+        if self.optimizer.ns_precision == "fp32" and self.engine.precision != "fp32":
+            raise ValueError("optimizer.ns_precision fp32 needs engine.precision fp32; take bf16")
+        return self
+
+    @model_validator(mode="after")
     def _refusals_wait_for_the_norm(self) -> Self:
         refuses = self.training.on_nonfinite == "skip" or self.training.spike is not None
         directs = self.optimizer.rule().directing

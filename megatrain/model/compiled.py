@@ -25,16 +25,16 @@ def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") ->
     Args: `name` in torch's own messages and traces; the function's if none is given.
     """
     let_triton_launch()
-    usual, others = (torch.compile(_with_own_code(function, name)) for _ in range(2))
-    first: list[torch.Size] | None = None
+    own = f"{name or getattr(function, '__name__', what)}_{next(_numbers)}"
+    usual, others = (torch.compile(_with_own_code(function, own)) for _ in range(2))
+    first: dict[int, list[torch.Size]] = {}  # by how many tensors there are: some have more buffers
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal first
         sizes = _sizes(args, kwargs)
-        if first is None:
-            first = sizes
+        if not first:
             _log.info("compiling %s...", what)
-        return (usual if sizes == first else others)(*args, **kwargs)
+        is_usual = first.setdefault(len(sizes), sizes) == sizes
+        return (usual if is_usual else others)(*args, **kwargs)
 
     return call
 
@@ -46,18 +46,18 @@ def _sizes(*given: Any) -> list[torch.Size]:
 
 
 def _with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A copy of a function or a method, with a code object and a name of its own.
+    """A copy of a function or a method, with a code object of its own, and that name.
 
     torch.compile keeps what it has compiled with the code object: kinds and purposes that shared
     one would take each other's graphs, and use up its limit on how many there may be. By file,
     line and name it keeps which sizes have changed, and no longer compiles for those that are
     given (torch/_dynamo/pgo.py): the second model of a process would have kernels for any size.
+    What has the same name learns from each other: the second size is compiled for any.
     """
     if isinstance(function, MethodType):
         return MethodType(_with_own_code(function.__func__, name), function.__self__)
     if not isinstance(function, FunctionType):
         return function
-    name = f"{name or function.__name__}_{next(_numbers)}"
     code = function.__code__.replace(co_name=name)
     defaults, closure = function.__defaults__, function.__closure__
     own = FunctionType(code, function.__globals__, name, defaults, closure)

@@ -115,7 +115,7 @@ class Muon(Rule):
     def check_dtype(self, dtype: torch.dtype) -> None:
         if self.ns_precision == "fp32" and dtype != torch.float32:
             raise InputError(
-                "Muon ns_precision is fp32, but layers are computed in bf16; leave it out"
+                "Muon ns_precision is fp32, but layers are computed in bf16; take bf16"
             )
 
     def directed(self, entry: Entry) -> bool:

@@ -28,7 +28,7 @@ from megatrain.source.state_io import read_untrained, saved_optimizer
 from megatrain.source.untrained import computed_buffers, persistent_buffers
 from megatrain.store import Store
 from megatrain.telemetry.cores import update_threads
-from megatrain.telemetry.log import PASSING, Share
+from megatrain.telemetry.log import PASSING, Share, end_passing
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def fill(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks)
             computed with in fewer bits than transformers keeps.
     """
     ranks.agree(lambda: _fill(source, spec, store, seed))
-    _log.log(PASSING, "")
+    end_passing()
     drawn = source.saved is None and source.folder is None and source.copied is None
     if adapted(source.model) is None or source.adapter_folder or not (source.grows or drawn):
         return

@@ -16,6 +16,7 @@ logging.addLevelName(PASSING, "PASSING")
 
 _ERASE = "\r\x1b[2K"
 _SECONDS = 0.2  # between two of a share's
+_shown: list[str] = []  # what a terminal shows as being done
 
 
 def wrapped(text: str) -> str:
@@ -30,36 +31,48 @@ def wrapped(text: str) -> str:
     return "\n".join(lines)
 
 
+def passing(text: str) -> None:
+    """Show on a terminal what is being done, in place of what was shown before.
+
+    Of one process alone; nothing in a file, a pipe, or under a live bar, which it would break.
+    """
+    able = os.environ.get("TERM") != "dumb" and not hasattr(sys.stderr, "rich_proxied_file")
+    with suppress(OSError, ValueError, AttributeError):  # there is no terminal, or none any more
+        if able and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
+            _shown[:] = [text]
+            print(f"{_ERASE}{text[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
+
+
+def end_passing() -> None:
+    """Take away what is shown as being done, before anything else is written."""
+    if _shown:
+        _shown.clear()
+        with suppress(OSError, ValueError, AttributeError):
+            print(_ERASE, end="", file=sys.stderr, flush=True)
+
+
+def _columns() -> int:
+    own = 0
+    with suppress(OSError):  # it is no terminal: an IDE's, or a test's
+        own = os.get_terminal_size(sys.stderr.fileno()).columns
+    return own or shutil.get_terminal_size().columns
+
+
 class StderrHandler(logging.Handler):
     """Writes log lines to what `sys.stderr` is at that time.
 
     A live bar takes its place, to put lines above itself; written past it, they break the bar.
     """
 
-    _passing = False  # whether the terminal shows what is being done
-
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno == PASSING:
-            self._pass(record.getMessage())
-            return
-        self.end_passing()
         try:
+            if record.levelno == PASSING:
+                passing(record.getMessage())
+                return
+            end_passing()
             print(wrapped(self.format(record)), file=sys.stderr, flush=True)
         except Exception:  # as every handler does: logging never ends a run
             self.handleError(record)
-
-    def _pass(self, text: str) -> None:
-        able = os.environ.get("TERM") != "dumb" and not hasattr(sys.stderr, "rich_proxied_file")
-        with suppress(OSError, ValueError):  # the terminal is gone
-            if able and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
-                line = text[: shutil.get_terminal_size().columns - 1]
-                print(f"{_ERASE}{line}", end="", file=sys.stderr, flush=True)
-                self._passing = bool(text)
-
-    def end_passing(self) -> None:
-        """Take away what the terminal shows as being done, before anything else is written."""
-        if self._passing:
-            self._pass("")
 
 
 class Share:

@@ -342,6 +342,11 @@ def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> 
         raise InputError(f"optimizer.name: {start.checkpoint} was made with {saved}; set it back")
     chosen = {name: value for name, value in settings.items() if name in FREE_KEYS["optimizer"]}
     rule = config.optimizer.rule()
+    for choice in rule.choices:  # a key that an older version did not know is not in its run file
+        if (was := getattr(engine.optimizer.rule, choice)) != getattr(rule, choice):
+            raise InputError(
+                f"optimizer.{choice}: {start.checkpoint} was made with {was}; set it back"
+            )
     engine.optimizer.defaults |= chosen  # of which schedules take their floor: min_lr, lr_end
     for each in engine.optimizer.param_groups:
         rate = rule.rate(each["param_names"][0], each["params"][0].shape)

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megatrain.checkpoint import open_checkpoint
 from megatrain.cli import main
 from megatrain.telemetry.metrics import read_metrics
+from megatrain.train import resume
 from tests.cli.cases import sets, tiny_llama, write_rows
 
 
@@ -265,6 +266,21 @@ def test_what_a_resumed_run_does_otherwise_is_said_once(megatrain, run_file, cap
     longer = sets(training__steps=3, training__eval_every=None)
     assert megatrain("train", run_file, *longer, "--resume").exit_code == 0
     assert caplog.text.count("resume: training.steps was 2, is 3 now") == 1
+
+
+def test_a_choice_that_the_optimizer_was_not_made_with_is_refused(megatrain, run_file, monkeypatch):
+    """Of a key that is newer than the run nothing is known but what its rule is."""
+    muon = {"name": "muon", "lr": 1e-2}
+    chosen = sets(training__steps=2, checkpoint__every=1, training__eval_every=None)
+    assert megatrain("train", run_file, *chosen, "--set", f"optimizer={muon}").exit_code == 0
+    free = (*resume.FREE_KEYS["optimizer"], "ns_precision")
+    monkeypatch.setitem(resume.FREE_KEYS, "optimizer", free)
+    fp32 = muon | {"ns_precision": "fp32"}
+    longer = [*sets(training__steps=3, training__eval_every=None), "--set", f"optimizer={fp32}"]
+    result = megatrain("train", run_file, *longer, "--resume")
+    assert result.exit_code == 2
+    assert "optimizer.ns_precision:" in result.stderr
+    assert "was made with bf16; set it back" in result.stderr
 
 
 def test_an_export_onto_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatch, capsys):

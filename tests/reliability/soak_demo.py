@@ -39,6 +39,7 @@ def start(run: Path, device: str) -> subprocess.Popen:
         schedule__name="constant_with_warmup",
         engine__device=device,
         engine__precision="fp32" if device == "cpu" else "bf16",
+        optimizer__ns_precision="fp32" if device == "cpu" else "bf16",
         checkpoint__every=None,
         output__folder=str(run),
         output__log_every=1000,

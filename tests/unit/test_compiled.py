@@ -75,37 +75,47 @@ def test_another_model_is_compiled_for_its_own_sizes(monkeypatch):
             _step(engine, width=4 + number)
             assert sizes
             assert not any(isinstance(size, torch.SymInt) for size in sizes)
-            for width in (9, 10):  # any length after the second one of the same model
-                _step(engine, width)
+            _step(engine, width=9)  # of the same model any length from now on
             assert any(isinstance(size, torch.SymInt) for size in sizes)
         sizes.clear()
 
 
-def test_the_usual_micro_batches_keep_their_graphs_beside_others(monkeypatch):
-    """Of the last rows of a step or an epoch: torch.compile would take theirs, for any size."""
-    calls = []
+@pytest.fixture
+def calls(monkeypatch):
+    """Of each graph that has run, whether it is for any size."""
+    found = []
 
     def kept(graph, inputs):
         sizes = [size for each in inputs for size in (each, *getattr(each, "shape", ()))]
         any_size = any(isinstance(size, torch.SymInt) for size in sizes)
 
         def run(*args):
-            calls.append(any_size)
+            found.append(any_size)
             return graph.forward(*args)
 
         return run
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
+    return found
+
+
+def test_the_usual_micro_batches_keep_their_graphs_beside_others(calls):
+    """Of the last rows of a step or an epoch: torch.compile would take theirs, for any size."""
     with _engine(compile=True) as engine:
-        for width in (4, 6, 5):
+        for width in (4, 6, 5, 4):
+            calls.clear()
             _step(engine, width)
-        assert calls.count(True) == calls.count(False) / 2 > 0
-        calls.clear()
-        _step(engine, width=7)
-        assert calls and all(calls)  # a fourth one of any size
-        calls.clear()
-        _step(engine)
-        assert calls and not any(calls)
+            assert calls
+            assert set(calls) == {width != 4}
+
+
+def test_layers_with_a_buffer_that_others_lack_keep_their_graphs(calls):
+    fast = compile_and_tell(lambda x, given: x + sum(given), "a sum")
+    one, two = [torch.ones(3)], [torch.ones(3), torch.ones(3)]
+    for rows in (2, 5, 2):
+        fast(torch.ones(rows, 3), one)
+        fast(torch.ones(rows, 3), two)
+    assert calls[:2] == calls[4:] == [False, False]
 
 
 @pytest.mark.exhaustive

@@ -85,6 +85,7 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
     }
     own = {key: value for key, value in own.items() if key in RULES[name].__dataclass_fields__}
     given = [f"optimizer.{k}={list(v) if k == 'betas' else v}" for k, v in own.items()]
+    given.append("engine.precision=fp32")  # what ns_precision needs
     changed = load(MINIMAL, f"optimizer.name={name}", *given)
     assert changed.optimizer.rule() == RULES[name](**own)
     if "clip" in own:
@@ -176,6 +177,10 @@ MISTAKES = [
         ["optimizer.name=lion", "optimizer.eps=1e-8", "optimizer.master=32"],
         "optimizer: lion has no eps and no master; it has lr, betas, weight_decay (another "
         "optimizer than a file's: --set 'optimizer={name: lion, lr: ...}')",
+    ),
+    (
+        ["optimizer.name=muon", "optimizer.ns_precision=fp32"],
+        "optimizer.ns_precision fp32 needs engine.precision fp32; take bf16",
     ),
     (
         ["optimizer.name=muon", "training.spike=3"],
