@@ -207,13 +207,11 @@ def make_plan(
     """
     plans = Planner(spec)
     _log.log(PASSING, "looking for the fastest way that fits...")
-    told = fitting(plans, machine, workload)
+    told, short = fitting(plans, machine, workload), None
     if told is None:
         _log.log(PASSING, "it does not fit; looking for the least memory with which it would...")
-    short = None if told is not None else shortage(plans, machine, workload)
-    if short is not None:
+        short = shortage(plans, machine, workload)
         told = short.forecast
-    assert told is not None
     tiles = tile_bytes(spec, told.placement, workload)
     disk = disk_use(tiles, told.seconds, disk_terabytes, told.placement.passes)
     if disk is not None and machine.disk_read_gbps is None:

@@ -44,27 +44,28 @@ def fill(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks)
         InputError: float64 weights that a float32 master cannot hold, or weights that would be
             computed with in fewer bits than transformers keeps.
     """
-    ranks.agree(lambda: _fill(source, spec, store, seed))
-    end_passing()
+    share = Share(_log, "weights", sum(entry.numel for _, entry in store.entries()))
+    ranks.agree(lambda: _fill(source, spec, store, seed, share))
     drawn = source.saved is None and source.folder is None and source.copied is None
-    if adapted(source.model) is None or source.adapter_folder or not (source.grows or drawn):
-        return
-    write = _writer(store, source, threads=1)
-    read = {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
-    ranks.agree(lambda: draw_adapters(source.model, read, write, seed))
+    new = adapted(source.model) is not None and (source.grows or drawn)
+    if new and not source.adapter_folder:
+        write = _writer(store, source, share, threads=1)
+        read = {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
+        ranks.agree(lambda: draw_adapters(source.model, read, write, seed))
+    end_passing()
 
 
-def _fill(source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
+def _fill(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share) -> None:
     """All but adapters that are drawn: what they begin with may depend on the rest."""
     dtype = store.tiles[0].weights.data.dtype
     refuse_rounding(loaded_types(source.model, dtype), spec.computed, dtype)
-    write = _writer(store, source, threads=1)  # one of many readers at a time
+    write = _writer(store, source, share, threads=1)  # one of many readers at a time
     whole = adapted(source.model)
     base = None if whole is None else set(whole.held)
 
     def draw(only: Any = None) -> None:
         threads = update_threads()
-        write = _writer(store, source, threads=threads, read=False)
+        write = _writer(store, source, share, threads=threads, read=False)
         frozen = {entry.name: entry for _, entry in store.entries() if entry.group is None}
 
         def as_source(name: str, values: Tensor) -> Tensor:
@@ -150,13 +151,14 @@ def _read_masters(checkpoint: Checkpoint, write: Write) -> None:
         list(pool.map(lambda name: write(name, values[name]()), values))
 
 
-def _writer(store: Store, source: Source, *, threads: int, read: bool = True) -> Write:
+def _writer(
+    store: Store, source: Source, share: Share, *, threads: int, read: bool = True
+) -> Write:
     """Puts values into their places; `read`: from the base, which is known by them again."""
     places = {entry.name: (tile, entry) for tile, entry in store.entries()}
     origin = source.origin if read and adapted(source.model) is not None else None
     buffers, untrained = dict(source.model.named_buffers()), source.untrained
     names = source.names
-    share = Share(_log, "weights", sum(entry.numel for _, entry in places.values()))
 
     def write(name: str, values: Tensor) -> None:
         name = names.get(name, name)

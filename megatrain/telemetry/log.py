@@ -9,14 +9,14 @@ import time
 from contextlib import suppress
 from threading import Lock
 
-# Of what is being done at this moment: a terminal shows it in a line that the next thing to say
-# replaces; nowhere else is it of use.
+# The level of log records that say what is being done at this moment. `StderrHandler` shows them on
+# a terminal, in a line that the next record replaces; in files and pipes it leaves them out.
 PASSING = 15
 logging.addLevelName(PASSING, "PASSING")
 
 _ERASE = "\r\x1b[2K"
 _SECONDS = 0.2  # between two of a share's
-_shown: list[str] = []  # what a terminal shows as being done
+_shown: list[str] = []  # the line that `passing` has left on the terminal; empty: none
 
 
 def wrapped(text: str) -> str:
@@ -32,9 +32,10 @@ def wrapped(text: str) -> str:
 
 
 def passing(text: str) -> None:
-    """Show on a terminal what is being done, in place of what was shown before.
+    """Show on a terminal what is being done, in place of what this function showed before.
 
-    Of one process alone; nothing in a file, a pipe, or under a live bar, which it would break.
+    Only the first rank of several shows anything. Nothing is written to a file or a pipe, or while
+    a progress bar is shown, which the line would break.
     """
     able = os.environ.get("TERM") != "dumb" and not hasattr(sys.stderr, "rich_proxied_file")
     with suppress(OSError, ValueError, AttributeError):  # there is no terminal, or none any more
@@ -44,7 +45,7 @@ def passing(text: str) -> None:
 
 
 def end_passing() -> None:
-    """Take away what is shown as being done, before anything else is written."""
+    """Erase the line of `passing`, before anything else is written to the terminal."""
     if _shown:
         _shown.clear()
         with suppress(OSError, ValueError, AttributeError):
@@ -76,13 +77,14 @@ class StderrHandler(logging.Handler):
 
 
 class Share:
-    """Says which share of a whole is done; from any thread."""
+    """Logs, at the level PASSING, how much of a whole is done; threads may share one."""
 
     def __init__(self, log: logging.Logger, what: str, whole: int) -> None:
         self._log, self._what, self._whole = log, what, whole
         self._done, self._said, self._lock = 0, 0.0, Lock()
 
     def add(self, part: int) -> None:
+        """Count `part` of the whole as done."""
         with self._lock:
             self._done += part
             now = time.monotonic()
