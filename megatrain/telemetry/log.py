@@ -23,7 +23,7 @@ def wrapped(text: str) -> str:
     """Lines for stderr: wrapped at words in a terminal, as they are in a file or a pipe."""
     if not sys.stderr.isatty():
         return text
-    width = shutil.get_terminal_size().columns
+    width = _columns()
     lines = (
         textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
         for line in text.split("\n")
@@ -53,6 +53,7 @@ def end_passing() -> None:
 
 
 def _columns() -> int:
+    """Of the terminal that stderr is; stdout may be a file."""
     own = 0
     with suppress(OSError):  # it is no terminal: an IDE's, or a test's
         own = os.get_terminal_size(sys.stderr.fileno()).columns

@@ -61,25 +61,6 @@ def test_layers_of_a_kind_are_compiled_once_for_a_purpose(quickly):
         assert num_compilations() - before > 3
 
 
-def test_another_model_is_compiled_for_its_own_sizes(monkeypatch):
-    """Not for any size, as torch.compile would from the second one on that a function is given."""
-    sizes = []
-
-    def kept(graph, inputs):
-        sizes.extend(size for each in inputs for size in (each, *getattr(each, "shape", ())))
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
-    for number in range(3):
-        with _engine(vocab_size=32 + number, hidden_size=8 + 4 * number, compile=True) as engine:
-            _step(engine, width=4 + number)
-            assert sizes
-            assert not any(isinstance(size, torch.SymInt) for size in sizes)
-            _step(engine, width=9)  # of the same model any length from now on
-            assert any(isinstance(size, torch.SymInt) for size in sizes)
-        sizes.clear()
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """Of each graph that has run, whether it is for any size."""
@@ -97,6 +78,18 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
     return found
+
+
+def test_another_model_is_compiled_for_its_own_sizes(calls):
+    """Not for any size, as torch.compile would from the second one on that a function is given."""
+    for number in range(3):
+        with _engine(vocab_size=32 + number, hidden_size=8 + 4 * number, compile=True) as engine:
+            calls.clear()
+            _step(engine, width=4 + number)
+            assert calls
+            assert not any(calls)
+            _step(engine, width=9)  # of the same model any length from now on
+            assert any(calls)
 
 
 def test_the_usual_micro_batches_keep_their_graphs_beside_others(calls):
