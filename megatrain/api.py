@@ -31,17 +31,15 @@ from megatrain.loss import (
     TopTokens,
     given_loss,
 )
-from megatrain.model.adapters import adapted
 from megatrain.model.neftune import add_noise
-from megatrain.model.rebuilt import difference
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
 from megatrain.placement import Placement, Precision
 from megatrain.row_ranks import open_row_ranks
 from megatrain.source.base import Base
-from megatrain.source.opened import DTYPES, Model, Opened
+from megatrain.source.opened import DTYPES, Opened, choose_trained, open_structure
 from megatrain.source.sharing import NO_LABELS, check_call, require_alone, require_whole_rows
-from megatrain.source.source import Alike, Resumed, Source, open_source, structure
+from megatrain.source.source import Alike, Resumed, open_source
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.whole import held_bytes, is_whole, whole_model
 
@@ -70,6 +68,48 @@ _HELD = 0.9  # of the memory that is free; the rest is for the work
 
 class Engine(PlacedEngine):
     """Trains a causal language model whose state rests in host memory.
+
+    Making one reads or draws the weights. Whatever does not fit is refused before that.
+
+    Args:
+        model: a folder, a hub id, a transformers model or PeftModel (copied; on the meta device its
+            weights are drawn), a configuration (drawn), or a checkpoint, of which the weights
+            alone are taken (`Engine.load` takes all of it).
+        optimizer: the rule of updates, such as `AdamW(lr=1e-5)`. None: the model is only run, and
+            takes 2 bytes a parameter.
+        max_grad_norm: gradients are clipped by this global norm. None: they are not.
+        precision: what layers compute in: bf16, fp32, or fp8 (their linear modules, the rest in
+            bf16). Masters are fp32 with each of them.
+        placement: where state rests and how it is streamed. `auto`: the fastest way that fits.
+        device: `cpu`, `cuda` or `cuda:N`. None: a GPU if there is one.
+        seed: of weights that are drawn, and of dropout.
+        tokens_per_step: of all micro-batches of a step, at most; of all ranks. With `auto`, None
+            stands for 98,304.
+        sequence_length: tokens of a row, at most. With `auto`, None stands for 1,024.
+        micro_batch: rows of a micro-batch. None: `auto` chooses, see `Engine.micro_batch`.
+        loss: what steps will be given; `auto` places state for it.
+        generation: replies that the model makes between steps, for which `auto` leaves room.
+        trust_remote_code, attn_implementation: as `from_pretrained` of transformers takes them.
+        trained: which parameters are trained, by patterns of their names. By default those that
+            require gradients.
+        device_memory, host_memory: what the process may take at most, such as `"10GiB"`, or a
+            number of bytes. None: what there is.
+        disk: a folder on a fast disk where state may rest that the host has no room for.
+        disk_space: bytes of it at most. None: what is free.
+        saveable: False also trains a model that code has changed so that no folder could hold it;
+            it cannot be saved then.
+        adapter: a LoraConfig of PEFT, or its keys as a dictionary: only this is trained.
+        base: how the frozen linear layers under an adapter rest: bf16, fp8 or nf4 (2, 1 and half
+            a byte a parameter).
+        base_model: where the base of the adapter `model` is, if not where that says.
+        router_aux_loss_coef: weight of the routers' loss of a mixture of experts. None: as the
+            model's configuration says.
+        group: the ranks that train the model together (docs/distributed.md). None: this process.
+        sequence_parallel: how many ranks share every row: 1, or all of `group`.
+
+    Raises:
+        InputError: the model, or an argument, cannot be used.
+        DoesNotFit: not enough host, device or disk memory; the message has what would do.
 
     Attributes:
         config: the model's transformers configuration.
@@ -111,30 +151,14 @@ class Engine(PlacedEngine):
         group: ProcessGroup | DeviceMesh | None = None,
         sequence_parallel: int = 1,
     ) -> None:
-        """Open a model and bring its weights to host memory.
-
-        Args:
-            model: a transformers model or PeftModel (copied; on the meta device: drawn), a folder,
-                a configuration (drawn), a hub id, or a checkpoint, for its weights alone.
-            optimizer: None: to be run alone (2 bytes a parameter). max_grad_norm: None: unclipped.
-            precision, seed: of layers (fp8: their linear modules; masters fp32); of draws, dropout.
-            device, group: None: any GPU; ranks. sequence_parallel: how many of them share each row.
-            tokens_per_step (of all ranks), sequence_length: at most; None: 98,304, rows of 1,024.
-            micro_batch, loss: of steps to come; `generation`: of replies between them, if any.
-            router_aux_loss_coef, attn_implementation: None: as the model and transformers choose.
-            trained: which parameters are, by patterns of names; else those that require gradients.
-            device_memory, host_memory: all that the process may take (`"10GiB"`, bytes, None: any).
-            disk, disk_space: a folder on a fast disk where planes may rest, and how many bytes.
-            saveable: False also trains a model that was changed by hand, which saves then refuse.
-            adapter, base, base_model: a LoraConfig or keys; how its base is kept; where it is now.
-        Raises: InputError (a model or argument that cannot be used), DoesNotFit."""
+        """Open a model and bring its weights to host memory; the class says what it takes."""
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss)
         code: dict[str, Any] = {"attn_implementation": attn_implementation}
         code |= {"trust_remote_code": trust_remote_code, "scores": isinstance(loss, Reward)}
         source = open_source(model, adapter, base, router_aux_loss_coef, base_model, **code)
-        _choose(source, trained, optimizer, precision)
+        choose_trained(source, trained, optimizer, precision)
         on, *who = _open(device, group, sequence_parallel, device_memory, host_memory, disk_space)
-        shared = _learn(source, optimizer, who[0], saveable=saveable)
+        shared = open_structure(source, optimizer, who[0], saveable=saveable)
         opened = Opened(source, shared, max_grad_norm, precision, *on, disk, seed, *who)
         size = tokens_per_step, sequence_length, micro_batch
         settled = settle(opened, placement, *size, loss, generation)
@@ -330,37 +354,6 @@ class Engine(PlacedEngine):
         )
         engine._resume(settings)
         return engine
-
-
-def _learn(source: Source, optimizer: Rule | None, ranks: Ranks, *, saveable: bool) -> Model:
-    """The model's structure and tiles; notes what a checkpoint would not have of it.
-
-    Raises:
-        InputError: the model cannot be streamed, or not be saved.
-    """
-    if source.saved is None:
-        computed = torch.float32 if source.copied is None else source.dtype
-        with_code = source.folder is not None
-        source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
-    found = structure(source, trained=optimizer is not None)
-    if optimizer is not None and saveable and source.lost is not None:
-        raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
-    return Model.trained(found, optimizer, ranks.shards.size, ranks.hosts)
-
-
-def _choose(source: Source, trained: Trained, optimizer: Rule | None, precision: Precision) -> None:
-    """Which parameters are trained. Raises InputError."""
-    trained.choose(source.model)
-    if source.base != "bf16" and precision != "bf16":
-        raise InputError(f"base is {source.base!r}, and precision {precision!r}; take bf16")
-    if adapted(source.model) is None:
-        return
-    if precision == "fp8":
-        raise InputError("precision is 'fp8', and the model has an adapter; take bf16")
-    if optimizer is not None and not any(p.requires_grad for p in source.model.parameters()):
-        raise InputError(
-            "every parameter of the PeftModel is frozen: load the adapter with is_trainable=True"
-        )
 
 
 def _open(

@@ -40,6 +40,7 @@ class Adafactor(Rule):
     vector, whose second moment is kept whole; its arithmetic is the same.
 
     Attributes:
+        lr, weight_decay: as torch.optim.Adafactor takes them; lr is the largest relative step.
         beta2_decay: the second moment takes `step ** beta2_decay` of each new square.
         eps: what squares of gradients, and the root mean square of a parameter, are at least;
             None: as torch has it, of float32.

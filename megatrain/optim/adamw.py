@@ -22,9 +22,12 @@ _MOMENTS = {
 
 @dataclass(frozen=True)
 class AdamW(Rule):
-    """AdamW (Loshchilov and Hutter 2019), with torch.optim.AdamW's defaults for LLMs.
+    """AdamW (Loshchilov and Hutter 2019) as torch.optim.AdamW computes it.
+
+    The defaults are usual ones for language models, not torch's.
 
     Attributes:
+        lr, betas, eps, weight_decay: as torch.optim.AdamW takes them.
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
         states: of what the moments are: fp32; bf16, rounded stochastically; or int8, codes with a
             scale for each group (megatrain/kernels/states.py). The master is fp32 with all of them.

@@ -18,6 +18,7 @@ class Lion(Rule):
     The paper takes a third to a tenth of AdamW's learning rate, and as much more weight decay.
 
     Attributes:
+        lr, betas, weight_decay: as the paper has them (eta, beta1 and beta2, lambda).
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
     """
 

@@ -40,6 +40,7 @@ class Muon(Rule):
     tensor of several experts is a matrix for each.
 
     Attributes:
+        lr, momentum, nesterov, weight_decay: as torch.optim.Muon takes them.
         clip: `rest`: matrices of layers, and what else is in their tiles, are left out of clipping,
             and their updates do not wait for the norm; `all`: as plain training has it, gradients
             are held and return to the device once the norm is known.

@@ -17,6 +17,7 @@ class SGD(Rule):
     """SGD as torch.optim.SGD has it: weight decay is added to the gradient.
 
     Attributes:
+        lr, dampening, weight_decay: as torch.optim.SGD takes them.
         momentum: 0 keeps no state.
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
         nesterov: needs momentum, and a dampening of 0.

@@ -10,12 +10,15 @@ import torch
 from megatrain.device import Recording
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.model.adapters import adapted
 from megatrain.model.experts import share_of_a_token
+from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
+from megatrain.model.trained import Trained
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.placement import Precision
 from megatrain.plane_file import PlaneFile, disk_bytes
-from megatrain.source.source import Source
+from megatrain.source.source import Source, structure
 from megatrain.tile import TileKind, TileLayout
 from megatrain.units import size
 
@@ -155,3 +158,38 @@ class Opened:
     def dtype(self) -> torch.dtype:
         """What layers are computed in."""
         return DTYPES[self.precision]
+
+
+def open_structure(
+    source: Source, optimizer: Rule | None, ranks: Ranks, *, saveable: bool
+) -> Model:
+    """The model's structure and tiles; notes what a checkpoint would not have of it.
+
+    Raises:
+        InputError: the model cannot be streamed, or not be saved.
+    """
+    if source.saved is None:
+        computed = torch.float32 if source.copied is None else source.dtype
+        with_code = source.folder is not None
+        source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
+    found = structure(source, trained=optimizer is not None)
+    if optimizer is not None and saveable and source.lost is not None:
+        raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
+    return Model.trained(found, optimizer, ranks.shards.size, ranks.hosts)
+
+
+def choose_trained(
+    source: Source, trained: Trained, optimizer: Rule | None, precision: Precision
+) -> None:
+    """Which parameters are trained. Raises InputError."""
+    trained.choose(source.model)
+    if source.base != "bf16" and precision != "bf16":
+        raise InputError(f"base is {source.base!r}, and precision {precision!r}; take bf16")
+    if adapted(source.model) is None:
+        return
+    if precision == "fp8":
+        raise InputError("precision is 'fp8', and the model has an adapter; take bf16")
+    if optimizer is not None and not any(p.requires_grad for p in source.model.parameters()):
+        raise InputError(
+            "every parameter of the PeftModel is frozen: load the adapter with is_trainable=True"
+        )

@@ -95,13 +95,16 @@ CASES = {
 )
 def test_host_memory_is_the_engines_to_the_byte(name: str, rule: str) -> None:
     placement, (clip, precision, tied) = PLACEMENTS[name], CASES[name]
-    found = told(placement, clip=clip, precision=precision, tied=tied, rule=SWEPT[rule]())
+    optimizer = SWEPT[rule]()
+    if isinstance(optimizer, Muon):  # whose products are slow on most CPUs, and all hold as much
+        optimizer = replace(optimizer, ns_steps=1)
+    found = told(placement, clip=clip, precision=precision, tied=tied, rule=optimizer)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(512, (ROWS, TOKENS), generator=generator)
     step = [{"input_ids": part, "labels": part} for part in ids.split(4)]
     with Engine(
         tiny_config(tied=tied),
-        optimizer=SWEPT[rule](),
+        optimizer=optimizer,
         max_grad_norm=1.0 if clip else None,
         precision=precision,  # type: ignore[arg-type]
         placement=placement,

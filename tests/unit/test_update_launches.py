@@ -40,7 +40,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("rule", "width"),
     few(
-        [(Muon(), 512), (Lion(), 512), (SGD(), 512), (Adafactor(), 2048)],
+        [(Muon(), 128), (Lion(), 128), (SGD(), 128), (Adafactor(), 2048)],
         *(0, 1, 2),
     ),
     ids=["muon", "lion", "sgd", "adafactor"],
