@@ -276,12 +276,12 @@ class Engine(PlacedEngine):
 
     @property
     def ranks(self) -> Ranks:
-        """Those that share the model."""
+        """The ranks that share the model."""
         return self._ranks
 
     @property
     def batch_ranks(self) -> Ranks:
-        """Those of which each takes micro-batches of its own; alone where all share every row."""
+        """The ranks that take micro-batches of their own; one, where all share every row."""
         return ALONE if self._share.ranks.together else self._ranks
 
     @property

@@ -72,12 +72,12 @@ class Ranks:
 
     @property
     def shards(self) -> "Ranks":
-        """Those of one host: each keeps a block of the model (FSDP's shard group)."""
+        """The ranks of one host: each keeps a block of the model (FSDP's shard group)."""
         return self if self.hosts == 1 else self._some(self.rank % self._each, self._each)
 
     @property
     def replicas(self) -> "Ranks":
-        """Those of all hosts that keep the same block (HSDP's replicate group)."""
+        """The ranks, of all hosts, that keep the same block (HSDP's replicate group)."""
         return ALONE if self.hosts == 1 else self._some(self.rank // self._each, self.hosts)
 
     @property
@@ -112,7 +112,7 @@ class Ranks:
         """Put the sum over all ranks in the place of a tensor; every rank has the same bits."""
 
     def sum_of_updates(self, values: Tensor) -> None:
-        """As `sum`, where an update runs: beside the others, if that is a host thread."""
+        """`sum` for updates: on a host thread it has a communicator of its own."""
 
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
         """An fp32 CPU tensor, of whose flat elements each rank has a part; alone: all, shaped."""

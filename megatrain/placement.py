@@ -132,10 +132,10 @@ class Placement:
             background has written them; when it is full, updates wait for the disk. None: half of
             what is free when the first such save begins, at most about what a checkpoint takes.
         disk_moments: tiles whose moments (all that the optimizer's rule keeps) rest on the engine's
-            disk, whence each update reads them and where it writes them: layers, evenly spread, and
-            then the others; of those that do not rest on the device.
+            disk: each update reads them there and writes them back. Layers, evenly spread, and then
+            other tiles; none that rest on the device.
         disk_remainder: the same of the other half of the fp32 master.
-        disk_weights: layers whose weights rest there, whence both sweeps read them, too.
+        disk_weights: layers whose weights rest there; both sweeps read them, too.
     """
 
     slots: int = 2

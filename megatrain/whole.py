@@ -146,7 +146,7 @@ class _Places:
         return made
 
     def restore(self) -> None:
-        """As they were."""
+        """Give all modules their own parameters back."""
         for name, parameter in self._own.items():
             self._set(name, parameter)
 

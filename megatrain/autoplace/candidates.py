@@ -81,7 +81,7 @@ class Candidates:
         )
 
     def sizes_in_passes(self) -> list[int]:
-        """The same where graphs of few micro-batches shall wait at once."""
+        """Rows of a micro-batch to try in several passes, where few graphs wait at once."""
         few = [rows for rows in self.sizes() if rows * self.workload.sequence_length <= _FEW]
         return self.sizes() if self.workload.micro_batch is not None else few[:2]
 
@@ -165,7 +165,7 @@ class Candidates:
         return device + sum(needs.device.values()), host
 
     def min_bytes(self, placement: Placement, rows: int) -> tuple[int, int]:
-        """The same with what they compute with."""
+        """`static_bytes`, and what a layer or the head computes with."""
         device, host = self.static_bytes(placement)
         # Gradients that are not summed yet are among what is worked with.
         unsummed = self.forecasts.needs(self.workload, placement).device[UNSUMMED]
@@ -176,7 +176,7 @@ class Candidates:
         return device + max(0, self._working_bytes(placement, rows) - unsummed), host
 
     def one_step_bytes(self, placement: Placement, rows: int) -> tuple[int, int]:
-        """The same from one step, which is hardly less than what the steps after it take."""
+        """Bytes on device and host at the peak of a first step; later ones take hardly more."""
         found = self.forecasts.of(self.machine, placement, self.workload, rows, steps=1)
         return found.device_peak_bytes, found.host_peak_bytes
 

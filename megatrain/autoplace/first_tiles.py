@@ -100,7 +100,7 @@ class FirstTiles:
 
 
 def first_tiles(forecasts: ForecastCache, workload: Workload, placement: Placement) -> FirstTiles:
-    """The same for a placement, of which only what rests on a disk and passes matter."""
+    """`FirstTiles` for what a placement says of the disk and of passes; the rest is no matter."""
     names = ("disk_moments", "disk_remainder", "disk_weights", "passes")
     alike = Placement(**{name: getattr(placement, name) for name in names})
     key = "tiles", workload.rule, workload.ranks, workload.dtype, workload.clip, alike

@@ -39,7 +39,7 @@ class Budget:
 
     @property
     def device(self) -> int:
-        """Bytes that may be used."""
+        """Bytes of the device that may be used."""
         total = self.machine.device_memory_bytes
         return min(int(_USED * total), total - self._libraries)
 
@@ -49,7 +49,7 @@ class Budget:
 
     @property
     def host(self) -> int:
-        """The same of the host."""
+        """Bytes of host memory that may be used."""
         return int(_USED * self.machine.host_memory_bytes)
 
     def spare(self, found: Forecast) -> int:
@@ -57,7 +57,7 @@ class Budget:
         return self.device - found.device_peak_bytes
 
     def host_spare(self, found: Forecast) -> int:
-        """The same of the host."""
+        """Host bytes left; negative: it does not fit."""
         return self.host - found.host_peak_bytes
 
     def fits(self, found: Forecast) -> bool:

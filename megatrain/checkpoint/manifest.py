@@ -78,7 +78,7 @@ class Parameter(_Strict):
 
     @property
     def entry(self) -> Entry:
-        """The same, as tiles have it. Raises ValueError: it is packed in an unknown way."""
+        """The parameter as an entry of a tile. Raises ValueError: its packing is unknown."""
         if self.packed is not None and self.packed not in PACKINGS:
             raise ValueError(f"parameter {self.name[:80]!r} is packed as {self.packed[:80]!r}")
         packed = None if self.packed is None else PACKINGS[self.packed]

@@ -64,7 +64,7 @@ class NamedModel:
             )
 
     def spec(self) -> "ModelSpec":
-        """Its structure. Raises InputError: the engine cannot follow it."""
+        """The structure of the model. Raises InputError: the engine cannot follow it."""
         from megatrain.model.trained import Trained
         from megatrain.source.source import open_source, structure
 

@@ -13,5 +13,5 @@ from megatrain.data.opening import open_dataset, open_stream
 from megatrain.data.preferences import PLAIN, ReplyDataset, at_first_label, numbered, plain_rows
 from megatrain.data.prompt_rows import PromptRow, Prompts, open_prompts
 from megatrain.data.stream import Stream
-from megatrain.data.teacher_file import IDS, LOG_PROBS, Said, open_teacher_file
+from megatrain.data.teacher_file import IDS, LOG_PROBS, TeacherAnswers, open_teacher_file
 from megatrain.data.tokenizer import load_tokenizer

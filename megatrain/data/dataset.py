@@ -91,7 +91,7 @@ class PackedDataset:
 
     Attributes:
         store: the tokens. documents: which of it are learnt from.
-        beside: what a teacher says of each label, which batches have as well.
+        beside: a teacher's answers for each label, which batches have as well.
     """
 
     beside: TeacherFile | None = None
@@ -186,7 +186,7 @@ class PackedDataset:
             yield self.batch(range(start, min(start + rows_per_micro_batch, count)))
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        """These rows as `Layout.batch` lays them out, with what is kept beside them."""
+        """A micro-batch of rows as `Layout.batch` makes it, with what is kept beside the rows."""
         made = self._layout.batch([list(self.pieces(row)) for row in rows])
         return made if self.beside is None else made | self.beside.of(rows, made["labels"])
 

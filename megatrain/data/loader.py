@@ -189,7 +189,7 @@ class StepLoader:
 
 
 class StreamLoader(StepLoader):
-    """The same over a stream, whose rows come in their order; closes it, too."""
+    """Steps of a stream, whose rows come in their order; closes the stream, too."""
 
     def __init__(self, dataset: Stream, **options: Any) -> None:
         super().__init__(dataset, **options)

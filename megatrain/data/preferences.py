@@ -24,7 +24,7 @@ def plain_rows(step: list[MicroBatch]) -> list[MicroBatch]:
 
 
 def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
-    """The same micro-batches, with numbers of pairs or replies that no two of them share."""
+    """Micro-batches whose numbers of pairs or replies are unique in the step."""
     for name in _NUMBERS:
         first = 0.0
         for micro in step:
@@ -64,7 +64,7 @@ class ReplyDataset(PackedDataset):
         return self._layout.batch([[line] for row in rows for line in self._lines(row)])
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        """The same with the inputs of the loss."""
+        """A micro-batch as `plain` makes it, with the inputs of the loss."""
         made, lines = self.plain(rows), self.lines
         labels, ids = made["labels"], made["input_ids"]
         kinds = torch.tensor([kind for row in rows for kind in self._kinds(row)])

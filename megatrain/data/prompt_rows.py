@@ -67,7 +67,7 @@ class Prompts:
         return len(self._rows[row].ids)
 
     def batch(self, rows: Sequence[int]) -> list[PromptRow]:
-        """These rows."""
+        """The prompts of some rows."""
         return [self._rows[row] for row in rows]
 
     def describe(self, row: int) -> str:

@@ -110,7 +110,7 @@ class Stream:
         return self._blocks[0].data
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        """These rows as `Layout.batch` lays them out."""
+        """A micro-batch of rows as `Layout.batch` makes it."""
         blocks = [(self._block_of(row), row) for row in rows]
         layout = self._layout(blocks[0][0].data.store.notes["kind"])
         return layout.batch([list(block.data.pieces(block.row(row))) for block, row in blocks])

@@ -1,4 +1,4 @@
-"""What a teacher says of the labels of a data set: computed once, kept beside the tokens.
+"""A teacher's likeliest tokens for each label of a data set: computed once, then kept.
 
 A folder of two files, which grow together, so that whoever is killed goes on where it was.
 `labels.bin`: for each label, row after row, the ids of K tokens (int32) and their log-probabilities
@@ -23,8 +23,8 @@ from megatrain.data.store import alone
 from megatrain.data.watched import WatchedFile
 from megatrain.errors import InputError
 
-Said = tuple[Tensor, Tensor, Tensor]
-"""Of a micro-batch its labels `[B, T]`, and ids and log-probabilities of tokens `[B, T, K]`."""
+TeacherAnswers = tuple[Tensor, Tensor, Tensor]
+"""Of a micro-batch: labels `[B, T]`, ids and log-probabilities of likeliest tokens `[B, T, K]`."""
 
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"
 _END = np.dtype("<i8")
@@ -40,7 +40,7 @@ class TeacherFile:
         self._rows = WatchedFile(folder / "rows.bin")
 
     def of(self, rows: Sequence[int], labels: Tensor) -> dict[str, Tensor]:
-        """What is said of these rows, whose labels are `[B, T]`: two tensors `[B, T, K]`."""
+        """Ids and log-probabilities `[B, T, K]` for rows whose labels are `[B, T]`."""
         found = np.concatenate([self._of_row(row) for row in rows])
         shape, there = (*labels.shape, self._top_k), labels != -100
         ids, log_probs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
@@ -56,29 +56,29 @@ class TeacherFile:
 
 
 def open_teacher_file(
-    folder: Path, num_rows: int, top_k: int, said: Callable[[int], Iterator[Said]]
+    folder: Path, num_rows: int, top_k: int, answers: Callable[[int], Iterator[TeacherAnswers]]
 ) -> TeacherFile:
-    """What is kept in `folder`, made or gone on with where it is not there whole.
+    """The answers in `folder`; what is missing of them is computed first.
 
     Processes that want the same one wait.
 
     Args:
         num_rows: of the data set.
-        said: what a teacher says of the rows from a given one on, micro-batch after micro-batch.
+        answers: a teacher's, for the rows from a given one on, micro-batch after micro-batch.
 
     Raises:
-        InputError: the folder cannot be written, or whatever `said` raises.
+        InputError: the folder cannot be written, or whatever `answers` raises.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with alone(folder.with_suffix(".lock"), "asking a teacher of these rows"):
             if not _is_whole(folder):
-                _go_on(folder, num_rows, top_k, said)
+                _go_on(folder, num_rows, top_k, answers)
         return TeacherFile(folder, top_k)
     except OSError as error:
         reason = error.strerror or error
         raise InputError(
-            f"{folder.parent}: cannot keep what the teacher says there: {reason}"
+            f"{folder.parent}: cannot keep the teacher's answers there: {reason}"
         ) from error
 
 
@@ -87,7 +87,7 @@ def _record(top_k: int) -> np.dtype[np.void]:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether all is there as it was written; what is damaged is removed."""
+    """Whether both files are as they were written; damaged ones are removed."""
     if not (folder / "whole.json").is_file():
         return False
     try:
@@ -96,7 +96,9 @@ def _is_whole(folder: Path) -> bool:
         problem = "files are not as they were written"
     except (OSError, ValueError, InputError) as error:
         problem = str(error)
-    _log.warning("%s: what a teacher said is damaged (%s): asked again", folder, problem)
+    _log.warning(
+        "%s: the answers of a teacher are damaged (%s): it is asked again", folder, problem
+    )
     shutil.rmtree(folder)
     return False
 
@@ -105,7 +107,9 @@ def _identities(folder: Path) -> list[list[int]]:
     return [list(WatchedFile(folder / name).identity) for name in ("rows.bin", "labels.bin")]
 
 
-def _go_on(folder: Path, num_rows: int, top_k: int, said: Callable[[int], Iterator[Said]]) -> None:
+def _go_on(
+    folder: Path, num_rows: int, top_k: int, answers: Callable[[int], Iterator[TeacherAnswers]]
+) -> None:
     folder.mkdir(exist_ok=True)
     record = _record(top_k)
     with _growing(folder / "labels.bin") as labels, _growing(folder / "rows.bin") as rows:
@@ -119,14 +123,14 @@ def _go_on(folder: Path, num_rows: int, top_k: int, said: Callable[[int], Iterat
         labels.truncate()
         end, done = int(ends[-1]), len(ends) - 1
         if done:
-            _log.info("a teacher has said %d of %d rows already", done, num_rows)
-        for of_labels, ids, log_probs in said(done):
+            _log.info("a teacher has answered for %d of %d rows already", done, num_rows)
+        for of_labels, ids, log_probs in answers(done):
             used = of_labels != -100
             made = np.zeros(int(used.sum()), record)
             made["ids"], made["log_probs"] = ids[used].numpy(), log_probs[used].numpy()
             labels.write(made.tobytes())
             labels.flush()
-            os.fsync(labels.fileno())  # rows must not be said to be there before their labels are
+            os.fsync(labels.fileno())  # rows must not be counted before their labels are
             rows.write((end + np.cumsum(used.sum(1).numpy(), dtype=_END)).tobytes())
             rows.flush()
             end += len(made)

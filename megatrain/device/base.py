@@ -107,7 +107,7 @@ class Buffer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its own name and those of its parts."""
+        """The names of this buffer and of its parts."""
         return (self.name, *(name for part in self.parts for name in part.names))
 
     def piece(self, start: int, stop: int) -> "Buffer":
@@ -115,7 +115,7 @@ class Buffer:
         return Buffer(self.name, self.data[start:stop], self.parts)
 
     def as_bytes(self) -> "Buffer":
-        """The same range as uint8."""
+        """This range of memory as uint8."""
         return replace(self, data=self.data.view(torch.uint8))
 
     def values(self, place: slice = slice(None)) -> Tensor:

@@ -83,7 +83,7 @@ class _View:
         return self.start + (reach + 1) * self.dtype.itemsize
 
     def on(self, memory: Tensor) -> Tensor:
-        """The same piece of `memory`."""
+        """The piece of `memory` at this place."""
         start = memory.storage_offset() * memory.itemsize + self.start
         made = torch.empty(0, dtype=self.dtype, device=memory.device)
         offset = start // self.dtype.itemsize

@@ -62,7 +62,7 @@ class Directs(Protocol):
         """A tile's gradient is going to be complete."""
 
     def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
-        """It is, and measured; what is left in `sums` goes to the update."""
+        """The gradient in `sums` is complete and measured; what this leaves there is sent on."""
 
 
 class Sink:

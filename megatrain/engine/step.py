@@ -45,7 +45,7 @@ class TrainingParts(Parts):
     passes: int = 1
 
     def under(self, policies: Sequence[ActivationPolicy]) -> "TrainingParts":
-        """The same parts, but for what the layers save: one policy for each."""
+        """These parts with other activation policies, one for each layer."""
         return replace(self, trunk=[unit.under(policies) for unit in self.trunk])
 
 

@@ -57,7 +57,7 @@ class TileSlice:
 
     @property
     def trained(self) -> slice:
-        """What of its gradient this rank measures: each has the sums of all of it."""
+        """The elements whose gradient this rank measures: the first rank all, others none."""
         return slice(0, self.layout.trainable_numel if self.whole.rank == 0 else 0)
 
     @property

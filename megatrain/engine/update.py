@@ -52,7 +52,7 @@ class _Run:
     by_all: bool = False
 
     def within(self, first: int, last: int) -> "_Run":
-        """What of it lies between two elements."""
+        """The part of this run that lies between two elements."""
         return replace(self, start=max(self.start, first), stop=min(self.stop, last))
 
 
@@ -265,7 +265,7 @@ class Update:
             self.directions.bring(tile.whole)
 
     def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
-        """It is: the rule's directions take its place, if it has any."""
+        """The gradient in `sums` is complete: put the rule's directions, if any, in its place."""
         if not self.waits(tile.whole):
             self.directions.turn(tile.whole, sums, self._settings)
 

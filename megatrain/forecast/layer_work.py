@@ -62,7 +62,7 @@ class LayerWork:
 
     @property
     def in_float8(self) -> "LayerWork":
-        """The same where products are taken in float8."""
+        """This work where products are taken in float8."""
         faster: dict[str, Any] = {
             name: each._replace(product_flops=int(each.product_flops / _FLOAT8_SPEED))
             for name, each in vars(self).items()

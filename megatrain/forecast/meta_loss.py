@@ -68,7 +68,7 @@ def few_losses(
     each_of: Summed,
     given: Sequence[Tensor] = (),
 ) -> Tensor:
-    """As `chunked_losses`, of which as few chunks are run."""
+    """As `chunked_losses`; few of the chunks are run, and the others counted like them."""
     skipped = chunks_left_out(len(hidden_ND), tokens) * tokens
     done: list[Work] = []
 

@@ -63,7 +63,7 @@ class MetaProgram(Program):
         values: Activations,
         saves: Saves | None = None,
     ) -> Activations:
-        """As the model does: whole layers of forecasts count for themselves (opaque_layer.py)."""
+        """Compute as the model; whole layers of forecasts count themselves (opaque_layer.py)."""
         return self._measured.program.layer(visit, weights, batch, values, saves)
 
     def repeats(
@@ -113,7 +113,7 @@ class MetaProgram(Program):
         return {ref: out[ref] for ref in made}, tuple(out[ref] for ref in given)
 
     def chosen(self, visit: int, index_NK: Tensor, start: int, stop: int) -> Chosen:
-        """As many as there are if all experts are chosen equally often."""
+        """The tokens of these experts if all experts are chosen equally often."""
         experts = self.spec.layers[visit].kind.experts
         assert experts is not None
         count = index_NK.numel() * (stop - start) // experts.num

@@ -39,7 +39,7 @@ class Needs:
 
     @property
     def waiting_on_host(self) -> "Needs":
-        """The same where boundaries wait on the host."""
+        """These needs where boundaries wait on the host."""
         device, host = self.device.copy(), self.host.copy()
         host[_BOUNDARIES] = device.pop(_BOUNDARIES)
         return Needs(device, host)

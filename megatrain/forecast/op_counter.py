@@ -330,7 +330,7 @@ class OpCounter(TorchDispatchMode):
         return tensor
 
     def took(self, num_bytes: int) -> None:
-        """So many bytes more were alive for a moment."""
+        """Note that so many bytes more were alive for a moment."""
         self._note_peak("working set", num_bytes)
 
     @contextmanager

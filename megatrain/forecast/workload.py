@@ -118,7 +118,7 @@ class Workload:
 
     @property
     def computed(self) -> "Workload":
-        """The same without limits and with a free placement: all that forecasts depend on."""
+        """This workload without limits and placement: all that forecasts depend on."""
         compiled = self.compile if self.placement is None else self.placement.compile
         free: dict[str, Any] = dict.fromkeys(("placement", "disk", *LIMITS))
         return replace(self, compile=compiled, **free)

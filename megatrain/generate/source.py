@@ -18,11 +18,11 @@ class Source(Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """Those that share the model, and make the same texts together."""
+        """The ranks that share the model, and make the same texts together."""
 
     @property
     def device(self) -> Device:
-        """Where it computes."""
+        """The device that the model computes on."""
 
     @property
     def generation_config(self) -> GenerationConfig:

@@ -76,7 +76,7 @@ class UpdateOptions(NamedTuple):
 
 
 def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Scalars:
-    """Those of an AdamW update of moments of a kind, of settings as torch has them, in fp64.
+    """The scalars of an AdamW update, in fp64, from settings as torch has them.
 
     Raises:
         ValueError: `step` is below 1.

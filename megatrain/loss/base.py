@@ -105,7 +105,7 @@ class Loss(ABC):
         return torch.where(targets_N != IGNORED, self.tokens(found, *given), 0.0)
 
     def each_of(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
-        """The same, of logits."""
+        """The loss of each token `[N]`, from its logits; 0 where it has no target."""
         return self.each(self.statistics(logits_NV, targets_N, *given), targets_N, *given)
 
     def summed(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class Loss(ABC):
         return logits if self.temperature == 1 else logits.float() / self.temperature
 
     def statistics(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Statistics:
-        """Those of some tokens' logits."""
+        """The statistics of some tokens' logits."""
         logits = self.tempered(logits_NV).float()
         lse_N = logits.logsumexp(1)
         picked_N = logits.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]

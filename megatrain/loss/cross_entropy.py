@@ -16,7 +16,7 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """Its mean over all labelled tokens of the step; of logits divided by `temperature`.
+    """The mean over all labelled tokens of the step; logits are divided by `temperature`.
 
     Raises:
         InputError: the temperature is not above 0.

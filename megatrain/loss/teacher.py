@@ -1,4 +1,4 @@
-"""What a teacher says of each label: the tokens that it finds likeliest."""
+"""The tokens that a teacher finds likeliest in the place of each label."""
 
 from dataclasses import dataclass
 

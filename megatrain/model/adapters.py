@@ -63,7 +63,7 @@ _adapted: WeakKeyDictionary[nn.Module, Adapted] = WeakKeyDictionary()
 
 
 def adapted(model: nn.Module) -> Adapted | None:
-    """What of a model is an adapter; None: nothing."""
+    """The adapters in a model; None: there are none."""
     return _adapted.get(model)
 
 

@@ -120,7 +120,7 @@ def add_ends(folder: Path, ends: Sequence[int]) -> None:
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
-    """What of a model's folder belongs to its tokenizer, chat templates included."""
+    """The files of a model's folder that belong to its tokenizer, chat templates included."""
     for path in sorted([*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")]):
         if path.is_file() and _TOKENIZER.fullmatch(path.relative_to(folder).as_posix()):
             yield path

@@ -57,7 +57,7 @@ class Stored:
         return self.read_bytes(0, self.num_bytes).view(self.dtype).view(self.shape)
 
     def values(self) -> Tensor:
-        """The same; of a quantised weight, what it stands for."""
+        """The values of the tensor; of a quantised weight, the values that it stands for."""
         return self.read()
 
     def read_bytes(self, offset: int, num_bytes: int) -> Tensor:

@@ -119,7 +119,7 @@ class Adafactor(Rule):
         return torch.finfo(torch.float32).eps if self.eps[0] is None else self.eps[0]
 
     def _second_moment(self, kept: Tensor, sums: "_Totals", fresh: float) -> tuple[Tensor, Tensor]:
-        """Its means of rows, as shares of their own mean, and of columns, once `kept` has both."""
+        """Update `kept`; return the means of rows, divided by their mean, and those of columns."""
         (count, rows), columns = sums.rows.shape, sums.columns.shape[-1]
         if rows == 1:  # the columns' means are the squares themselves
             of_columns = kept.view(count, columns)
@@ -144,17 +144,17 @@ class _Rectangle:
     columns: slice
 
     def of(self, values: Tensor) -> Tensor:
-        """[count, rows, columns] of the values that are here."""
+        """This rectangle [count, rows, columns] of a parameter's values."""
         sides = (self.matrices, self.rows, self.columns)
         return values.view(-1)[self.flat].view([side.stop - side.start for side in sides])
 
     def all_of(self, tile: TileRange) -> TileRange:
-        """The same of each plane, without states."""
+        """This rectangle of each plane of a tile, without states."""
         rest = None if tile.remainder is None else self.of(tile.remainder)
         return TileRange(self.of(tile.weights), rest, (), self.of(tile.grad))
 
     def factors(self, whole: Factors) -> Factors:
-        """Those of these rows and columns."""
+        """The factors of this rectangle's rows and columns."""
         rows = whole.rows[self.matrices, self.rows].contiguous()
         return Factors(rows, whole.columns[self.matrices, self.columns].contiguous(), whole.most)
 
@@ -202,7 +202,7 @@ class _Totals:
         return cls(of_rows, of_columns, torch.zeros(1, dtype=torch.float64, device=device))
 
     def add(self, each: _Rectangle, sums: Sums) -> None:
-        """Those of some elements."""
+        """Add the sums of one rectangle."""
         self.rows[each.matrices, each.rows] += sums.rows
         self.columns[each.matrices, each.columns] += by_halves(sums.columns, 1)
         self.masters.add_(_added(sums.masters))

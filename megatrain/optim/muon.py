@@ -126,7 +126,7 @@ class Muon(Rule):
         return self.clip == "rest" and super().directs(layout)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """As `Rule.groups`, those without matrices first: AdamW's moments are for them alone."""
+        """As `Rule.groups`; groups without matrices come first: only they have AdamW's moments."""
         groups = parted(super().groups(model), is_matrix)
         self._check_packed([pair for group in groups for pair in group["params"]])
         for group in groups:
@@ -156,7 +156,7 @@ class Muon(Rule):
                     )
 
     def _sizes(self, name: str) -> tuple[int, ...]:
-        """Those of a parameter that is packed; of any other none."""
+        """Sizes of the matrices in a packed parameter; none for any other parameter."""
         return next((sizes for pattern, sizes in self._packed if re.search(pattern, name)), ())
 
     def average(

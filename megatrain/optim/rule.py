@@ -68,12 +68,12 @@ class Plane:
         return self.own_numel(layout, 0) * self.dtype.itemsize
 
     def has(self, entry: Entry) -> bool:
-        """Whether a parameter has a part in it."""
+        """Whether a parameter has a part in this plane."""
         trained = self.frozen or entry.group is not None
         return trained and (self.only is None or self.only(entry))
 
     def numel(self, layout: TileLayout) -> int:
-        """Its values for a tile: up to the last part, or parameter, that has it."""
+        """Values of this plane for a tile, up to the last part, or parameter, that has any."""
         last = next(filter(self.has, reversed(layout.entries)), None)
         stop = 0 if last is None else align(last.offset + last.stored, ALIGNMENT)
         return (layout.whole_parts(stop) if self.only is None else stop) // self.per
@@ -91,7 +91,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class Part:
-    """What of a parameter an update is given.
+    """The part of a parameter that an update is given.
 
     Attributes:
         shape: of the parameter.
@@ -268,7 +268,7 @@ class Rule(ABC):
 def parted(
     groups: Sequence[dict[str, Any]], second: Callable[[str, torch.Size], bool]
 ) -> list[dict[str, Any]]:
-    """Each group in two, those parameters first, and so in tiles, that are not `second`."""
+    """Every group cut in two: parameters that are not `second` come first, in tiles as well."""
     parts = [
         group | {"params": [(n, p) for n, p in group["params"] if second(n, p.shape) == which]}
         for which in (False, True)

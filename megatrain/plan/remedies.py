@@ -71,7 +71,7 @@ class Remedy:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The same as keys and values of a run file; another GPU is none."""
+        """The remedy as keys and values of a run file; another GPU has none."""
         changed = [each.settings for each in self._differences if each.amount]
         return {key: value for settings in changed for key, value in settings.items()}
 

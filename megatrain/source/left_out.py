@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class Fingerprint:
-    """Of tensors that come in any order, by any threads: dtypes, shapes and every byte."""
+    """A hash of tensors (dtype, shape, every byte) that come in any order, from any thread."""
 
     def __init__(self, algorithm: str = ALGORITHM) -> None:
         self._algorithm = algorithm
@@ -57,11 +57,11 @@ class Fingerprint:
         self._sums[name] = f"{values.dtype} {shape} {ALGORITHMS[self._algorithm](flat.data)}"
 
     def lacking(self, names: Iterable[str]) -> set[str]:
-        """Those of these that did not come."""
+        """The names of which no tensor came."""
         return {*names} - self._sums.keys()
 
     def of(self, names: Iterable[str]) -> str:
-        """The fingerprint of these together, behind the name of its algorithm."""
+        """The fingerprint of the named tensors together, behind the name of its algorithm."""
         lines = "\n".join(f"{name} {self._sums.get(name)}" for name in sorted(names))
         return f"{self._algorithm}:{ALGORITHMS[self._algorithm](lines.encode())}"
 

@@ -65,7 +65,7 @@ def _write_buffers(path: Path, buffers: Mapping[str, Tensor]) -> None:
 
 
 def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
-    """What of a checkpoint was not trained; `model` is given all buffers.
+    """What a checkpoint has that was not trained; `model` is given all buffers.
 
     Raises:
         InputError: they are those of another model.

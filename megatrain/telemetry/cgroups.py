@@ -16,7 +16,7 @@ def cgroup_files(name: str) -> Iterator[str]:
 
 
 def old_cgroup_files(controller: str, name: str) -> Iterator[str]:
-    """The same of version 1, where each controller has a folder (`memory`)."""
+    """`cgroup_files` of version 1, where each controller has a folder (`memory`)."""
     return _texts(_ROOT / controller, name, controller)
 
 

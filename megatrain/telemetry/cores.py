@@ -15,5 +15,5 @@ def usable_cores() -> int:
 
 
 def update_threads() -> int:
-    """As many as the engine gives the optimizer when the placement does not say."""
+    """Host threads of the optimizer when the placement does not say how many."""
     return max(1, usable_cores() - _SPARE_CORES)

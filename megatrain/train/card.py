@@ -119,7 +119,7 @@ def _all_short(paths: Any) -> Any:
 
 
 def _license(folder: Path, source: str | None) -> str | None:
-    """As the hub names it; None: unknown.
+    """The license as the hub names it; None: unknown.
 
     What the card of the model's source says, or else what the licence there begins with.
     """

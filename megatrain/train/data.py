@@ -220,7 +220,7 @@ def _tokenising_progress() -> Callable[[int, int], None]:
 
 
 def cache_folder(config: Config) -> Path:
-    """Where tokens are kept, and what a teacher says of them."""
+    """The folder that keeps tokens, and the answers of teachers."""
     if config.data.cache_dir is not None:
         return Path(config.data.cache_dir).expanduser()
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -24,7 +24,7 @@ _MOST_NATS = 700  # beyond, a perplexity is no number
 
 
 class Evaluations:
-    """Those of a run; each is done once, however often the run is resumed.
+    """The evaluations of a run; each is done once, however often the run is resumed.
 
     A signal ends one that is not the last: it is made up for when the run goes on.
     """
@@ -121,7 +121,7 @@ class Evaluations:
         return {"eval_loss": sum(losses) / sum(counts)} | named
 
     def _of_replies(self, loss: JointLoss, *, final: bool) -> dict[str, float] | None:
-        """The same by the loss's own measures, of a whole set together."""
+        """The measures of a joint loss, each over a whole evaluation set; None: a signal came."""
         every: tuple[list[Tensor], Step] = [], []
         metrics: dict[str, float] = {}
         for name, parts in self._sets.items():

@@ -50,7 +50,7 @@ def write_model(job: Job, run: Path) -> None:
 
 
 def write_saved_model(job: Job, run: Path, step: int) -> None:
-    """The same of an earlier state, from its checkpoint."""
+    """Write the model of an earlier step, from its checkpoint."""
     with whole_folder(run / MODEL, replace=True) as partial:
         write_saved(open_checkpoint(checkpoint_folder(run, step)), partial)
         job.write_tokenizer(partial)

@@ -43,7 +43,7 @@ class References:
 
     @classmethod
     def read(cls, run: Path) -> "References":
-        """Those of a run. Raises InputError: there are none, or they are damaged."""
+        """Read them from a run's folder. Raises InputError: they are missing or damaged."""
         path = run / REFERENCES
         try:
             kept = json.loads(path.read_text())

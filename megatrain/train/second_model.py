@@ -25,27 +25,32 @@ log = logging.getLogger(__name__)
 
 
 class SecondModel:
-    """Frozen weights in host memory, and what they say of each micro-batch of a step.
+    """A frozen model in host memory, which gives each micro-batch further tensors.
 
     Several ranks share it, and each asks it of its own micro-batches.
     """
 
     def __init__(
-        self, engine: Engine, name: str, says: Callable[[Engine, Step], list[MicroBatch]]
+        self, engine: Engine, name: str, answers: Callable[[Engine, Step], list[MicroBatch]]
     ) -> None:
-        """Args: `name` is what metrics call its time by."""
-        self._engine, self._name, self._says = engine, name, says
+        """Take the model.
+
+        Args:
+            name: in metrics, of the seconds that it takes.
+            answers: the tensors for each micro-batch of a step.
+        """
+        self._engine, self._name, self._answers = engine, name, answers
 
     def beside(self, step: Step) -> tuple[Step, dict[str, float]]:
-        """The micro-batches with what it says of them; and what the log has of how long it took."""
+        """`with_answers`, and the metric of the seconds that it took."""
         started = time.perf_counter()
-        made = self.with_said(step)
+        made = self.with_answers(step)
         return made, {f"{self._name}_seconds": round(time.perf_counter() - started, 6)}
 
-    def with_said(self, step: Step) -> Step:
-        """The micro-batches with what it says of them."""
-        said = self._says(self._engine, step)
-        return [micro | more for micro, more in zip(step, said, strict=True)]
+    def with_answers(self, step: Step) -> Step:
+        """The micro-batches, each with the tensors that this model gives it."""
+        answers = self._answers(self._engine, step)
+        return [micro | more for micro, more in zip(step, answers, strict=True)]
 
     def close(self) -> None:
         """Give its memory back."""
@@ -83,11 +88,11 @@ def second_model(
     start: Start | None,
     ranks: Ranks,
 ) -> tuple[SecondModel | None, References | None]:
-    """What is streamed with each step of a run, and what it is known by; None: nothing is.
+    """The model that is streamed beside each step of a run, and its record; None: there is none.
 
     The reference of replies that the model makes itself is known, too; their rollouts open it.
-    Data sets get what a teacher says that is kept. It comes before the model that is trained, so
-    that `auto` places that one in the memory that is left.
+    Data sets get the answers of a teacher that are kept. This model is opened before the one that
+    is trained, so that `auto` places the latter in the memory that is left.
 
     Raises:
         InputError: it cannot be used, or is another one than the run began with.
@@ -108,12 +113,12 @@ def second_model(
         return None, known
     log.info("the teacher rests in host memory beside the model that is trained")
     engine = teacher.engine(placement=Placement(), group=ranks.host)
-    return SecondModel(engine, "teacher", partial(_said, teacher)), known
+    return SecondModel(engine, "teacher", partial(_teacher_tensors, teacher)), known
 
 
-def _said(teacher: Teacher, engine: Engine, step: Step) -> list[MicroBatch]:
-    said = teacher.says(engine, step)
-    return [{IDS: ids, LOG_PROBS: log_probs} for _, ids, log_probs in said]
+def _teacher_tensors(teacher: Teacher, engine: Engine, step: Step) -> list[MicroBatch]:
+    found = teacher.answers(engine, step)
+    return [{IDS: ids, LOG_PROBS: log_probs} for _, ids, log_probs in found]
 
 
 def _reference(engine: Engine, step: Step) -> list[MicroBatch]:

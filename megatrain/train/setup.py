@@ -202,7 +202,7 @@ def _batches(
     for each in made.values():
         if isinstance(each, list):
             parts = [each[at : at + ranks.size] for at in range(0, len(each), ranks.size)]
-            each[:] = [micro for p in parts for micro in by_parts(ranks, p, second.with_said)]
+            each[:] = [micro for p in parts for micro in by_parts(ranks, p, second.with_answers)]
     return made
 
 

@@ -100,7 +100,7 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
 
 
 def enough(step: Step, ranks: Ranks) -> Step:
-    """The same rows in a micro-batch for each rank at least, as far as there are rows."""
+    """The step's rows in at least one micro-batch for each rank, as far as there are rows."""
     made = list(step)
     while len(made) < ranks.size:
         rows = [len(micro["input_ids"]) for micro in made]

@@ -1,4 +1,4 @@
-"""The teacher of a run that distils: what it says of each label, computed once and kept."""
+"""The teacher of a run that distils: its likeliest tokens for each label, computed once."""
 
 import hashlib
 import json
@@ -16,7 +16,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from megatrain.api import Engine
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config, ModelSection
-from megatrain.data import PackedDataset, Said, Step, load_tokenizer, open_teacher_file, plain_rows
+from megatrain.data import (
+    PackedDataset,
+    Step,
+    TeacherAnswers,
+    load_tokenizer,
+    open_teacher_file,
+    plain_rows,
+)
 from megatrain.data.teacher_file import TeacherFile
 from megatrain.distributed import Ranks
 from megatrain.errors import InputError, MegatrainError
@@ -59,7 +66,7 @@ def frozen_engine(config: Config, source: Any, **given: Any) -> Engine:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model whose likeliest tokens another one learns.
+    """A model whose likeliest tokens the trained model learns.
 
     Attributes:
         source: what an engine takes.
@@ -73,15 +80,15 @@ class Teacher:
     vocab_size: int
 
     def engine(self, **placed: Any) -> Engine:
-        """It in an engine that trains nothing. Raises InputError, DoesNotFit."""
+        """The teacher in an engine that trains nothing. Raises InputError, DoesNotFit."""
         made = frozen_engine(self.config, self.source, **placed)
         if made.label_shift != 1:
             made.close()
             raise InputError("loss.teacher: it predicts tokens in their own place; take another")
         return made
 
-    def says(self, engine: Engine, step: Step) -> Iterator[Said]:
-        """Of each micro-batch its labels, and what the teacher says of them."""
+    def answers(self, engine: Engine, step: Step) -> Iterator[TeacherAnswers]:
+        """For each micro-batch: labels, and ids and log-probabilities of likeliest tokens."""
         loss, rows = self.config.loss, plain_rows(step)
         most = loss.top_k or 1
         labelled = any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows)
@@ -96,7 +103,7 @@ class Teacher:
             yield micro["labels"], ids.masked_fill(strange, 0), kept
 
     def key_of(self, data: PackedDataset) -> str:
-        """What the answers depend on: data, weights, and how they are asked for."""
+        """A hash of all that the answers depend on: data, weights, and how they are asked for."""
         loss, precision = self.config.loss, self.config.engine.precision
         asked = [loss.top_k, loss.temperature, precision, self.vocab_size]
         parts = [_FORMAT, self.key, data.fingerprint, len(data), asked]
@@ -165,13 +172,13 @@ def ask(teacher: Teacher, sets: dict[str, PackedDataset], ranks: Ranks) -> None:
 
 def _keep(asking: "_Asking", folder: Path, num_rows: int, top_k: int) -> None:
     try:
-        open_teacher_file(folder, num_rows, top_k, asking.said)
+        open_teacher_file(folder, num_rows, top_k, asking.answers)
     finally:
         asking.end()
 
 
 class _Asking:
-    """Sweeps of a teacher over a data set, which all ranks make and the first one asks for."""
+    """Forward passes of a teacher over a data set; all ranks make them, the first one leads."""
 
     def __init__(self, teacher: Teacher, name: str, data: PackedDataset, ranks: Ranks) -> None:
         config = teacher.config
@@ -194,8 +201,8 @@ class _Asking:
         if self._engine is not None:
             self._engine.close()
 
-    def said(self, done: int) -> Iterator[Said]:
-        """What it says of the rows from `done` on."""
+    def answers(self, done: int) -> Iterator[TeacherAnswers]:
+        """The teacher's answers for the rows from `done` on."""
         count, told = len(self._data), time.monotonic()
         log.info("asking the teacher of %s rows (%s)", f"{count - done:,}", self._name.strip())
         for first in range(done, count, self._each):
@@ -203,10 +210,10 @@ class _Asking:
             yield from self._sweep(first)
             if time.monotonic() - told > _SECONDS_BETWEEN_NEWS:
                 told, last = time.monotonic(), min(first + self._each, count)
-                log.info("the teacher has said %s of %s rows", f"{last:,}", f"{count:,}")
+                log.info("the teacher has answered for %s of %s rows", f"{last:,}", f"{count:,}")
 
     def follow(self) -> None:
-        """Do what the first rank asks for, to its end."""
+        """On other ranks: make each forward pass that the first rank makes."""
         while (first := self._ranks.exchange(0)[0]) is not None:
             try:
                 self._sweep(first)
@@ -215,14 +222,14 @@ class _Asking:
                 raise
 
     def end(self) -> None:
-        """Nothing more is asked for."""
+        """Tell the other ranks that no forward pass follows."""
         self._ranks.exchange(None)
 
-    def _sweep(self, first: int) -> list[Said]:
+    def _sweep(self, first: int) -> list[TeacherAnswers]:
         if self._engine is None:
             self._engine = self._teacher.engine(**self._size, group=self._ranks.host)
         last = min(first + self._each, len(self._data))
         starts = range(first, last, self._rows)
         step = [self._data.batch(range(at, min(at + self._rows, last))) for at in starts]
-        said, engine = self._teacher.says, self._engine
-        return by_parts(self._ranks, step, lambda own: list(said(engine, own)))
+        answer, engine = self._teacher.answers, self._engine
+        return by_parts(self._ranks, step, lambda own: list(answer(engine, own)))

@@ -101,7 +101,7 @@ def check_trackers(config: Config) -> None:
 
 
 class Trackers:
-    """Those of a run, started; each gets what `metrics.jsonl` gets.
+    """The trackers of a run, started; each gets what `metrics.jsonl` gets.
 
     One that fails later costs a warning and is left alone from then on; the run goes on.
     """
