@@ -36,7 +36,7 @@ _MANY = 24
 
 @dataclass(frozen=True)
 class _Estimate:
-    """A candidate as far as it is known.
+    """What is known of a candidate.
 
     Attributes:
         device, host: bytes at least; with nothing resident until it is `found`.

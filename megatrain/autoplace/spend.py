@@ -61,7 +61,7 @@ class Budget:
         return self.host - found.host_peak_bytes
 
     def fits(self, found: Forecast) -> bool:
-        """Whether both hold it."""
+        """Whether device and host have room for a forecast."""
         return self.spare(found) >= 0 and self.host_spare(found) >= 0
 
     def raised(self, device: int, host: int) -> Machine:
@@ -95,7 +95,7 @@ class MemoryPlan:
         return self.seconds < best.seconds and self.likely < _HOPELESS * best.seconds
 
     def placement(self, graphs: "Graphs") -> Placement:
-        """The candidate's with so many graphs."""
+        """The candidate's placement, spent this way, with `graphs` kept."""
         return replace(
             self.candidate.placement,
             resident=self.resident,
@@ -116,7 +116,7 @@ class Graphs(NamedTuple):
 
 
 class MemoryPlans:
-    """The ways of one candidate, in so many passes."""
+    """The ways to spend the memory that one candidate leaves, in a number of passes."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class MemoryPlans:
 
     @property
     def _rest(self) -> int:
-        """Bytes that a graph which is kept whole takes besides."""
+        """Bytes that a whole graph takes beyond the half that `save_activations` keeps."""
         return self._work.again.kept_bytes * self._at_once - self._graph
 
     def _more(self, where: Literal["device", "host"]) -> int:
@@ -162,7 +162,7 @@ class MemoryPlans:
 
     @property
     def _spare(self) -> int:
-        """Device bytes that the candidate leaves in so many passes."""
+        """Device bytes that the candidate leaves in this number of passes."""
         spare = self._budget.spare(self._frame)
         if self._passes == 1:
             return spare
@@ -192,7 +192,7 @@ class MemoryPlans:
     def _graphs(
         self, count: int, staying: int, spare: int, host_spare: int
     ) -> Iterator[MemoryPlan]:
-        """With `count` resident tiles, and the weights of so many others."""
+        """Ways with `count` resident tiles and the weights of `staying` other tiles."""
         if spare < 0:
             return
         resident = self._first.names(count)

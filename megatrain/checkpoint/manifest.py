@@ -213,7 +213,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that it has had."""
+        """Optimizer steps that the model has had."""
         return self.settings.steps
 
     @property
@@ -223,7 +223,7 @@ class Checkpoint:
 
     @property
     def kept(self) -> bool:
-        """Whether it is marked to stay for ever."""
+        """Whether the checkpoint is marked to stay for ever."""
         return (self.folder / KEEP).exists()
 
     @property

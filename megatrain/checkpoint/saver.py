@@ -98,7 +98,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, well or not."""
         return not self._thread.is_alive()
 
     @property
@@ -117,7 +117,7 @@ class Saving:
             raise self.error
 
     def join(self) -> None:
-        """Block until it has ended, well or not."""
+        """Block until the save has ended, well or not."""
         if not self.done:
             with suppress(RunFailed):  # a dead host thread: then the save ends by itself
                 self._device.synchronize(self._device.record(SAVE), "save put on its way")
@@ -128,7 +128,7 @@ class Saving:
         _tell(self._untold)
 
     def abandon(self) -> None:
-        """Make it fail soon."""
+        """Make the save fail soon."""
         self.snapshot.abandon([piece for job in self._jobs for piece in job.pieces])
 
     def _run(self) -> None:

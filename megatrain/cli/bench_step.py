@@ -63,7 +63,7 @@ class StepCase:
 
     @property
     def workload(self) -> Workload:
-        """What its engine is made for."""
+        """The workload that the engine is made for."""
         placement = None if self.placement is None else Placement(**self.placement)
         size = (self.sequences * self.sequence_length, self.sequence_length, self.micro_batch)
         names = ("precision", "states", "master", "device_memory", "host_memory", "disk")

@@ -46,7 +46,7 @@ class NamedModel:
 
     @property
     def quantised(self) -> str | None:
-        """Why its weights cannot be trained; None: they can."""
+        """Why the model's weights cannot be trained; None: they can."""
         if getattr(self.config, "quantization_config", None) is None:
             return None
         if self.base is not None and self.adapter is not None:
@@ -54,7 +54,7 @@ class NamedModel:
         return f"the weights of {self.name} are quantised, and such are not trained"
 
     def check_length(self, length: int) -> None:
-        """Raises InputError: it takes no rows of so many tokens."""
+        """Raises InputError: the model takes no rows of `length` tokens."""
         text = self.config.get_text_config(decoder=True)
         allowed = getattr(text, "max_position_embeddings", None)
         if isinstance(allowed, int) and 0 < allowed < length:

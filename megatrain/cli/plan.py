@@ -66,7 +66,7 @@ class Where(NamedTuple):
 
     @property
     def here(self) -> str:
-        """This machine's GPU that it is about."""
+        """The GPU of this machine that the plan is about."""
         return self.device if self.device and self.device.startswith(DEVICE) else DEVICE
 
 

@@ -88,7 +88,7 @@ class Summary:
         ]
 
     def notes(self) -> list[str]:
-        """What a person should know of it, in sentences."""
+        """What a person should know of the data, in sentences."""
         notes = []
         if self.num_cut:
             notes.append(

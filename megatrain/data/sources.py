@@ -75,7 +75,7 @@ class HubSplit:
 
     @property
     def place(self) -> str:
-        """What tells it from other sources."""
+        """What tells this source from others."""
         return self.name
 
     @property

@@ -55,7 +55,7 @@ class Store(ABC):
 
     @abstractmethod
     def _record(self, document: int) -> Any:
-        """The record of one."""
+        """The record of one document."""
 
     @abstractmethod
     def _tokens_of(self, begin: int, end: int) -> NDArray[np.int32]:
@@ -76,7 +76,7 @@ class Store(ABC):
         return bool(self._record(document)["good"])
 
     def margin(self, document: int) -> float:
-        """By how much the better reply of its pair is so."""
+        """By how much the better reply of a document's pair is preferred."""
         return float(self._record(document)["margin"])
 
     def place(self, document: int) -> str:

@@ -86,7 +86,7 @@ def _is_one(value: object) -> bool:
 
 
 def objects(values: list[Any]) -> bool:
-    """Whether there is something, and all of it objects."""
+    """Whether there are values, and each is a JSON object."""
     return bool(values) and all(isinstance(each, dict) for each in values)
 
 

@@ -18,7 +18,7 @@ class WatchedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if it cannot be opened."""
+        """Open the file. Raises OSError."""
         self._path = path
         self._file = path.open("rb", buffering=0)
         self.identity = self._identity()

@@ -27,7 +27,7 @@ class Reached(Protocol):
     """A point in the GPU's work."""
 
     def synchronize(self) -> None:
-        """Block until it is reached; other threads go on."""
+        """Block until the event is reached; other threads go on."""
 
 
 class LaunchThrottle:
@@ -64,5 +64,5 @@ class LaunchThrottle:
         self._seconds[name].append(self._clock() - started)
 
     def _is_large(self, name: str) -> bool:
-        """Whether one like it was, or none has been launched yet."""
+        """Whether work of this name took long before, or has not been launched yet."""
         return max(self._seconds[name], default=_LARGE_SECONDS) >= _LARGE_SECONDS

@@ -221,7 +221,7 @@ class Stage(Layer):
     kinds = (Kind.PART, Kind.PART_BACKWARD)
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
-        """The stage as it is."""
+        """The stage itself: a part of a layer saves nothing."""
         return self
 
     def _saves(self, at: Turn) -> Saves | None:

@@ -56,7 +56,7 @@ class StreamedModule:
 
     @property
     def trained(self) -> bool:
-        """Whether any of its weights are."""
+        """Whether any weights of the unit are trained."""
         return bool(self.tile.whole.layout.trainable_numel)
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:

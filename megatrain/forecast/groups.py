@@ -35,5 +35,5 @@ def groups(rows: int, micro_batch: int, most: int | None, passes: int = 1) -> li
 
 
 def grouped(micro: MicroBatch) -> int:
-    """How many micro-batches one stands for."""
+    """How many micro-batches this one stands for."""
     return micro.count if isinstance(micro, Group) else 1

@@ -15,7 +15,7 @@ _FLOAT8_SPEED = 1.48
 
 @dataclass(frozen=True)
 class Shape:
-    """Of an activation, and its type."""
+    """Sizes and dtype of an activation."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -25,12 +25,12 @@ class Shape:
         return prod(self.sizes) * self.dtype.itemsize
 
     def times(self, count: int) -> "Shape":
-        """Of so many, one after the other."""
+        """The shape of `count` such activations, one after the other."""
         first, *others = self.sizes
         return Shape((count * first, *others), self.dtype)
 
     def of_rows(self, rows: int, measured: int) -> "Shape":
-        """Of other rows than were measured."""
+        """The shape for another number of rows than was measured."""
         first, *others = self.sizes
         return Shape((first * rows // measured, *others), self.dtype)
 

@@ -169,7 +169,7 @@ class MetaLayer(Layer):
 
 @dataclass
 class MetaGraph:
-    """As `Graph`, of such a layer.
+    """The `Graph` of a `MetaLayer`: work and memory, no values.
 
     Attributes:
         reads: what the layer reads.

@@ -373,7 +373,7 @@ def _described(func: Any, kwargs: dict) -> bool:
 
 
 def added(one: Work, other: Work) -> Work:
-    """Both, one after the other, memory apart."""
+    """The work of both, one after the other, but for their memory."""
     return Work(
         one.product_flops + other.product_flops,
         one.attention_flops + other.attention_flops,

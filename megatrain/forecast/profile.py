@@ -141,7 +141,7 @@ class Profile:
         return self._prologue(rows)[0]
 
     def argument_bytes(self, rows: int) -> int:
-        """What it makes besides and layers are given: positions, masks."""
+        """Bytes of what the prologue makes besides for layers: positions, masks."""
         return self._prologue(rows)[2]
 
     def layer(self, visit: int, rows: int) -> LayerWork:
@@ -189,7 +189,7 @@ class Profile:
         return self._in_chunks(("head losses", head_tokens), rows, measure)
 
     def shape(self, ref: Ref, rows: int) -> Shape:
-        """Of an activation, whatever rows its layer was measured with."""
+        """The shape of an activation, whatever rows its layer was measured with."""
         if ref in self.entering(rows):
             return self.entering(rows)[ref]
         known = self._outputs.get(id(self.spec.layers[ref.visit].kind))

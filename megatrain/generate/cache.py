@@ -93,7 +93,7 @@ def _cache(model: PreTrainedModel, length: int) -> Any:
 
 
 def _layers(cache: Any) -> list[tuple[int, int | None]]:
-    """Of each layer its bytes, and its window."""
+    """Bytes and sliding window (None: none) of each layer of a cache."""
     if cache is None:
         return []
     layers = getattr(cache, "layers", [cache])

@@ -45,7 +45,7 @@ class OwnDraws(LogitsProcessor):
             self._warpers.append(TopPLogitsWarper(settings.top_p))
 
     def __call__(self, input_ids: Tensor, scores_RV: Tensor) -> Tensor:
-        """Logits of which one is finite in each row."""
+        """Logits that leave each row the drawn token alone: all others are -inf."""
         for each in self._warpers:
             scores_RV = each(input_ids, scores_RV)
         sums_RV = scores_RV.softmax(-1, dtype=torch.float64).cumsum(-1)

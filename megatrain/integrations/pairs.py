@@ -132,7 +132,7 @@ def without_reference(args: Any, paired: bool) -> Iterator[None]:
 
 
 def pair_loss(args: Any) -> TrlDPO:
-    """The loss of DPOTrainer's arguments. Raises InputError: it is another."""
+    """The loss of DPOTrainer's arguments. Raises InputError: it is none of `megatrain.loss`."""
     types: list[Any] = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
     wrong = {}
     for name, plain in _PLAIN_PAIRS.items():

@@ -14,7 +14,7 @@ from megatrain.units import gib
 
 @dataclass
 class Predictions:
-    """Of one evaluation.
+    """The predictions of one evaluation.
 
     Attributes:
         batches: that it has; None: nobody knows.

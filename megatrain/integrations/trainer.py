@@ -177,7 +177,7 @@ class StreamedTrainer(_Trainer):
         refuse(wrong)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Left where it is: the engine copies it to host memory."""
+        """Leave the model where it is: the engine copies it to host memory."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Groups for schedulers and callbacks, whose settings each step gives to the engine."""

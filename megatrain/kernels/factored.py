@@ -127,7 +127,7 @@ def _change(tile: TileRange, factors: Factors, options: UpdateOptions, at: _At) 
 
 
 def _masters(tile: TileRange, at: _At) -> Tensor:
-    """To be changed in place if they are fp32 weights."""
+    """fp32 masters of a range; fp32 weights themselves, to be changed in place."""
     weights = tile.weights[at]
     if tile.remainder is None:
         return weights

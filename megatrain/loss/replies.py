@@ -50,7 +50,7 @@ def summed(places_N: Tensor, count: int, *values: Tensor) -> Replies:
 
 
 def check_numbers(name: str, numbers: Tensor) -> None:
-    """Raises InputError: they cannot be those of pairs or rows."""
+    """Raises InputError: numbers of pairs or rows must be whole and small enough."""
     if not ((numbers == numbers.round()) & (numbers >= 0) & (numbers < MOST_NUMBERS)).all():
         raise InputError(f"{name} must hold whole numbers from 0 to below {MOST_NUMBERS:,}")
 

@@ -203,7 +203,7 @@ class _FewRows(TorchFunctionMode):
 
 
 def _random(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Random at its beginning and zero elsewhere, without memory."""
+    """A parameter's values: random at the beginning, zeros that take no memory elsewhere."""
     values = zero_pages(parameter.shape)
     beginning = values.view(-1)[:_RANDOM]
     scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0

@@ -35,11 +35,11 @@ class Quantised(Stored):
     pack: Callable[[], Tensor]
 
     def read(self) -> Tensor:
-        """The bytes in which a tile keeps it, uint8."""
+        """The bytes in which a tile keeps the weight, uint8."""
         return self.pack()
 
     def values(self) -> Tensor:
-        """What its library unpacks, in its dtype."""
+        """The values that the weight's library unpacks, in their dtype."""
         return self.packing.unpacked(self.pack(), self.shape).to(self.dtype)
 
 

@@ -61,7 +61,7 @@ class Stored:
         return self.read()
 
     def read_bytes(self, offset: int, num_bytes: int) -> Tensor:
-        """A part of its bytes, uint8.
+        """A part of the tensor's bytes, uint8.
 
         Raises:
             InputError: the file became unreadable or shorter since its header was checked.

@@ -79,7 +79,7 @@ class Plane:
         return (layout.whole_parts(stop) if self.only is None else stop) // self.per
 
     def own_numel(self, layout: TileLayout, rank: int) -> int:
-        """Of these, those in a rank's blocks."""
+        """Values of this plane for a tile that are in a rank's blocks."""
         stop = self.numel(layout) * self.per
         own = (min(numel, stop - at) for at, numel in layout.blocks(rank))
         return sum(numel for numel in own if numel > 0) // self.per
@@ -300,7 +300,7 @@ def _has_more_bits(entry: Entry) -> bool:
 
 
 def gradient_plane(dtype: torch.dtype) -> Plane:
-    """What is held of a gradient until its update."""
+    """The plane that holds a gradient until its update."""
     return Plane("gradient", dtype, kind=PlaneKind.GRADIENT)
 
 

@@ -142,7 +142,7 @@ class Remedy:
 
 
 def _more_memory(old: Machine, new: Machine) -> list[_Difference]:
-    """Of another GPU, of the same one, of the host."""
+    """Differences in memory: of another GPU, of the same GPU, of the host."""
     device, host = size(new.device_memory_bytes), size(new.host_memory_bytes)
     more = new.device_memory_bytes - old.device_memory_bytes
     gpu, other = new.name.partition(",")[0], new.name != old.name
@@ -200,7 +200,7 @@ def remedies(plans: Plans, there: Machine, asked: Workload, short: Shortage) -> 
 def fitting(
     plans: Plans, there: Machine, asked: Workload, *, thorough: bool = True
 ) -> Forecast | None:
-    """The forecast; None if it does not fit."""
+    """The fastest forecast of a workload; None: it does not fit."""
     with suppress(DoesNotFit):
         if plans.could_fit(there, asked):
             return plans.once(there, asked, thorough=thorough)

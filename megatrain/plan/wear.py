@@ -10,7 +10,7 @@ TERABYTE = 10**12  # as drives are sold
 
 
 def terabytes_a_day(num_bytes: float, seconds: float) -> float:
-    """Of so many bytes each step of so many seconds."""
+    """Terabytes written in a day of steps that write `num_bytes` in `seconds`."""
     return num_bytes / TERABYTE * 86400 / seconds
 
 

@@ -116,7 +116,7 @@ def _check_head(source: Source, missing: Collection[str]) -> None:
 
 
 def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -> set[str]:
-    """Returns what is nowhere, for nothing computes with it."""
+    """Fill the tiles; returns names of parameters found nowhere, which nothing computes with."""
     with offering_another(saved.folder):
         if source.resumes:
             _read_state(saved, store)

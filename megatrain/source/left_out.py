@@ -51,7 +51,7 @@ class Fingerprint:
         self._sums: dict[str, str] = {}
 
     def add(self, name: str, values: Tensor) -> None:
-        """Note a tensor as it came."""
+        """Note a tensor that came."""
         flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         shape = "x".join(map(str, values.shape))
         self._sums[name] = f"{values.dtype} {shape} {ALGORITHMS[self._algorithm](flat.data)}"

@@ -60,7 +60,7 @@ class Entry:
 
     @cached_property
     def stored(self) -> int:
-        """Elements of the planes that it takes."""
+        """Elements of a plane that the parameter takes."""
         return self.numel if self.packed is None else -(-self.packed.bytes_of(self.shape) // 2)
 
     def view(self, flat: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class TileLayout:
 
     @property
     def num_trained(self) -> int:
-        """Of them, those that have a gradient."""
+        """Parameters that have a gradient."""
         return sum(entry.numel for entry in self.trainable)
 
     @cached_property

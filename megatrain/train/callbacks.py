@@ -117,7 +117,7 @@ class Callbacks:
         return ends
 
     def end(self) -> None:
-        """The run is over, and all that it writes is there."""
+        """Tell callbacks that the run is over; all that it writes is there."""
         if not self._all:
             return
         seconds, steps = time.perf_counter() - self._started, len(self._losses)
@@ -127,7 +127,7 @@ class Callbacks:
 
     @property
     def stop(self) -> bool:
-        """Whether one has asked for the end."""
+        """Whether a callback has asked for the end of the run."""
         return bool(self._all) and self._control.should_training_stop
 
     def take(self, flag: str) -> bool:
@@ -172,7 +172,7 @@ class Callbacks:
         return [bool(getattr(self._control, flag)) for flag in _ASKED]
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A step is done; its line of the log."""
+        """Tell callbacks that a step is done, with its record in the log."""
         if not self._all:
             return
         self._state.global_step, self._state.epoch = record["step"], record["epoch"]
@@ -224,7 +224,7 @@ class Callbacks:
 
 
 def names_of(given: Any) -> str:
-    """Of callbacks that are given, be they usable or not."""
+    """The names of callbacks, be they usable or not."""
     if not isinstance(given, list | tuple):
         return repr(given)
     return str([(each if isinstance(each, type) else type(each)).__name__ for each in given])

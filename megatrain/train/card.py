@@ -106,7 +106,7 @@ def _paths(config: Mapping[str, Any]) -> list[str]:
 
 
 def _short(path: str) -> str:
-    """Without the folders of the machine on which it was."""
+    """A path without the folders of this machine."""
     return path if _is_hub_id(path) else Path(path).name
 
 

@@ -37,7 +37,7 @@ class References:
     keys: dict[str, str]
 
     def write(self, run: Path) -> None:
-        """Keep them in the folder of a run, whole."""
+        """Write the log-probabilities to a run's folder, whole or not at all."""
         sums = {name: each.tolist() for name, each in self.sums.items()}
         write_file(run / REFERENCES, json.dumps({"keys": self.keys, "sums": sums}))
 

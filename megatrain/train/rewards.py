@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Rewards:
-    """The functions of a run, called one after the other.
+    """The reward functions of a run, called one after the other.
 
     Attributes:
         names: of the functions, as the log has them.

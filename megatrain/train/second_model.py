@@ -53,7 +53,7 @@ class SecondModel:
         return [micro | more for micro, more in zip(step, answers, strict=True)]
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Give the model's memory back."""
         self._engine.close()
 
 

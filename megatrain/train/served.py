@@ -29,7 +29,7 @@ class Served:
     _server: Server  # of the first rank
 
     def __init__(self, config: Config, engine: Engine, ranks: Ranks) -> None:
-        """Bring it the weights as they are.
+        """Bring the server the weights as they are.
 
         Raises:
             InputError: it cannot be used.
