@@ -65,7 +65,7 @@ class DiskStaging:
         return sum(lane.buffer.data.nbytes for lane in self._lanes)
 
     def _bytes(self, plane: Plane) -> int:
-        """Of a whole piece, in a lane."""
+        """Bytes of a whole piece, in a lane."""
         return align(plane.place(0, self._piece).stop * plane.dtype.itemsize, BLOCK)
 
     def visit(self, tile: Tile) -> Iterator[tuple[int, int, Tile]]:

@@ -30,7 +30,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def disk_bytes(folder: str | os.PathLike[str], most: int | None) -> int:
-    """Of a disk that are free, and no more than `most`.
+    """Free bytes of a disk, and no more than `most`.
 
     Raises:
         InputError: there is no such folder, or no file can be made there.

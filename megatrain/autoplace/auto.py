@@ -152,7 +152,7 @@ def _for_rank(opened: Opened, workload: Workload) -> Settled:
 
 
 def _to_run(opened: Opened) -> Placement:
-    """Of a model that is only run: it rests on the device, or is streamed.
+    """The placement of a model that is only run: it rests on the device, or is streamed.
 
     Sampling makes each pass a token longer: compiled, every token would compile all kinds anew.
     """

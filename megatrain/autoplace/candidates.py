@@ -142,7 +142,7 @@ class Candidates:
 
     @cached_property
     def _layer_bytes(self) -> int:
-        """Of the largest layer."""
+        """Bytes of the largest layer's weights."""
         layers = [t.numel for t in self._layouts if t.kind is TileKind.LAYER]
         return max(layers) * self.workload.dtype.itemsize
 

@@ -60,7 +60,7 @@ class FirstTiles:
         return [each for kind in kinds for each in self.tiles[count:] if each.kind is kind]
 
     def names(self, count: int) -> tuple[str, ...]:
-        """Of the first `count`."""
+        """Names of the first `count` tiles."""
         return tuple(each.name for each in self.tiles[:count])
 
     def device_bytes(self, count: int) -> int:

@@ -141,7 +141,7 @@ class Search:
         return found
 
     def _sparing(self, found: list[Forecast], best: Forecast) -> Iterator[Placement]:
-        """Of each family those that spare more than the first that was found."""
+        """Placements of each family that spare more than the first one that was found."""
         there = {
             candidate.placement for candidate in found if candidate.micro_batch == best.micro_batch
         }

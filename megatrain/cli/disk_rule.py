@@ -34,7 +34,7 @@ class DiskRule:
 
 
 def disk_rule(spans: Sequence[Span], machine: Machine | None, *, clip: bool) -> DiskRule | None:
-    """Of a step recorded in the midst of others; None where nothing of it went to a disk."""
+    """The rule for a step recorded in the midst of others; None: nothing of it went to a disk."""
     own = {name: [s for s in spans if s.stream == name] for name in (COMPUTE, *DISK_STREAMS)}
     moved = {name: sum(s.num_bytes for s in each) / 1e9 for name, each in own.items()}
     compute = own[COMPUTE]

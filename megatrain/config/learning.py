@@ -183,7 +183,7 @@ class LossSection(Section):
 
     @property
     def kind(self) -> Literal["pairs", "margins", "rated", "prompts"] | None:
-        """Of data, that it needs; None: texts or chats."""
+        """The kind of data that the loss needs; None: texts or chats."""
         return "margins" if self.margin else _KINDS.get(self.name, "pairs")
 
     @property

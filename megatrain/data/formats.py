@@ -178,7 +178,7 @@ def _history(row: Row, where: str) -> list[str]:
 def _conversation(
     said: list[Message], learnt: list[bool], row: Row, where: str, *, wrap: bool = False
 ) -> Conversation:
-    """With what is said beside the messages: system prompt, tools, settings of the template."""
+    """A conversation with the row's system prompt, tools and settings of the template."""
     system = _string(row, "system", where)
     if system and said[0]["role"] in ("system", "developer"):
         if said[0].get("content") != system:

@@ -89,7 +89,7 @@ class ReplyDataset(PackedDataset):
         return made
 
     def _kinds(self, row: int) -> list[int]:
-        """Of each line: 1 for a chosen or good reply, 0 for another, -1 for a mismatched one."""
+        """For each line: 1 for a chosen or good reply, 0 for another, -1 for a mismatched one."""
         if self.kind == "pairs":
             return [1, 0]
         good = int(self.store.is_good(int(self._segments(row).document[0])))

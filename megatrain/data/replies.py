@@ -249,7 +249,7 @@ class Replies:
         return asked[len(unasked) :] if asked.startswith(unasked) else ""
 
     def _by_signs(self, turn: int, asked: str) -> Span | None:
-        """By what stands around the reply where it is the last message."""
+        """The reply's place, by what stands around it where it is the last message."""
         places = self._places
         before = self._find(turn, asked, asking=True).get(turn - 1)
         upto = self._render(turn + 1)

@@ -38,7 +38,7 @@ def called(message: Message) -> list[str]:
 
 
 def with_signs(message: Message, of_content: str, of_calls: str, *, empty: bool) -> Message:
-    """With one sign at the end of the content, and the other after the name of the last call."""
+    """A message with one sign after its content, the other after its last call's name."""
     made = dict(message)
     text = message.get("content", "").rstrip()
     if text or (empty and "content" in message and "tool_calls" not in message):

@@ -105,7 +105,7 @@ def _delimiter(file: SourceFile, header: str) -> str:
 
 
 def _told(value: Any) -> Any:
-    """Without the nulls that a table fills absent keys of nested objects with."""
+    """A value without the nulls that a table puts for absent keys of nested objects."""
     if isinstance(value, dict):
         return {key: _told(each) for key, each in value.items() if each is not None}
     return [_told(each) for each in value] if isinstance(value, list) else value

@@ -166,7 +166,7 @@ class Template:
         return self._headers[key]
 
     def _named(self, talk: Conversation, message: Message) -> Message:
-        """With reasoning under the name that the template asks for."""
+        """A message whose reasoning has the name that the template asks for."""
         theirs = next((n for n in REASONING if message.get(n)), None)
         ours = None if theirs is None else self.reasoning(talk, message)
         if theirs is None or ours is None or theirs == ours:

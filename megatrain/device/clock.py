@@ -44,7 +44,7 @@ class Costs(Protocol):
     put_seconds: float
 
     def run(self, stream: str, name: str, work: Work, reads: Buffers, writes: Buffers) -> Cost:
-        """Of a piece of work."""
+        """The cost of a piece of work."""
 
     def copy(self, stream: str, num_bytes: int) -> float:
         """Seconds of a copy."""

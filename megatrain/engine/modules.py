@@ -225,7 +225,7 @@ class Head(StreamedModule):
         return own_part, dict.fromkeys(routed, slope)
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
-        """Of a joint loss: the batch with its labels weighed by the loss, and the losses.
+        """For a joint loss: the batch with its labels weighed by the loss, and the losses.
 
         That takes a visit of the head. Any other loss: the batch as it is, and no losses.
         """

@@ -231,7 +231,7 @@ def _indivisible(tile: TileLayout, layer: Layer, itemsize: int) -> list[tuple[st
 def _least_slices(
     tile: TileLayout, own: Sequence[str], words: tuple[str, str], itemsize: int
 ) -> list[tuple[str, int]]:
-    """In `words`, and with their bytes: all but the parameters `own`, and one row of these."""
+    """Smallest slices, in `words` and bytes: all but the parameters `own`, and one row of these."""
     rest = _layout(tile, "", dict.fromkeys(e.name for e in tile.entries if e.name not in own))
     one = _layout(tile, "", dict.fromkeys(own, (0, 1)))
     sizes = (layout.numel * itemsize for layout in (rest, one))

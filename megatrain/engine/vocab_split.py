@@ -125,7 +125,7 @@ class VocabSplit:
         return {ref: torch.cat([some[ref] for some in found]) for ref in found[0]}
 
     def _logits(self, weights: dict[str, Tensor], micro: MicroBatch, hidden_1CD: Tensor) -> Tensor:
-        """Of a chunk and the rows that are here `[C, R]`, at the loss's temperature."""
+        """Logits `[C, R]` of a chunk for the rows that are here, at the loss's temperature."""
         return micro.loss.tempered(self._program.projection(weights, micro, hidden_1CD)[0])
 
     def logits(self, values: Activations) -> Tensor:

@@ -170,7 +170,7 @@ class CostModel:
     def _plain(
         self, work: Callable[[], Any], reads: Sequence[Buffer], writes: Sequence[Buffer]
     ) -> Cost:
-        """Of what takes the same for the same buffers."""
+        """The cost of work that takes the same for the same buffers."""
         function = getattr(work, "func", work)
         key = function.__qualname__, *(buffer.data.numel() for buffer in (*reads, *writes))
         if key not in self._known:
@@ -195,7 +195,7 @@ class CostModel:
         return Cost(self._busy(done), launching, result=result)
 
     def seconds(self, work: Work) -> float:
-        """Of a layer's work that is measured in operations."""
+        """Seconds of a layer's work that is measured in operations."""
         return max(self._busy(work), self._launching(work, 1))
 
     def _busy(self, work: Work) -> float:
@@ -267,7 +267,7 @@ def network_gbps(machine: Machine, on_host: int) -> float:
 
 
 def _disk_gbps(machine: Machine) -> float:
-    """Of a disk that reads as much as it writes: so much of each, both at once."""
+    """GB/s of a disk that reads as much as it writes: each way, both at once."""
     if machine.disk_both_gbps:
         return machine.disk_both_gbps
     read = machine.disk_read_gbps or DISK_READ_GBPS

@@ -55,7 +55,7 @@ class CoarseSink(Sink):
 
 @dataclass(kw_only=True)
 class MetaAssembly(Assembly):
-    """Of a model of which only works and shapes are known."""
+    """The assembly of a model of which only works and shapes are known."""
 
     measured: Profile
     counter: OpCounter
@@ -93,5 +93,5 @@ class CoarseDiskStaging(DiskStaging):
         self._piece = max(self._piece, align(-(-largest // _PIECES), self._piece))
 
     def _rooms(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
-        """Of the parts' own sizes: a lane holds less at a time."""
+        """Rooms of the parts' own sizes: a lane holds less at a time."""
         return {plane: Buffer(lane.buffer.name, part.data) for plane, part in parts.items()}

@@ -14,7 +14,7 @@ _CHUNKS_RUN = 3  # of a head's; the logits of so many take more memory than what
 
 @shapes_only
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Of which only the shapes are of interest."""
+    """Cross entropy of which only the shapes are of interest."""
     return logits_NV.new_empty((), dtype=torch.float32)
 
 

@@ -81,7 +81,7 @@ class Work(NamedTuple):
         return Work(*(one + (two - one) * way // whole for one, two in pairs))
 
     def times(self, count: int) -> "Work":
-        """Of so many micro-batches, one after the other; what is kept adds up."""
+        """The work of `count` micro-batches, one after the other; what is kept adds up."""
         if count == 1:
             return self
         return self._replace(

@@ -165,8 +165,8 @@ class Profile:
         return self._in_chunks(("head", head_tokens, loss), rows, measure)
 
     def _in_chunks(self, key: tuple, rows: int, measure: Callable[[], Work]) -> Work:
-        """Of a head. Two are run, others follow from these where chunks that are alike are left
-        out: then all is affine in the rows. A single row is a case of its own, as of layers.
+        """The work of a head. Two are run, others follow from these where equal chunks are left
+        out: then all is affine in the rows. A single row is a case of its own, as with layers.
         """
         tokens, chunk = rows * self.tokens, key[1]
         if rows == 1 or tokens % chunk or not chunks_left_out(tokens, chunk):
@@ -242,7 +242,7 @@ class Profile:
         return lambda logits_NV, targets_N, *given: cross_entropy(logits_NV, targets_N)
 
     def _trace(self, visit: int, rows: int, kind: LayerTemplate) -> Trace:
-        """Of a layer. Two are recorded, others follow from these: all is affine in the rows.
+        """The trace of a layer. Two are recorded, others follow: all is affine in the rows.
 
         A single row is a case of its own: what would be copied of several can be looked at.
         """

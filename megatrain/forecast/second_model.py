@@ -37,7 +37,7 @@ def second_needs(spec: ModelSpec, dtype: torch.dtype, tokens: int, ranks: int = 
 def second_seconds(
     spec: ModelSpec, measured: Profile, found: Forecast, workload: Workload
 ) -> float:
-    """Of one forward over all tokens of a step, in micro-batches as the step has them.
+    """Seconds of one forward over all tokens of a step, in the step's micro-batches.
 
     Args:
         measured: of this model, for rows and a type as the step has them.

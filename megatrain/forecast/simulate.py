@@ -329,7 +329,7 @@ def _followed(model: Model, placement: Placement, dtype: torch.dtype, steps: int
 def process_bytes(
     model: Model, machine: Machine, placement: Placement, measured: Profile, later: int
 ) -> int:
-    """Of the process itself when it runs; or when weights arrive, if it takes more then.
+    """Bytes of the process itself when it runs; or when weights arrive, if that is more.
 
     Then `later` bytes are still to come. On their way to the planes are a layer or a table that is
     drawn, in fp32 (of what rests on the device a parameter goes by way of two more of half its

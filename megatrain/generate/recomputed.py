@@ -20,12 +20,12 @@ class Recomputed(PreTrainedModel, GenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        """Of the logits."""
+        """The device of the logits."""
         return torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits."""
+        """The dtype of the logits."""
         return torch.float32
 
     def forward(

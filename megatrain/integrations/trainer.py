@@ -143,7 +143,7 @@ class StreamedTrainer(_Trainer):
             held.pop_all()
 
     def _precompute_ref_logps(self, dataset: Any, *_: Any, **__: Any) -> Any:
-        """Of DPOTrainer, where it is made: the engine of the reference says them with each step."""
+        """DPOTrainer calls this where it is made; the reference's engine is asked in each step."""
         return dataset
 
     def _take(self, engine: Engine) -> None:
@@ -281,7 +281,7 @@ class StreamedTrainer(_Trainer):
         return value, None, None
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """With the last step's norm of the gradient, and what its loss measured."""
+        """Log, with the last step's norm of the gradient and what its loss measured."""
         if "grad_norm" in logs and self._last is not None:
             logs.update(self._last.measures, grad_norm=self._last.grad_norm)
         super().log(logs, *arguments, **options)

@@ -36,7 +36,7 @@ class Factors(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of squares, float32.
+    """Sums of squares, float32.
 
     Attributes:
         rows: [count, rows] of each row's gradients.

@@ -69,7 +69,7 @@ class Distillation(Loss):
         return (1 - self.cross_entropy) * divergence_N - self.cross_entropy * found.log_prob
 
     def _divergence(self, teacher_NK: Tensor, model_NK: Tensor) -> Tensor:
-        """From log-probabilities `[N, K]`, `[N]`."""
+        """The divergence of each token `[N]`, from log-probabilities `[N, K]`."""
         if self.beta == 0:
             return _kl(teacher_NK, model_NK)
         if self.beta == 1:

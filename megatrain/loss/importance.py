@@ -54,7 +54,7 @@ class ImportanceSampling:
         return self.mode.startswith("sequence")
 
     def ratios(self, log_prob_L: Tensor, drawn_at_L: Tensor) -> Tensor:
-        """Of the labels of one reply `[L]`, fp64; of a sequence all are the same.
+        """Ratios of the labels of one reply `[L]`, fp64; ratios of a sequence are all the same.
 
         Args:
             log_prob_L: in the model that is trained.

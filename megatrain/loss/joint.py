@@ -61,7 +61,7 @@ class JointLoss(Loss):
         given: Sequence[Sequence[Tensor]],
         normaliser: float,
     ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-        """Of each micro-batch a share of the step's loss, and its labels' weights; the measures.
+        """For each micro-batch its share of the step's loss and its labels' weights; measures.
 
         Args:
             log_probs: `[B, T]` of each micro-batch, 0 where there is no target.

@@ -112,7 +112,7 @@ class PolicyLoss(JointLoss):
 
     @abstractmethod
     def advantages(self, rewards_R: Tensor, divergence_R: Tensor) -> Tensor:
-        """Of each reply `[R]`, those to one prompt beside one another; NaN rewards: 0.
+        """The advantage of each reply `[R]` among those to its prompt; 0 for NaN rewards.
 
         Args:
             divergence_R: how much likelier each reply is than in the reference model, or 0.

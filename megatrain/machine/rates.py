@@ -12,7 +12,7 @@ NETWORK_GBPS = 12.5
 
 
 def mapping_bytes(pinned_bytes: int) -> int:
-    """Of the device's memory, what the driver takes to map host memory that is pinned.
+    """Bytes of device memory that the driver takes to map pinned host memory.
 
     A process of 7B on an H200 took 142 MiB more with 108 GiB than one without, 260 with 193 GiB
     (benchmarks/results/driver-memory-h200.json).

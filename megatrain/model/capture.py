@@ -309,7 +309,7 @@ class Capture:
         return result.logits if hasattr(result, "logits") else result[0]
 
     def _scores(self, weights: Mapping[str, Tensor], output: Any) -> Tensor:
-        """Of each token as if it were a row of its own: rows are scored at one of their tokens."""
+        """The score of each token as if it were a row: rows are scored at one of their tokens."""
         hidden_BTD = last_hidden(output)
         rows = hidden_BTD.reshape(-1, 1, hidden_BTD.shape[-1])
         ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=rows.device)

@@ -40,7 +40,7 @@ def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") ->
 
 
 def _sizes(*given: Any) -> list[torch.Size]:
-    """Of all tensors of numbers; how many documents a row has is different every time."""
+    """Sizes of all floating-point tensors; integers count documents, which differ every time."""
     leaves = pytree.tree_leaves(given)
     return [x.shape for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 

@@ -85,7 +85,7 @@ class ModelSpec:
 
     @property
     def routed_shape(self) -> torch.Size:
-        """Of what the loss of routers is of, in each layer that has some."""
+        """The shape of the logits that the routers' loss reads, in each layer that has some."""
         return self.layers[self.routed[0].visit].kind.example[-1].shape
 
     @property

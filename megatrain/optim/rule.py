@@ -64,7 +64,7 @@ class Plane:
         return self.dtype.itemsize / self.per
 
     def num_bytes(self, layout: TileLayout) -> int:
-        """Of a tile; of several ranks, of the first one's blocks, which no other's exceed."""
+        """Bytes of this plane for a tile; of several ranks, for the first one, which has most."""
         return self.own_numel(layout, 0) * self.dtype.itemsize
 
     def has(self, entry: Entry) -> bool:
@@ -148,7 +148,7 @@ class Rule(ABC):
 
     @property
     def remainder(self) -> torch.dtype:
-        """Of what the rest of a master is, whose first half are bf16 weights."""
+        """The dtype of the remainder: what a master has beyond its bf16 weights."""
         return torch.int16
 
     def check_dtype(self, dtype: torch.dtype) -> None:  # noqa: B027  most take any

@@ -20,7 +20,7 @@ _UNKNOWN = ("amsgrad", "maximize")
 
 
 class _NoState(dict):
-    """In the place of torch's `state`; refuses to be read or written by parameter."""
+    """Stands for torch's `state`; refuses to be read or written by parameter."""
 
     def __missing__(self, key: object) -> Any:
         raise InputError(f"optimizer.state has no moments: {_NOT_HERE}")

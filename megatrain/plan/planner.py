@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def run_seconds(self) -> float | None:
-        """Of all tokens, evaluations and saving not counted."""
+        """Seconds of the whole run, evaluations and saving not counted; None: unknown."""
         if self.total_tokens is None:
             return None
         rate = self.forecast.tokens_per_second if self.several is None else (

@@ -43,7 +43,7 @@ class Plans(Protocol):
 
 
 class _Difference(NamedTuple):
-    """Of two workloads: how much, in words, and in keys of a run file."""
+    """The difference of two workloads: how much, in words, and in keys of a run file."""
 
     amount: int
     words: str
@@ -324,7 +324,7 @@ def _room(there: Machine, needed: Machine) -> tuple[int, int]:
 
 
 def _with_memory(there: Machine, asked: Workload, least: Forecast) -> Found:
-    """With the memory of a forecast; nothing if no such card has so much."""
+    """The workload with the memory of `least`; nothing if no such card has so much."""
     device, host = _room(there, least.machine)
     if device <= max(there.device_memory_bytes, _sold(there)):
         there = replace(there, device_memory_bytes=device, host_memory_bytes=host)

@@ -140,7 +140,7 @@ def _read_state(checkpoint: Checkpoint, store: Store) -> None:
 
 
 def kept(rule: Rule) -> tuple[Any, ...]:
-    """In which form a rule keeps masters and states."""
+    """The form in which a rule keeps masters and states."""
     return rule.state_planes, rule.remainder
 
 

@@ -162,7 +162,7 @@ def _described(opened: Opened, placement: Placement) -> dict[str, str]:
 
 
 def _checksum(source: Source) -> int:
-    """Of the weights of a model that was given: each rank takes its part of its own."""
+    """A hash of the weights of a given model, of which each rank takes its own part."""
     if source.given is None:
         return 0
     found = 0
@@ -174,6 +174,6 @@ def _checksum(source: Source) -> int:
 
 
 def _checksum_of_adapter(source: Source) -> int:
-    """Of a folder's file of weights; what is drawn follows from the seed."""
+    """A hash of an adapter's file of weights; drawn weights follow from the seed."""
     folder = source.adapter_folder
     return 0 if folder is None else zlib.crc32((folder / peft.WEIGHTS_FILE).read_bytes())

@@ -354,7 +354,7 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, Pa
 
 
 def _types(source: Source) -> dict[str, torch.dtype]:
-    """In what each parameter comes; what is drawn has the dtype of the source."""
+    """The dtype that each parameter comes in; that of the source where it is drawn."""
     names = source.names
     if source.saved is not None:
         others = source.saved.settings.frozen_dtypes

@@ -53,7 +53,7 @@ def end_passing() -> None:
 
 
 def _columns() -> int:
-    """Of the terminal that stderr is; stdout may be a file."""
+    """The width of the terminal that stderr is; stdout may be a file."""
     own = 0
     with suppress(OSError):  # it is no terminal: an IDE's, or a test's
         own = os.get_terminal_size(sys.stderr.fileno()).columns

@@ -156,7 +156,7 @@ class TileLayout:
             yield start + rank * own, own
 
     def whole_parts(self, stop: int) -> int:
-        """Of several ranks, the end of the part that element `stop - 1` is of; else `stop`."""
+        """The end of the part that has element `stop - 1`, with several ranks; else `stop`."""
         if self.ranks == 1:
             return stop
         return min((end for _, end in self.parts if end >= stop), default=0) if stop else 0
