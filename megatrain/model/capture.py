@@ -120,6 +120,7 @@ class Uses:
         lookups: `(table, ids)` of every embedding lookup.
         constants: `(id of table, row)` of every single row taken.
         touched: ids of all tensors that any operation took.
+        read: ids of those that one made tensors of, but for lookups and single rows.
         derived: by id, the tensors put there and all that was computed from them, with or without
             gradients.
     """
@@ -127,22 +128,25 @@ class Uses:
     lookups: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     constants: set[tuple[int, int]] = field(default_factory=set)
     touched: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
     derived: dict[int, Tensor] = field(default_factory=dict)
 
-    def note(self, given: Iterable[Any], result: Any) -> None:
-        """Take down an operation."""
+    def note(self, given: Iterable[Any], result: Any, *, of_rows: bool) -> None:
+        """Take down an operation; `of_rows`: it looks up rows, and reads no other."""
         ids = {
             id(leaf)
             for each in given
             for leaf in ([each] if isinstance(each, Tensor) else pytree.tree_leaves(each))
         }
         self.touched |= ids
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if made and not of_rows:
+            self.read |= ids
         if not ids.isdisjoint(self.derived):
-            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
             self.derived.update((id(tensor), tensor) for tensor in made)
 
 
-class _Lookup(TorchFunctionMode):
+class Lookups(TorchFunctionMode):
     """Sends embedding lookups of gathered tables to the step's own small tables."""
 
     def __init__(self, names: Mapping[int, str], rows: Rows | None, uses: Uses | None) -> None:
@@ -153,13 +157,14 @@ class _Lookup(TorchFunctionMode):
         kwargs = kwargs or {}
         result = self._call(func, args, kwargs)
         if self.uses is not None:
-            self.uses.note((*args, *kwargs.values()), result)
+            of_rows = func is F.embedding or _row_taken(func, args) is not None
+            self.uses.note((*args, *kwargs.values()), result, of_rows=of_rows)
         return result
 
     def _call(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if func is F.embedding:
             return self._embedding(*args, **kwargs)
-        if func is Tensor.__getitem__ and (row := _single_row(args[1])) is not None:
+        if (row := _row_taken(func, args)) is not None:
             return self._row(args[0], row, args[1])
         return func(*args, **kwargs)
 
@@ -187,7 +192,11 @@ class _Lookup(TorchFunctionMode):
         return self.rows.tables[name][(position, *rest)]
 
 
-def _single_row(index: Any) -> int | None:
+def _row_taken(func: Callable[..., Any], args: tuple) -> int | None:
+    """The row that `table[row]` or `table[row, ...]` takes; None: it is another operation."""
+    if func is not Tensor.__getitem__:
+        return None
+    index = args[1]
     first = index[0] if isinstance(index, tuple) and index else index
     return first if isinstance(first, int) and not isinstance(first, bool) else None
 
@@ -294,7 +303,7 @@ class Capture:
         names = {id(weights[name]): name for name in rows.tables} if rows is not None else {}
         self._handler = handler
         try:
-            with _Lookup(names, rows, uses):
+            with Lookups(names, rows, uses):
                 return self._call(weights, inputs)
         except Reached as reached:
             return reached.result

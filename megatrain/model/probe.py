@@ -20,6 +20,7 @@ from megatrain.model.autograd_deps import reach, tag
 from megatrain.model.capture import (
     PROLOGUE,
     Capture,
+    Lookups,
     Reached,
     Ref,
     Rows,
@@ -215,10 +216,7 @@ class _Probe:
     def _tables(
         self, weights: dict[str, Tensor], ids: Tensor, inputs: Mapping[str, Any]
     ) -> tuple[list[str], list[int]]:
-        """Embedding tables that the prologue looks up by the batch's ids and uses no other way.
-
-        Besides, the rows that it takes of them by number.
-        """
+        """Tables of which the prologue reads rows alone: the batch's ids', and fixed ones."""
         uses = Uses()
         arguments: list[Any] = []
 
@@ -235,7 +233,7 @@ class _Probe:
         rows = _probe_rows(ids, weights, mine, constants)
         arguments.clear()
         self.capture.forward(first, weights, inputs, rows)
-        dense = reach(a for a in arguments if isinstance(a, Tensor)).leaves
+        dense = uses.read | reach(a for a in arguments if isinstance(a, Tensor)).leaves
         return [name for name in mine if id(weights[name]) not in dense], sorted(constants)
 
     def _record(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -319,7 +317,8 @@ class _Probe:
         after = end.leaves | in_head
         firsts = [leaf for leaf in self.alive if self.origin[identity(leaf)].visit == PROLOGUE]
         before = reach(firsts).leaves
-        if after & {id(table) for table in rows.tables.values()}:
+        read_whole = {id(weights[name]) for name in rows.tables} & (self.uses.read - after)
+        if read_whole or after & {id(table) for table in rows.tables.values()}:
             raise Unsupported("what follows the layers reads the token embeddings again")
         both = sorted(names[i] for i in before & after if i in names)
         if both:
@@ -349,7 +348,8 @@ class _Probe:
         hidden = last_hidden(output).detach()[:1, :2].clone().requires_grad_()
         few = {**inputs, "input_ids": inputs["input_ids"][:1, :2]}
         try:
-            logits = self.capture.head(weights, with_hidden(output, hidden), few)
+            with Lookups({}, None, self.uses):
+                logits = self.capture.head(weights, with_hidden(output, hidden), few)
         except RuntimeError as error:  # other states of the trunk have more rows and tokens
             raise Unsupported(_MORE_STATES) from error
         if not isinstance(logits, Tensor) or logits.shape[:2] != hidden.shape[:2]:

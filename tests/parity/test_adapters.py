@@ -45,6 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "some layers": ("llama", {"target_modules": ["up_proj"], "layers_to_transform": [0, 2]}),
     "biases": ("qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
     "tables": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
+    "DoRA of a table": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
     "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "experts' layers": ("mixtral", {"target_modules": ["q_proj", "v_proj"]}),
     "experts": (

@@ -45,6 +45,31 @@ def summed_table() -> LlamaForCausalLM:
     return model
 
 
+class WithTable(nn.Module):
+    """Adds the mean of the token table, through which no gradient flows, to what a module gives."""
+
+    def __init__(self, module: nn.Module, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.module = module
+        object.__setattr__(self, "embedding", embedding)  # which is no child
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self.module(given) + self.embedding.weight.detach().mean()
+
+
+def reading_its_table(path: str) -> LlamaForCausalLM:
+    model = tiny()
+    parent, name = path.rsplit(".", 1) if "." in path else ("", path)
+    made = WithTable(model.get_submodule(path), model.model.embed_tokens)
+    setattr(model.get_submodule(parent), name, made)
+    return model
+
+
+class Centred(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) - self.weight.detach().mean(0)
+
+
 class Counting(LlamaDecoderLayer):
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         self.calls.add_(1)
@@ -74,6 +99,10 @@ REFUSALS = {
     "operations between layers": lambda: before_layer(lambda h: h * 2),
     "before model.layers.1": lambda: before_layer(lambda h: h.detach()),
     "embed_tokens.weight is used both before and after": summed_table,
+    "what follows the layers reads the token embeddings again": lambda: reading_its_table(
+        "model.norm"
+    ),
+    "reads the token embeddings again": lambda: reading_its_table("lm_head"),
     "model.layers.1 changes its buffer calls": lambda: with_layer(
         Counting, calls=torch.zeros(1, dtype=torch.long)
     ),
@@ -88,6 +117,17 @@ def test_refusals(reason: str) -> None:
     with pytest.raises(Unsupported, match=reason) as caught:
         spec(emptied(REFUSALS[reason]()))
     assert "\n" not in str(caught.value)
+
+
+def test_a_table_that_is_read_as_a_whole_without_gradients_is_there_as_a_whole() -> None:
+    model, ids = tiny(), torch.arange(6)[None]
+    model.model.embed_tokens.__class__ = Centred
+    assert spec(emptied(model)).gathered == []
+    assert spec(emptied(tiny())).gathered == ["model.embed_tokens.weight"]
+    with torch.no_grad():
+        wanted = model(ids, labels=ids).loss.item()
+    with Engine(model, precision="fp32", device="cpu", saveable=False) as engine:
+        assert engine.evaluate([{"input_ids": ids, "labels": ids}]) == pytest.approx(wanted, 1e-6)
 
 
 def test_layers_that_share_a_weight_are_refused() -> None:
