@@ -209,7 +209,9 @@ def _buffers(
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _LEFT_OUT}
+    """What a module has besides weights; `resize_token_embeddings` leaves `vocab_size` behind."""
+    left_out = _LEFT_OUT | {"vocab_size"} if isinstance(module, PreTrainedModel) else _LEFT_OUT
+    return {name: value for name, value in vars(module).items() if name not in left_out}
 
 
 _NOTHING = object()

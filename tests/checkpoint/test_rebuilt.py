@@ -174,6 +174,28 @@ def test_what_was_set_in_the_configuration_is_no_difference() -> None:
     Engine(copy.deepcopy(model), optimizer=AdamW(), device="cpu").close()
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_model_with_resized_tables_trains_and_comes_back(family, tmp_path) -> None:
+    model = tiny_model(family)
+    rows = model.config.vocab_size + 8
+    model.resize_token_embeddings(rows)
+    ids = torch.arange(rows - 6, rows)[None]
+    step = [{"input_ids": ids, "labels": ids}]
+    with torch.no_grad():
+        wanted = model.eval()(ids, labels=ids).loss.item()
+    with engine_of(model=model) as engine:
+        assert engine.evaluate(step) == pytest.approx(wanted, rel=1e-5)
+        engine.step(step)
+        engine.save(tmp_path / "saved")
+        engine.save_pretrained(tmp_path / "out")
+        trained = engine.evaluate(step)
+    with Engine.load(tmp_path / "saved", device="cpu") as again:
+        assert again.evaluate(step) == trained
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert exported(ids, labels=ids).loss.item() == pytest.approx(trained, rel=1e-5)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "got_ocr2"])
 def test_the_chosen_attention_and_experts_come_back(family, tmp_path) -> None:
     model = tiny_model(family)
