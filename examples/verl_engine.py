@@ -113,8 +113,10 @@ class MegatrainEngine:
 
         self.engine.close()
         self.engine = Engine.load(local_path)
-        self.scheduler = self._schedule(self.engine.optimizer)
+        groups = self.engine.optimizer.state_dict()
+        self.scheduler = self._schedule(self.engine.optimizer)  # sets its first rates
         self.scheduler.load_state_dict(open_checkpoint(local_path).extra["scheduler"])
+        self.engine.optimizer.load_state_dict(groups)
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         return True

@@ -1,6 +1,8 @@
 """torch's view of the engine's optimizer: groups that the user reads, changes and schedules."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,11 @@ _NOT_HERE = (
 )
 
 # What torch's optimizers do besides, where a group asks for it.
-_UNKNOWN = ("amsgrad", "maximize")
+_UNKNOWN, _DECOUPLED = ("amsgrad", "maximize"), "decoupled_weight_decay"
+
+_OF_PARAMETERS = ("params", "param_names")
+
+_log = logging.getLogger(__name__)
 
 
 class _NoState(dict):
@@ -35,6 +41,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
     Its parameters are names and shapes only; state rests in the tiles. Groups are read anew in each
     step, so parameters may be moved between them at any time. A parameter is known by its tensor in
     `params`; `param_names` follows.
+
+    Attributes:
+        restored_rates: learning rates of the groups that `restore` took; None: none were restored,
+            or a step has been taken since.
     """
 
     def __init__(self, rule: Rule, model: nn.Module) -> None:
@@ -47,6 +57,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {name: getattr(rule, name) for name in rule.settings})
         self.state = _NoState()  # type: ignore[assignment]
         self.num_steps = 0
+        self.restored_rates: list[float] | None = None
 
     def group_of(self) -> dict[str, int]:
         """Index of each trainable parameter's group, by name.
@@ -99,15 +110,45 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 groups are not made of the engine's parameters, each of them once.
         """
         self.group_of()
+        self._name_parameters()
         for group in self.param_groups:
-            group["param_names"] = [self._names[parameter] for parameter in group["params"]]
             self._check(group)
+            frozen = next((p for p in group["params"] if not p.requires_grad), None)
+            if frozen is not None:
+                raise InputError(
+                    f"{self._names[frozen]!r} was frozen after the engine was made, which trains "
+                    "it; make the engine with trained=Trained(freeze=...), or set its group's lr "
+                    "and weight_decay to 0"
+                )
             unknown = next((name for name in _UNKNOWN if group.get(name)), None)
+            if not group.get(_DECOUPLED, True):
+                unknown = f"{_DECOUPLED}=False"
             if unknown is not None:
                 raise InputError(
                     f"a group of the optimizer asks for {unknown}, unknown to "
                     f"{type(self.rule).__name__}"
                 )
+        self._tell_of_first_rates()
+
+    def _name_parameters(self) -> None:
+        for group in self.param_groups:
+            group["param_names"] = [self._names[parameter] for parameter in group["params"]]
+
+    def _tell_of_first_rates(self) -> None:
+        """Warn where a schedule that was made since `restore` has set its first rates."""
+        restored, self.restored_rates = self.restored_rates, None
+        rates = [_scalar(group.get("lr")) for group in self.param_groups]
+        if restored not in (None, rates) and hasattr(self.step, "_wrapped_by_lr_sched"):
+            _log.warning(
+                "the learning rate is %s, and was %s in the checkpoint: a schedule sets its first "
+                "rates when it is made; to go on with those of the checkpoint, keep "
+                "engine.optimizer.state_dict() before the schedule is made, and give it to "
+                "engine.optimizer.load_state_dict afterwards",
+                *(
+                    ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(each))
+                    for each in (rates, restored)
+                ),
+            )
 
     def _check(self, group: dict[str, Any]) -> None:
         own = replace(self.rule, **{n: _scalar(group.get(n)) for n in self.rule.settings})
@@ -116,6 +157,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 f"a group of the optimizer asks {type(self.rule).__name__} to keep other state "
                 "than the engine was made with (momentum from 0, or to 0); make the engine with it"
             )
+        for name in self.rule.choices:
+            if group.get(name, made := getattr(self.rule, name)) != made:
+                raise InputError(
+                    f"a group of the optimizer has {name} {group[name]!r}, and the engine was made "
+                    f"with {made!r} for all groups; make it with another {type(self.rule).__name__}"
+                )
 
     def took_step(self) -> None:
         """Count a step that the engine has taken, by `step`, at which torch's schedulers look."""
@@ -140,12 +187,33 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.num_steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups in torch's form, and under `note` that this is all."""
-        return super().state_dict() | {"note": f"groups only; {_NOT_HERE}"}
+        """A copy of the groups in torch's form, and under `note` that this is all."""
+        self.group_of()
+        self._name_parameters()
+        return deepcopy(super().state_dict()) | {"note": f"groups only; {_NOT_HERE}"}
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Refused. Raises InputError: the moments would be left out."""
-        raise InputError(f"optimizer.load_state_dict brings no moments: {_NOT_HERE}")
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the groups' settings from what `state_dict` gave, such as the rates of a schedule.
+
+        Moments are those of the engine, whatever step they are of.
+
+        Raises:
+            InputError: it holds moments, or groups of other parameters, or settings that are none.
+        """
+        groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+        if not isinstance(groups, list) or state_dict.get("state"):
+            raise InputError(f"optimizer.load_state_dict brings no moments: {_NOT_HERE}")
+        self.group_of()
+        own = [[self._names[p] for p in group["params"]] for group in self.param_groups]
+        if [group.get("param_names") for group in groups] != own:
+            raise InputError(
+                "optimizer.load_state_dict: the groups given are of other parameters than those of "
+                "this optimizer; make the same groups first"
+            )
+        for given in groups:
+            self._check(given)
+        for group, given in zip(self.param_groups, groups, strict=True):
+            group.update({name: each for name, each in given.items() if name not in _OF_PARAMETERS})
 
     def saved_groups(self) -> list[dict[str, Any]]:
         """The groups as plain JSON values: names of parameters, and what a schedule made of them.
@@ -182,6 +250,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             restored.append({**group, **pairs, "params": params})
         self.param_groups[:] = restored
         self.num_steps = num_steps
+        self.restored_rates = [_scalar(group["lr"]) for group in restored]
 
 
 def _scalar(value: Any) -> Any:

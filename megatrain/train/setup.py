@@ -135,6 +135,9 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
         engine.device.torch_device,
         engine.placement,
     )
+    schedule = make_schedule(config, engine.optimizer, total_steps, done)
+    if engine.optimizer is not None:
+        engine.optimizer.restored_rates = None  # this schedule follows from the step alone
     return Job(
         tokenizer=tokenizer,
         own_tokenizer=config.model.chat_template is not None
@@ -146,7 +149,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
         kind=training.kind,
         evaluation=_batches(evaluation, rows, second, ranks),
         references=references,
-        schedule=make_schedule(config, engine.optimizer, total_steps, done),
+        schedule=schedule,
         total_steps=total_steps,
         resumed=start.state if start else None,
         ranks=ranks,

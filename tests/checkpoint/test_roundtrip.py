@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, get_scheduler
 
 from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.checkpoint import open_checkpoint, verify
@@ -380,3 +380,40 @@ def test_states_of_a_rule_that_has_no_choice_are_refused(tmp_path) -> None:
     engine_of(rule="lion").save(tmp_path / "saved")
     with pytest.raises(InputError, match="states is 'int8', but lion has no such choice"):
         Engine.load(tmp_path / "saved", device="cpu", states="int8")
+
+
+SCHEDULES = {
+    "cosine": lambda optimizer: get_scheduler("cosine", optimizer, 2, 20),
+    "linear": lambda optimizer: LinearLR(optimizer, 0.1, total_iters=10),  # by factors of the last
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 1e-2, total_steps=20),  # betas, too
+}
+
+
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_of_torch_goes_on_or_its_first_rates_are_told(
+    name: str, taken: bool, tmp_path, caplog
+) -> None:
+    steps, engine = batches(4), engine_of()
+    schedule = SCHEDULES[name](engine.optimizer)
+    for step in steps[:2]:
+        engine.step(step)
+        schedule.step()
+    engine.save(tmp_path / "saved", extra={"schedule": schedule.state_dict()} if taken else None)
+    again, kept = Engine.load(tmp_path / "saved", device="cpu"), schedule.state_dict()
+    groups = again.optimizer.state_dict()
+    resumed = SCHEDULES[name](again.optimizer)
+    resumed.load_state_dict(
+        open_checkpoint(tmp_path / "saved").extra["schedule"] if taken else kept
+    )
+    if taken:
+        again.optimizer.load_state_dict(groups)
+    for step in steps[2:]:
+        caplog.clear()
+        engine.step(step)
+        again.step(step)
+        told = "a schedule sets its first rates when it is made" in caplog.text
+        assert told == (not taken and step is steps[2])
+        schedule.step()
+        resumed.step()
+    assert same(state(again), state(engine)) == taken

@@ -156,6 +156,42 @@ def without_a_rate(optimizer: StreamedOptimizer) -> None:
     optimizer.check()
 
 
+def moved() -> torch.optim.Optimizer:
+    """torch's AdamW after a step, with moments."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.step()
+    return optimizer
+
+
+def others_loaded(optimizer: StreamedOptimizer) -> None:
+    state = optimizer.state_dict()
+    state["param_groups"][0]["param_names"].pop()
+    optimizer.load_state_dict(state)
+
+
+def no_rate_loaded(optimizer: StreamedOptimizer) -> None:
+    state = optimizer.state_dict()
+    del state["param_groups"][1]["lr"]
+    optimizer.load_state_dict(state)
+
+
+def frozen_later(optimizer: StreamedOptimizer) -> None:
+    optimizer.param_groups[0]["params"][0].requires_grad_(False)
+    optimizer.check()
+
+
+def coupled_decay(optimizer: StreamedOptimizer) -> None:
+    optimizer.param_groups[0]["decoupled_weight_decay"] = False
+    optimizer.check()
+
+
+def choice_in_a_group(optimizer: StreamedOptimizer) -> None:
+    optimizer.param_groups[0]["states"] = "int8"
+    optimizer.check()
+
+
 def of_a_parameter(optimizer: StreamedOptimizer) -> Any:
     return optimizer.param_groups[0]["params"][0]
 
@@ -170,7 +206,13 @@ MISUSED: dict[str, tuple[Any, str]] = {
     "step": (lambda o: o.step(), r"optimizer.step\(\) has nothing to do"),
     "a state read": (lambda o: o.state[of_a_parameter(o)]["exp_avg"], "Engine.save"),
     "a state set": (lambda o: o.state.update({}) or o.state.__setitem__(1, {}), "Engine.save"),
-    "a state loaded": (lambda o: o.load_state_dict(o.state_dict()), "brings no moments"),
+    "a state loaded": (lambda o: o.load_state_dict(moved().state_dict()), "brings no moments"),
+    "other groups loaded": (others_loaded, "groups given are of other parameters"),
+    "no groups loaded": (lambda o: o.load_state_dict({}), "brings no moments"),
+    "no rate loaded": (no_rate_loaded, "AdamW lr is None"),
+    "frozen later": (frozen_later, r"embed_tokens.weight' was frozen after the engine was made"),
+    "coupled decay": (coupled_decay, "asks for decoupled_weight_decay=False, unknown to AdamW"),
+    "a choice in a group": (choice_in_a_group, "has states 'int8', and the engine was made with"),
 }
 
 
