@@ -7,10 +7,8 @@ micro-batches of an optimizer step together, in one layer-major step, updates, a
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import replace
-from functools import partial
-from inspect import Signature, signature
+from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +36,7 @@ from megatrain.integrations.pairs import (
     without_reference,
 )
 from megatrain.integrations.predictions import Predictions, length
+from megatrain.integrations.stand_in import StandIn
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, Reward
 from megatrain.optim import AdamW
 from megatrain.units import parse_bytes
@@ -57,6 +56,11 @@ _OFF = {
 }
 _NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen", "logits/rejected")
 _OTHER_LOSS = "the engine's loss here is cross entropy; others: docs/losses.md"
+_NOT_CALLED = (
+    *("training_step", "prediction_step", "compute_loss_context_manager"),
+    *("create_optimizer", "get_optimizer_cls_and_kwargs"),
+    *("_prepare_inputs", "_prepare_input", "_save", "_wrap_model"),
+)
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
@@ -148,7 +152,7 @@ class StreamedTrainer(_Trainer):
 
     def _take(self, engine: Engine) -> None:
         self.engine = engine
-        self.model = self.model_wrapped = _StandIn(
+        self.model = self.model_wrapped = StandIn(
             engine, self._columns, generates=not isinstance(self._loss, Reward)
         )
 
@@ -172,6 +176,9 @@ class StreamedTrainer(_Trainer):
             wrong["args.save_only_model"] = "load_best_model_at_end takes the whole state"
         if self.model_init is not None:
             wrong["model_init"] = "give the model"
+        for name in ("loss", "optimizer", "seed", *_settings(args)):
+            if name in self.engine_options:
+                wrong[f"engine_options[{name!r}]"] = "it follows from the Trainer's arguments"
         if args.world_size > 1:
             wrong["several processes"] = "use Engine(group=...)"
         refuse(wrong)
@@ -352,39 +359,12 @@ def _refuse_class(given: type) -> None:
     for name in ("training_step", "prediction_step", "create_optimizer", "_save"):
         if getattr(given, name) is not getattr(StreamedTrainer, name):
             wrong[name] = "the engine takes its place; mix StreamedTrainer in first"
+    for name in _NOT_CALLED:
+        others = (each for each in given.__mro__ if each is not StreamedTrainer)
+        owner = next((each for each in others if name in vars(each)), object)
+        if owner.__module__.partition(".")[0] not in ("transformers", "trl", "builtins"):
+            wrong[f"{owner.__name__}.{name}"] = "the engine never calls it; leave it out"
     refuse(wrong)
-
-
-class _StandIn(nn.Module):
-    """What a Trainer's loop asks its model; the weights are the engine's."""
-
-    main_input_name = "input_ids"
-
-    def __init__(self, engine: Engine, columns: Signature, *, generates: bool) -> None:
-        """Args: `columns` of data that the model takes, which Trainers read off its forward."""
-        super().__init__()
-        refused = partial(_refused)
-        refused.__signature__ = columns  # type: ignore[attr-defined]
-        self.forward = refused
-        self.state_dict = _refused  # type: ignore[method-assign]  # it would be empty
-        # Trainers change them: tokens of the one are exported, the other is what the model is of.
-        self.config = deepcopy(engine.config)
-        if generates:
-            self.generation_config = engine.generation_config
-        self._count = engine.num_parameters
-
-    def num_parameters(self, **_: Any) -> int:
-        """All distinct ones."""
-        return self._count
-
-    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """The engine chooses what it computes again."""
-
-    activation_checkpointing_enable = gradient_checkpointing_enable
-
-
-def _refused(*_: Any, **__: Any) -> Any:
-    raise InputError("the model of a StreamedTrainer is streamed; use trainer.engine")
 
 
 def _on_host(inputs: dict[str, Any]) -> dict[str, Tensor]:

@@ -245,10 +245,31 @@ class Step(StreamedTrainer, Trainer):
         raise NotImplementedError
 
 
+class Layered(Trainer):
+    def create_optimizer(self, *given: Any, **more: Any) -> Any:
+        raise NotImplementedError
+
+
+class StreamedLayered(StreamedTrainer, Layered):
+    """Which would never call the optimizer's maker of the class that it is mixed into."""
+
+
+class Masked(StreamedTrainer, Trainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        raise NotImplementedError
+
+
+class Precise(StreamedTrainer, Trainer):
+    engine_options: ClassVar = {"precision": "bf16"}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "options", "message"),
     [
         (Other, {}, {}, "Other.compute_loss"),
+        (StreamedLayered, {}, {}, "Layered.create_optimizer: the engine never calls it"),
+        (Masked, {}, {}, "Masked._prepare_inputs: the engine never calls it"),
+        (Precise, {}, {}, r"engine_options\['precision'\]: it follows from the Trainer's"),
         (Step, {}, {}, "training_step: the engine takes its place"),
         (Streamed, {"label_smoothing_factor": 0.1}, {}, "args.label_smoothing_factor"),
         (Streamed, {"neftune_noise_alpha": 5.0}, {}, "args.neftune_noise_alpha"),
@@ -281,8 +302,9 @@ def test_the_models_forward_is_refused(tmp_path: Path) -> None:
     assert made.evaluate()["eval_loss"] > 0
     with pytest.raises(InputError, match="trainer.engine"):
         made.model(torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(InputError, match="trainer.engine"):
-        made.model.state_dict()
+    for ask in (made.model.state_dict, made.model.named_parameters):
+        with pytest.raises(InputError, match="trainer.engine"):
+            ask()
 
 
 @pytest.mark.exhaustive
