@@ -31,6 +31,7 @@ from megatrain.loss import (
     TopTokens,
     given_loss,
 )
+from megatrain.model.adapters import require_held
 from megatrain.model.neftune import add_noise
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
@@ -268,6 +269,10 @@ class Engine(PlacedEngine):
             views = {e.name: tile.weights.values(tile.place(e)[0]) for e in tile.layout.entries}
             shaped = {e.name: views[e.name].view(e.shape) for e in tile.layout.entries}
             yield UpdatedTile(tile.name, tile.version, shaped)
+
+    def require_held(self) -> None:
+        """Raises InputError: parameters are trained that the adapter's folder does not hold."""
+        require_held(self._opened.source.model)
 
     @property
     def generation_config(self) -> GenerationConfig:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from megatrain.checkpoint import Checkpoint, masters
 from megatrain.compat import peft
 from megatrain.errors import InputError
-from megatrain.model.adapters import Values, adapted, merged_into_base, plain
+from megatrain.model.adapters import Values, adapted, merged_into_base, plain, require_held
 from megatrain.model.companions import Companions
 from megatrain.model.export import write_adapter, write_weights
 from megatrain.model.weights import lazy_weights, stored_types
@@ -47,7 +47,7 @@ def write_model(
 
     Raises:
         InputError: `merged` of a model without an adapter, or of one that cannot be merged; the
-            folder is the base of the adapter.
+            folder is the base of the adapter, or could not hold all that was trained.
         RunFailed: it cannot be written; nothing is left behind.
     """
     found = adapted(model)
@@ -58,6 +58,7 @@ def write_model(
             f"{folder}: is the base of the adapter, which would be lost; give another folder"
         )
     if found is not None and not merged:
+        require_held(model)
         write_adapter(folder, model, masters, dtype=dtype or torch.float32, beside=beside)
         return
     if base != "bf16":

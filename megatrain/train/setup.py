@@ -304,7 +304,7 @@ def _engine(
 
 
 def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str, group: Any) -> Engine:
-    return Engine(
+    engine = Engine(
         source,
         **Workload.of_run(config).for_engine,
         seed=config.training.seed,
@@ -316,6 +316,12 @@ def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str, gro
         group=group,
         **_settings(config),
     )
+    try:
+        engine.require_held()  # else the run's model could not be written at its end
+    except InputError:
+        engine.close()
+        raise
+    return engine
 
 
 def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> Engine:

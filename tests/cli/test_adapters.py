@@ -239,6 +239,7 @@ def test_a_run_has_a_smaller_base(megatrain, adapter_file, base, tmp_path):
         ({"adapter__rank": 4}, "adapter"),
         ({"adapter__target_modules": ["nope"]}, "nope"),
         ({"engine__precision": "fp8"}, "fp8 is not supported"),
+        ({"model__train_only": ["lora", "norm"]}, "trained beside the adapter"),
     ],
 )
 def test_a_bad_adapter_is_refused_in_a_line(megatrain, adapter_file, changes, said):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from megatrain import Engine, InputError, Placement
 from megatrain.model.adapters import with_adapters
 from megatrain.model.rebuilt import emptied
+from megatrain.model.trained import Trained
 from megatrain.source.exported import write_merged
 from tests.families.plain import accumulate, shares
 from tests.families.tiny import tiny_model
@@ -166,6 +167,29 @@ def test_the_adapter_and_the_merged_model_are_loaded_by_their_libraries(
     q_proj = next(n for n, m in reference.named_modules() if hasattr(m, "lora_A"))
     merged = reference.get_submodule(q_proj).get_base_layer().weight
     assert torch.equal(whole.get_submodule(q_proj).weight, merged)
+
+
+@pytest.mark.parametrize("by", ["gradients", "patterns"])
+def test_what_is_trained_beside_an_adapter_is_merged_or_refused(by: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"adapter": {"target_modules": ["q_proj"]}}
+    model: Any = llama()
+    if by == "gradients":
+        model, options = adapted(target_modules=["q_proj"]), {}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad or "norm" in name)
+    else:
+        options["trained"] = Trained(train_only=("lora", "norm"))
+    [step] = make_batches(1)
+    with make_engine(model, **options) as engine:
+        engine.step(step)
+        told = r"does not hold model\.layers\.0\.input_layernorm\.weight and 6 more, trained beside"
+        with pytest.raises(InputError, match=told):
+            engine.save_pretrained(tmp_path / "adapter")
+        assert not (tmp_path / "adapter").exists()
+        engine.save_pretrained(tmp_path / "merged", merged=True)
+        loss = engine.evaluate(step)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert loss_of(whole, step) == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.parametrize("family", few(["mixtral", "gpt_oss"]))
