@@ -98,7 +98,7 @@ class Packing:
                     "attention_mask, where transformers ignores that documents begin; fill such "
                     "rows up with labels of -100 instead"
                 )
-            new = [micro for micro in packed if self._kind(micro) not in self._apart]
+            new = [m for m in packed if self._kind(m) not in self._apart and comparisons(m)]
             return new, len(micro_batches)
 
         return ranks.agree(own)
@@ -223,7 +223,8 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
         first = 1 if len(lengths) > 2 else 0
         add(lengths, [n if at % 2 == first else 0 for at, n in enumerate(lengths)])
 
-    every_second(_lengths(micro))
+    if max(lengths := _lengths(micro)) > 1:  # else no token of theirs is predicted
+        every_second(lengths)
     short = min(_SHORT, tokens // 4)
     if short:
         every_second([short, short, tokens - 2 * short])
@@ -235,10 +236,11 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
 
 
 def _lengths(micro: Micro) -> list[int]:
-    """Lengths of the documents in the row that has the most documents."""
+    """Lengths of the documents in the row that has most of them, and one of two tokens or more."""
     positions_BT = micro["position_ids"]
     begins_BT = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
-    begins_T = begins_BT[int(begins_BT.sum(1).argmax())].nonzero()[:, 0] + 1
+    count_B = begins_BT.sum(1).where(~begins_BT.all(1), -1)
+    begins_T = begins_BT[int(count_B.argmax())].nonzero()[:, 0] + 1
     edges = [0, *begins_T.tolist(), positions_BT.shape[1]]
     return [end - begin for begin, end in pairwise(edges)]
 

@@ -263,6 +263,24 @@ def test_rows_of_one_kind_of_token_hide_nothing() -> None:
         engine.step([micro])
 
 
+def test_of_documents_of_one_token_nothing_is_tried() -> None:
+    assert not comparisons(row(1, 1, rows=3))  # no token is predicted that could see another
+
+
+@pytest.mark.parametrize("tokens", [3, 9])
+def test_documents_of_one_token_are_no_row_without_labels(tokens: int) -> None:
+    """As in a row that only fills a micro-batch up: nothing of it is predicted."""
+    positions = torch.stack([torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, 110, (2, tokens), generator=generator)
+    labels = ids.clone()
+    labels[1] = -100
+    step = [{"input_ids": ids, "labels": labels, "position_ids": positions}]
+    found = make_engine(llama()).step(step).loss
+    row = [{name: each[:1] for name, each in step[0].items() if name != "position_ids"}]
+    assert found == pytest.approx(make_engine(llama()).step(row).loss, rel=1e-6)
+
+
 def test_longer_rows_are_tried_anew() -> None:
     engine = make_engine(forgetful(lambda query: query.shape[2] > 40))
     engine.step([row(9, 20)])
@@ -290,9 +308,7 @@ def test_weights_that_hide_what_is_before_a_token_are_tried_again() -> None:
         engine.step([row(9, 20)])
 
 
-@pytest.mark.parametrize(
-    "lengths", [(1, 1), (1, 2), (2, 5), (9, 1, 4), (17, 300), (50, 51, 52, 53)]
-)
+@pytest.mark.parametrize("lengths", [(1, 2), (2, 5), (9, 1, 4), (17, 300), (50, 51, 52, 53)])
 @pytest.mark.parametrize("token", [None, 0])
 def test_what_is_tried(lengths: tuple[int, ...], token: int | None) -> None:
     """Rows of documents of which some change in every token, and others in none."""
