@@ -284,7 +284,8 @@ class Capture:
             kwargs["return_dict"] = True
         if "output_router_logits" in self._signature:
             kwargs["output_router_logits"] = False  # what they add to the loss weighs nothing
-        return kwargs
+        beside = ("output_hidden_states", "output_attentions")  # which a loss does not read
+        return kwargs | {n: False for n in beside if getattr(self.model.config, n, False)}
 
     def forward(
         self,

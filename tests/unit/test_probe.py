@@ -130,6 +130,15 @@ def test_a_table_that_is_read_as_a_whole_without_gradients_is_there_as_a_whole()
         assert engine.evaluate([{"input_ids": ids, "labels": ids}]) == pytest.approx(wanted, 1e-6)
 
 
+def test_states_that_the_configuration_asks_for_are_left_out() -> None:
+    model, ids = tiny(output_hidden_states=True), torch.arange(6)[None]
+    with torch.no_grad():
+        wanted = model(ids, labels=ids).loss.item()
+    with Engine(model, optimizer=AdamW(), precision="fp32", device="cpu") as engine:
+        assert engine.step([{"input_ids": ids, "labels": ids}]).loss == pytest.approx(wanted, 1e-6)
+        assert engine.config.output_hidden_states
+
+
 def test_layers_that_share_a_weight_are_refused() -> None:
     model = tiny()
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
