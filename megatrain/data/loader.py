@@ -18,7 +18,7 @@ from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.packing import Ints, shuffled
 from megatrain.data.preferences import numbered
 from megatrain.data.prompt_rows import Prompts
-from megatrain.data.stream import Start, Stream
+from megatrain.data.stream import DATED, Start, Stream
 from megatrain.errors import InputError
 
 Step = list[MicroBatch]
@@ -131,6 +131,7 @@ class StepLoader:
                 "the data or its settings are not those of the saved run "
                 f"(fingerprint {state['fingerprint']!r:.40}, now {expected['fingerprint']}): "
                 "restore them, or go on from its weights alone: megatrain branch RUN NEW --fresh"
+                f"{DATED}"
             )
         for name in ("seed", "shuffle"):
             if state[name] != expected[name]:

@@ -27,6 +27,12 @@ from megatrain.errors import InputError
 
 _log = logging.getLogger("megatrain.data")
 
+# Behind an error: the one thing by which rows change of themselves.
+DATED = (
+    " (a chat template that writes the date, with strftime_now, makes other rows tomorrow: save it "
+    "with the run's date in its place, and name the file as model.chat_template)"
+)
+
 
 class Start(NamedTuple):
     """Where a block starts: its first row, and the last document before it in an epoch.
@@ -151,7 +157,7 @@ class Stream:
             found = self._blocks[0].start.digest
         if start.digest not in ("", found):
             raise InputError(
-                "the data is not that of the saved run: restore it, or start a new run"
+                f"the data is not that of the saved run: restore it, or start a new run{DATED}"
             )
 
     def forget(self, row: int) -> None:
