@@ -28,10 +28,7 @@ from megatrain.errors import InputError
 _log = logging.getLogger("megatrain.data")
 
 # Behind an error: the one thing by which rows change of themselves.
-DATED = (
-    " (a chat template that writes the date, with strftime_now, makes other rows tomorrow: save it "
-    "with the run's date in its place, and name the file as model.chat_template)"
-)
+DATED = " (a chat template that writes the date: docs/reliability.md)"
 
 
 class Start(NamedTuple):
