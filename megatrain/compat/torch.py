@@ -147,3 +147,8 @@ def flash_attention(
         query, key, value, edges, edges, longest, longest, 0.0, True, False,
         scale=scale, window_size_left=left, window_size_right=right,
     )[0]  # fmt: skip
+
+
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a learning-rate schedule has been made for an optimizer."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")

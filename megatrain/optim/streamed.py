@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatrain.compat.torch import is_scheduled
 from megatrain.errors import InputError
 from megatrain.optim.rule import Rule
 
@@ -138,7 +139,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Warn where a schedule that was made since `restore` has set its first rates."""
         restored, self.restored_rates = self.restored_rates, None
         rates = [_scalar(group.get("lr")) for group in self.param_groups]
-        if restored not in (None, rates) and hasattr(self.step, "_wrapped_by_lr_sched"):
+        if restored not in (None, rates) and is_scheduled(self):
             _log.warning(
                 "the learning rate is %s, and was %s in the checkpoint: a schedule sets its first "
                 "rates when it is made; to go on with those of the checkpoint, keep "
